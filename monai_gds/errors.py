@@ -1,0 +1,60 @@
+"""Every error and warning the package raises on its own account. Importing this file imports nothing else.
+
+Each error also derives from the built-in exception a caller would expect (``TypeError``, ``OSError``…), so code that
+does not know this package can still handle it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendUnavailable",
+    "CacheWarning",
+    "DamagedRecord",
+    "FileChanged",
+    "HashingError",
+    "MonaiGdsError",
+    "NewerRecord",
+    "RecordError",
+    "StorageError",
+    "UnsupportedType",
+]
+
+
+class MonaiGdsError(Exception):
+    """Base of every error of this package."""
+
+
+class BackendUnavailable(MonaiGdsError, RuntimeError):
+    """A storage backend was named that does not work on this machine; the message says why and what to install."""
+
+
+class StorageError(MonaiGdsError, OSError):
+    """A read or a write did not do what was asked (short read, device error)."""
+
+
+class FileChanged(StorageError):
+    """The file is not the one that was expected: it was replaced or changed since it was looked at."""
+
+
+class RecordError(MonaiGdsError, ValueError):
+    """A cache record cannot be used."""
+
+
+class DamagedRecord(RecordError):
+    """A cache record is truncated, altered, or is no record at all."""
+
+
+class NewerRecord(RecordError):
+    """A cache record was written by a newer version of the format than this one reads."""
+
+
+class UnsupportedType(MonaiGdsError, TypeError):
+    """An item holds a value that a record cannot store; the message names its key path and type."""
+
+
+class HashingError(MonaiGdsError, TypeError):
+    """An item or a transform cannot be hashed stably; the message names the value and the way out."""
+
+
+class CacheWarning(UserWarning):
+    """The cache could not do its work (full disk, damaged record…); the epoch goes on without it."""

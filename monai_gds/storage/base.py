@@ -1,0 +1,213 @@
+"""What a storage backend promises. Read this file before writing one.
+
+The cache and the DALI sources call :meth:`Storage.load`, :meth:`Storage.read` and :meth:`Storage.write`; a backend
+implements :meth:`Storage.submit` and whatever it can do better than the defaults here. A backend whose
+primitive is a blocking read derives from :class:`monai_gds.storage.threaded.ThreadedStorage` and implements just that.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import torch
+
+from monai_gds.errors import FileChanged
+
+__all__ = ["ALIGNMENT", "Availability", "Buffer", "FileId", "Pending", "Read", "Storage", "completed"]
+
+#: Bytes. O_DIRECT, cuFile and NVMe blocks are all content with offsets, lengths and addresses that are multiples of it.
+ALIGNMENT = 4096
+
+#: What :meth:`Storage.write` takes: host bytes, or a 1-D contiguous uint8 tensor on the CPU or a CUDA device.
+Buffer: TypeAlias = "bytes | bytearray | memoryview | torch.Tensor"
+
+
+class FileId(NamedTuple):
+    """Identity of a file's content: two equal ids are the same bytes, short of somebody setting the clock back."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, target: int | str | os.PathLike[str]) -> FileId:
+        """The id of a path or of an open descriptor."""
+        return cls.from_stat(os.stat(target))
+
+    @classmethod
+    def from_stat(cls, st: os.stat_result) -> FileId:
+        """The id held in an ``os.stat_result``."""
+        return cls(st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns)
+
+    def check(self, now: FileId, path: str) -> None:
+        """Raises FileChanged when ``now`` is another file than this one."""
+        if now != self:
+            raise FileChanged(f"{path} was replaced or changed while it was being read")
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One read: ``dest.numel()`` bytes of ``path`` from ``offset`` into ``dest``.
+
+    Args:
+        path: the file.
+        offset: first byte within the file; any value, aligned or not.
+        dest: 1-D contiguous uint8 tensor on the CPU or on the storage's device. All of it is filled.
+        expect: when given, the file opened must have this identity, else the read fails with FileChanged.
+    """
+
+    path: str
+    offset: int
+    dest: torch.Tensor
+    expect: FileId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend works here: ``ok``, what was found (``reason``), and what to do about it (``remedy``)."""
+
+    ok: bool
+    reason: str
+    remedy: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class Pending:
+    """Reads under way. ``wait()`` returns once the destinations may be used on the current CUDA stream.
+
+    Args:
+        finish: called once, by the first ``wait()``; returns the result or raises. On a CUDA target it makes the
+            stream that is current *then* wait for the copies, without blocking the host on them.
+    """
+
+    __slots__ = ("_error", "_finish", "_result")
+
+    def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
+        self._finish: Callable[[], list[torch.Tensor]] | None = finish
+        self._result: list[torch.Tensor] = []
+        self._error: BaseException | None = None
+
+    def wait(self) -> list[torch.Tensor]:
+        """Waits, and returns the destinations in the order of the requests.
+
+        Raises:
+            OSError: a file could not be opened or read (StorageError for a short read).
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            try:
+                self._result = finish()
+            except BaseException as e:
+                self._error = e
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def completed(tensors: list[torch.Tensor]) -> Pending:
+    """A Pending whose result is already there."""
+    return Pending(lambda: tensors)
+
+
+class Storage(ABC):
+    """Moves bytes between files and tensors of one target device.
+
+    An instance belongs to the process that made it (threads, pinned memory and CUDA streams do not survive a fork) and
+    may be used by several threads at once. Options of a backend are keyword arguments of its constructor and are never
+    seen outside of it.
+
+    Memory is a two-way promise. Nothing is read before it has arrived: what ``wait()`` returns may be used at once on
+    the current stream. Nothing is overwritten before its last reader has finished: a destination that did not come
+    from :meth:`allocate` is written only after the work that was queued on the current stream when it was submitted.
+
+    Args:
+        device: where destinations live, ``cpu`` or ``cuda:N``.
+    """
+
+    #: The name in the registry, which is what a user writes as ``backend="…"``.
+    name: ClassVar[str]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, device: torch.device) -> Availability:
+        """Says whether this backend works here for ``device``, without side effects; cheap enough to call often."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Read], *, fresh: bool = False) -> Pending:
+        """Starts all reads together and returns at once.
+
+        Args:
+            requests: any number of reads, of any files, offsets and lengths (zero included).
+            fresh: every CUDA destination came from :meth:`allocate` and has not been used yet, so there is no
+                earlier reader to wait for.
+        """
+
+    def read(self, requests: Sequence[Read]) -> None:
+        """Performs all reads together and waits for them.
+
+        Raises:
+            OSError: a file could not be opened or read (StorageError for a short read, FileChanged for another file).
+        """
+        self.submit(requests).wait()
+
+    def load(self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None) -> Pending:
+        """Gives ranges of a file as new tensors, mapped where the backend can and read where it cannot.
+
+        Args:
+            path: the file.
+            ranges: ``(offset, nbytes)`` each.
+            expect: see :class:`Read`.
+
+        Returns:
+            Pending of one 1-D uint8 tensor a range, each owning its storage, on ``self.device``.
+        """
+        mapped = self.map(path, ranges, expect)
+        if mapped is not None:
+            return completed(mapped)
+        requests = [Read(path, offset, self.allocate(nbytes), expect) for offset, nbytes in ranges]
+        return self.submit(requests, fresh=True)
+
+    def map(
+        self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None
+    ) -> list[torch.Tensor] | None:
+        """Maps ranges of a file privately (copy-on-write), or returns None where this backend cannot.
+
+        Args and results as for :meth:`load`. Writing into a mapped tensor never reaches the file.
+        """
+        return None
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A new 1-D uint8 tensor on the device, uninitialised, of the kind that this backend fills fastest."""
+
+    @abstractmethod
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool = False) -> None:
+        """Writes the buffers back to back as the whole content of the new file ``path``.
+
+        The caller publishes the file (renames it) and removes it after a failure.
+
+        Args:
+            path: a file that does not exist yet, in a directory that does.
+            buffers: see :data:`Buffer`.
+            durable: return only once the bytes would survive a power cut (fsync).
+
+        Raises:
+            OSError: disk full, no permission, input/output error.
+        """
+
+    def close(self) -> None:  # noqa: B027 (optional: a backend may hold nothing)
+        """Waits for what is under way and frees threads and staging memory. Tensors handed out stay valid."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a user may want to see of the settings in force, for ``doctor`` and the benchmarks."""
+        return {"backend": self.name, "device": str(self.device)}

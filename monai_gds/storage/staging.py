@@ -1,0 +1,179 @@
+"""Pinned staging and stream hand-off: the one way by which host memory reaches a CUDA device.
+
+Used by the backends only. Every copy to a device runs on that device's one copy stream, whose memory pool the device
+buffers come from:
+
+* a buffer freed by its consumer returns to the copy stream's pool, and torch's allocator gives it out again only after
+  the streams it was recorded on have finished with it (``record_stream``);
+* a pinned slot is refilled only after the event behind its last copy.
+
+So neither is overwritten before its last reader has finished, and nobody waits for the whole device.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from monai_gds.storage.base import ALIGNMENT
+
+__all__ = [
+    "StagingPool",
+    "StagingSlot",
+    "adopt",
+    "allocate_on_copy_stream",
+    "copy_stream",
+    "forget_after_fork",
+    "hand_off",
+    "staging_pool",
+]
+
+SLOT_BYTES = 8 << 20
+SLOTS = 32
+
+_lock = threading.Lock()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_pools: dict[torch.device, StagingPool] = {}
+
+
+def forget_after_fork() -> None:
+    """Drops the parent's streams and pools: CUDA objects are of no use in a forked child."""
+    global _lock
+    _lock = threading.Lock()
+    _streams.clear()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=forget_after_fork)
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The process's one copy stream of ``device``."""
+    with _lock:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        return _streams[device]
+
+
+def allocate_on_copy_stream(nbytes: int, device: torch.device) -> torch.Tensor:
+    """A 1-D uint8 CUDA tensor from the copy stream's pool: free of earlier readers, so it may be filled at once."""
+    with torch.cuda.stream(copy_stream(device)):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> torch.cuda.Event:
+    """Makes the copy stream wait for the work queued so far on the current stream before it writes to ``dests``.
+
+    Returns:
+        The event behind that work, for a backend that writes without the copy stream.
+    """
+    stream = copy_stream(device)
+    event = torch.cuda.current_stream(device).record_event()
+    stream.wait_event(event)
+    for dest in dests:
+        dest.record_stream(stream)
+    return event
+
+
+def hand_off(dests: Sequence[torch.Tensor], device: torch.device, *, arrived: bool = False) -> None:
+    """Gives ``dests`` to the current stream: it waits for their copies, and they are kept until it has used them.
+
+    Args:
+        dests: CUDA tensors.
+        device: where they are.
+        arrived: they are filled already, so there is no copy to wait for.
+    """
+    stream = copy_stream(device)
+    current = torch.cuda.current_stream(device)
+    if current == stream:
+        return
+    if not arrived:
+        current.wait_stream(stream)
+    for dest in dests:
+        dest.record_stream(current)
+
+
+class StagingSlot:
+    """A page-aligned pinned buffer on its way between a file and a device.
+
+    Attributes:
+        buffer: 1-D uint8 pinned CPU tensor of ``SLOT_BYTES``.
+        view: the same memory as a writable memoryview.
+    """
+
+    __slots__ = ("buffer", "event", "view")
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if self.buffer.data_ptr() % ALIGNMENT:
+            raise RuntimeError(f"pinned memory is not aligned to {ALIGNMENT} bytes on this machine")
+        self.view = memoryview(self.buffer.numpy())
+        self.event = torch.cuda.Event()
+
+
+class StagingPool:
+    """A bounded set of pinned slots, made as they are needed and shared by every backend of the process.
+
+    Args:
+        device: the CUDA device that the slots are copied to.
+        slots: how many there may be at most; with all of them in use, ``acquire`` waits.
+        slot_bytes: bytes a slot.
+    """
+
+    def __init__(self, device: torch.device, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+        self.device = device
+        self.slot_bytes = slot_bytes
+        self._limit = slots
+        self._made = 0
+        self._lock = threading.Lock()
+        self._free: queue.SimpleQueue[StagingSlot] = queue.SimpleQueue()
+
+    @property
+    def nbytes(self) -> int:
+        """Pinned bytes held now."""
+        return self._made * self.slot_bytes
+
+    def acquire(self) -> StagingSlot:
+        """A slot whose last copy has finished. Give it back with :meth:`upload` or :meth:`release`."""
+        try:
+            slot = self._free.get_nowait()
+        except queue.Empty:
+            slot = self._make() or self._free.get()
+        slot.event.synchronize()
+        return slot
+
+    def _make(self) -> StagingSlot | None:
+        with self._lock:
+            if self._made >= self._limit:
+                return None
+            self._made += 1
+        try:
+            return StagingSlot(self.slot_bytes)
+        except BaseException:
+            with self._lock:
+                self._made -= 1
+            raise
+
+    def upload(self, slot: StagingSlot, dest: torch.Tensor, offset: int = 0) -> None:
+        """Queues the copy of ``slot.buffer[offset:][:dest.numel()]`` to ``dest`` on the copy stream; frees the slot."""
+        stream = copy_stream(self.device)
+        with torch.cuda.stream(stream):
+            dest.copy_(slot.buffer[offset : offset + dest.numel()], non_blocking=True)
+            slot.event.record(stream)
+        self._free.put(slot)
+
+    def release(self, slot: StagingSlot) -> None:
+        """Gives a slot back without a copy (after a failed read)."""
+        self._free.put(slot)
+
+
+def staging_pool(device: torch.device) -> StagingPool:
+    """The process's one staging pool of ``device``."""
+    with _lock:
+        if device not in _pools:
+            _pools[device] = StagingPool(device)
+        return _pools[device]
