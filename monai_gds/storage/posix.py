@@ -122,7 +122,7 @@ class PosixStorage(ThreadedStorage):
                 if e.errno != errno.ENOMEM:  # vm.max_map_count is used up: read instead
                     raise
         dest = torch.empty(nbytes, dtype=torch.uint8)
-        _pread_into(fd, offset, memoryview(dest.numpy()), path)
+        _pread_into(fd, offset, dest.numpy().data, path)
         return dest
 
     def _open(self, path: str, expect: FileId | None) -> tuple[int, str]:
@@ -133,4 +133,4 @@ class PosixStorage(ThreadedStorage):
 
     def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
         fd, path = handle
-        _pread_into(fd, offset, memoryview(dest.numpy()), path)
+        _pread_into(fd, offset, dest.numpy().data, path)

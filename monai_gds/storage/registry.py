@@ -89,7 +89,7 @@ def choose_backend(name: str, device: torch.device) -> tuple[str, str]:
             remedy = f"; {found.remedy}" if found.remedy else ""
             raise BackendUnavailable(f"backend={name!r} does not work here: {found.reason}{remedy}")
         return name, f"asked for by name: {found.reason}"
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in _AUTO[device.type]:
         found = _backend(candidate).probe(device)
         if found:

@@ -55,7 +55,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """The process's one copy stream of ``device``."""
     with _lock:
         if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return _streams[device]
 
 
@@ -72,7 +72,7 @@ def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> torch.cuda.Eve
         The event behind that work, for a backend that writes without the copy stream.
     """
     stream = copy_stream(device)
-    event = torch.cuda.current_stream(device).record_event()
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     stream.wait_event(event)
     for dest in dests:
         dest.record_stream(stream)
@@ -111,8 +111,8 @@ class StagingSlot:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         if self.buffer.data_ptr() % ALIGNMENT:
             raise RuntimeError(f"pinned memory is not aligned to {ALIGNMENT} bytes on this machine")
-        self.view = memoryview(self.buffer.numpy())
-        self.event = torch.cuda.Event()
+        self.view = self.buffer.numpy().data
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class StagingPool:

@@ -39,7 +39,7 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 def as_bytes_view(buffer: Buffer) -> memoryview:
     """The bytes of a buffer as a memoryview, fetched to the host first when it lies on a device."""
     if isinstance(buffer, torch.Tensor):
-        return memoryview(buffer.detach().cpu().numpy())
+        return buffer.detach().cpu().numpy().data
     return memoryview(buffer).cast("B")
 
 
