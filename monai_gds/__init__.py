@@ -1,0 +1,42 @@
+"""monai_gds: MONAI datasets whose cache moves at the speed of the drive and the link.
+
+``GDSDataset`` is a drop-in for MONAI's ``PersistentDataset`` and ``GDSDataset``. ARCHITECTURE.md says where things are.
+"""
+
+from importlib.metadata import version as _version
+
+from monai_gds.cache.tree import register_type
+from monai_gds.dataset import GDSDataset
+from monai_gds.errors import (
+    BackendUnavailable,
+    CacheWarning,
+    DamagedRecord,
+    FileChanged,
+    HashingError,
+    MonaiGdsError,
+    NewerRecord,
+    RecordError,
+    StorageError,
+    UnsupportedType,
+)
+from monai_gds.storage import available_backends, open_storage
+
+__version__ = _version("monai_gds")
+
+__all__ = [
+    "BackendUnavailable",
+    "CacheWarning",
+    "DamagedRecord",
+    "FileChanged",
+    "GDSDataset",
+    "HashingError",
+    "MonaiGdsError",
+    "NewerRecord",
+    "RecordError",
+    "StorageError",
+    "UnsupportedType",
+    "__version__",
+    "available_backends",
+    "open_storage",
+    "register_type",
+]

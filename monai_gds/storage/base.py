@@ -160,20 +160,23 @@ class Storage(ABC):
         """
         self.submit(requests).wait()
 
-    def load(self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None) -> Pending:
+    def load(
+        self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None, *, mapped: bool = True
+    ) -> Pending:
         """Gives ranges of a file as new tensors, mapped where the backend can and read where it cannot.
 
         Args:
             path: the file.
             ranges: ``(offset, nbytes)`` each.
             expect: see :class:`Read`.
+            mapped: False reads in any case, so that a failing disk shows as an error and not when a page is touched.
 
         Returns:
             Pending of one 1-D uint8 tensor a range, each owning its storage, on ``self.device``.
         """
-        mapped = self.map(path, ranges, expect)
-        if mapped is not None:
-            return completed(mapped)
+        tensors = self.map(path, ranges, expect) if mapped else None
+        if tensors is not None:
+            return completed(tensors)
         requests = [Read(path, offset, self.allocate(nbytes), expect) for offset, nbytes in ranges]
         return self.submit(requests, fresh=True)
 
@@ -185,6 +188,19 @@ class Storage(ABC):
         Args and results as for :meth:`load`. Writing into a mapped tensor never reaches the file.
         """
         return None
+
+    def read_head(self, path: str, nbytes: int) -> tuple[bytes, FileId]:
+        """The first bytes of a file, on the host, and the file's identity.
+
+        Args:
+            path: the file.
+            nbytes: how many; fewer come back from a smaller file.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(fd, nbytes, 0), FileId.of(fd)
+        finally:
+            os.close(fd)
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -1,0 +1,375 @@
+"""The cache directory: one record file an item, published by rename, read back through a storage backend.
+
+    <directory>/<32 hex digits>.safetensors    records
+    <directory>/.tmp/<digest>.<owner>.<n>      records being written; those of killed writers are removed
+
+A reader sees a whole record or none, and a mapping of a record stays valid when the record is replaced. Any number of
+processes may fill one directory. Nothing here ends an epoch: what cannot be read is reported once and counts as absent,
+what cannot be written is reported once and left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from monai_gds.cache.checksum import checksum
+from monai_gds.cache.key import Key
+from monai_gds.cache.record import ARRAYS, HEAD_BYTES, Entry, Record, header_length, pack_record, parse_header
+from monai_gds.cache.tree import Builder, EncodedItem, compile_tree, tensor_of
+from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged, RecordError
+from monai_gds.storage import FileId, Pending, Storage
+
+__all__ = ["SUFFIX", "CacheDirectory", "PendingItem", "Verify", "abandoned", "prepare", "read_record", "records"]
+
+SUFFIX = ".safetensors"
+_TEMPORARY = ".tmp"
+
+#: When the checksums of a record's tensors are compared: once for each version of the file and process, at every read,
+#: or never. The header's is compared always.
+Verify = Literal["first", "always", "never"]
+
+#: Parsed headers kept, in bytes of their text. Python objects take about five times as much.
+_HEADERS_BYTES = 12 << 20
+
+#: A temporary file whose owner cannot be checked from here (another host or container) is left alone this long.
+_FOREIGN_SECONDS = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What is kept of a record that was read once: enough to read it again in one request."""
+
+    file: FileId
+    record: Record
+    build: Builder
+    nbytes: int
+
+
+def read_record(path: str, storage: Storage) -> tuple[Record, FileId, bytes]:
+    """Reads and checks the header of a record.
+
+    Returns:
+        The record, the identity of the file, and the bytes of its packed small arrays.
+
+    Raises:
+        RecordError: damaged, or of a newer format.
+        OSError: the file cannot be read.
+    """
+    head, file = storage.read_head(path, HEAD_BYTES)
+    needed = header_length(head, file.size)
+    if needed > len(head):
+        head, file = storage.read_head(path, needed)
+    record = parse_header(head, file.size)
+    arrays = record.arrays
+    if arrays is None:
+        return record, file, b""
+    if arrays.offset + arrays.nbytes > len(head):
+        head, again = storage.read_head(path, arrays.offset + arrays.nbytes)
+        file.check(again, path)
+    block = head[arrays.offset : arrays.offset + arrays.nbytes]
+    _check(ARRAYS, arrays, torch.frombuffer(bytearray(block), dtype=torch.uint8))
+    return record, file, block
+
+
+def _check(name: str, entry: Entry, data: torch.Tensor) -> None:
+    if checksum(data) != entry.checksum:
+        raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
+
+
+class PendingItem:
+    """An item being read. ``wait()`` gives it, or None when its record turned out to be unusable (reported by then)."""
+
+    def __init__(self, cache: CacheDirectory, path: str, head: _Head, pending: Pending, verify: bool) -> None:
+        self._cache, self._path, self._head, self._pending, self._verify = cache, path, head, pending, verify
+
+    def wait(self) -> Any:
+        """Waits for the reads. The item's tensors may be used at once on the CUDA stream that is current.
+
+        Returns:
+            ``(item,)``, since an item may be None itself; or None.
+        """
+        try:
+            raw = self._pending.wait()
+            entries = self._head.record.tensors
+            if self._verify:
+                for (name, entry), data in zip(entries.items(), raw, strict=True):
+                    _check(name, entry, data)
+                self._cache.mark_verified(self._path, self._head.file)
+        except FileChanged:  # replaced by another process while it was read: read the new one
+            return self._cache.reread(self._path)
+        except (RecordError, OSError) as e:
+            self._cache.report_unusable(self._path, e)
+            return None
+        tensors = {
+            name: tensor_of(data, entry.dtype, entry.shape)
+            for (name, entry), data in zip(entries.items(), raw, strict=True)
+        }
+        return (self._head.build(tensors),)
+
+
+class CacheDirectory:
+    """Reads and publishes the records of one directory, for one process and target device.
+
+    Args:
+        path: the directory; made when it is missing.
+        storage: moves the bytes.
+        durable: a published record survives a power cut (fsync of file and directory). If not, it is only whole: a
+            record that a power cut tore is found by its checksums.
+        verify: see :data:`Verify`.
+        track_meta: False gives MetaTensors back as plain tensors.
+
+    Raises:
+        ValueError: ``path`` exists and is no directory.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        storage: Storage,
+        *,
+        durable: bool = False,
+        verify: Verify = "first",
+        track_meta: bool = True,
+    ) -> None:
+        self.path = os.path.abspath(path)
+        self._storage = storage
+        self._durable = durable
+        self._verify = verify
+        self._track_meta = track_meta
+        self._heads: OrderedDict[str, _Head] = OrderedDict()
+        self._heads_bytes = 0
+        self._verified: dict[str, FileId] = {}
+        self._reported: set[Any] = set()
+        self._lock = threading.Lock()
+        self._counter = itertools.count()
+
+    # Reading
+
+    def record_path(self, digest: str) -> str:
+        """Where the record of a key lies, whether there is one or not."""
+        return f"{self.path}/{digest}{SUFFIX}"
+
+    def start(self, digest: str) -> PendingItem | None:
+        """Starts reading a record.
+
+        Returns:
+            The item being read; None when there is no usable record, in which case anything but a plain absence has
+            been reported.
+        """
+        return self._start(self.record_path(digest))
+
+    def reread(self, path: str) -> Any:
+        """Reads a record anew that was replaced while it was read; results as of :meth:`PendingItem.wait`."""
+        self._forget(path)
+        pending = self._start(path)
+        return None if pending is None else pending.wait()
+
+    def _start(self, path: str) -> PendingItem | None:
+        try:
+            head = self._head(path)
+            if head is None:
+                return None
+            ranges = [(e.offset, e.nbytes) for e in head.record.tensors.values()]
+            verify = self._must_verify(path, head.file)
+            # What is verified is read, not mapped: on a failing disk a read is an error, touching a mapping is death.
+            pending = self._storage.load(path, ranges, head.file, mapped=not verify)
+        except FileNotFoundError:
+            return None
+        except FileChanged:
+            self._forget(path)
+            return self._start(path)
+        except (RecordError, OSError) as e:
+            self.report_unusable(path, e)
+            return None
+        return PendingItem(self, path, head, pending, verify)
+
+    def _head(self, path: str) -> _Head | None:
+        known = self._heads.get(path)
+        if known is not None:
+            return known  # whether the file is still the same is checked when it is opened to be read
+        record, file, arrays = read_record(path, self._storage)
+        build = compile_tree(record.tree, arrays, track_meta=self._track_meta)
+        start = min((e.offset for e in record.tensors.values()), default=file.size)
+        head = _Head(file, record, build, min(start, HEAD_BYTES))
+        self._remember(path, head)
+        return head
+
+    def _remember(self, path: str, head: _Head) -> None:
+        with self._lock:
+            self._drop(path)
+            self._heads[path] = head
+            self._heads_bytes += head.nbytes
+            while self._heads_bytes > _HEADERS_BYTES:
+                self._drop(next(iter(self._heads)))
+
+    def _forget(self, path: str) -> None:
+        with self._lock:
+            self._drop(path)
+
+    def _drop(self, path: str) -> None:
+        head = self._heads.pop(path, None)
+        if head is not None:
+            self._heads_bytes -= head.nbytes
+
+    def _must_verify(self, path: str, file: FileId) -> bool:
+        if self._verify == "first":
+            return self._verified.get(path) != file
+        return self._verify == "always"
+
+    def mark_verified(self, path: str, file: FileId) -> None:
+        """Notes that every byte of this version of the file matched its checksum."""
+        self._verified[path] = file
+
+    def report_unusable(self, path: str, error: Exception) -> None:
+        """Warns, once a file, of a record that cannot be used; it will be computed anew and replaced."""
+        self._forget(path)
+        self._warn(path, f"cache record {path} cannot be used and is computed anew: {error}")
+
+    # Writing
+
+    def publish(self, key: Key, item: EncodedItem) -> bool:
+        """Writes a record and makes it visible whole. A failure is reported once a kind, and leaves nothing behind.
+
+        Args:
+            key: the item's key.
+            item: the item taken apart; must not change until this returns.
+
+        Returns:
+            Whether the record is there now.
+        """
+        buffers = pack_record(item, key.ingredients())
+        target = self.record_path(key.digest)
+        try:
+            temporary = self._temporary(key.digest)
+            try:
+                self._storage.write(temporary, buffers, durable=self._durable)
+                os.rename(temporary, target)
+            except BaseException:
+                _remove(temporary)
+                raise
+            if self._durable:
+                _sync_directory(self.path)
+        except OSError as e:
+            self._warn(e.errno, f"nothing more is cached in {self.path} while this lasts: {_explain(e)}")
+            return False
+        return True
+
+    def _temporary(self, digest: str) -> str:
+        folder = f"{self.path}/{_TEMPORARY}"
+        os.makedirs(folder, exist_ok=True)
+        return f"{folder}/{digest}.{_owner()}.{next(self._counter)}"
+
+    def _warn(self, once_for: Any, message: str) -> None:
+        with self._lock:
+            if once_for in self._reported:
+                return
+            self._reported.add(once_for)
+        warnings.warn(message, CacheWarning, stacklevel=2)
+
+
+def prepare(path: str | os.PathLike[str]) -> None:
+    """Makes a cache directory and removes what killed writers left in it.
+
+    Raises:
+        ValueError: it exists and is no directory, or the configured value is of no use as a path.
+    """
+    path = os.path.abspath(path)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"cache_dir={path!r} is a file: name a directory (it is made when it is missing)")
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as e:
+        warnings.warn(f"cache_dir={path!r} cannot be made, so nothing is cached: {_explain(e)}", CacheWarning, 2)
+        return
+    for temporary in abandoned(path):
+        _remove(temporary)
+
+
+def abandoned(path: str) -> Iterator[str]:
+    """Temporary files whose writer is gone."""
+    try:
+        names = os.listdir(f"{path}/{_TEMPORARY}")
+    except OSError:
+        return
+    for name in names:
+        temporary = f"{path}/{_TEMPORARY}/{name}"
+        if not _owner_lives(name, temporary):
+            yield temporary
+
+
+def records(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of a directory that are records by their name, sorted."""
+    return sorted(Path(path).glob(f"*{SUFFIX}"))
+
+
+# The owner of a temporary file is written in its name, so that another process can tell whether it still runs.
+
+
+def _place() -> str:
+    """Where process ids mean what they mean here: this boot of this machine, this pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read(8)
+        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return "unknown"
+
+
+def _started(pid: int | str) -> str | None:
+    """When a process started, in clock ticks since boot; None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def _owner() -> str:
+    return f"{_place()}.{os.getpid()}.{_started(os.getpid())}"
+
+
+def _owner_lives(name: str, path: str) -> bool:
+    _, place, pid, started, _ = [*name.split("."), "", "", "", ""][:5]
+    if place == _place():
+        return _started(pid) == started
+    try:
+        return time.time() - os.stat(path).st_mtime < _FOREIGN_SECONDS
+    except OSError:
+        return True
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _explain(error: OSError) -> str:
+    advice = {
+        errno.ENOSPC: "free some space, or move cache_dir",
+        errno.EDQUOT: "free some of your quota, or move cache_dir",
+        errno.EROFS: "mount it writable, or move cache_dir",
+        errno.EACCES: "give yourself write permission, or move cache_dir",
+        errno.EPERM: "give yourself write permission, or move cache_dir",
+    }.get(error.errno or 0)
+    return f"{error}" + (f" ({advice})" if advice else "")

@@ -1,0 +1,138 @@
+"""The key: under which name an item's record lies, and what went into it.
+
+A key covers the item, the deterministic transforms, MONAI's version, and size and mtime of every file that the item
+names (of a folder, as in DICOM, its listing). The dataset gives the first two as hashes; the files are looked at here,
+on every access, so that a volume that was edited is never served stale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import monai
+
+__all__ = ["Key", "KeyMaker", "source_stat"]
+
+#: What is known of a source file: (size, mtime_ns); of a folder, (entries, a hash of their names, sizes and mtimes).
+Stat = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Name and ingredients of one record.
+
+    Attributes:
+        digest: 32 hex digits.
+        item: hash of the item.
+        transform: hash of the deterministic transforms, empty when they are no part of the key.
+        sources: ``{path: (size, mtime_ns)}`` of the files that the item names.
+    """
+
+    digest: str
+    item: str
+    transform: str
+    sources: dict[str, Stat]
+
+    def ingredients(self) -> dict[str, Any]:
+        """What the record stores of its key, JSON-able."""
+        sources = {path: list(stat) for path, stat in self.sources.items()}
+        return {"item": self.item, "transform": self.transform, "monai": monai.__version__, "sources": sources}
+
+
+class KeyMaker:
+    """Makes keys for the items of one dataset.
+
+    Args:
+        hash_func: item -> hash as bytes, as MONAI's ``hash_func``.
+        transform: hash of the deterministic transforms, or empty.
+        hash_sources: whether size and mtime of the files that an item names are part of its key.
+    """
+
+    def __init__(self, hash_func: Callable[[Any], bytes], transform: str, hash_sources: bool) -> None:
+        self._hash_func = hash_func
+        self._transform = transform
+        self._hash_sources = hash_sources
+        self._seen: dict[bytes, tuple[str, tuple[str, ...]]] = {}
+
+    def __call__(self, item: Any) -> Key:
+        """The key of an item.
+
+        Raises:
+            HashingError: the item holds something without a stable content.
+        """
+        item_hash, paths = self._look(item)
+        sources = {}
+        for path in paths:
+            stat = source_stat(path)
+            if stat is not None:
+                sources[path] = stat
+        # Paths are in the item's hash already, so that the stats in their order are enough.
+        parts = (item_hash, self._transform, monai.__version__, [(paths.index(p), s) for p, s in sources.items()])
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        return Key(digest, item_hash, self._transform, sources)
+
+    def _look(self, item: Any) -> tuple[str, tuple[str, ...]]:
+        """The item's hash and the strings in it that may name files.
+
+        An item of plain values is hashed once and recognised by its serialised value, not by its identity: a list of
+        dicts may be changed in place.
+        """
+        try:
+            fingerprint = marshal.dumps(item, 2)  # version 2 writes values only, no references
+        except ValueError:
+            return self._hash(item)
+        found = self._seen.get(fingerprint)
+        if found is None:
+            found = self._seen[fingerprint] = self._hash(item)
+        return found
+
+    def _hash(self, item: Any) -> tuple[str, tuple[str, ...]]:
+        paths = tuple(dict.fromkeys(_strings(item))) if self._hash_sources else ()
+        return self._hash_func(item).decode("utf-8"), paths
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string and path among the values of an item, nested ones too."""
+    if isinstance(value, str):
+        if 0 < len(value) < 4096 and "\0" not in value:
+            yield value
+    elif isinstance(value, pathlib.PurePath):
+        yield str(value)
+    elif isinstance(value, Mapping):
+        for v in value.values():
+            yield from _strings(v)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for v in value:
+            yield from _strings(v)
+
+
+def source_stat(path: str) -> Stat | None:
+    """Size and mtime of a file, or what stands for them of a folder; None where there is neither."""
+    try:
+        st = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    if (st.st_mode & 0o170000) == 0o100000:
+        return st.st_size, st.st_mtime_ns
+    if (st.st_mode & 0o170000) == 0o040000:
+        return _listing(path)
+    return None
+
+
+def _listing(path: str) -> Stat:
+    entries = []
+    try:
+        with os.scandir(path) as found:
+            for entry in found:
+                st = entry.stat()
+                entries.append((entry.name, st.st_size, st.st_mtime_ns))
+    except OSError:  # no permission to list, or a file vanished meanwhile: the next look sees it
+        pass
+    digest = hashlib.blake2b(repr(sorted(entries)).encode("utf-8", "surrogatepass"), digest_size=7).digest()
+    return len(entries), int.from_bytes(digest, "little")

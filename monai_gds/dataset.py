@@ -1,0 +1,299 @@
+"""``GDSDataset``: MONAI's ``PersistentDataset`` whose cache moves at the speed of the drive and the link.
+
+This file knows MONAI: pipelines, the split, Subsets. It knows nothing of bytes, files or backends; it asks
+:mod:`monai_gds.cache` for an item under a key, and gives it the items that were missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.data import PersistentDataset
+from monai.transforms.utils import reset_ops_id as _reset_ops_id
+from torch.serialization import DEFAULT_PROTOCOL
+
+from monai_gds.cache.directory import CacheDirectory, Verify, prepare
+from monai_gds.cache.hashing import canonical_hash
+from monai_gds.cache.key import Key, KeyMaker
+from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
+from monai_gds.errors import CacheWarning
+from monai_gds.storage import choose_backend, open_storage, resolve_device
+from monai_gds.transforms import Split
+
+__all__ = ["GDSDataset"]
+
+_log = logging.getLogger("monai_gds")
+
+
+class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type hints to speak of
+    """Caches what the deterministic transforms give, and returns it as tensors on the target device.
+
+    An item is computed once, up to the first random transform, and written as one record; every later access reads the
+    record straight to ``device`` and runs the random transforms. A hit gives what a miss gave: the same tree, types,
+    dtypes, shapes, values, metadata, applied operations and device, so that ``Invert`` works on cached items. Numeric
+    arrays of the item become tensors on the device; arrays inside metadata keep their type and stay on the CPU; string
+    arrays stay NumPy. On a CPU target the tensors are private mappings of the record: a crop touches only the pages it
+    needs, and an in-place transform never reaches the file.
+
+    Records are shared: many processes, runs and experiments may use one ``cache_dir`` at once. Changed transforms,
+    changed items, and source files whose size or mtime changed get records of their own; ``monai-gds cache prune``
+    removes what is no longer of use. A damaged record is reported, computed anew and replaced; a full or read-only disk
+    costs the cache and not the epoch.
+
+    With ``num_workers > 0`` and the start method fork, where CUDA cannot be used, workers return CPU tensors.
+
+    Args:
+        data: items, usually dicts of file names.
+        transform: a ``Compose`` or a sequence of transforms, deterministic ones first.
+        cache_dir: where the records are; made when it is missing. None means that nothing is cached.
+        device: the target: an int or ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for the current CUDA device
+            if there is one and the CPU if not.
+        hash_func: item -> hash as bytes. The default is stable from run to run; MONAI's ``pickle_hashing`` is not.
+        hash_transform: transforms -> hash as bytes; what it gives is part of every key, so that changed transforms are
+            never served stale. None leaves transforms out of the key.
+        reset_ops_id: removes the identity of transform objects from applied operations, so that other instances of the
+            same transforms can invert cached items.
+        pickle_module: accepted for MONAI's sake, without effect: nothing is pickled.
+        pickle_protocol: without effect.
+        track_meta: False turns MetaTensors into plain tensors, on a miss and a hit alike.
+        weights_only: without effect: reading a record cannot run code.
+        backend: how bytes are moved: ``"auto"`` takes KvikIO for CUDA targets where it works and ``"posix"`` otherwise;
+            a name means that backend or an error. See :func:`monai_gds.available_backends`.
+        backend_options: keyword arguments for the backend, see its class.
+        hash_sources: whether size and mtime of the files that an item names are part of its key.
+        verify: when the checksums of what was read are compared: ``"first"`` (once for each file and process),
+            ``"always"`` or ``"never"``.
+        durable: whether a record survives a power cut from the moment the item is returned (about 0.2 ms of fsync). If
+            not, a record that a power cut tore is found by its checksum and computed anew.
+
+    Raises:
+        ValueError: no such device or backend; ``cache_dir`` is a file.
+        BackendUnavailable: the backend named does not work here.
+        HashingError: a transform, or on access an item, has no stable hash.
+        UnsupportedType: on access: an item holds something that a record cannot store.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from monai.transforms import Compose, EnsureTyped, RandFlipd, ScaleIntensityd
+        >>> transform = Compose([EnsureTyped("image"), ScaleIntensityd("image"), RandFlipd("image", prob=0.5)])
+        >>> items = [{"image": np.random.rand(1, 8, 8, 8)} for _ in range(3)]
+        >>> with tempfile.TemporaryDirectory() as cache_dir:
+        ...     dataset = GDSDataset(items, transform, cache_dir, device="cpu")
+        ...     tuple(dataset[0]["image"].shape)
+        (1, 8, 8, 8)
+    """
+
+    def __init__(
+        self,
+        data: Sequence[Any],
+        transform: Sequence[Callable[..., Any]] | Callable[..., Any],
+        cache_dir: Path | str | None,
+        device: int | str | torch.device | None = None,
+        hash_func: Callable[..., bytes] = canonical_hash,
+        hash_transform: Callable[..., bytes] | None = canonical_hash,
+        reset_ops_id: bool = True,
+        pickle_module: str = "pickle",
+        pickle_protocol: int = DEFAULT_PROTOCOL,
+        track_meta: bool = True,
+        weights_only: bool = True,
+        *,
+        backend: str = "auto",
+        backend_options: Mapping[str, Any] | None = None,
+        hash_sources: bool = True,
+        verify: Verify = "first",
+        durable: bool = False,
+    ) -> None:
+        if verify not in ("first", "always", "never"):
+            raise ValueError(f"verify={verify!r}: use 'first', 'always' or 'never'")
+        # cache_dir is not for the base class: it would raise where ours only warns, and hashes transforms its own way.
+        super().__init__(
+            data=data,
+            transform=transform,
+            cache_dir=None,
+            hash_func=hash_func,
+            pickle_module=pickle_module,
+            pickle_protocol=pickle_protocol,
+            reset_ops_id=reset_ops_id,
+            track_meta=track_meta,
+            weights_only=weights_only,
+        )
+        self.device = resolve_device(device)
+        self.backend, self.backend_reason = choose_backend(backend, self.device)
+        self.backend_options = dict(backend_options or {})
+        self.hash_transform = hash_transform
+        self.hash_sources = hash_sources
+        self.verify: Verify = verify
+        self.durable = durable
+        self._made_by = os.getpid()
+        self._state = _State()
+        if cache_dir is not None:
+            self.cache_dir = Path(cache_dir)
+            prepare(self.cache_dir)
+        self._split_now()
+        _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
+
+    # What MONAI's datasets offer
+
+    def set_data(self, data: Sequence[Any]) -> None:
+        """Takes new data. No record is deleted: others may use them; ``monai-gds cache prune`` removes stale ones."""
+        self.data = data
+
+    def set_transform_hash(self, hash_xform_func: Callable[..., bytes] | None) -> None:
+        """Hashes the deterministic transforms and the settings of their ``Compose``; None leaves them out of the key.
+
+        Raises:
+            HashingError: a transform has no stable hash.
+        """
+        self.hash_transform = hash_xform_func
+        self.transform_hash = ""
+        split = self._state.split
+        if hash_xform_func is not None and split is not None:
+            settings = canonical_hash(split.settings()).decode()
+            self.transform_hash = settings + _hash_transforms(hash_xform_func, split.deterministic)
+        self._state.keys = KeyMaker(self.hash_func, self.transform_hash, self.hash_sources)
+
+    def _pre_transform(self, item_transformed: Any) -> Any:
+        out = self._split_now().before(item_transformed)
+        if self.reset_ops_id:
+            _reset_ops_id(out)
+        return out
+
+    def _post_transform(self, item_transformed: Any) -> Any:
+        return self._split_now().after(item_transformed)
+
+    def _cachecheck(self, item_transformed: Any) -> Any:
+        return self._begin(item_transformed)()
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several items at once: all reads are under way before the first is waited for.
+
+        torch's and MONAI's loaders call this for a batch. Random transforms run afterwards, in the order of indices.
+        """
+        finishers = [self._begin(self.data[i]) for i in indices]
+        return [self._post_transform(finish()) for finish in finishers]
+
+    # The cache
+
+    def _begin(self, item: Any) -> Callable[[], Any]:
+        """Starts getting an item; the function returned gives it, read or computed, up to the random transforms."""
+        split = self._split_now()
+        cache = self._cache() if split.deterministic else None
+        if cache is None or self._state.keys is None:
+            return lambda: self._assemble(encode_item(self._compute(item), strict=False))
+        key = self._state.keys(item)
+        pending = cache.start(key.digest)
+        if pending is None:
+            return lambda: self._fill(cache, key, item)
+
+        def finish() -> Any:
+            found = pending.wait()
+            return self._fill(cache, key, item) if found is None else found[0]
+
+        return finish
+
+    def _compute(self, item: Any) -> Any:
+        return self._pre_transform(deepcopy(item))  # transforms write into what they are given
+
+    def _fill(self, cache: CacheDirectory, key: Key, item: Any) -> Any:
+        encoded = encode_item(self._compute(item))
+        cache.publish(key, encoded)
+        return self._assemble(encoded)
+
+    def _assemble(self, encoded: EncodedItem) -> Any:
+        """An item that was just computed, put together exactly as if it had been read."""
+        device = self._target()
+        tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
+        return compile_tree(encoded.tree, encoded.arrays, track_meta=self.track_meta)(tensors)
+
+    def _cache(self) -> CacheDirectory | None:
+        """This process's own view of the cache directory: threads, streams and pinned memory do not survive a fork."""
+        if self.cache_dir is None:
+            return None
+        state = self._state
+        if state.cache is None or state.process != os.getpid():
+            device = self._target()
+            backend = self.backend if device == self.device else "auto"
+            options = self.backend_options if device == self.device else {}
+            state.cache = CacheDirectory(
+                self.cache_dir,
+                open_storage(backend, device, **options),
+                durable=self.durable,
+                verify=self.verify,
+                track_meta=self.track_meta,
+            )
+            state.process = os.getpid()
+        return state.cache
+
+    def _target(self) -> torch.device:
+        """The device, or the CPU in a forked process, where CUDA does not work."""
+        if self.device.type == "cpu" or self._made_by == os.getpid():
+            return self.device
+        worker = torch.utils.data.get_worker_info()
+        if not self._state.said_cpu and (worker is None or worker.id == 0):
+            warnings.warn(
+                f"CUDA cannot be used in a forked process: items come as CPU tensors instead of on {self.device}. Use "
+                "num_workers=0 with GDSDataLoader or ThreadDataLoader, or the start method spawn.",
+                stacklevel=2,
+            )
+        self._state.said_cpu = True
+        return torch.device("cpu")
+
+    def _split_now(self) -> Split:
+        """The split of the pipeline, made anew when ``transform`` was replaced."""
+        state = self._state
+        if state.split is None or state.split.compose is not self.transform:
+            state.split = Split(self.transform)
+            self.set_transform_hash(self.hash_transform)
+            if self.cache_dir is not None and not state.split.deterministic:
+                first = type(self.transform.transforms[0]).__name__ if self.transform.transforms else "no transform"
+                warnings.warn(
+                    f"nothing is cached: the pipeline begins with {first}, and only what comes before the first random "
+                    "transform (or callable that is no MONAI Transform) is",
+                    CacheWarning,
+                    stacklevel=3,
+                )
+        return state.split
+
+    # Going to another process
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_state": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._made_by = os.getpid()
+        self._state = _State()
+
+
+class _State:
+    """What belongs to one process and is made on demand.
+
+    It has slots and no ``__dict__`` because MONAI's ``set_rnd`` walks every ``__dict__`` that it can reach from a
+    dataset, and would seed the transforms that are reachable from here a second time.
+    """
+
+    __slots__ = ("cache", "keys", "process", "said_cpu", "split")
+
+    def __init__(self) -> None:
+        self.split: Split | None = None
+        self.keys: KeyMaker | None = None
+        self.cache: CacheDirectory | None = None
+        self.process = 0
+        self.said_cpu = False
+
+
+def _hash_transforms(hash_func: Callable[..., bytes], transforms: list[Callable[..., Any]]) -> str:
+    try:
+        return hash_func(transforms).decode("utf-8")
+    except TypeError as e:
+        # MONAI's json_hashing cannot take transforms, and MONAI then hashes their names.
+        if "is not JSON serializable" not in str(e):
+            raise
+        return hash_func("".join(type(t).__name__ for t in transforms)).decode("utf-8")

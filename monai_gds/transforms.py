@@ -1,0 +1,100 @@
+"""Where a MONAI pipeline is split: what is computed once and cached, and what runs anew in every epoch.
+
+The dataset's own helper. The split is that of MONAI's ``PersistentDataset``, everything before the first random
+transform, but for one thing: to MONAI a nested ``Compose`` is random, whatever it holds, and everything behind its
+start would run in every epoch. Here it is looked into where that is equivalent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from monai.transforms import Compose, Transform
+from monai.transforms.compose import execute_compose
+from monai.transforms.traits import RandomizableTrait
+
+__all__ = ["Split"]
+
+
+class Split:
+    """A ``Compose`` in two halves.
+
+    Args:
+        compose: the pipeline. It is not changed: seeds set on it reach its transforms as ever.
+
+    Attributes:
+        compose: the pipeline.
+        deterministic: the transforms before the first random one, flattened.
+    """
+
+    __slots__ = ("_rest", "_settings", "compose", "deterministic")
+
+    def __init__(self, compose: Compose) -> None:
+        self.compose = compose
+        self._settings = {
+            "map_items": compose.map_items,
+            "unpack_items": compose.unpack_items,
+            "lazy": compose.lazy,
+            "overrides": compose.overrides,
+            "log_stats": compose.log_stats,
+        }
+        self.deterministic, self._rest = _divide(compose)
+
+    def settings(self) -> dict[str, Any]:
+        """What of the pipeline's settings changes the result of the deterministic half."""
+        return {k: v for k, v in self._settings.items() if k != "log_stats"}
+
+    def before(self, item: Any) -> Any:
+        """Runs the deterministic transforms; pending operations of lazy ones are applied at the end, as in MONAI."""
+        # threading=True: transforms that are not thread-safe are copied, since several threads may load at once.
+        return execute_compose(item, self.deterministic, threading=True, **self._settings)
+
+    def after(self, item: Any) -> Any:
+        """Runs everything from the first random transform on."""
+        return execute_compose(item, self._rest, **self._settings) if self._rest else item
+
+
+def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    done: list[Callable[..., Any]] = []
+    for i, transform in enumerate(compose.transforms):
+        later = list(compose.transforms[i + 1 :])
+        if type(transform) is not Compose:
+            if _is_random(transform):
+                return done, [transform, *later]
+            done.append(transform)
+        elif _equivalent(compose, transform):
+            head, rest = _divide(transform)
+            done.extend(head)
+            if rest:
+                return done, [partial(_run, transform, rest), *later]
+        elif _holds_random(transform):
+            return done, [transform, *later]
+        else:
+            done.append(transform)
+    return done, []
+
+
+def _is_random(transform: Any) -> bool:
+    return isinstance(transform, RandomizableTrait) or not isinstance(transform, Transform)
+
+
+def _holds_random(compose: Compose) -> bool:
+    return any(_holds_random(t) if type(t) is Compose else _is_random(t) for t in compose.transforms)
+
+
+def _equivalent(outer: Compose, inner: Compose) -> bool:
+    """Whether running the inner's transforms one by one in the outer gives the same.
+
+    Lazy pipelines are left whole: a Compose applies what is pending at its end.
+    """
+    same = outer.map_items == inner.map_items and outer.unpack_items == inner.unpack_items
+    return same and outer.lazy is False and inner.lazy is False
+
+
+def _run(compose: Compose, transforms: Sequence[Callable[..., Any]], item: Any) -> Any:
+    """The rest of a nested Compose, for one item."""
+    return execute_compose(
+        item, transforms, map_items=compose.map_items, unpack_items=compose.unpack_items, log_stats=compose.log_stats
+    )
