@@ -1,0 +1,206 @@
+"""What every benchmark prints: a table of rates with median and spread, the same as JSON, and as a bar chart.
+
+A benchmark makes one :class:`Report` a question ("load to the GPU"), with one :class:`Row` a competitor, and hands the
+list to :func:`emit`. A competitor that cannot run here keeps its row and says why. Higher figures are better.
+
+Example::
+
+    rows = [Row("python", (0.8, 0.7, 0.8)), Row("posix", (4.1, 4.3, 4.0)), Row("xnvme", reason="libxnvme is missing")]
+    emit([Report("load, CPU tensor", "GB/s", rows, reference="python")], as_json=False, plot=None)
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["Report", "Row", "emit", "machine", "plot_reports"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One competitor's figures, or the reason why it has none.
+
+    Args:
+        name: what the table calls it.
+        samples: one figure a repetition, in the report's unit; empty when it could not run.
+        reason: why it could not run, with the remedy.
+        notes: further columns, heading to text: ``{"page cache": "warm"}``.
+    """
+
+    name: str
+    samples: tuple[float, ...] = ()
+    reason: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float | None:
+        """The median of the samples; None when there are none."""
+        return statistics.median(self.samples) if self.samples else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """One table.
+
+    Args:
+        title: the question it answers.
+        unit: of every sample, ``GB/s`` for instance; a rate, so more is better.
+        rows: in the order they are shown.
+        reference: the name of the row that the others are compared with.
+    """
+
+    title: str
+    unit: str
+    rows: Sequence[Row]
+    reference: str | None = None
+
+    def ratio(self, row: Row) -> float | None:
+        """The row's median over the reference's; None when either did not run."""
+        base = next((r.median for r in self.rows if r.name == self.reference), None)
+        return row.median / base if row.median is not None and base else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything in the table, as JSON types."""
+        return {
+            "title": self.title,
+            "unit": self.unit,
+            "reference": self.reference,
+            "rows": [
+                {
+                    "name": row.name,
+                    "median": row.median,
+                    "lowest": min(row.samples, default=None),
+                    "highest": max(row.samples, default=None),
+                    "ratio": self.ratio(row),
+                    "samples": list(row.samples),
+                    "reason": row.reason,
+                    "notes": dict(row.notes),
+                }
+                for row in self.rows
+            ],
+        }
+
+    def table(self) -> Table:
+        """The report for a terminal."""
+        headings = list(dict.fromkeys(heading for row in self.rows for heading in row.notes))
+        table = Table(title=escape(self.title), title_justify="left")
+        table.add_column("")
+        table.add_column(f"median {self.unit}", justify="right")
+        table.add_column("lowest to highest", justify="right")
+        if self.reference is not None:
+            table.add_column(f"times {self.reference}", justify="right")
+        for heading in headings:
+            table.add_column(heading)
+        if any(row.reason for row in self.rows):
+            table.add_column("why not")
+        for row in self.rows:
+            table.add_row(*self._cells(row, headings))
+        return table
+
+    def _cells(self, row: Row, headings: Sequence[str]) -> list[str]:
+        ratio = self.ratio(row)
+        cells = [escape(row.name)]
+        cells.append("" if row.median is None else _figure(row.median))
+        cells.append(f"{_figure(min(row.samples))} to {_figure(max(row.samples))}" if row.samples else "")
+        if self.reference is not None:
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+        cells += [escape(row.notes.get(heading, "")) for heading in headings]
+        if any(r.reason for r in self.rows):
+            cells.append(escape(row.reason))
+        return cells
+
+
+def _figure(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """What a figure depends on: the date (UTC), the command, the machine and the versions, for captions and JSON.
+
+    Args:
+        device: a CUDA device whose name belongs in it.
+    """
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    if device is not None and device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def emit(
+    reports: Sequence[Report],
+    *,
+    as_json: bool,
+    plot: Path | None,
+    about: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> None:
+    """Prints the reports, and draws them when asked to.
+
+    Args:
+        reports: the tables.
+        as_json: one JSON object ``{"about": …, "reports": […]}`` on standard output in place of tables.
+        plot: a file for the bar chart (the ending says which format).
+        about: :func:`machine` and the benchmark's own settings.
+        console: where tables go; default: standard output.
+
+    Raises:
+        ImportError: a plot was asked for and matplotlib is missing; raised before anything is printed.
+    """
+    about = about if about is not None else machine()
+    if plot is not None:
+        plot_reports(reports, plot, caption=str(about.get("date", "")))
+    if as_json:
+        print(json.dumps({"about": dict(about), "reports": [r.as_dict() for r in reports]}, indent=2))
+        return
+    console = console or Console()
+    for report in reports:
+        console.print(report.table())
+    console.print(escape(", ".join(f"{key}: {value}" for key, value in about.items())), style="dim")
+
+
+def plot_reports(reports: Sequence[Report], path: Path, caption: str = "") -> None:
+    """Draws one panel a report: a bar a row at the median, a whisker from the lowest to the highest sample.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra that installs it.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'") from e
+    figure = Figure(figsize=(4.5 * max(1, len(reports)), 3.6), layout="constrained")
+    for index, report in enumerate(reports):
+        axes = figure.add_subplot(1, len(reports), index + 1)
+        rows = [(row, row.median) for row in report.rows]
+        medians = [median or 0.0 for _, median in rows]
+        below = [median - min(row.samples) if median is not None else 0.0 for row, median in rows]
+        above = [max(row.samples) - median if median is not None else 0.0 for row, median in rows]
+        axes.barh([row.name for row, _ in rows], medians, xerr=[below, above], capsize=3)
+        axes.invert_yaxis()
+        axes.set_title(report.title, fontsize=10)
+        axes.set_xlabel(report.unit)
+    if caption:
+        figure.supxlabel(caption, fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,70 @@
+"""The tables, JSON and plots that the benchmarks share."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from monai_gds.bench.report import Report, Row, emit
+
+ROWS = [
+    Row("python", (1.0, 0.5, 2.0), notes={"page cache": "warm"}),
+    Row("fast [x]", (4.0, 4.0, 5.0)),
+    Row("absent", reason="libfoo is missing"),
+]
+REPORT = Report("load, CPU", "GB/s", ROWS, reference="python")
+ABOUT = {"date": "2026-01-01", "cores": 2}
+
+
+def text_of(*reports: Report) -> str:
+    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    emit(reports, as_json=False, plot=None, about=ABOUT, console=console)
+    return console.export_text()
+
+
+def line_of(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if name in line)
+
+
+def test_a_row_shows_median_spread_and_ratio() -> None:
+    line = line_of(text_of(REPORT), "fast [x]")
+    assert "4.00" in line
+    assert "4.00 to 5.00" in line
+    assert [cell.strip() for cell in line.split("│")][4] == "4.00"  # the ratio to python's median of 1.0
+
+
+def test_a_competitor_that_cannot_run_says_why() -> None:
+    assert "libfoo is missing" in line_of(text_of(REPORT), "absent")
+
+
+def test_notes_become_columns_and_the_machine_is_named() -> None:
+    text = text_of(REPORT)
+    assert "page cache" in text
+    assert "warm" in line_of(text, "│ python")
+    assert "cores: 2" in text
+
+
+def test_without_a_reference_there_is_no_ratio() -> None:
+    report = Report("t", "items/s", ROWS)
+    assert report.ratio(ROWS[1]) is None
+    assert "times" not in text_of(report)
+
+
+def test_a_reference_that_did_not_run_gives_no_ratio() -> None:
+    assert Report("t", "GB/s", ROWS, reference="absent").ratio(ROWS[1]) is None
+
+
+def test_json_holds_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    emit([REPORT], as_json=True, plot=None, about=ABOUT)
+    got = json.loads(capsys.readouterr().out)
+    assert got["about"] == ABOUT
+    rows = got["reports"][0]["rows"]
+    assert rows[0]["samples"] == [1.0, 0.5, 2.0]
+    assert (rows[1]["median"], rows[1]["lowest"], rows[1]["highest"], rows[1]["ratio"]) == (4.0, 4.0, 5.0, 4.0)
+    assert (rows[2]["median"], rows[2]["ratio"], rows[2]["reason"]) == (None, None, "libfoo is missing")
+
+
+def test_plot_writes_an_image(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    emit([REPORT, REPORT], as_json=True, plot=tmp_path / "bars.png", about=ABOUT)
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
