@@ -98,11 +98,13 @@ class Report:
         """The report for a terminal."""
         headings = list(dict.fromkeys(heading for row in self.rows for heading in row.notes))
         table = Table(title=escape(self.title), title_justify="left")
-        table.add_column("")
-        table.add_column(f"median {self.unit}", justify="right")
-        table.add_column("lowest to highest", justify="right")
         if self.reference is not None:
-            table.add_column(f"times {self.reference}", justify="right")
+            table.caption = escape(f"ratio: to {self.reference}")
+        table.add_column("", no_wrap=True)
+        table.add_column(f"median {self.unit}", justify="right")
+        table.add_column("range", justify="right")
+        if self.reference is not None:
+            table.add_column("ratio", justify="right")
         for heading in headings:
             table.add_column(heading)
         if any(row.reason for row in self.rows):

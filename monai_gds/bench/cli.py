@@ -1,0 +1,67 @@
+"""The command ``monai-gds bench``: arguments and printing; the measuring is done in the modules beside this one."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from monai_gds.bench.report import emit, machine
+
+app = typer.Typer(no_args_is_help=True, help="Measure, beside the peers, on this machine.")
+
+
+@app.callback()
+def options() -> None:
+    """Measure, beside the peers, on this machine."""
+
+
+@app.command("dataset", epilog="Example: monai-gds bench dataset --items 16 --side 210")
+def dataset(
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="A folder on the drive to measure; default: the system's temporary one.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
+    items: Annotated[int, typer.Option(min=1, help="How many items of two float32 volumes.")] = 6,
+    side: Annotated[int, typer.Option(min=8, help="Voxels along each side of a volume.")] = 235,
+    repeats: Annotated[int, typer.Option(min=1, help="Epochs of each peer that count.")] = 7,
+    batch_size: Annotated[int, typer.Option(min=1, help="Items a batch.")] = 1,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Of volumes, crops, hits, first: only these; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")] = None,
+) -> None:
+    """Cached epochs, hits and the first epoch: GDSDataset beside MONAI's datasets."""
+    from monai_gds.bench import dataset as bench
+    from monai_gds.storage import resolve_device
+
+    known = ("volumes", "crops", "hits", "first")
+    wanted = only or list(known)
+    for name in wanted:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--only")
+    target = resolve_device(device)
+    console = Console(stderr=True)
+    reports = []
+    with (
+        tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+
+        def settings(name: str, crops: int | None = None) -> bench.Settings:
+            return bench.Settings(Path(folder) / name, target, items, side, repeats, batch_size, crops)
+
+        if "volumes" in wanted:
+            reports.append(bench.epochs(settings("volumes"), progress))
+        if "crops" in wanted:
+            reports.append(bench.epochs(settings("volumes", crops=min(96, side)), progress))
+        if "hits" in wanted:
+            reports += [bench.hits(settings("hits"), kind) for kind in ("plain", "nifti")]
+        if "first" in wanted:
+            reports.append(bench.first_epoch(settings("first")))
+    emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batch_size})

@@ -1,0 +1,138 @@
+"""The command ``monai-gds``: parses arguments, prints, sets the exit code. The work is done elsewhere.
+
+Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import monai_gds
+from monai_gds.bench.cli import app as bench_app
+from monai_gds.errors import MonaiGdsError
+
+app = typer.Typer(no_args_is_help=True, help="MONAI datasets whose cache moves at the speed of the drive and the link.")
+cache_app = typer.Typer(no_args_is_help=True, help="Look after cache directories.")
+
+app.add_typer(cache_app, name="cache")
+app.add_typer(bench_app, name="bench")
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"monai-gds {monai_gds.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Takes the options that come before a command."""
+
+
+@app.command(epilog="Example: monai-gds demo --volumes 8 --size 192 192 128")
+def demo(
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with imagesTr/ and labelsTr/ in place of made-up volumes.")
+    ] = None,
+    volumes: Annotated[int, typer.Option(min=1, help="How many volumes to make, or to take from --data.")] = 6,
+    size: Annotated[tuple[int, int, int], typer.Option(help="Voxels of a made-up volume.")] = (160, 160, 96),
+    crop: Annotated[tuple[int, int, int], typer.Option(help="Voxels at the end of the pipeline.")] = (128, 128, 96),
+    epochs: Annotated[int, typer.Option(min=2, help="How many; the first one fills the cache.")] = 4,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
+    backend: Annotated[str, typer.Option(help="How bytes are moved; see the README.")] = "auto",
+    keep: Annotated[Path | None, typer.Option(help="A folder for volumes and caches, kept afterwards.")] = None,
+) -> None:
+    """The main job: volumes, a MONAI pipeline, epochs with GDSDataset beside PersistentDataset."""
+    from monai_gds import demo as job
+    from monai_gds.synthetic import find_pairs, write_volumes
+
+    with ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-demo-")))
+        if data is not None:
+            items = find_pairs(data)[:volumes]
+        else:
+            with console.status(f"writing {volumes} volumes of {size[0]} x {size[1]} x {size[2]} voxels…"):
+                items = write_volumes(folder / "volumes", volumes, size)
+        cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cache-", dir=folder)))
+        same = job.run(items, cache, size=crop, epochs=epochs, device=device, backend=backend, console=console)
+    raise typer.Exit(0 if same else 1)
+
+
+@cache_app.command("ls", epilog="Example: monai-gds cache ls /nvme/cache")
+def cache_ls(directory: Annotated[Path, typer.Argument(exists=True, file_okay=False)]) -> None:
+    """Shows the records of a cache directory."""
+    from monai_gds.cache import upkeep
+
+    table = Table("record", "MB", "tensors", "sources")
+    total = 0
+    for found in upkeep.survey(directory):
+        total += found.nbytes
+        shapes = ", ".join(f"{name} {tuple(e.shape)} {str(e.dtype)[6:]}" for name, e in found.tensors.items())
+        names = ", ".join(Path(path).name for path in found.sources)
+        table.add_row(found.path.name, f"{found.nbytes / 1e6:.1f}", shapes or f"[red]{found.problem}", names)
+    console.print(table)
+    console.print(f"{table.row_count} records, {total / 1e6:.1f} MB", highlight=False)
+
+
+@cache_app.command("verify", epilog="Example: monai-gds cache verify /nvme/cache")
+def cache_verify(directory: Annotated[Path, typer.Argument(exists=True, file_okay=False)]) -> None:
+    """Checks every byte of every record; exit code 1 when one is damaged."""
+    from rich.progress import track
+
+    from monai_gds.cache import upkeep
+
+    paths = upkeep.record_files(directory)
+    damaged = 0
+    for path in track(paths, "checking", console=errors, transient=True, disable=not errors.is_terminal):
+        problem = upkeep.problem_of(path)
+        if problem:
+            damaged += 1
+            console.print(f"{path}: {problem}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{len(paths)} records, {damaged} of them damaged", highlight=False)
+    raise typer.Exit(1 if damaged else 0)
+
+
+@cache_app.command("prune", epilog="Example: monai-gds cache prune --dry-run /nvme/cache")
+def cache_prune(
+    directory: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
+    missing_sources: Annotated[
+        bool, typer.Option("--missing-sources", help="Also delete records whose source files are gone.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+) -> None:
+    """Deletes temporary files of killed writers, unreadable records, and records that newer ones superseded."""
+    from monai_gds.cache import upkeep
+
+    freed = 0
+    doomed = list(upkeep.prunable(directory, missing_sources=missing_sources))
+    for found in doomed:
+        freed += found.nbytes
+        console.print(f"{found.path}: {found.problem}", highlight=False, soft_wrap=True, markup=False)
+        if not dry_run:
+            found.path.unlink(missing_ok=True)
+    verb = "to delete" if dry_run else "deleted"
+    console.print(f"{len(doomed)} files, {freed / 1e6:.1f} MB {verb}", highlight=False)
+
+
+def main() -> None:
+    """Entry point: errors of this package and of the system end as one line and exit code 1, not as a traceback."""
+    try:
+        app()
+    except (MonaiGdsError, OSError, ValueError) as e:
+        errors.print(f"monai-gds: {e}", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

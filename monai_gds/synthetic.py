@@ -1,0 +1,104 @@
+"""Made-up volumes for the demo, the benchmarks and the tutorials: no network, no patients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import nibabel
+import numpy as np
+
+__all__ = ["ct_like", "find_pairs", "write_volumes"]
+
+
+def ct_like(size: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A volume that looks like an abdominal CT, and its labels.
+
+    Args:
+        size: voxels along x, y, z.
+        seed: equal seeds give equal volumes.
+
+    Returns:
+        ``(image, label)``: int16 in Hounsfield units, and uint8 with 1 for the liver-like organ, 2 for the lesion in
+        it, 3 for bone.
+    """
+    rng = np.random.default_rng(seed)
+    x, y, z = np.meshgrid(*(np.linspace(-1, 1, n, dtype=np.float32) for n in size), indexing="ij", sparse=True)
+
+    def ball(center: Sequence[float], radii: Sequence[float]) -> np.ndarray:
+        cx, cy, cz = np.asarray(center) + rng.normal(0, 0.02, 3)
+        rx, ry, rz = np.asarray(radii) * rng.uniform(0.9, 1.1, 3)
+        inside: np.ndarray = ((x - cx) / rx) ** 2 + ((y - cy) / ry) ** 2 + ((z - cz) / rz) ** 2 < 1
+        return inside
+
+    body = np.broadcast_to((x / 0.85) ** 2 + (y / 0.65) ** 2 < 1, size)
+    liver, lesion = ball((-0.3, 0.05, 0.1), (0.38, 0.35, 0.5)), ball((-0.35, 0.1, 0.15), (0.1, 0.1, 0.15))
+    lung = ball((0.4, -0.05, 0.8), (0.3, 0.4, 0.5)) | ball((-0.4, -0.05, 0.9), (0.3, 0.4, 0.4))
+    spine = np.broadcast_to((x / 0.12) ** 2 + ((y - 0.4) / 0.12) ** 2 < 1, size)
+
+    image = np.full(size, -1000, dtype=np.float32)
+    for part, hounsfield in ((body, 40), (lung & body, -800), (liver, 110), (lesion & liver, 60), (spine & body, 600)):
+        image[part] = hounsfield
+    image += rng.normal(0, 12, size).astype(np.float32)
+    label = np.zeros(size, dtype=np.uint8)
+    for part, value in ((liver, 1), (lesion & liver, 2), (spine & body, 3)):
+        label[part] = value
+    return np.clip(np.rint(image), -1024, 3071).astype(np.int16), label
+
+
+def write_volumes(
+    folder: str | Path,
+    count: int,
+    size: Sequence[int],
+    spacing: Sequence[float] = (1.5, 1.5, 2.0),
+    on_written: Callable[[], None] | None = None,
+) -> list[dict[str, str]]:
+    """Writes volumes as ``imagesTr/case_N.nii.gz`` and ``labelsTr/case_N.nii.gz``, those that are not there yet.
+
+    Args:
+        folder: made when it is missing.
+        count: how many pairs.
+        size: voxels along x, y, z.
+        spacing: millimetres a voxel.
+        on_written: called after each pair.
+
+    Returns:
+        As :func:`find_pairs`.
+    """
+    folder = Path(folder)
+    affine = np.diag([*spacing, 1.0])
+    for name in ("imagesTr", "labelsTr"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        paths = [folder / name / f"case_{i:03d}.nii.gz" for name in ("imagesTr", "labelsTr")]
+        if not all(path.exists() for path in paths):
+            for path, volume in zip(paths, ct_like(size, seed=i), strict=True):
+                part = path.with_name(f".{path.name}.part.nii.gz")
+                nibabel.save(nibabel.Nifti1Image(volume, affine), part)
+                part.rename(path)
+        if on_written is not None:
+            on_written()
+    return find_pairs(folder)[:count]
+
+
+def find_pairs(folder: str | Path) -> list[dict[str, str]]:
+    """Pairs of image and label in a folder laid out as the Medical Segmentation Decathlon is.
+
+    Args:
+        folder: holds ``imagesTr/`` and ``labelsTr/`` with NIfTI files of equal names.
+
+    Returns:
+        ``[{"image": path, "label": path}, ...]`` sorted by name.
+
+    Raises:
+        FileNotFoundError: one of the two folders is missing, or no file has a partner; the message says which.
+    """
+    images, labels = Path(folder) / "imagesTr", Path(folder) / "labelsTr"
+    for part in (images, labels):
+        if not part.is_dir():
+            raise FileNotFoundError(f"{part} is missing: the folder must hold imagesTr/ and labelsTr/")
+    found = [p for p in sorted(images.iterdir()) if p.name.endswith((".nii", ".nii.gz")) and p.name[0] != "."]
+    pairs = [{"image": str(p), "label": str(labels / p.name)} for p in found if (labels / p.name).exists()]
+    if not pairs:
+        raise FileNotFoundError(f"no NIfTI file of {images} has a file of the same name in {labels}")
+    return pairs
