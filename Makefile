@@ -1,0 +1,39 @@
+# make demo   sets up and runs the main job on the CPU (or on a GPU: make demo EXTRAS=cuda12 CONSTRAINTS=)
+# make test   sets up and runs the tests
+# make lint   ruff and mypy
+
+PYTHON ?= python3
+VENV ?= .venv
+# constraints.txt pins the torch that has no CUDA packages. Empty means pip's own choice, which is torch with CUDA.
+CONSTRAINTS ?= constraints.txt
+EXTRAS ?=
+DEMO ?=
+PYTEST ?=
+
+comma := ,
+bin := $(VENV)/bin
+pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.core
+	$(bin)/monai-gds demo $(DEMO)
+
+test: $(VENV)/.test
+	$(bin)/python -m pytest $(PYTEST)
+
+lint: $(VENV)/.test
+	$(bin)/ruff check . && $(bin)/ruff format --check . && $(bin)/mypy
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 …")'
+	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
+	$(pip_install) -e .$(if $(EXTRAS),[$(EXTRAS)])
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(pip_install) -e .[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]
+	touch $@
+
+clean:
+	rm -rf $(VENV) .build build dist *.egg-info
