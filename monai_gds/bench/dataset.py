@@ -102,7 +102,7 @@ def nifti_like_meta() -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Peers: each makes a dataset. ``move`` says whether its items still have to be brought to the target device.
+# Peers: each makes a dataset.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +111,11 @@ class Peer:
 
     Attributes:
         make: ``(items, transform, settings) -> dataset``.
-        move: whether its items come on the CPU.
         missing: says why it cannot run with these settings; empty when it can.
         cuda_only: whether it serves CUDA targets only.
     """
 
     make: Callable[[Sequence[Any], Compose, Settings], Dataset]
-    move: bool = True
     missing: Callable[[Settings], str] = lambda settings: ""
     cuda_only: bool = False
 
@@ -180,13 +178,13 @@ OURS = "monai_gds GDSDataset"
 REFERENCE = "PersistentDataset"
 
 PEERS: dict[str, Peer] = {
-    OURS: Peer(_monai_gds, move=False),
+    OURS: Peer(_monai_gds),
     REFERENCE: Peer(_persistent),
     "PersistentDataset + meta": Peer(_persistent_meta),
     "LMDBDataset": Peer(_lmdb, missing=_needs_lmdb),
     "CacheDataset": Peer(_cache),
-    "monai GDSDataset": Peer(_monai_gds_shipped, move=False, missing=_needs_kvikio, cuda_only=True),
-    "monai GDSDataset, 16 thr.": Peer(_monai_gds_16, move=False, missing=_needs_kvikio, cuda_only=True),
+    "monai GDSDataset": Peer(_monai_gds_shipped, missing=_needs_kvikio, cuda_only=True),
+    "monai GDSDataset, 16 thr.": Peer(_monai_gds_16, missing=_needs_kvikio, cuda_only=True),
 }
 
 
@@ -230,8 +228,8 @@ def hits(settings: Settings, kind: str, progress: Progress | None = None) -> Rep
             continue
         dataset = peer.make(items, transform, small)
         for _ in range(2):  # fills, then verifies
-            _touch_all(dataset, count, small.device, peer.move)
-        samples = [count / _touch_all(dataset, count, small.device, peer.move) for _ in range(settings.repeats)]
+            _touch_all(dataset, count, small.device)
+        samples = [count / _touch_all(dataset, count, small.device) for _ in range(settings.repeats)]
         rows.append(Row(name, tuple(samples), notes={"µs a hit": f"{1e6 / sorted(samples)[len(samples) // 2]:.0f}"}))
     return Report(f"hits without a loader, {what}, to {settings.device}", "items/s", rows, REFERENCE)
 
@@ -248,7 +246,7 @@ def first_epoch(settings: Settings, progress: Progress | None = None) -> Report:
                 settings.folder / f"first-{repeat}-{name}", settings.device, settings.items, settings.side, 1
             )
             peer = PEERS.get(name, Peer(lambda items, transform, settings: Dataset(items, transform)))
-            seconds = _epoch(peer.make(items, transform, empty), empty, settings.items, peer.move)
+            seconds = _epoch(peer.make(items, transform, empty), empty, settings.items)
             samples[name].append(settings.items / seconds)
             _clear(empty.folder)
     title = f"first epoch, {settings.items} items of {settings.item_bytes / 1e6:.0f} MB to {settings.device}"
@@ -277,7 +275,7 @@ def _race(
     task = progress.add_task(title[:40], total=(settings.repeats + 2) * len(racers)) if progress else None
     for repeat in range(-2, settings.repeats):  # one epoch fills, one verifies
         for name, dataset in racers.items():
-            seconds = _epoch(dataset, settings, batches, PEERS[name].move)
+            seconds = _epoch(dataset, settings, batches)
             if repeat >= 0:
                 samples[name].append(gigabytes / seconds)
             if progress and task is not None:
@@ -286,7 +284,7 @@ def _race(
     return Report(title, "GB/s", rows, REFERENCE)
 
 
-def _epoch(dataset: Dataset, settings: Settings, batches: int, move: bool) -> float:
+def _epoch(dataset: Dataset, settings: Settings, batches: int) -> float:
     """Seconds of one epoch in which every batch is consumed.
 
     Raises:
@@ -297,7 +295,7 @@ def _epoch(dataset: Dataset, settings: Settings, batches: int, move: bool) -> fl
         warnings.simplefilter("ignore")
         start = time.perf_counter()
         for batch in ThreadDataLoader(dataset, batch_size=settings.batch_size, num_workers=0):
-            _consume(batch, settings.device, move)
+            _consume(batch, settings.device)
             seen += 1
         _settle(settings.device)
         seconds = time.perf_counter() - start
@@ -306,21 +304,18 @@ def _epoch(dataset: Dataset, settings: Settings, batches: int, move: bool) -> fl
     return seconds
 
 
-def _touch_all(dataset: Dataset, count: int, device: torch.device, move: bool) -> float:
+def _touch_all(dataset: Dataset, count: int, device: torch.device) -> float:
     start = time.perf_counter()
     for i in range(count):
-        _consume(dataset[i], device, move)
+        _consume(dataset[i], device)
     _settle(device)
     return time.perf_counter() - start
 
 
-def _consume(batch: Any, device: torch.device, move: bool) -> None:
-    """Reads every byte of a batch's tensors on the target device."""
+def _consume(batch: Any, device: torch.device) -> None:
+    """Brings a batch's tensors to the target device if they are not there, and reads every byte of them."""
     for tensor in _tensors(batch):
-        on_device = tensor.to(device) if move else tensor
-        if on_device.device.type != device.type:
-            raise RuntimeError(f"a tensor came on {on_device.device} instead of {device}")
-        on_device.as_subclass(torch.Tensor).sum()
+        tensor.to(device).as_subclass(torch.Tensor).sum()
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
