@@ -9,7 +9,8 @@ CUDA target, or from both, and gives the ``storage`` fixture::
             with contract.opened("posix", "cpu") as storage:
                 yield storage
 
-A backend that cannot use any folder overrides ``folder`` in the class, and ``shared_folder`` (conftest.py) in the module.
+A backend that cannot use any folder overrides ``folder`` in the class, and in the module the ``shared_folder`` of
+conftest.py.
 """
 
 from __future__ import annotations
@@ -614,6 +615,7 @@ class StorageContract:
 
 
 def _use_in_child(storage: Storage, path: str, data: bytes) -> None:
+    torch.set_num_threads(1)  # as DataLoader's workers do: torch's own threads do not survive a fork either
     for ranges in ([(0, 100)], [(0, 9 << 20), (5, 100_000)]):
         try:
             got = storage.load(path, ranges).wait()
