@@ -8,8 +8,10 @@ primitive is a blocking read derives from :class:`monai_gds.storage.threaded.Thr
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -17,7 +19,7 @@ import torch
 
 from monai_gds.errors import FileChanged
 
-__all__ = ["ALIGNMENT", "Availability", "Buffer", "FileId", "Pending", "Read", "Storage", "completed"]
+__all__ = ["ALIGNMENT", "Availability", "Buffer", "FileId", "Pending", "Read", "Storage", "completed", "naming"]
 
 #: Bytes. O_DIRECT, cuFile and NVMe blocks are all content with offsets, lengths and addresses that are multiples of it.
 ALIGNMENT = 4096
@@ -50,6 +52,17 @@ class FileId(NamedTuple):
             raise FileChanged(f"{path} was replaced or changed while it was being read")
 
 
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Gives the path to an OSError of a call that knew a descriptor only."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is None:
+            e.filename = path
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """One read: ``dest.numel()`` bytes of ``path`` from ``offset`` into ``dest``.
@@ -59,12 +72,25 @@ class Read:
         offset: first byte within the file; any value, aligned or not.
         dest: 1-D contiguous uint8 tensor on the CPU or on the storage's device. All of it is filled.
         expect: when given, the file opened must have this identity, else the read fails with FileChanged.
+
+    Raises:
+        ValueError: ``offset`` is negative, or ``dest`` is not as said above.
     """
 
     path: str
     offset: int
     dest: torch.Tensor
     expect: FileId | None = None
+
+    def __post_init__(self) -> None:
+        dest = self.dest
+        if self.offset < 0:
+            raise ValueError(f"{self.path}: cannot read from the negative offset {self.offset}")
+        if dest.dtype != torch.uint8 or dest.dim() != 1 or not dest.is_contiguous() or dest.is_meta:
+            raise ValueError(
+                f"{self.path}: dest must be a 1-D contiguous uint8 tensor with memory, not {tuple(dest.shape)} "
+                f"{dest.dtype} with strides {dest.stride()} on {dest.device}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +108,36 @@ class Availability:
 class Pending:
     """Reads under way. ``wait()`` returns once the destinations may be used on the current CUDA stream.
 
+    It may be dropped without waiting; the reads go on, and their destinations are freed behind them.
+
     Args:
         finish: called once, by the first ``wait()``; returns the result or raises. On a CUDA target it makes the
             stream that is current *then* wait for the copies, without blocking the host on them.
     """
 
-    __slots__ = ("_error", "_finish", "_result")
+    __slots__ = ("_error", "_finish", "_lock", "_result")
 
     def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
         self._finish: Callable[[], list[torch.Tensor]] | None = finish
+        self._lock = threading.Lock()
         self._result: list[torch.Tensor] = []
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def wait(self) -> list[torch.Tensor]:
         """Waits, and returns the destinations in the order of the requests.
 
+        Further calls, also from other threads, give the same; only the stream of the first is made to wait.
+
         Raises:
             OSError: a file could not be opened or read (StorageError for a short read).
         """
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            try:
-                self._result = finish()
-            except BaseException as e:
-                self._error = e
+        with self._lock:
+            if self._finish is not None:
+                try:
+                    self._result = self._finish()
+                except Exception as e:  # not a KeyboardInterrupt: after one, the reads can still be waited for
+                    self._error = e
+                self._finish = None
         if self._error is not None:
             raise self._error
         return self._result
@@ -150,6 +182,10 @@ class Storage(ABC):
             requests: any number of reads, of any files, offsets and lengths (zero included).
             fresh: every CUDA destination came from :meth:`allocate` and has not been used yet, so there is no
                 earlier reader to wait for.
+
+        Raises:
+            ValueError: a destination lies on another device than the CPU and the storage's.
+            OSError: as by ``wait()``, where it is known at once.
         """
 
     def read(self, requests: Sequence[Read]) -> None:
@@ -173,7 +209,13 @@ class Storage(ABC):
 
         Returns:
             Pending of one 1-D uint8 tensor a range, each owning its storage, on ``self.device``.
+
+        Raises:
+            ValueError: a range is negative.
+            OSError: as by ``wait()``, where it is known at once.
         """
+        if any(offset < 0 or nbytes < 0 for offset, nbytes in ranges):
+            raise ValueError(f"{path}: negative offset or length in the ranges {list(ranges)}")
         tensors = self.map(path, ranges, expect) if mapped else None
         if tensors is not None:
             return completed(tensors)
@@ -195,10 +237,14 @@ class Storage(ABC):
         Args:
             path: the file.
             nbytes: how many; fewer come back from a smaller file.
+
+        Raises:
+            OSError: the file could not be opened or read.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO must not wait
         try:
-            return os.pread(fd, nbytes, 0), FileId.of(fd)
+            with naming(path):
+                return os.pread(fd, nbytes, 0), FileId.of(fd)
         finally:
             os.close(fd)
 
@@ -223,6 +269,12 @@ class Storage(ABC):
 
     def close(self) -> None:  # noqa: B027 (optional: a backend may hold nothing)
         """Waits for what is under way and frees threads and staging memory. Tensors handed out stay valid."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to the process that made it and cannot be pickled or copied: call "
+            "open_storage where it is needed"
+        )
 
     def describe(self) -> dict[str, Any]:
         """What a user may want to see of the settings in force, for ``doctor`` and the benchmarks."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from monai_gds.errors import StorageError
-from monai_gds.storage.base import Availability, Buffer, FileId
-from monai_gds.storage.threaded import ThreadedStorage, as_bytes_view, create_file, write_file
+from monai_gds.storage.base import Availability, Buffer, FileId, naming
+from monai_gds.storage.posix import pread_into
+from monai_gds.storage.threaded import ThreadedStorage, as_bytes_view, create_file, write_all, write_file
 
 __all__ = ["KvikioStorage"]
 
@@ -61,16 +62,21 @@ class KvikioStorage(ThreadedStorage):
         return Availability(True, f"KvikIO {kvikio.__version__} through {how}")
 
     def _open(self, path: str, expect: FileId | None) -> tuple[Any, str]:
-        with open(path, "rb"):  # for Python's own errors: KvikIO's name neither the path nor the cause
-            pass
-        handle = self._kvikio.CuFile(path, "r")
+        file = self._open_file(path, "r")
         if expect is not None:
             try:
-                expect.check(FileId.of(handle.fileno()), path)
+                expect.check(FileId.of(file.fileno()), path)
             except BaseException:
-                handle.close()
+                file.close()
                 raise
-        return handle, path
+        return file, path
+
+    def _open_file(self, path: str, flags: str) -> Any:
+        try:
+            return self._kvikio.CuFile(path, flags)
+        except Exception as e:
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # the system's own error names the cause
+            raise StorageError(errno.EIO, f"KvikIO could not open it: {e}", path) from e
 
     def _close(self, handle: Any) -> None:
         handle[0].close()
@@ -78,12 +84,13 @@ class KvikioStorage(ThreadedStorage):
     def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
         file, path = handle
         if not dest.is_cuda:
-            raise StorageError(errno.EINVAL, "the kvikio backend fills CUDA tensors only", path)
+            pread_into(file.fileno(), offset, dest.numpy().data, path)
+            return
         nbytes = dest.numel()
         try:
             with torch.cuda.device(dest.device):
                 count = file.raw_read(dest, nbytes, offset)
-        except RuntimeError as e:
+        except Exception as e:
             raise StorageError(errno.EIO, f"KvikIO could not read {nbytes} bytes at {offset}: {e}", path) from e
         if count != nbytes:
             raise StorageError(errno.EIO, f"read {count} of {nbytes} bytes at {offset}", path)
@@ -93,26 +100,37 @@ class KvikioStorage(ThreadedStorage):
             write_file(path, buffers, durable=durable)
             return
         torch.cuda.current_stream(self.device).synchronize()  # KvikIO does not wait for who is filling the buffers
-        sizes = [b.numel() if isinstance(b, torch.Tensor) else memoryview(b).nbytes for b in buffers]
-        fd = create_file(path, sum(sizes))
+        fd = create_file(path, sum(b.nbytes if isinstance(b, torch.Tensor) else memoryview(b).nbytes for b in buffers))
         try:
-            with self._kvikio.CuFile(path, "r+") as file:
-                self._write_parts(fd, file, path, buffers, sizes)
-            if durable:
-                os.fsync(fd)
+            with self._open_file(path, "r+") as file, naming(path):
+                self._write_parts(fd, file, path, buffers)
+                if durable:
+                    os.fsync(fd)
         finally:
             os.close(fd)
 
-    def _write_parts(self, fd: int, file: Any, path: str, buffers: Sequence[Buffer], sizes: list[int]) -> None:
+    def _write_parts(self, fd: int, file: Any, path: str, buffers: Sequence[Buffer]) -> None:
         offset = 0
-        for buffer, size in zip(buffers, sizes, strict=True):
+        for buffer in buffers:
             if isinstance(buffer, torch.Tensor) and buffer.is_cuda:
-                done = file.pwrite(buffer.detach(), size, offset).get() if size else 0
+                offset += self._write_tensor(file, path, buffer.detach(), offset)
             else:
-                done = os.pwrite(fd, as_bytes_view(buffer), offset)
-            if done != size:
-                raise StorageError(errno.EIO, f"wrote {done} of {size} bytes at {offset}", path)
-            offset += size
+                os.lseek(fd, offset, os.SEEK_SET)
+                view = as_bytes_view(buffer)
+                write_all(fd, [view])
+                offset += view.nbytes
+
+    def _write_tensor(self, file: Any, path: str, tensor: torch.Tensor, offset: int) -> int:
+        nbytes = tensor.nbytes
+        if not nbytes:
+            return 0
+        try:
+            count = file.pwrite(tensor, nbytes, offset).get()
+        except Exception as e:
+            raise StorageError(errno.EIO, f"KvikIO could not write {nbytes} bytes at {offset}: {e}", path) from e
+        if count != nbytes:
+            raise StorageError(errno.EIO, f"wrote {count} of {nbytes} bytes at {offset}", path)
+        return nbytes
 
     def describe(self) -> dict[str, Any]:
         import kvikio.defaults

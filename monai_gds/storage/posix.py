@@ -20,7 +20,7 @@ from monai_gds.errors import StorageError
 from monai_gds.storage.base import ALIGNMENT, Availability, FileId
 from monai_gds.storage.threaded import ThreadedStorage
 
-__all__ = ["PosixStorage"]
+__all__ = ["PosixStorage", "pread_into"]
 
 #: Ranges below this many bytes are read instead of mapped: a mapping costs two system calls and a fault a page.
 MAP_BYTES = 64 << 10
@@ -60,11 +60,18 @@ class _Mapping:
             self._munmap(self._start, self._length)
 
 
-def _pread_into(fd: int, offset: int, view: memoryview, name: str) -> None:
-    """Fills ``view``, whatever the sizes that single calls return."""
+def pread_into(fd: int, offset: int, view: memoryview, name: str) -> None:
+    """Fills ``view``, whatever the sizes that single calls return.
+
+    Raises:
+        StorageError: the device failed, or the file called ``name`` ends too early.
+    """
     done = 0
     while done < view.nbytes:
-        count = os.preadv(fd, [view[done:] if done else view], offset + done)
+        try:
+            count = os.preadv(fd, [view[done:] if done else view], offset + done)
+        except OSError as e:
+            raise StorageError(e.errno, f"reading at byte {offset + done}: {e.strerror}", name) from e
         if count == 0:
             raise StorageError(
                 errno.EIO, f"file ends at byte {offset + done}, {view.nbytes - done} bytes were still to come", name
@@ -73,7 +80,7 @@ def _pread_into(fd: int, offset: int, view: memoryview, name: str) -> None:
 
 
 def _open(path: str, expect: FileId | None) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO must not wait
     if expect is not None:
         try:
             expect.check(FileId.of(fd), path)
@@ -107,7 +114,7 @@ class PosixStorage(ThreadedStorage):
         try:
             size = os.fstat(fd).st_size
             for offset, nbytes in ranges:
-                if offset + nbytes > size:  # touching a mapped page beyond the end would kill the process
+                if nbytes and offset + nbytes > size:  # touching a mapped page beyond the end would kill the process
                     raise StorageError(errno.EIO, f"file ends at byte {size}, before byte {offset + nbytes}", path)
             return [self._map_one(fd, offset, nbytes, path) for offset, nbytes in ranges]
         finally:
@@ -122,7 +129,7 @@ class PosixStorage(ThreadedStorage):
                 if e.errno != errno.ENOMEM:  # vm.max_map_count is used up: read instead
                     raise
         dest = torch.empty(nbytes, dtype=torch.uint8)
-        _pread_into(fd, offset, dest.numpy().data, path)
+        pread_into(fd, offset, dest.numpy().data, path)
         return dest
 
     def _open(self, path: str, expect: FileId | None) -> tuple[int, str]:
@@ -133,4 +140,4 @@ class PosixStorage(ThreadedStorage):
 
     def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
         fd, path = handle
-        _pread_into(fd, offset, dest.numpy().data, path)
+        pread_into(fd, offset, dest.numpy().data, path)

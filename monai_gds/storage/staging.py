@@ -12,6 +12,7 @@ So neither is overwritten before its last reader has finished, and nobody waits 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
@@ -41,11 +42,14 @@ _pools: dict[torch.device, StagingPool] = {}
 
 
 def forget_after_fork() -> None:
-    """Drops the parent's streams and pools: CUDA objects are of no use in a forked child."""
-    global _lock
-    _lock = threading.Lock()
-    _streams.clear()
-    _pools.clear()
+    """Starts a forked child without streams and slots: CUDA does not work there.
+
+    The parent's are kept for ever, since freeing them would call CUDA.
+    """
+    global _lock, _streams, _pools
+    for inherited in (_streams, _pools):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+    _lock, _streams, _pools = threading.Lock(), {}, {}
 
 
 os.register_at_fork(after_in_child=forget_after_fork)
@@ -65,18 +69,12 @@ def allocate_on_copy_stream(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> torch.cuda.Event:
-    """Makes the copy stream wait for the work queued so far on the current stream before it writes to ``dests``.
-
-    Returns:
-        The event behind that work, for a backend that writes without the copy stream.
-    """
+def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Makes the copy stream wait for the work queued so far on the current stream before it writes to ``dests``."""
     stream = copy_stream(device)
-    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
-    stream.wait_event(event)
+    stream.wait_stream(torch.cuda.current_stream(device))
     for dest in dests:
         dest.record_stream(stream)
-    return event
 
 
 def hand_off(dests: Sequence[torch.Tensor], device: torch.device, *, arrived: bool = False) -> None:
@@ -143,28 +141,30 @@ class StagingPool:
             slot = self._free.get_nowait()
         except queue.Empty:
             slot = self._make() or self._free.get()
-        slot.event.synchronize()
+        try:
+            slot.event.synchronize()
+        except BaseException:
+            self._free.put(slot)
+            raise
         return slot
 
     def _make(self) -> StagingSlot | None:
-        with self._lock:
+        with self._lock:  # held meanwhile: who finds the limit reached waits for a slot that surely comes
             if self._made >= self._limit:
                 return None
+            slot = StagingSlot(self.slot_bytes)
             self._made += 1
-        try:
-            return StagingSlot(self.slot_bytes)
-        except BaseException:
-            with self._lock:
-                self._made -= 1
-            raise
+            return slot
 
     def upload(self, slot: StagingSlot, dest: torch.Tensor, offset: int = 0) -> None:
         """Queues the copy of ``slot.buffer[offset:][:dest.numel()]`` to ``dest`` on the copy stream; frees the slot."""
         stream = copy_stream(self.device)
-        with torch.cuda.stream(stream):
-            dest.copy_(slot.buffer[offset : offset + dest.numel()], non_blocking=True)
-            slot.event.record(stream)
-        self._free.put(slot)
+        try:
+            with torch.cuda.stream(stream):
+                dest.copy_(slot.buffer[offset : offset + dest.numel()], non_blocking=True)
+                slot.event.record(stream)
+        finally:
+            self._free.put(slot)
 
     def release(self, slot: StagingSlot) -> None:
         """Gives a slot back without a copy (after a failed read)."""

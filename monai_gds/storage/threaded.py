@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -17,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 
 from monai_gds.storage import staging
-from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, Pending, Read, Storage, completed
+from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, Pending, Read, Storage, completed, naming
 
-__all__ = ["ThreadedStorage", "aligned_empty", "as_bytes_view", "create_file", "write_file"]
+__all__ = ["ThreadedStorage", "aligned_empty", "as_bytes_view", "create_file", "write_all", "write_file"]
 
 #: Requests of together no more than this many bytes on a CPU target are read by the caller's own thread: handing them
 #: to another thread costs more than reading them.
@@ -38,9 +39,8 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 
 def as_bytes_view(buffer: Buffer) -> memoryview:
     """The bytes of a buffer as a memoryview, fetched to the host first when it lies on a device."""
-    if isinstance(buffer, torch.Tensor):
-        return buffer.detach().cpu().numpy().data
-    return memoryview(buffer).cast("B")
+    view = buffer.detach().cpu().numpy().data if isinstance(buffer, torch.Tensor) else memoryview(buffer)
+    return view.cast("B")
 
 
 def create_file(path: str, nbytes: int) -> int:
@@ -53,7 +53,8 @@ def create_file(path: str, nbytes: int) -> int:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
+            with naming(path):
+                os.posix_fallocate(fd, 0, nbytes)
     except BaseException:
         os.close(fd)
         raise
@@ -69,17 +70,20 @@ def write_file(path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
         FileExistsError: ``path`` exists.
         OSError: disk full, no permission, input/output error.
     """
-    views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
+    views = [as_bytes_view(buffer) for buffer in buffers]
     fd = create_file(path, sum(view.nbytes for view in views))
     try:
-        _write_all(fd, views)
-        if durable:
-            os.fsync(fd)
+        with naming(path):
+            write_all(fd, views)
+            if durable:
+                os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def _write_all(fd: int, views: list[memoryview]) -> None:
+def write_all(fd: int, views: list[memoryview]) -> None:
+    """Writes byte views back to back at the descriptor's position, whatever the sizes that single calls take."""
+    views = [view for view in views if view.nbytes]
     limit = os.sysconf("SC_IOV_MAX")
     while views:
         written = os.writev(fd, views[:limit])
@@ -89,43 +93,102 @@ def _write_all(fd: int, views: list[memoryview]) -> None:
             views[0] = views[0][written:]
 
 
-def _pieces(request: Read, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cuts a request at multiples of ``size`` of the destination: (file offset, part of the destination)."""
-    total = request.dest.numel()
-    for start in range(0, total, size):
-        yield request.offset + start, request.dest[start : min(start + size, total)]
+class _File:
+    """A file of one submission, open from its first piece to its last."""
 
-
-class _OpenFiles:
-    """The files of one submission, each opened once and closed behind the last read."""
-
-    def __init__(self, storage: ThreadedStorage, requests: Sequence[Read]) -> None:
+    def __init__(self, storage: ThreadedStorage, path: str, expect: FileId | None) -> None:
+        self.left = 0  # pieces that are not done yet
         self._storage = storage
-        self._handles: dict[str, Any] = {}
-        self._left = 1
+        self._path = path
+        self._expect = expect
         self._lock = threading.Lock()
-        try:
-            for request in requests:
-                if request.path not in self._handles:
-                    self._handles[request.path] = storage._open(request.path, request.expect)
-        except BaseException:
-            self.done()
-            raise
+        self._handle: Any = None
+        self._open = False
 
-    def __getitem__(self, path: str) -> Any:
-        return self._handles[path]
-
-    def add(self, count: int) -> None:
+    def handle(self) -> Any:
+        """The backend's handle of the file, which the first caller opens."""
         with self._lock:
-            self._left += count
+            if not self._open:
+                self._handle = self._storage._open(self._path, self._expect)
+                self._open = True
+            return self._handle
 
     def done(self) -> None:
+        """One piece is done with, read or not."""
         with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            for handle in self._handles.values():
-                self._storage._close(handle)
+            self.left -= 1
+            close, self._open = self._open and not self.left, self._open and self.left > 0
+        if close:
+            self._storage._close(self._handle)
+
+
+class _Submission:
+    """The pieces of one submission. Any number of threads :meth:`run` it, each taking one piece after the other.
+
+    Pieces are taken file by file, and no more files are open at a time than threads are at work: a submission may name
+    more files than a process may open.
+
+    Args:
+        storage: who reads.
+        requests: what to read.
+        earlier: the event to wait for before the first byte is written, if any.
+    """
+
+    def __init__(self, storage: ThreadedStorage, requests: Sequence[Read], earlier: torch.cuda.Event | None) -> None:
+        self._storage = storage
+        self._earlier = earlier
+        self._pieces: deque[tuple[_File, int, torch.Tensor]] = deque()
+        by_file: dict[tuple[str, FileId | None], list[Read]] = {}
+        for request in requests:
+            by_file.setdefault((request.path, request.expect), []).append(request)
+        for key, its_requests in by_file.items():
+            file = _File(storage, *key)
+            before = len(self._pieces)
+            for request in its_requests:
+                self._pieces.extend((file, *piece) for piece in _cut(request, storage.piece_bytes))
+            file.left = len(self._pieces) - before
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def run(self) -> None:
+        """Reads pieces until none is left. After an error the rest is dropped.
+
+        Raises:
+            OSError: a file could not be opened or read.
+        """
+        try:
+            if self._earlier is not None:
+                self._earlier.synchronize()
+            while piece := self._next():
+                file, offset, dest = piece
+                try:
+                    self._storage._read_piece(file.handle(), offset, dest)
+                finally:
+                    file.done()
+        except BaseException:
+            while piece := self._next():
+                piece[0].done()
+            raise
+
+    def _next(self) -> tuple[_File, int, torch.Tensor] | None:
+        try:
+            return self._pieces.popleft()
+        except IndexError:
+            return None
+
+
+def _cut(request: Read, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cuts a request at multiples of ``size`` of the destination: (file offset, part of the destination).
+
+    A request of no bytes gives one piece of none, so that its file is opened, and missed if it is missing.
+    """
+    total = request.dest.numel()
+    if total <= size:
+        yield request.offset, request.dest
+        return
+    for start in range(0, total, size):
+        yield request.offset + start, request.dest[start : min(start + size, total)]
 
 
 class ThreadedStorage(Storage):
@@ -134,6 +197,9 @@ class ThreadedStorage(Storage):
     Args:
         device: where destinations live.
         threads: reads in flight at once; default: one a core, 4 at least and 16 at most.
+
+    Raises:
+        ValueError: ``threads`` is not positive.
     """
 
     #: Whether ``_read_into`` fills CUDA tensors; if not, they are filled through pinned staging.
@@ -145,9 +211,10 @@ class ThreadedStorage(Storage):
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         super().__init__(device)
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads}: at least one is needed")
         self.threads = threads or max(4, min(16, os.cpu_count() or 4))
-        self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        self._executors: dict[int, ThreadPoolExecutor] = {}
 
     # What a backend implements.
 
@@ -173,14 +240,21 @@ class ThreadedStorage(Storage):
     # What they all share.
 
     def submit(self, requests: Sequence[Read], *, fresh: bool = False) -> Pending:
-        if self.device.type == "cpu" and sum(r.dest.numel() for r in requests) <= INLINE_BYTES:
-            return self._read_inline(requests)
         dests = [r.dest for r in requests]
         on_device = [d for d in dests if d.is_cuda]
-        earlier: torch.cuda.Event | None = None
+        for dest in on_device:
+            if dest.device != self.device:
+                raise ValueError(f"a destination lies on {dest.device}, but this storage serves {self.device}")
         if on_device and not fresh:
-            earlier = staging.adopt(on_device, self.device)
-        futures = self._start(requests, earlier if self.reaches_gpu else None)
+            staging.adopt(on_device, self.device)
+        # A backend that writes to the device by itself does not go through the copy stream: it waits on the host for
+        # the work that is queued there by now, which is also what adopt() made that stream wait for.
+        waits = on_device and self.reaches_gpu
+        work = _Submission(self, requests, staging.copy_stream(self.device).record_event() if waits else None)
+        if self.device.type == "cpu" and sum(d.numel() for d in dests) <= INLINE_BYTES:
+            work.run()
+            return completed(dests)
+        futures = self._start(work)
 
         def finish() -> list[torch.Tensor]:
             _raise_first(futures)
@@ -190,59 +264,39 @@ class ThreadedStorage(Storage):
 
         return Pending(finish)
 
-    def _read_inline(self, requests: Sequence[Read]) -> Pending:
-        files = _OpenFiles(self, requests)
-        try:
-            for request in requests:
-                if request.dest.numel():
-                    self._read_into(files[request.path], request.offset, request.dest)
-        finally:
-            files.done()
-        return completed([r.dest for r in requests])
-
-    def _start(self, requests: Sequence[Read], earlier: torch.cuda.Event | None) -> list[Future[None]]:
-        files = _OpenFiles(self, requests)
+    def _start(self, work: _Submission) -> list[Future[None]]:
         executor = self._threads()
         futures: list[Future[None]] = []
         try:
-            for request in requests:
-                for offset, dest in _pieces(request, self.piece_bytes):
-                    files.add(1)
-                    try:
-                        future = executor.submit(self._read_piece, files, request.path, offset, dest, earlier)
-                    except BaseException:
-                        files.done()
-                        raise
-                    futures.append(future)
-        finally:
-            files.done()
+            for _ in range(min(self.threads, len(work))):
+                futures.append(executor.submit(work.run))
+        except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
+            if not futures:
+                work.run()
         return futures
 
-    def _read_piece(
-        self, files: _OpenFiles, path: str, offset: int, dest: torch.Tensor, earlier: torch.cuda.Event | None
-    ) -> None:
+    def _read_piece(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
+        if not dest.numel():
+            return
+        if not dest.is_cuda or self.reaches_gpu:
+            self._read_into(handle, offset, dest)
+            return
+        pool = staging.staging_pool(self.device)
+        slot = pool.acquire()
         try:
-            if earlier is not None:
-                earlier.synchronize()
-            if not dest.is_cuda or self.reaches_gpu:
-                self._read_into(files[path], offset, dest)
-                return
-            pool = staging.staging_pool(self.device)
-            slot = pool.acquire()
-            try:
-                self._read_into(files[path], offset, slot.buffer[: dest.numel()])
-            except BaseException:
-                pool.release(slot)
-                raise
-            pool.upload(slot, dest)
-        finally:
-            files.done()
+            self._read_into(handle, offset, slot.buffer[: dest.numel()])
+        except BaseException:
+            pool.release(slot)
+            raise
+        pool.upload(slot, dest)
 
     def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix=f"monai-gds-{self.name}")
-            return self._executor
+        # One a process: threads do not survive a fork, and neither does a lock that another thread held then.
+        process = os.getpid()
+        if process not in self._executors:
+            made = ThreadPoolExecutor(self.threads, thread_name_prefix=f"monai-gds-{self.name}")
+            return self._executors.setdefault(process, made)
+        return self._executors[process]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cuda":
@@ -253,8 +307,7 @@ class ThreadedStorage(Storage):
         write_file(path, buffers, durable=durable)
 
     def close(self) -> None:
-        with self._lock:
-            executor, self._executor = self._executor, None
+        executor = self._executors.pop(os.getpid(), None)
         if executor is not None:
             executor.shutdown(wait=True)
 

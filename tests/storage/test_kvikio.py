@@ -1,0 +1,60 @@
+"""The kvikio backend: the contract on a CUDA target, and what is its own (the user's settings stay theirs)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from monai_gds.errors import BackendUnavailable
+from monai_gds.storage import Read, Storage, available_backends, open_storage, staging
+from tests.storage.contract import LONG, CudaStorageContract, bytes_of, opened
+
+
+@pytest.mark.gpu
+class TestKvikio(CudaStorageContract):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        pytest.importorskip("kvikio", reason="KvikIO is not installed on this machine")
+        with opened("kvikio", "cuda") as storage:
+            yield storage
+
+    def test_changes_no_setting_of_the_process(self, storage: Storage, blob: Path, folder: Path) -> None:
+        import kvikio.defaults
+
+        names = ("compat_mode", "num_threads", "task_size", "gds_threshold", "bounce_buffer_size")
+        before = {name: kvikio.defaults.get(name) for name in names}
+        self.get(storage, blob, (0, 9 << 20))
+        storage.write(str(folder / "file.bin"), [self.dest(storage, 1 << 20)])
+        with opened("kvikio", "cuda", threads=3) as other:
+            self.get(other, blob, (0, 9 << 20))
+        assert {name: kvikio.defaults.get(name) for name in names} == before
+
+    def test_its_memory_is_safe_from_copies_of_another_backend(self, storage: Storage, blob: Path, data: bytes) -> None:
+        """Both take buffers from the copy stream, and KvikIO writes without waiting for that stream."""
+        nbytes = 20 << 20
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(staging.copy_stream(storage.device)):
+            torch.cuda._sleep(LONG)
+        with opened("posix", "cuda") as posix:
+            posix.load(str(blob), [(0, nbytes)])  # nobody waits: the block is free, its copies are not over
+        (tensor,) = storage.load(str(blob), [(100, nbytes)]).wait()
+        torch.cuda.synchronize()
+        assert bytes_of(tensor) == data[100 : 100 + nbytes]
+
+    def test_says_how_it_reads(self, storage: Storage) -> None:
+        assert isinstance(storage.describe()["compatibility_mode"], bool)
+        assert "KvikIO" in available_backends("cuda")["kvikio"].reason
+
+    def test_the_errors_of_kvikio_are_storage_errors(self, storage: Storage, folder: Path) -> None:
+        path = self.make(folder, b"short")
+        with pytest.raises(OSError, match=r"file\.bin"):
+            storage.read([Read(str(path), 0, self.dest(storage, 4 << 20))])
+
+
+def test_serves_cuda_targets_only() -> None:
+    with pytest.raises(BackendUnavailable, match="posix"):
+        open_storage("kvikio", "cpu")

@@ -1,0 +1,95 @@
+"""The posix backend: the contract on both targets, and what is its own (private mappings)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from monai_gds.storage import Storage
+from monai_gds.storage import posix as posix_module
+from tests.storage.contract import BLOB_BYTES, CudaStorageContract, StorageContract, bytes_of, opened
+
+
+class TestPosixOnCpu(StorageContract):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        with opened("posix", "cpu") as storage:
+            yield storage
+
+    def test_loading_a_large_range_reads_none_of_it(self, storage: Storage, blob: Path) -> None:
+        """A crop must cost the pages it touches: what load() gives of a large range is a mapping."""
+        before = _resident_bytes()
+        held = [storage.load(str(blob), [(0, BLOB_BYTES)]).wait()[0] for _ in range(20)]
+        assert _resident_bytes() - before < BLOB_BYTES
+        assert sum(int(t[-1]) for t in held) == 20 * int(held[0][-1])
+
+    def test_what_is_loaded_suits_any_dtype(self, storage: Storage, blob: Path) -> None:
+        for offset in (0, 1, 8, 513, 4096, 8193):
+            for nbytes in (16, 4096, 1 << 20):
+                (tensor,) = storage.load(str(blob), [(offset, nbytes)]).wait()
+                assert tensor.data_ptr() % 16 == 0
+                assert tensor.view(torch.complex128).numel() == nbytes // 16
+
+    def test_reads_where_the_kernel_gives_no_more_mappings(
+        self, storage: Storage, blob: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class NoMapping:
+            def __init__(self, *_: object) -> None:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        monkeypatch.setattr(posix_module, "_Mapping", NoMapping)
+        assert self.get(storage, blob, (4096, 1 << 20)) == [data[4096 : 4096 + (1 << 20)]]
+
+    def test_unmaps_what_nobody_holds(self, storage: Storage, blob: Path) -> None:
+        self.get(storage, blob, (0, 1 << 20))
+        before = Path("/proc/self/maps").read_text().count("blob.bin")
+        tensors = storage.load(str(blob), [(0, 1 << 20), (4096, 1 << 20)]).wait()
+        assert Path("/proc/self/maps").read_text().count("blob.bin") > before
+        crop = tensors[0][5000:5010]
+        expected = bytes_of(crop)
+        del tensors
+        assert bytes_of(crop) == expected
+        del crop
+        assert Path("/proc/self/maps").read_text().count("blob.bin") == before
+
+    def test_mappings_and_reads_in_flight_at_exit_are_no_trouble(self, blob: Path) -> None:
+        script = (
+            "import torch\n"
+            "from monai_gds.storage import Read, open_storage\n"
+            "storage = open_storage('posix', 'cpu')\n"
+            f"kept = storage.load({str(blob)!r}, [(0, {BLOB_BYTES})]).wait()\n"
+            f"late = storage.submit([Read({str(blob)!r}, 0, torch.empty({BLOB_BYTES}, dtype=torch.uint8))])\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_durable_means_fsync(self, storage: Storage, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        synced: list[int] = []
+        monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+        storage.write(str(folder / "whole.bin"), [b"12345"])
+        assert synced == []
+        storage.write(str(folder / "durable.bin"), [b"12345"], durable=True)
+        assert synced == [5]
+
+    @pytest.mark.parametrize("threads", [0, -1])
+    def test_refuses_no_threads(self, threads: int) -> None:
+        with pytest.raises(ValueError, match="threads"), opened("posix", "cpu", threads=threads):
+            pass
+
+
+class TestPosixOnCuda(CudaStorageContract):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        with opened("posix", "cuda") as storage:
+            yield storage
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
