@@ -110,6 +110,8 @@ class PendingItem:
                 self._cache.mark_verified(self._path, self._head.file)
         except FileChanged:  # replaced by another process while it was read: read the new one
             return self._cache.reread(self._path)
+        except FileNotFoundError:  # deleted by another process
+            return None
         except (RecordError, OSError) as e:
             self._cache.report_unusable(self._path, e)
             return None

@@ -81,6 +81,12 @@ class KvikioStorage(ThreadedStorage):
     def _close(self, handle: Any) -> None:
         handle[0].close()
 
+    def _enter_thread(self) -> None:
+        # KvikIO calls the driver, which wants a current context. A thread gets torch's by its first call of the
+        # runtime; selecting the device that is selected already is none.
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().query()
+
     def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
         file, path = handle
         if not dest.is_cuda:

@@ -237,6 +237,9 @@ class ThreadedStorage(Storage):
             OSError: the device failed; StorageError when the file ends before ``dest`` is full.
         """
 
+    def _enter_thread(self) -> None:
+        """Called first of all in each thread that is going to call ``_read_into``."""
+
     # What they all share.
 
     def submit(self, requests: Sequence[Read], *, fresh: bool = False) -> Pending:
@@ -294,7 +297,7 @@ class ThreadedStorage(Storage):
         # One a process: threads do not survive a fork, and neither does a lock that another thread held then.
         process = os.getpid()
         if process not in self._executors:
-            made = ThreadPoolExecutor(self.threads, thread_name_prefix=f"monai-gds-{self.name}")
+            made = ThreadPoolExecutor(self.threads, f"monai-gds-{self.name}", initializer=self._enter_thread)
             return self._executors.setdefault(process, made)
         return self._executors[process]
 
