@@ -26,6 +26,9 @@ __all__ = ["ThreadedStorage", "aligned_empty", "as_bytes_view", "create_file", "
 #: to another thread costs more than reading them.
 INLINE_BYTES = 512 << 10
 
+#: Pieces are not made smaller than this to occupy more threads.
+MIN_PIECE_BYTES = 1 << 20
+
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
     """A 1-D uint8 CPU tensor whose first byte lies at a multiple of ALIGNMENT.
@@ -138,6 +141,7 @@ class _Submission:
         self._storage = storage
         self._earlier = earlier
         self._pieces: deque[tuple[_File, int, torch.Tensor]] = deque()
+        size = storage._piece_size(sum(request.dest.numel() for request in requests))
         by_file: dict[tuple[str, FileId | None], list[Read]] = {}
         for request in requests:
             by_file.setdefault((request.path, request.expect), []).append(request)
@@ -145,7 +149,7 @@ class _Submission:
             file = _File(storage, *key)
             before = len(self._pieces)
             for request in its_requests:
-                self._pieces.extend((file, *piece) for piece in _cut(request, storage.piece_bytes))
+                self._pieces.extend((file, *piece) for piece in _cut(request, size))
             file.left = len(self._pieces) - before
 
     def __len__(self) -> int:
@@ -196,7 +200,7 @@ class ThreadedStorage(Storage):
 
     Args:
         device: where destinations live.
-        threads: reads in flight at once; default: one a core, 4 at least and 16 at most.
+        threads: reads in flight at once; default: one a core, 4 at least and 8 at most.
 
     Raises:
         ValueError: ``threads`` is not positive.
@@ -205,15 +209,15 @@ class ThreadedStorage(Storage):
     #: Whether ``_read_into`` fills CUDA tensors; if not, they are filled through pinned staging.
     reaches_gpu: ClassVar[bool] = False
 
-    #: One thread reads this many bytes at a time. Measured: with 16 threads, 8 MiB pieces are the fastest into pinned
-    #: memory (smaller ones pay more calls, larger ones balance worse). No larger than a staging slot.
+    #: One thread reads at most this many bytes at a time. Large pieces are the fastest: after each, a thread has to get
+    #: the interpreter's lock, which was seen to cost 0.1 ms when 8 threads want it. No larger than a staging slot.
     piece_bytes: ClassVar[int] = staging.SLOT_BYTES
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         super().__init__(device)
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads}: at least one is needed")
-        self.threads = threads or max(4, min(16, os.cpu_count() or 4))
+        self.threads = threads or max(4, min(8, os.cpu_count() or 4))
         self._executors: dict[int, ThreadPoolExecutor] = {}
 
     # What a backend implements.
@@ -237,17 +241,12 @@ class ThreadedStorage(Storage):
             OSError: the device failed; StorageError when the file ends before ``dest`` is full.
         """
 
-    def _enter_thread(self) -> None:
-        """Called first of all in each thread that is going to call ``_read_into``."""
-
     # What they all share.
 
     def submit(self, requests: Sequence[Read], *, fresh: bool = False) -> Pending:
+        self._check_devices(requests)
         dests = [r.dest for r in requests]
         on_device = [d for d in dests if d.is_cuda]
-        for dest in on_device:
-            if dest.device != self.device:
-                raise ValueError(f"a destination lies on {dest.device}, but this storage serves {self.device}")
         if on_device and not fresh:
             staging.adopt(on_device, self.device)
         # A backend that writes to the device by itself does not go through the copy stream: it waits on the host for
@@ -267,6 +266,11 @@ class ThreadedStorage(Storage):
 
         return Pending(finish)
 
+    def _check_devices(self, requests: Sequence[Read]) -> None:
+        for request in requests:
+            if request.dest.is_cuda and request.dest.device != self.device:
+                raise ValueError(f"a destination lies on {request.dest.device}, this storage serves {self.device}")
+
     def _start(self, work: _Submission) -> list[Future[None]]:
         executor = self._threads()
         futures: list[Future[None]] = []
@@ -277,6 +281,11 @@ class ThreadedStorage(Storage):
             if not futures:
                 work.run()
         return futures
+
+    def _piece_size(self, total: int) -> int:
+        """Bytes a piece: an even share for every thread, in whole blocks, but neither tiny nor above the most."""
+        share = -(-total // self.threads)
+        return min(self.piece_bytes, max(MIN_PIECE_BYTES, share + -share % ALIGNMENT))
 
     def _read_piece(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
         if not dest.numel():
@@ -297,7 +306,7 @@ class ThreadedStorage(Storage):
         # One a process: threads do not survive a fork, and neither does a lock that another thread held then.
         process = os.getpid()
         if process not in self._executors:
-            made = ThreadPoolExecutor(self.threads, f"monai-gds-{self.name}", initializer=self._enter_thread)
+            made = ThreadPoolExecutor(self.threads, thread_name_prefix=f"monai-gds-{self.name}")
             return self._executors.setdefault(process, made)
         return self._executors[process]
 
