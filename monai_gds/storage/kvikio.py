@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class KvikioStorage(ThreadedStorage):
         return file, path
 
     def _open_file(self, path: str, flags: str) -> Any:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # KvikIO would wait for ever to open a FIFO
+            raise StorageError(errno.EINVAL, "not a regular file", path)
         try:
             return self._kvikio.CuFile(path, flags)
         except Exception as e:
