@@ -195,7 +195,7 @@ class StorageContract:
 
     def test_several_threads_may_wait_for_one_submission(self, storage: Storage, blob: Path, data: bytes) -> None:
         for _ in range(5):
-            pending = storage.load(str(blob), [(1, 9 << 20), (2, 700_001)])
+            pending = storage.load(str(blob), [(1, 9 << 20), (2, 700_001)], mapped=False)
             with ThreadPoolExecutor(8) as pool:
                 waits = [pool.submit(pending.wait) for _ in range(8)]
             assert all([t.numel() for t in w.result()] == [9 << 20, 700_001] for w in waits)
@@ -644,7 +644,8 @@ class StorageContract:
 
     def test_a_forked_child_gets_the_bytes_or_an_error(self, storage: Storage, blob: Path, data: bytes) -> None:
         self.get(storage, blob, (0, 9 << 20))
-        storage.read([Read(str(blob), 0, self.dest(storage, 2 << 20))])  # threads are running
+        storage.read([Read(str(blob), 0, self.dest(storage, BLOB_BYTES))])
+        time.sleep(0.1)  # the threads that did it are idle now: one that counts on them in the child waits for ever
         child = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(storage, str(blob), data))
         child.start()
         child.join(60)

@@ -97,7 +97,7 @@ class TestPosixOnCuda(CudaStorageContract):
         torch.cuda._sleep(LONG)
         busy.record(torch.cuda.default_stream(storage.device))
         with torch.cuda.stream(torch.cuda.Stream(storage.device)):
-            tensor = storage.load(str(blob), [(0, BLOB_BYTES)]).wait()[0].clone()
+            (tensor,) = storage.load(str(blob), [(0, BLOB_BYTES)]).wait()
             torch.cuda.current_stream(storage.device).synchronize()
         assert not busy.query(), "it waited for the default stream"
         assert bytes_of(tensor) == data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,14 +99,3 @@ def test_each_expectation_of_a_file_is_checked_once(storage: Recording, blob: Pa
     here = FileId.of(blob)
     storage.read([Read(str(blob), i, empty(1 << 20), expect) for i, expect in enumerate([here, None, here, None])])
     assert storage.opened == 2
-
-
-def test_gives_the_work_of_a_forked_parent_to_threads_of_its_own(storage: Recording, blob: Path, data: bytes) -> None:
-    storage.read([Read(str(blob), 0, empty(9 << 20))])
-    child = os.fork()
-    if not child:
-        torch.set_num_threads(1)
-        dest = empty(9 << 20)
-        storage.read([Read(str(blob), 7, dest)])
-        os._exit(int(bytes_of(dest) != data[7 : 7 + (9 << 20)]))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
