@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import stat
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -130,6 +131,8 @@ class KvikioStorage(PosixStorage):
 
     def open_file(self, path: str, flags: str) -> Any:
         """A ``kvikio.CuFile``, or the system's own error where KvikIO's does not name the cause."""
+        if not stat.S_ISREG(os.stat(path).st_mode):  # KvikIO would wait for ever to open a FIFO
+            raise StorageError(errno.EINVAL, "not a regular file", path)
         try:
             return self._kvikio.CuFile(path, flags)
         except Exception as e:

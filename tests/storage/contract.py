@@ -195,7 +195,7 @@ class StorageContract:
 
     def test_several_threads_may_wait_for_one_submission(self, storage: Storage, blob: Path, data: bytes) -> None:
         for _ in range(5):
-            pending = storage.load(str(blob), [(1, 9 << 20), (2, 700_001)])
+            pending = storage.load(str(blob), [(1, 9 << 20), (2, 700_001)], mapped=False)
             with ThreadPoolExecutor(8) as pool:
                 waits = [pool.submit(pending.wait) for _ in range(8)]
             assert all([t.numel() for t in w.result()] == [9 << 20, 700_001] for w in waits)
@@ -254,6 +254,14 @@ class StorageContract:
             with open(path, "wb") as f:
                 f.write(fresh)
             assert self.get(storage, path, (0, 100_000)) == [fresh]
+
+    @pytest.mark.usefixtures("stable_descriptors")
+    def test_reads_the_head_of_a_file(self, storage: Storage, folder: Path, blob: Path, data: bytes) -> None:
+        assert storage.read_head(str(blob), 5000) == (data[:5000], FileId.of(blob))
+        short = self.make(folder, b"short")
+        assert storage.read_head(str(short), 5000) == (b"short", FileId.of(short))
+        with pytest.raises(FileNotFoundError, match=r"missing\.bin"):
+            storage.read_head(str(folder / "missing.bin"), 10)
 
     # What load() gives.
 
@@ -381,8 +389,10 @@ class StorageContract:
                 with pytest.raises(OSError, match=r"record\.bin") as caught:
                     storage.read([Read(str(path), 0, self.dest(storage, nbytes))])
                 assert caught.value.errno == errno.EIO
+                with pytest.raises(OSError, match=r"record\.bin"):
+                    storage.load(str(path), [(0, nbytes)], mapped=False).wait()
             with pytest.raises(OSError, match=r"record\.bin"):
-                storage.load(str(path), [(0, 4096)]).wait()
+                storage.read_head(str(path), 4096)
             del caught
             assert descriptors() <= before
 
@@ -390,6 +400,24 @@ class StorageContract:
     def test_a_directory_is_an_error(self, storage: Storage, folder: Path) -> None:
         with pytest.raises(OSError, match=str(folder)):
             storage.read([Read(str(folder), 0, self.dest(storage, 10))])
+
+    @pytest.mark.usefixtures("stable_descriptors")
+    def test_a_fifo_is_an_error_and_not_a_wait(self, storage: Storage, folder: Path) -> None:
+        fifo = str(folder / "fifo")
+        os.mkfifo(fifo)
+        for attempt in (
+            lambda: storage.read([Read(fifo, 0, self.dest(storage, 10))]),
+            lambda: storage.load(fifo, [(0, 10)]).wait(),
+            lambda: storage.read_head(fifo, 10),
+        ):
+            with pytest.raises(OSError, match="fifo"):
+                attempt()
+
+    def test_an_error_survives_the_way_from_a_worker(self, storage: Storage, blob: Path) -> None:
+        error = errors_of(lambda: storage.load(str(blob), [(BLOB_BYTES, 10)]).wait())
+        again = pickle.loads(pickle.dumps(error))
+        assert isinstance(again, StorageError)
+        assert str(again) == str(error)
 
     @pytest.mark.parametrize("nbytes", [10, 100_000, 2 << 20])
     @pytest.mark.usefixtures("stable_descriptors")
@@ -582,6 +610,25 @@ class StorageContract:
             assert bytes_of(pending.wait()[0]) == data
             assert self.get(storage, blob, (5, 9 << 20)) == [data[5 : 5 + (9 << 20)]]
 
+    @pytest.mark.usefixtures("stable_descriptors")
+    def test_close_by_another_thread_disturbs_nobody(self, storage: Storage, blob: Path, data: bytes) -> None:
+        stop = threading.Event()
+
+        def closing() -> None:
+            while not stop.wait(0.001):
+                storage.close()
+
+        thread = threading.Thread(target=closing)
+        thread.start()
+        try:
+            for i in range(60):
+                dest = self.dest(storage, 2 << 20)
+                assert bytes_of(storage.submit([Read(str(blob), i, dest)]).wait()[0]) == data[i : i + (2 << 20)]
+                assert self.get(storage, blob, (i, 700_001)) == [data[i : i + 700_001]]
+        finally:
+            stop.set()
+            thread.join()
+
     def test_close_leaves_no_thread(self, storage: Storage, blob: Path) -> None:
         storage.close()
         before = threading.active_count()
@@ -597,7 +644,8 @@ class StorageContract:
 
     def test_a_forked_child_gets_the_bytes_or_an_error(self, storage: Storage, blob: Path, data: bytes) -> None:
         self.get(storage, blob, (0, 9 << 20))
-        storage.read([Read(str(blob), 0, self.dest(storage, 2 << 20))])  # threads are running
+        storage.read([Read(str(blob), 0, self.dest(storage, BLOB_BYTES))])
+        time.sleep(0.1)  # the threads that did it are idle now: one that counts on them in the child waits for ever
         child = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(storage, str(blob), data))
         child.start()
         child.join(60)
@@ -703,6 +751,25 @@ def dropped_destination_is_not_reused(storage: Storage, path: Path, data: bytes,
     return bool((fresh == 7).all())
 
 
+def safe_from_another_backend(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.Stream) -> bool:
+    """Whether what is loaded is safe from copies of another backend into the same memory that are still under way.
+
+    For a backend that writes to the device by itself. Buffers come from the copy stream's pool, and that stream's order
+    protects only what goes through it: such a backend must wait for it, also before it fills a fresh buffer.
+    """
+    nbytes = 20 << 20
+    torch.cuda.synchronize(storage.device)
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(staging.copy_stream(storage.device)):
+        torch.cuda._sleep(LONG)
+    with opened("posix", str(storage.device)) as posix:
+        posix.load(str(path), [(0, nbytes)])  # nobody waits: the block is free, its copies are not over
+    with torch.cuda.stream(consumer):
+        seen = storage.load(str(path), [(100, nbytes)]).wait()[0]
+    torch.cuda.synchronize(storage.device)
+    return bytes_of(seen) == data[100 : 100 + nbytes]
+
+
 @pytest.mark.gpu
 class CudaStorageContract(StorageContract):
     """What comes on top for a CUDA target: streams, and memory that changes hands."""
@@ -796,7 +863,7 @@ class CudaStorageContract(StorageContract):
             "import os, sys, torch\n"
             "from monai_gds.storage import open_storage\n"
             f"storage = open_storage({storage.name!r}, {str(storage.device)!r})\n"
-            f"kept = storage.load({str(blob)!r}, [(0, 9 << 20)]).wait()\n"
+            f"storage.load({str(blob)!r}, [(0, 9 << 20)]).wait()\n"
             "torch.cuda.synchronize()\n"
             "if os.fork() == 0: sys.exit(0)\n"
             "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from monai_gds.errors import BackendUnavailable
-from monai_gds.storage import Read, Storage, available_backends, open_storage, staging
-from tests.storage.contract import LONG, CudaStorageContract, bytes_of, opened
+from monai_gds.storage import Read, Storage, available_backends, open_storage
+from tests.storage.contract import CudaStorageContract, opened, safe_from_another_backend
 
 
 @pytest.mark.gpu
@@ -32,18 +32,10 @@ class TestKvikio(CudaStorageContract):
             self.get(other, blob, (0, 9 << 20))
         assert {name: kvikio.defaults.get(name) for name in names} == before
 
-    def test_its_memory_is_safe_from_copies_of_another_backend(self, storage: Storage, blob: Path, data: bytes) -> None:
-        """Both take buffers from the copy stream, and KvikIO writes without waiting for that stream."""
-        nbytes = 20 << 20
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        with torch.cuda.stream(staging.copy_stream(storage.device)):
-            torch.cuda._sleep(LONG)
-        with opened("posix", "cuda") as posix:
-            posix.load(str(blob), [(0, nbytes)])  # nobody waits: the block is free, its copies are not over
-        (tensor,) = storage.load(str(blob), [(100, nbytes)]).wait()
-        torch.cuda.synchronize()
-        assert bytes_of(tensor) == data[100 : 100 + nbytes]
+    def test_its_memory_is_safe_from_copies_of_another_backend(
+        self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream
+    ) -> None:
+        assert safe_from_another_backend(storage, blob, data, consumer)
 
     def test_says_how_it_reads(self, storage: Storage) -> None:
         assert isinstance(storage.describe()["compatibility_mode"], bool)

@@ -14,7 +14,7 @@ import torch
 
 from monai_gds.storage import Storage
 from monai_gds.storage import posix as posix_module
-from tests.storage.contract import BLOB_BYTES, CudaStorageContract, StorageContract, bytes_of, opened
+from tests.storage.contract import BLOB_BYTES, LONG, CudaStorageContract, StorageContract, bytes_of, opened
 
 
 class TestPosixOnCpu(StorageContract):
@@ -89,6 +89,18 @@ class TestPosixOnCuda(CudaStorageContract):
     def storage(self) -> Iterator[Storage]:
         with opened("posix", "cuda") as storage:
             yield storage
+
+    def test_loads_while_the_default_stream_is_busy(self, storage: Storage, blob: Path, data: bytes) -> None:
+        """Reading ahead must not wait for the training that it runs ahead of."""
+        self.get(storage, blob, (0, BLOB_BYTES))
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(LONG)
+        busy.record(torch.cuda.default_stream(storage.device))
+        with torch.cuda.stream(torch.cuda.Stream(storage.device)):
+            (tensor,) = storage.load(str(blob), [(0, BLOB_BYTES)]).wait()
+            torch.cuda.current_stream(storage.device).synchronize()
+        assert not busy.query(), "it waited for the default stream"
+        assert bytes_of(tensor) == data
 
 
 def _resident_bytes() -> int:

@@ -6,7 +6,7 @@ The latter take one safeguard of ``staging.py`` out and expect the scenario of t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,21 +26,48 @@ def device() -> torch.device:
     return resolve_device("cuda")
 
 
+# staging.adopt and staging.hand_off, each with one safeguard taken out.
+
+
+def adopt_without_waiting(dests: Sequence[torch.Tensor], device: torch.device) -> None:
+    for dest in dests:
+        dest.record_stream(staging.copy_stream(device))
+
+
+def adopt_without_recording(dests: Sequence[torch.Tensor], device: torch.device) -> None:
+    staging.copy_stream(device).wait_stream(torch.cuda.current_stream(device))
+
+
+def hand_off_without_waiting(dests: Sequence[torch.Tensor], device: torch.device, *, arrived: bool = False) -> None:
+    for dest in dests:
+        dest.record_stream(torch.cuda.current_stream(device))
+
+
+def hand_off_without_recording(dests: Sequence[torch.Tensor], device: torch.device, *, arrived: bool = False) -> None:
+    torch.cuda.current_stream(device).wait_stream(staging.copy_stream(device))
+
+
+def without_synchronizing(event: torch.cuda.Event) -> None:
+    """In place of torch.cuda.Event.synchronize."""
+
+
 @pytest.mark.parametrize(
-    ("backend", "owner", "safeguard", "scenario"),
+    ("backend", "name", "broken", "scenario"),
     [
-        ("posix", "Stream", "wait_stream", contract.handed_over),
-        ("posix", "Tensor", "record_stream", contract.slow_consumer_keeps_its_data),
-        ("posix", "Stream", "wait_event", contract.refilled_after_use),
-        ("posix", "Tensor", "record_stream", contract.dropped_destination_is_not_reused),
-        ("kvikio", "Tensor", "record_stream", contract.slow_consumer_keeps_its_data),
-        ("kvikio", "Event", "synchronize", contract.refilled_after_use),
+        ("posix", "hand_off", hand_off_without_waiting, contract.handed_over),
+        ("posix", "hand_off", hand_off_without_recording, contract.slow_consumer_keeps_its_data),
+        ("posix", "adopt", adopt_without_waiting, contract.refilled_after_use),
+        ("posix", "adopt", adopt_without_recording, contract.dropped_destination_is_not_reused),
+        ("kvikio", "hand_off", hand_off_without_recording, contract.slow_consumer_keeps_its_data),
+        ("kvikio", "adopt", adopt_without_waiting, contract.refilled_after_use),
+        ("kvikio", "synchronize", without_synchronizing, contract.refilled_after_use),
+        ("kvikio", "synchronize", without_synchronizing, contract.safe_from_another_backend),
     ],
 )
 def test_the_contract_notices_a_missing_safeguard(
     backend: str,
-    owner: str,
-    safeguard: str,
+    name: str,
+    broken: Callable[..., None],
     scenario: Scenario,
     device: torch.device,
     blob: Path,
@@ -52,15 +79,12 @@ def test_the_contract_notices_a_missing_safeguard(
     consumer = torch.cuda.Stream(device)
     with opened(backend, "cuda") as storage:
         storage.load(str(blob), [(0, contract.BLOB_BYTES)]).wait()  # threads, slots and streams exist
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
         assert scenario(storage, blob, data, consumer), "it holds with everything in place"
-        classes = {"Stream": torch.cuda.Stream, "Tensor": torch.Tensor, "Event": torch.cuda.Event}
         with monkeypatch.context() as patch:
-            patch.setattr(classes[owner], safeguard, lambda *_: None)
+            patch.setattr(torch.cuda.Event if name == "synchronize" else staging, name, broken)
             intact = scenario(storage, blob, data, consumer)
         torch.cuda.synchronize(device)
-        assert not intact, f"without {owner}.{safeguard} the bytes should have been corrupted"
+        assert not intact, f"with {broken.__name__} the bytes should have been corrupted"
 
 
 def test_a_slot_is_refilled_only_after_its_copy(device: torch.device) -> None:

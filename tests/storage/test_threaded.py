@@ -1,0 +1,101 @@
+"""Sharing a submission out among threads, where threads are hard to get and files are many."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monai_gds.storage import FileId, Read
+from monai_gds.storage.posix import PosixStorage
+from tests.storage.contract import bytes_of
+
+CPU = torch.device("cpu")
+
+
+class Recording(PosixStorage):
+    """Counts what is open, and what was read."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        super().__init__(CPU, threads)
+        self.open_now = self.most_open = self.opened = self.pieces = 0
+        self._counting = threading.Lock()
+
+    def _open(self, path: str, expect: FileId | None) -> tuple[int, str]:
+        with self._counting:
+            self.opened += 1
+            self.open_now += 1
+            self.most_open = max(self.most_open, self.open_now)
+        return super()._open(path, expect)
+
+    def _close(self, handle: Any) -> None:
+        super()._close(handle)
+        with self._counting:
+            self.open_now -= 1
+
+    def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
+        super()._read_into(handle, offset, dest)
+        with self._counting:
+            self.pieces += 1
+
+
+@pytest.fixture
+def storage() -> Iterator[Recording]:
+    storage = Recording(threads=4)
+    yield storage
+    storage.close()
+
+
+def empty(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_a_file_is_opened_once_and_no_more_are_open_than_threads(storage: Recording, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{i}.bin") for i in range(50)]
+    for i, path in enumerate(paths):
+        Path(path).write_bytes(bytes([i]) * 100_000)
+    requests = [Read(path, 0, empty(n)) for n in (100_000, 10, 5000) for path in paths]  # by turns
+    storage.read(requests)
+    assert storage.opened == 50
+    assert storage.most_open <= 4
+    assert storage.open_now == 0
+    assert all(set(bytes_of(r.dest)) == {i % 50} for i, r in enumerate(requests))
+
+
+@pytest.mark.parametrize("granted", [0, 1, 3])
+def test_reads_all_the_same_where_no_more_threads_start(
+    storage: Recording, blob: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, granted: int
+) -> None:
+    submit = ThreadPoolExecutor.submit
+    left = [granted]
+
+    def stingy(executor: ThreadPoolExecutor, *args: Any) -> Any:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        return submit(executor, *args)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", stingy)
+    dest = empty(len(data))
+    storage.read([Read(str(blob), 0, dest), Read(str(blob), 5, empty(0))])
+    assert bytes_of(dest) == data
+    assert storage.open_now == 0
+
+
+def test_a_failure_drops_what_was_still_to_be_read(storage: Recording, blob: Path, tmp_path: Path) -> None:
+    missing = Read(str(tmp_path / "missing.bin"), 0, empty(1 << 20))
+    with pytest.raises(FileNotFoundError):
+        storage.read([missing, *(Read(str(blob), i, empty(1 << 20)) for i in range(500))])
+    assert storage.pieces < 500
+    assert storage.open_now <= 1  # "missing" counted when it was tried
+
+
+def test_each_expectation_of_a_file_is_checked_once(storage: Recording, blob: Path) -> None:
+    here = FileId.of(blob)
+    storage.read([Read(str(blob), i, empty(1 << 20), expect) for i, expect in enumerate([here, None, here, None])])
+    assert storage.opened == 2
