@@ -43,7 +43,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 _lock = threading.Lock()
 
 
-def _pool_stream(device: torch.device) -> torch.cuda.Stream:
+def pool_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream on which nothing is ever queued, for its memory pool.
 
     KvikIO writes from the host, without regard to streams. A block from this pool has no earlier user but those it was
@@ -53,6 +53,13 @@ def _pool_stream(device: torch.device) -> torch.cuda.Stream:
         if device not in _streams:
             _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return _streams[device]
+
+
+def keep_for_current_stream(dests: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Keeps filled destinations from being given out again before the current stream has used them."""
+    current = torch.cuda.current_stream(device)
+    for dest in dests:
+        dest.record_stream(current)
 
 
 class KvikioStorage(PosixStorage):
@@ -102,7 +109,7 @@ class KvikioStorage(PosixStorage):
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes < SMALL:
             return super().allocate(nbytes)
-        with torch.cuda.stream(_pool_stream(self.device)):
+        with torch.cuda.stream(pool_stream(self.device)):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def submit(self, requests: Sequence[Read], *, fresh: bool = False) -> Pending:
@@ -122,9 +129,7 @@ class KvikioStorage(PosixStorage):
             finally:
                 if others is not None:
                     others.wait()
-            current = torch.cuda.current_stream(self.device)
-            for request in large:
-                request.dest.record_stream(current)
+            keep_for_current_stream([r.dest for r in large], self.device)
             return [r.dest for r in requests]
 
         return Pending(finish)

@@ -21,16 +21,28 @@ class TestKvikio(CudaStorageContract):
         with opened("kvikio", "cuda") as storage:
             yield storage
 
-    def test_changes_no_setting_of_the_process(self, storage: Storage, blob: Path, folder: Path) -> None:
+    def test_sets_the_threads_that_nobody_set_and_nothing_else(
+        self, storage: Storage, blob: Path, folder: Path
+    ) -> None:
         import kvikio.defaults
 
-        names = ("compat_mode", "num_threads", "task_size", "gds_threshold", "bounce_buffer_size")
+        names = ("compat_mode", "task_size", "gds_threshold", "bounce_buffer_size")
         before = {name: kvikio.defaults.get(name) for name in names}
         self.get(storage, blob, (0, 9 << 20))
         storage.write(str(folder / "file.bin"), [self.dest(storage, 1 << 20)])
-        with opened("kvikio", "cuda", threads=3) as other:
-            self.get(other, blob, (0, 9 << 20))
         assert {name: kvikio.defaults.get(name) for name in names} == before
+        with kvikio.defaults.set("num_threads", 1), opened("kvikio", "cuda"):
+            assert kvikio.defaults.get("num_threads") == 16
+        with kvikio.defaults.set("num_threads", 5), opened("kvikio", "cuda"):
+            assert kvikio.defaults.get("num_threads") == 5, "the user's own number is left alone"
+        with kvikio.defaults.set("num_threads", 5), opened("kvikio", "cuda", threads=3):
+            assert kvikio.defaults.get("num_threads") == 3, "threads= says it outright"
+
+    def test_leaves_kvikio_s_environment_in_charge(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kvikio = pytest.importorskip("kvikio", reason="KvikIO is not installed on this machine")
+        monkeypatch.setenv("KVIKIO_NTHREADS", "1")
+        with kvikio.defaults.set("num_threads", 1), opened("kvikio", "cuda"):
+            assert kvikio.defaults.get("num_threads") == 1
 
     def test_its_memory_is_safe_from_copies_of_another_backend(
         self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monai_gds.storage import Storage, resolve_device, staging
+from monai_gds.storage import Storage, kvikio, resolve_device, staging
 from tests.storage import contract
 from tests.storage.contract import LONG, opened
 
@@ -47,8 +47,12 @@ def hand_off_without_recording(dests: Sequence[torch.Tensor], device: torch.devi
     torch.cuda.current_stream(device).wait_stream(staging.copy_stream(device))
 
 
-def without_synchronizing(event: torch.cuda.Event) -> None:
-    """In place of torch.cuda.Event.synchronize."""
+def without_keeping(dests: Sequence[torch.Tensor], device: torch.device) -> None:
+    """In place of kvikio.keep_for_current_stream."""
+
+
+def without_synchronizing(stream: torch.cuda.Stream) -> None:
+    """In place of torch.cuda.Stream.synchronize."""
 
 
 @pytest.mark.parametrize(
@@ -58,10 +62,9 @@ def without_synchronizing(event: torch.cuda.Event) -> None:
         ("posix", "hand_off", hand_off_without_recording, contract.slow_consumer_keeps_its_data),
         ("posix", "adopt", adopt_without_waiting, contract.refilled_after_use),
         ("posix", "adopt", adopt_without_recording, contract.dropped_destination_is_not_reused),
-        ("kvikio", "hand_off", hand_off_without_recording, contract.slow_consumer_keeps_its_data),
-        ("kvikio", "adopt", adopt_without_waiting, contract.refilled_after_use),
+        ("kvikio", "keep_for_current_stream", without_keeping, contract.slow_consumer_keeps_its_data),
         ("kvikio", "synchronize", without_synchronizing, contract.refilled_after_use),
-        ("kvikio", "synchronize", without_synchronizing, contract.safe_from_another_backend),
+        ("kvikio", "pool_stream", staging.copy_stream, contract.safe_from_another_backend),
     ],
 )
 def test_the_contract_notices_a_missing_safeguard(
@@ -81,7 +84,8 @@ def test_the_contract_notices_a_missing_safeguard(
         storage.load(str(blob), [(0, contract.BLOB_BYTES)]).wait()  # threads, slots and streams exist
         assert scenario(storage, blob, data, consumer), "it holds with everything in place"
         with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda.Event if name == "synchronize" else staging, name, broken)
+            owner = next(o for o in (staging, kvikio, torch.cuda.Stream) if hasattr(o, name))
+            patch.setattr(owner, name, broken)
             intact = scenario(storage, blob, data, consumer)
         torch.cuda.synchronize(device)
         assert not intact, f"with {broken.__name__} the bytes should have been corrupted"
