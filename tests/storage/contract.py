@@ -868,5 +868,7 @@ class CudaStorageContract(StorageContract):
             "if os.fork() == 0: sys.exit(0)\n"
             "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120
+        )
         assert (done.returncode, done.stderr) == (0, "")

@@ -21,9 +21,7 @@ class TestKvikio(CudaStorageContract):
         with opened("kvikio", "cuda") as storage:
             yield storage
 
-    def test_sets_the_threads_that_nobody_set_and_no_more(
-        self, storage: Storage, blob: Path, folder: Path
-    ) -> None:
+    def test_sets_the_threads_that_nobody_set_and_no_more(self, storage: Storage, blob: Path, folder: Path) -> None:
         import kvikio.defaults
 
         names = ("compat_mode", "task_size", "gds_threshold", "bounce_buffer_size")
