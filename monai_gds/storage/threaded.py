@@ -279,6 +279,7 @@ class ThreadedStorage(Storage):
                 futures.append(executor.submit(work.run))
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
             if not futures:
+                self._enter_thread()
                 work.run()
         return futures
 
@@ -327,8 +328,12 @@ class ThreadedStorage(Storage):
         return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes}
 
 
-def _raise_first(futures: Sequence[Future[None]]) -> None:
+def _raise_first(futures: list[Future[None]]) -> None:
     """Waits for all, so that no destination is still being written, then raises the first error there was."""
     errors = [e for e in (f.exception() for f in futures) if e is not None]
-    if errors:
-        raise errors[0]
+    futures.clear()
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        del errors  # an error that is in its own traceback keeps the destinations alive until the collector comes by
