@@ -279,7 +279,6 @@ class ThreadedStorage(Storage):
                 futures.append(executor.submit(work.run))
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
             if not futures:
-                self._enter_thread()
                 work.run()
         return futures
 
