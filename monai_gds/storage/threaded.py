@@ -259,9 +259,11 @@ class ThreadedStorage(Storage):
         futures = self._start(work)
 
         def finish() -> list[torch.Tensor]:
-            _raise_first(futures)
-            if on_device:
-                staging.hand_off(on_device, self.device, arrived=self.reaches_gpu)
+            try:
+                _raise_first(futures)
+            finally:
+                if on_device:  # after an error too: the copies of other pieces may be under way
+                    staging.hand_off(on_device, self.device, arrived=self.reaches_gpu)
             return dests
 
         return Pending(finish)
