@@ -138,9 +138,12 @@ class Pending:
                 except Exception as e:  # not a KeyboardInterrupt: after one, the reads can still be waited for
                     self._error = e
                 self._finish = None
-        if self._error is not None:
-            raise self._error
-        return self._result
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._result
+        finally:
+            del self  # else the error holds its traceback, that holds this frame, and that the error
 
 
 def completed(tensors: list[torch.Tensor]) -> Pending:

@@ -1,6 +1,6 @@
 """The ``kvikio`` backend: GPUDirect Storage through cuFile where the machine has it, KvikIO's POSIX path where not.
 
-Large reads are handed to KvikIO's own threads, one call a tensor. (Reading from Python threads, with ``raw_read``, was
+Large reads are handed to KvikIO's own threads, one call a piece. (Reading from Python threads, with ``raw_read``, was
 tried first: at 8 to 16 threads handing the interpreter lock around cost 0.1 ms a piece, and held 4 MiB pieces to 18
 GB/s.) Small reads, which KvikIO would do with POSIX calls one at a time anyway, go the way of the ``posix`` backend,
 through staging.
@@ -17,14 +17,15 @@ import importlib.util
 import os
 import stat
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
-from monai_gds.storage.base import Availability, Buffer, FileId, Pending, Read, naming
+from monai_gds.storage.base import ALIGNMENT, Availability, Buffer, FileId, Pending, Read, naming
 from monai_gds.storage.posix import PosixStorage
 from monai_gds.storage.threaded import as_bytes_view, create_file, write_all, write_file
 
@@ -35,6 +36,9 @@ THREADS = 16
 
 #: Bytes that one of KvikIO's threads reads at a time.
 TASK_BYTES = 4 << 20
+
+#: A submission has no more files open at a time (KvikIO opens each twice); with more, it waits for the first ones.
+OPEN_FILES = 64
 
 #: Requests of fewer bytes are read as the posix backend does.
 SMALL = 1 << 20
@@ -120,8 +124,8 @@ class KvikioStorage(PosixStorage):
         if not fresh:  # KvikIO knows nothing of streams, so the host waits for the destinations' earlier users
             torch.cuda.current_stream(self.device).synchronize()
         small = [r for r in requests if not (r.dest.is_cuda and r.dest.numel() >= SMALL)]
-        others = super().submit(small, fresh=fresh) if small else None
         reads = _Reads(self, large)
+        others = super().submit(small, fresh=fresh) if small else None
 
         def finish() -> list[torch.Tensor]:
             try:
@@ -160,14 +164,22 @@ class KvikioStorage(PosixStorage):
 
     def _write_parts(self, fd: int, file: Any, path: str, buffers: Sequence[Buffer]) -> None:
         offset = 0
-        for buffer in buffers:
-            if isinstance(buffer, torch.Tensor) and buffer.is_cuda:
-                offset += _write_tensor(file, path, buffer.detach(), offset)
-            else:
+        transfers = _Transfers()
+        try:
+            for buffer in buffers:
+                if isinstance(buffer, torch.Tensor) and buffer.is_cuda and offset % ALIGNMENT == 0:
+                    transfers.start(file.pwrite, path, buffer.detach(), offset)
+                    offset += buffer.numel()
+                    continue
+                # It may begin in the block that the last one ends in, and cuFile writes whole blocks.
+                transfers.wait()
                 os.lseek(fd, offset, os.SEEK_SET)
                 view = as_bytes_view(buffer)
                 write_all(fd, [view])
                 offset += view.nbytes
+        finally:
+            transfers.settle()
+        transfers.wait()
 
     def describe(self) -> dict[str, Any]:
         import kvikio.defaults
@@ -182,74 +194,106 @@ class KvikioStorage(PosixStorage):
         }
 
 
-class _Reads:
-    """Reads that KvikIO's threads are at, and the files they come from.
+def _pieces(nbytes: int) -> Iterator[slice]:
+    """Cuts a tensor into even pieces of whole blocks, each one task of KvikIO's.
 
-    Whoever drops it unfinished leaves KvikIO writing: the destinations are kept until it is done.
+    Of a call that KvikIO divides itself, the first error comes back while its other tasks are still at work, with
+    nothing left to wait for them by: they would write to memory, and use a file, that is gone.
+    """
+    count = -(-nbytes // TASK_BYTES)
+    size = -(-nbytes // (count * ALIGNMENT)) * ALIGNMENT if count else ALIGNMENT
+    for start in range(0, nbytes, size):
+        yield slice(start, min(start + size, nbytes))
+
+
+class _Piece(NamedTuple):
+    """A part of a tensor that one of KvikIO's threads is reading or writing."""
+
+    path: str
+    offset: int
+    part: torch.Tensor
+    future: Any
+
+    def wait(self) -> StorageError | None:
+        """Waits until KvikIO is done with it; returns what went wrong, if anything did."""
+        nbytes = self.part.numel()
+        try:
+            count = self.future.get()
+        except Exception as e:
+            return StorageError(errno.EIO, f"KvikIO failed on {nbytes} bytes at {self.offset}: {e}", self.path)
+        if count != nbytes:
+            return StorageError(errno.EIO, f"moved {count} of {nbytes} bytes at {self.offset}", self.path)
+        return None
+
+
+class _Transfers:
+    """Pieces that KvikIO's threads are at.
+
+    Whoever drops it unfinished leaves KvikIO writing: tensors and files are kept until it is done.
     """
 
-    def __init__(self, storage: KvikioStorage, requests: Sequence[Read]) -> None:
-        self._files: dict[tuple[str, FileId | None], Any] = {}
-        self._reads: list[tuple[Read, Any]] = []
-        self._storage = storage
+    def __init__(self) -> None:
+        self._error: StorageError | None = None
+        self._pieces: deque[_Piece] = deque()
         self._process = os.getpid()
+
+    def start(self, call: Callable[..., Any], path: str, tensor: torch.Tensor, offset: int) -> None:
+        """Hands a tensor to ``CuFile.pread`` or ``pwrite``, piece by piece."""
+        for where in _pieces(tensor.numel()):
+            part, at = tensor[where], offset + where.start
+            self._pieces.append(_Piece(path, at, part, call(part, part.numel(), at, TASK_BYTES)))
+
+    def settle(self) -> None:
+        """Waits until none is under way, and keeps the first error."""
+        while self._pieces:  # a piece leaves the queue only when it is done: an interrupt loses none
+            error = self._pieces[0].wait()
+            self._error = self._error or error
+            self._pieces.popleft()
+
+    def wait(self) -> None:
+        """Waits until none is under way.
+
+        Raises:
+            StorageError: the first of those that failed.
+        """
+        self.settle()
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # an error that is in its own traceback keeps the tensors alive until the collector comes by
+
+    def __del__(self) -> None:
+        if self._process == os.getpid():  # a forked child has none of KvikIO's threads
+            self.settle()
+
+
+class _Reads(_Transfers):
+    """The large reads of one submission, and the files they come from."""
+
+    def __init__(self, storage: KvikioStorage, requests: Sequence[Read]) -> None:
+        super().__init__()
+        self._files: dict[tuple[str, FileId | None], Any] = {}
+        self._storage = storage
         try:
             for request in requests:
-                file = self._open(request)
-                future = file.pread(request.dest, request.dest.numel(), request.offset, TASK_BYTES)
-                self._reads.append((request, future))
+                self.start(self._open(request).pread, request.path, request.dest, request.offset)
         except BaseException:
-            self._finish()
+            self.settle()
             raise
 
     def _open(self, request: Read) -> Any:
         key = (request.path, request.expect)
         if key not in self._files:
+            if len(self._files) == OPEN_FILES:
+                self.settle()
             self._files[key] = file = self._storage.open_file(request.path, "r")
             if request.expect is not None:
                 request.expect.check(FileId.of(file.fileno()), request.path)
         return self._files[key]
 
-    def wait(self) -> None:
-        """Waits for all of them.
-
-        Raises:
-            StorageError: one of them failed, or came short.
-        """
-        error = self._finish()
-        if error is not None:
-            raise error
-
-    def _finish(self) -> StorageError | None:
-        error: StorageError | None = None
-        reads, self._reads = self._reads, []
-        for request, future in reads:
-            nbytes = request.dest.numel()
-            try:
-                count = future.get()
-                if count != nbytes:
-                    error = StorageError(errno.EIO, f"read {count} of {nbytes} bytes at {request.offset}", request.path)
-            except Exception as e:
-                what = f"KvikIO could not read {nbytes} bytes at {request.offset}: {e}"
-                error = StorageError(errno.EIO, what, request.path)
-        files, self._files = self._files, {}
-        for file in files.values():
-            file.close()
-        return error
-
-    def __del__(self) -> None:
-        if self._process == os.getpid():  # a forked child has none of KvikIO's threads
-            self._finish()
-
-
-def _write_tensor(file: Any, path: str, tensor: torch.Tensor, offset: int) -> int:
-    nbytes = tensor.nbytes
-    if not nbytes:
-        return 0
-    try:
-        count = file.pwrite(tensor, nbytes, offset).get()
-    except Exception as e:
-        raise StorageError(errno.EIO, f"KvikIO could not write {nbytes} bytes at {offset}: {e}", path) from e
-    if count != nbytes:
-        raise StorageError(errno.EIO, f"wrote {count} of {nbytes} bytes at {offset}", path)
-    return nbytes
+    def settle(self) -> None:
+        super().settle()
+        while self._files:
+            self._files.popitem()[1].close()

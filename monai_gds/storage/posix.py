@@ -125,9 +125,8 @@ class PosixStorage(ThreadedStorage):
         if nbytes >= MAP_BYTES and offset % ALIGNMENT == 0:
             try:
                 return torch.from_numpy(np.asarray(_Mapping(fd, offset, nbytes)))
-            except OSError as e:
-                if e.errno != errno.ENOMEM:  # vm.max_map_count is used up: read instead
-                    raise
+            except OSError:  # vm.max_map_count is used up, or the file system maps nothing: read instead
+                pass
         dest = torch.empty(nbytes, dtype=torch.uint8)
         pread_into(fd, offset, dest.numpy().data, path)
         return dest

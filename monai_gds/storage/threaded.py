@@ -259,9 +259,11 @@ class ThreadedStorage(Storage):
         futures = self._start(work)
 
         def finish() -> list[torch.Tensor]:
-            _raise_first(futures)
-            if on_device:
-                staging.hand_off(on_device, self.device, arrived=self.reaches_gpu)
+            try:
+                _raise_first(futures)
+            finally:
+                if on_device:  # after an error too: the copies of other pieces may be under way
+                    staging.hand_off(on_device, self.device, arrived=self.reaches_gpu)
             return dests
 
         return Pending(finish)
@@ -327,8 +329,12 @@ class ThreadedStorage(Storage):
         return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes}
 
 
-def _raise_first(futures: Sequence[Future[None]]) -> None:
+def _raise_first(futures: list[Future[None]]) -> None:
     """Waits for all, so that no destination is still being written, then raises the first error there was."""
     errors = [e for e in (f.exception() for f in futures) if e is not None]
-    if errors:
-        raise errors[0]
+    futures.clear()
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        del errors  # an error that is in its own traceback keeps the destinations alive until the collector comes by

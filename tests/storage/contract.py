@@ -213,17 +213,19 @@ class StorageContract:
             assert bytes_of(big) == data[offset : offset + (1 << 20)]
             assert bytes_of(small) == data[offset : offset + 100]
 
-    @pytest.mark.parametrize("nbytes", [100, 5000])
+    @pytest.mark.parametrize("nbytes", [100, 5000, (1 << 20) + 1])
     def test_more_files_than_descriptors_in_one_submission(
         self, storage: Storage, folder: Path, blob: Path, nbytes: int
     ) -> None:
         self.get(storage, blob, (0, 4 << 20))  # what the backend opens for itself is open
-        files = [self.make(folder, content(nbytes, seed), f"{seed}.bin") for seed in range(400)]
+        files = [self.make(folder, content(100, seed), f"{seed}.bin") for seed in range(300)]
+        for file in files:
+            os.truncate(file, nbytes)
         dests = [self.dest(storage, nbytes) for _ in files]
         with few_descriptors(descriptors() + 150):
             storage.read([Read(str(f), 0, d) for f, d in zip(files, dests, strict=True)])
         for seed, dest in enumerate(dests):
-            assert bytes_of(dest) == content(nbytes, seed)
+            assert bytes_of(dest) == content(100, seed) + bytes(nbytes - 100)
 
     def test_fills_slices_and_nothing_around_them(self, storage: Storage, blob: Path, data: bytes) -> None:
         cuts = [(1, 3), (7, 512), (600, 4096), (5000, 1), (10_001, 700_003), (1 << 20, (9 << 20) + 1)]
@@ -436,18 +438,35 @@ class StorageContract:
             with pytest.raises(FileChanged, match=r"file\.bin"):
                 attempt()
 
+    @pytest.mark.parametrize("nbytes", [1000, 300_000, 3 << 20])
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_one_failure_among_many_files(self, storage: Storage, folder: Path, blob: Path, data: bytes) -> None:
-        for bad in (0, 25, 49):
-            dests = [self.dest(storage, 300_000) for _ in range(50)]
+    def test_one_failure_among_many_files(
+        self, storage: Storage, folder: Path, blob: Path, data: bytes, nbytes: int
+    ) -> None:
+        for bad in (0, 12, 24):
+            dests = [self.dest(storage, nbytes if i % 3 else 1000) for i in range(25)]
             requests = [Read(str(blob), 0, d) for d in dests]
             requests[bad] = Read(str(folder / "missing.bin"), 0, dests[bad])
             error = errors_of(lambda requests=requests: storage.submit(requests).wait())
             assert isinstance(error, FileNotFoundError)
-            before = [bytes_of(d) for d in dests]
-            time.sleep(0.05)
-            assert [bytes_of(d) for d in dests] == before, "a destination was written after the error was raised"
+            self.assert_at_rest(dests)
         assert self.get(storage, blob, (3, 5 << 20)) == [data[3 : 3 + (5 << 20)]]
+
+    def assert_at_rest(self, dests: list[torch.Tensor]) -> None:
+        """Fails when a destination is still being written, which may be freed once the error is out."""
+        for dest in dests:
+            dest.fill_(0x77)
+        time.sleep(0.05)
+        assert all(bool((d == 0x77).all()) for d in dests), "a destination was written after the error was raised"
+
+    def test_nothing_is_written_after_the_error(self, storage: Storage, folder: Path, data: bytes) -> None:
+        """The last piece fails at once, while the others are still being read."""
+        path = self.make(folder, data[:-1])
+        for _ in range(5):
+            dests = [self.dest(storage, len(data)) for _ in range(4)]
+            error = errors_of(lambda dests=dests: storage.read([Read(str(path), 0, d) for d in dests]))
+            assert isinstance(error, StorageError)
+            self.assert_at_rest(dests)
 
     @pytest.mark.usefixtures("stable_descriptors")
     def test_failures_leave_nothing_behind(self, storage: Storage, folder: Path, blob: Path, data: bytes) -> None:
@@ -814,6 +833,23 @@ class CudaStorageContract(StorageContract):
                 seen = pending.wait()[0].clone()
             stream.synchronize()
             assert bytes_of(seen) == data[i : i + (9 << 20)]
+
+    def test_after_an_error_the_destinations_are_the_callers_again(
+        self, storage: Storage, folder: Path, blob: Path, consumer: torch.cuda.Stream
+    ) -> None:
+        """Copies that were queued before the error was found arrive late."""
+        with torch.cuda.stream(staging.copy_stream(storage.device)):
+            torch.cuda._sleep(LONG)
+        with torch.cuda.stream(consumer):
+            dests = [self.dest(storage, 100_000) for _ in range(12)]
+            requests = [Read(str(blob), 0, d) for d in dests]
+            requests.append(Read(str(folder / "missing.bin"), 0, self.dest(storage, 10)))
+            error = errors_of(lambda: storage.read(requests))
+            assert isinstance(error, FileNotFoundError)
+            for dest in dests:
+                dest.fill_(0x77)
+        torch.cuda.synchronize(storage.device)
+        assert all(bool((d == 0x77).all()) for d in dests)
 
     def test_many_slow_consumers_in_threads(self, storage: Storage, blob: Path, data: bytes) -> None:
         nbytes = 3 << 20

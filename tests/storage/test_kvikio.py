@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from monai_gds.errors import BackendUnavailable
-from monai_gds.storage import Read, Storage, available_backends, open_storage
+from monai_gds.errors import BackendUnavailable, StorageError
+from monai_gds.storage import ALIGNMENT, Read, Storage, available_backends, open_storage
+from monai_gds.storage import kvikio as kvikio_module
 from tests.storage.contract import CudaStorageContract, opened, safe_from_another_backend
 
 
@@ -60,3 +63,66 @@ class TestKvikio(CudaStorageContract):
 def test_serves_cuda_targets_only() -> None:
     with pytest.raises(BackendUnavailable, match="posix"):
         open_storage("kvikio", "cpu")
+
+
+class FakeFuture:
+    """Stands for KvikIO's: done when told, with an error or a count."""
+
+    def __init__(self, result: int | BaseException) -> None:
+        self.result = result
+        self.done = False
+
+    def get(self) -> int:
+        self.done = True
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+def started(results: list[int | BaseException], nbytes: int) -> tuple[kvikio_module._Transfers, list[FakeFuture]]:
+    """Transfers of one tensor, in a piece a result."""
+    futures = [FakeFuture(result) for result in results]
+    left = iter(futures)
+    transfers = kvikio_module._Transfers()
+    transfers.start(lambda *_: next(left), "file.bin", torch.zeros(nbytes, dtype=torch.uint8), 0)
+    return transfers, futures
+
+
+@given(nbytes=st.integers(0, 100 << 20))
+def test_pieces_are_even_whole_blocks_and_one_task_each(nbytes: int) -> None:
+    pieces = list(kvikio_module._pieces(nbytes))
+    assert [p.start for p in pieces] == [0, *(p.stop for p in pieces[:-1])][: len(pieces)]
+    assert (pieces[-1].stop if pieces else 0) == nbytes
+    sizes = [p.stop - p.start for p in pieces]
+    assert all(0 < size <= kvikio_module.TASK_BYTES for size in sizes)
+    assert all(p.start % ALIGNMENT == 0 for p in pieces)
+    assert len(set(sizes[:-1])) <= 1
+
+
+def test_an_error_comes_when_all_pieces_are_done() -> None:
+    transfers, futures = started([4 << 20, RuntimeError("EOF"), ValueError("later"), 4 << 20], 16 << 20)
+    with pytest.raises(StorageError, match=r"EOF.*file\.bin"):
+        transfers.wait()
+    assert all(f.done for f in futures)
+    transfers.wait()  # it is told once
+
+
+def test_a_short_piece_is_an_error() -> None:
+    transfers, _ = started([4 << 20, 5], 8 << 20)
+    with pytest.raises(StorageError, match=r"5 of 4194304 bytes at 4194304.*file\.bin"):
+        transfers.wait()
+
+
+def test_an_interrupt_loses_no_piece() -> None:
+    transfers, futures = started([4 << 20, KeyboardInterrupt(), 4 << 20], 12 << 20)
+    with pytest.raises(KeyboardInterrupt):
+        transfers.wait()
+    futures[1].result = 4 << 20
+    transfers.wait()
+    assert all(f.done for f in futures)
+
+
+def test_what_is_dropped_is_waited_for() -> None:
+    transfers, futures = started([4 << 20, RuntimeError("EOF")], 8 << 20)
+    del transfers
+    assert all(f.done for f in futures)

@@ -37,12 +37,15 @@ class TestPosixOnCpu(StorageContract):
                 assert tensor.data_ptr() % 16 == 0
                 assert tensor.view(torch.complex128).numel() == nbytes // 16
 
-    def test_reads_where_the_kernel_gives_no_more_mappings(
-        self, storage: Storage, blob: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENODEV])
+    def test_reads_where_nothing_can_be_mapped(
+        self, storage: Storage, blob: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, code: int
     ) -> None:
+        """The kernel gives no more mappings (ENOMEM), or the file system knows none (ENODEV)."""
+
         class NoMapping:
             def __init__(self, *_: object) -> None:
-                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+                raise OSError(code, os.strerror(code))
 
         monkeypatch.setattr(posix_module, "_Mapping", NoMapping)
         assert self.get(storage, blob, (4096, 1 << 20)) == [data[4096 : 4096 + (1 << 20)]]

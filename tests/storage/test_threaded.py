@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,6 +96,26 @@ def test_a_failure_drops_what_was_still_to_be_read(storage: Recording, blob: Pat
         storage.read([missing, *(Read(str(blob), i, empty(1 << 20)) for i in range(500))])
     assert storage.pieces < 500
     assert storage.open_now <= 1  # "missing" counted when it was tried
+
+
+@pytest.mark.parametrize("nbytes", [100, 2 << 20])
+def test_an_error_that_was_handled_keeps_no_destination(storage: Recording, tmp_path: Path, nbytes: int) -> None:
+    """A volume's worth of memory must not wait for the garbage collector."""
+
+    def attempt() -> weakref.ref[torch.Tensor]:
+        dest = empty(nbytes)
+        with contextlib.suppress(OSError):
+            storage.submit([Read(str(tmp_path / "missing.bin"), 0, dest)]).wait()
+        return weakref.ref(dest)
+
+    gc.collect()
+    gc.disable()
+    try:
+        kept = attempt()
+        storage.close()  # its threads have let go of it too
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_each_expectation_of_a_file_is_checked_once(storage: Recording, blob: Path) -> None:
