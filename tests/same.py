@@ -22,6 +22,9 @@ def assert_same(a: Any, b: Any, where: str = "item") -> None:
         _arrays(a, b, where)
     elif isinstance(a, np.generic):
         assert a.dtype == b.dtype, where
+        if isinstance(a, np.void):
+            _arrays(np.asarray(a), np.asarray(b), where)
+            return
         assert a.tobytes() == b.tobytes() or (a != a and b != b), f"{where}: {a!r} and {b!r}"
     elif isinstance(a, dict):
         assert len(a) == len(b), f"{where}: keys {list(a)} and {list(b)}"
@@ -64,7 +67,10 @@ def _tensors(a: torch.Tensor, b: torch.Tensor, where: str) -> None:
 
 def _arrays(a: np.ndarray, b: np.ndarray, where: str) -> None:
     assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{where}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
-    if a.dtype.hasobject:
+    if a.dtype.names:  # the bytes between fields are anything
+        for name in a.dtype.names:
+            _arrays(a[name], b[name], f"{where}[{name!r}]")
+    elif a.dtype.hasobject:
         assert_same(a.ravel().tolist(), b.ravel().tolist(), where)
     elif a.dtype.kind in "fcg" and a.dtype.itemsize > 8:  # the padding of a long double is anything
         assert np.array_equal(a, b, equal_nan=True), f"{where}: values differ"

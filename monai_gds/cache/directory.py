@@ -201,7 +201,7 @@ class CacheDirectory:
         if known is not None:
             return known  # whether the file is still the same is checked when it is opened to be read
         record, file, arrays = read_record(path, self._storage)
-        build = compile_tree(record.tree, arrays, track_meta=self._track_meta)
+        build = compile_tree(record.tree, arrays, record.tensors, track_meta=self._track_meta)
         start = min((e.offset for e in record.tensors.values()), default=file.size)
         head = _Head(file, record, build, min(start, HEAD_BYTES))
         self._remember(path, head)
@@ -218,6 +218,7 @@ class CacheDirectory:
     def _forget(self, path: str) -> None:
         with self._lock:
             self._drop(path)
+            self._verified.pop(path, None)
 
     def _drop(self, path: str) -> None:
         head = self._heads.pop(path, None)
@@ -260,6 +261,7 @@ class CacheDirectory:
             except BaseException:
                 _remove(temporary)
                 raise
+            self._forget(target)
             if self._durable:
                 _sync_directory(self.path)
         except OSError as e:
