@@ -39,7 +39,7 @@ def _digests(keys: KeyMaker, *items: Any) -> list[str]:
 def test_is_stable(keys: KeyMaker, volume: Path) -> None:
     item = {"image": str(volume), "label": [1, 2.5, None, True]}
     again = KeyMaker(canonical_hash, "transforms", True)
-    assert len(set([*_digests(keys, item, dict(item)), again(item).digest])) == 1
+    assert len({*_digests(keys, item, dict(item)), again(item).digest}) == 1
     assert len(keys(item).digest) == 32
     int(keys(item).digest, 16)
 

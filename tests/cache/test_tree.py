@@ -9,7 +9,7 @@ import math
 import pathlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,7 @@ def as_returned(value: Any) -> Any:
             for i, v in enumerate(value.ravel().tolist()):
                 out[i] = as_returned(v)
             return out.reshape(value.shape)
-        if (
-            value.dtype.kind in "biuf"
-            and value.dtype.itemsize <= 8
-            or (value.dtype.kind == "c" and value.dtype.itemsize <= 16)
-        ):
+        if value.dtype.kind in "biufc" and value.dtype.itemsize <= (16 if value.dtype.kind == "c" else 8):
             return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
     return value
 
@@ -167,8 +163,8 @@ _leaves = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheDirectory]:
-    yield CacheDirectory(tmp_path_factory.mktemp("records"), open_storage("posix", "cpu"), verify="always")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> CacheDirectory:
+    return CacheDirectory(tmp_path_factory.mktemp("records"), open_storage("posix", "cpu"), verify="always")
 
 
 @given(item=_nested(_leaves))
@@ -502,7 +498,7 @@ def test_unregistered_name_in_a_record_says_so(registry: None) -> None:
     register_type(Fraction, "fraction", str, Fraction)
     encoded = encode_item([Fraction(1, 2)])
     tree._by_name.clear()
-    with pytest.raises(DamagedRecord, match="'fraction'.*register_type"):
+    with pytest.raises(DamagedRecord, match=r"'fraction'.*register_type"):
         compile_tree(encoded.tree, encoded.arrays, encoded.tensors)
 
 
