@@ -210,7 +210,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         """An item that was just computed, put together exactly as if it had been read."""
         device = self._target()
         tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
-        return compile_tree(encoded.tree, encoded.arrays, track_meta=self.track_meta)(tensors)
+        return compile_tree(encoded.tree, encoded.arrays, tensors, track_meta=self.track_meta)(tensors)
 
     def _cache(self) -> CacheDirectory | None:
         """This process's own view of the cache directory: threads, streams and pinned memory do not survive a fork."""

@@ -1,9 +1,11 @@
 """``wsum64``: the checksum of a record's data, the same on the CPU and on the GPU where the data happen to be.
 
-The bytes are taken as little-endian 64-bit words (padded with zeros), each word is folded (``x ^ (x >> 32)``),
-multiplied by an odd weight that depends on its position, and summed modulo 2**64, the length mixed in. A flipped bit
-always shows; anything larger is missed with a chance of about 2**-32 at the worst. It finds damage, not malice. A
-weighted sum is used because torch computes it at memory speed on both sides (8 GB/s on two CPU cores); a CRC it cannot.
+The bytes are taken as little-endian signed 64-bit words (padded with zeros), each word is folded (``x + (x >> 32)``, so
+that its upper bits reach all bits of the sum), multiplied by an odd weight that depends on its position, and summed
+modulo 2**64, the length mixed in. (``x ^ (x >> 32)`` would give a word and its inverse the same sum: the shift is an
+arithmetic one.) A flipped bit always shows; anything larger is missed with a chance of about 2**-32 at the worst. It
+finds damage, not malice. A weighted sum is used because torch computes it at memory speed on both sides (8 GB/s on two
+CPU cores); a CRC it cannot.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def _row_sums(words: torch.Tensor) -> torch.Tensor:
     sums = []
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK]
-        folded = ((chunk >> 32) ^ chunk).view(-1, _COLUMNS)
+        folded = (chunk >> 32).add_(chunk).view(-1, _COLUMNS)
         # torch has no int64 matrix-vector product on CUDA
         sums.append((folded * weights).sum(1) if words.is_cuda else torch.mv(folded, weights))
     return torch.cat(sums).cpu()

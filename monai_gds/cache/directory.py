@@ -44,8 +44,26 @@ Verify = Literal["first", "always", "never"]
 #: Parsed headers kept, in bytes of their text. Python objects take about five times as much.
 _HEADERS_BYTES = 12 << 20
 
+#: Numbers the temporary files of this process, which may have several caches over one directory.
+_counter = itertools.count()
+
+#: How often a record that is replaced whenever it is read is tried again.
+_TRIES = 5
+
 #: A temporary file whose owner cannot be checked from here (another host or container) is left alone this long.
 _FOREIGN_SECONDS = 3600
+
+
+#: Errors that are about the directory and not about one file in it.
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
+_ADVICE: dict[Any, str] = {
+    errno.ENOSPC: "free some space, or move cache_dir",
+    errno.EDQUOT: "free some of your quota, or move cache_dir",
+    errno.EROFS: "mount it writable, or move cache_dir",
+    errno.EACCES: "give yourself permission, or move cache_dir",
+    errno.EPERM: "give yourself permission, or move cache_dir",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +110,11 @@ def _check(name: str, entry: Entry, data: torch.Tensor) -> None:
 class PendingItem:
     """An item being read. ``wait()`` gives it, or None when its record turned out to be unusable (reported by then)."""
 
-    def __init__(self, cache: CacheDirectory, path: str, head: _Head, pending: Pending, verify: bool) -> None:
-        self._cache, self._path, self._head, self._pending, self._verify = cache, path, head, pending, verify
+    def __init__(
+        self, cache: CacheDirectory, path: str, head: _Head, pending: Pending, verify: bool, tries: int
+    ) -> None:
+        self._cache, self._path, self._tries = cache, path, tries
+        self._head, self._pending, self._verify = head, pending, verify
 
     def wait(self) -> Any:
         """Waits for the reads. The item's tensors may be used at once on the CUDA stream that is current.
@@ -108,8 +129,8 @@ class PendingItem:
                 for (name, entry), data in zip(entries.items(), raw, strict=True):
                     _check(name, entry, data)
                 self._cache.mark_verified(self._path, self._head.file)
-        except FileChanged:  # replaced by another process while it was read: read the new one
-            return self._cache.reread(self._path)
+        except FileChanged as e:  # replaced by another process while it was read: read the new one
+            return self._cache.reread(self._path, self._tries, e)
         except FileNotFoundError:  # deleted by another process
             return None
         except (RecordError, OSError) as e:
@@ -156,7 +177,6 @@ class CacheDirectory:
         self._verified: dict[str, FileId] = {}
         self._reported: set[Any] = set()
         self._lock = threading.Lock()
-        self._counter = itertools.count()
 
     # Reading
 
@@ -173,13 +193,19 @@ class CacheDirectory:
         """
         return self._start(self.record_path(digest))
 
-    def reread(self, path: str) -> Any:
+    def reread(self, path: str, tries: int, error: FileChanged) -> Any:
         """Reads a record anew that was replaced while it was read; results as of :meth:`PendingItem.wait`."""
-        self._forget(path)
-        pending = self._start(path)
+        pending = self._restart(path, tries, error)
         return None if pending is None else pending.wait()
 
-    def _start(self, path: str) -> PendingItem | None:
+    def _restart(self, path: str, tries: int, error: FileChanged) -> PendingItem | None:
+        self._forget(path)
+        if tries > 1:
+            return self._start(path, tries - 1)
+        self.report_unusable(path, error)  # a file system on which a file never is the one it was
+        return None
+
+    def _start(self, path: str, tries: int = _TRIES) -> PendingItem | None:
         try:
             head = self._head(path)
             if head is None:
@@ -190,20 +216,19 @@ class CacheDirectory:
             pending = self._storage.load(path, ranges, head.file, mapped=not verify)
         except FileNotFoundError:
             return None
-        except FileChanged:
-            self._forget(path)
-            return self._start(path)
+        except FileChanged as e:
+            return self._restart(path, tries, e)
         except (RecordError, OSError) as e:
             self.report_unusable(path, e)
             return None
-        return PendingItem(self, path, head, pending, verify)
+        return PendingItem(self, path, head, pending, verify, tries)
 
     def _head(self, path: str) -> _Head | None:
         known = self._heads.get(path)
         if known is not None:
             return known  # whether the file is still the same is checked when it is opened to be read
         record, file, arrays = read_record(path, self._storage)
-        build = compile_tree(record.tree, arrays, track_meta=self._track_meta)
+        build = compile_tree(record.tree, arrays, record.tensors, track_meta=self._track_meta)
         start = min((e.offset for e in record.tensors.values()), default=file.size)
         head = _Head(file, record, build, min(start, HEAD_BYTES))
         self._remember(path, head)
@@ -220,6 +245,7 @@ class CacheDirectory:
     def _forget(self, path: str) -> None:
         with self._lock:
             self._drop(path)
+            self._verified.pop(path, None)
 
     def _drop(self, path: str) -> None:
         head = self._heads.pop(path, None)
@@ -236,9 +262,14 @@ class CacheDirectory:
         self._verified[path] = file
 
     def report_unusable(self, path: str, error: Exception) -> None:
-        """Warns, once a file, of a record that cannot be used; it will be computed anew and replaced."""
+        """Warns, once a file, of a record that cannot be used; it will be computed anew and replaced.
+
+        What is wrong with the whole directory is said once and not for every file.
+        """
         self._forget(path)
-        self._warn(path, f"cache record {path} cannot be used and is computed anew: {error}")
+        once_for = error.errno if isinstance(error, OSError) and error.errno in _NO_ACCESS else path
+        advice = f" ({_ADVICE[once_for]})" if once_for in _ADVICE else ""
+        self._warn(once_for, f"cache record {path} cannot be used and is computed anew: {error}{advice}")
 
     # Writing
 
@@ -262,6 +293,7 @@ class CacheDirectory:
             except BaseException:
                 _remove(temporary)
                 raise
+            self._forget(target)
             if self._durable:
                 _sync_directory(self.path)
         except OSError as e:
@@ -272,7 +304,7 @@ class CacheDirectory:
     def _temporary(self, digest: str) -> str:
         folder = f"{self.path}/{_TEMPORARY}"
         os.makedirs(folder, exist_ok=True)
-        return f"{folder}/{digest}.{_owner()}.{next(self._counter)}"
+        return f"{folder}/{digest}.{_owner()}.{next(_counter)}"
 
     def _warn(self, once_for: Any, message: str) -> None:
         with self._lock:
@@ -367,11 +399,5 @@ def _sync_directory(path: str) -> None:
 
 
 def _explain(error: OSError) -> str:
-    advice = {
-        errno.ENOSPC: "free some space, or move cache_dir",
-        errno.EDQUOT: "free some of your quota, or move cache_dir",
-        errno.EROFS: "mount it writable, or move cache_dir",
-        errno.EACCES: "give yourself write permission, or move cache_dir",
-        errno.EPERM: "give yourself write permission, or move cache_dir",
-    }.get(error.errno or 0)
+    advice = _ADVICE.get(error.errno)
     return f"{error}" + (f" ({advice})" if advice else "")

@@ -4,7 +4,7 @@ Used for the items of a dataset and for its transforms. What counts is what a va
 functions. What does not count is where it happens to live or what it did last:
 
 * identity, sharing, and the order of dicts and sets;
-* a device: an attribute or key named ``device``, and any ``torch.device``;
+* a device: any ``torch.device``, an attribute named ``device``, and under such a key what names one (``"cuda:1"``);
 * random state: NumPy's, Python's and torch's generators;
 * what an object leaves in itself while it runs (:data:`TRANSIENT`).
 
@@ -126,7 +126,8 @@ class _Hasher:
         pairs = []
         for key, v in value.items():
             name = f"{where}[{key!r}]"
-            content = b"device" if isinstance(key, str) and key in _DEVICE_NAMES else self.digest(v, name)
+            is_device = isinstance(key, str) and key in _DEVICE_NAMES and _names_device(v)
+            content = b"device" if is_device else self.digest(v, name)
             pairs.append(self.digest(key, f"{where}'s key {key!r}") + content)
         return sorted(pairs)
 
@@ -289,6 +290,11 @@ def _plain(value: Any) -> list[bytes] | None:
     if isinstance(value, (slice, range)):
         return [kind.__name__.encode(), repr((value.start, value.stop, value.step)).encode()]
     return None
+
+
+def _names_device(value: Any) -> bool:
+    """Whether a string names a device of torch's; a scanner of that name in an item counts as what it is."""
+    return isinstance(value, str) and re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", value) is not None
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -7,6 +7,7 @@ on every access, so that a volume that was edited is never served stale.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import marshal
 import os
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import monai
+import numpy as np
 
 __all__ = ["Key", "KeyMaker", "source_stat"]
 
 #: What is known of a source file: (size, mtime_ns); of a folder, (entries, a hash of their names, sizes and mtimes).
 Stat = tuple[int, int]
+
+_PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,13 @@ class KeyMaker:
             HashingError: the item holds something without a stable content.
         """
         item_hash, paths = self._look(item)
-        sources = {}
-        for path in paths:
+        sources, stats = {}, []
+        for i, path in enumerate(paths):
             stat = source_stat(path)
             if stat is not None:
                 sources[path] = stat
-        # Paths are in the item's hash already, so that the stats in their order are enough.
-        parts = (item_hash, self._transform, monai.__version__, [(paths.index(p), s) for p, s in sources.items()])
+                stats.append((i, stat))  # paths are in the item's hash already: their places are enough here
+        parts = (item_hash, self._transform, monai.__version__, stats)
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
         return Key(digest, item_hash, self._transform, sources)
 
@@ -83,10 +87,9 @@ class KeyMaker:
         An item of plain values is hashed once and recognised by its serialised value, not by its identity: a list of
         dicts may be changed in place.
         """
-        try:
-            fingerprint = marshal.dumps(item, 2)  # version 2 writes values only, no references
-        except ValueError:
+        if not _is_plain(item):  # marshal would take an array for its bytes, without dtype and shape
             return self._hash(item)
+        fingerprint = marshal.dumps(item, 2)  # version 2 writes values only, no references
         found = self._seen.get(fingerprint)
         if found is None:
             found = self._seen[fingerprint] = self._hash(item)
@@ -95,6 +98,15 @@ class KeyMaker:
     def _hash(self, item: Any) -> tuple[str, tuple[str, ...]]:
         paths = tuple(dict.fromkeys(_strings(item))) if self._hash_sources else ()
         return self._hash_func(item).decode("utf-8"), paths
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return kind in (list, tuple) and all(map(_is_plain, value))
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -110,6 +122,8 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         for v in value:
             yield from _strings(v)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "UO":
+        yield from _strings(value.ravel().tolist())
 
 
 def source_stat(path: str) -> Stat | None:
@@ -127,12 +141,13 @@ def source_stat(path: str) -> Stat | None:
 
 def _listing(path: str) -> Stat:
     entries = []
-    try:
-        with os.scandir(path) as found:
-            for entry in found:
+    with contextlib.suppress(OSError), os.scandir(path) as found:  # no permission to list it: an empty listing
+        for entry in found:
+            try:
                 st = entry.stat()
+            except OSError:  # a dead link, or it vanished meanwhile
+                entries.append((entry.name, -1, 0))
+            else:
                 entries.append((entry.name, st.st_size, st.st_mtime_ns))
-    except OSError:  # no permission to list, or a file vanished meanwhile: the next look sees it
-        pass
     digest = hashlib.blake2b(repr(sorted(entries)).encode("utf-8", "surrogatepass"), digest_size=7).digest()
     return len(entries), int.from_bytes(digest, "little")

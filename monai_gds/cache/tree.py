@@ -16,12 +16,13 @@ from :func:`register_type`.
 from __future__ import annotations
 
 import base64
+import bisect
 import enum
 import importlib
 import math
 import pathlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -51,6 +52,9 @@ ARRAY_ALIGNMENT = 16
 _BUILTIN_TYPES: dict[str, type] = {t.__name__: t for t in (bool, int, float, complex, str, bytes)}
 
 _STORED_AS_REAL = (torch.complex128, torch.complex32)
+
+#: Bytes by which a storage may be larger than the tensor that it is kept for.
+_SLACK = 4096
 
 #: NumPy kinds that torch can hold: bool, integers, floats, complex.
 _NUMERIC_KINDS = "biufc"
@@ -138,7 +142,7 @@ class _Encoder:
     def __init__(self, strict: bool) -> None:
         self.out = EncodedItem()
         self._strict = strict
-        self._storages: set[int] = set()
+        self._memory: list[tuple[int, int]] = []  # sorted address ranges of self.out.tensors
         self._open: set[int] = set()
         self._on_host = 0  # > 0 inside a MetaTensor's attributes, where arrays keep their type and place
 
@@ -159,7 +163,9 @@ class _Encoder:
             return encode(self, value, path)
         if kind in _by_class:
             entry = _by_class[kind]
-            return {"$registered": [entry.name, self.node(entry.encode(value), path)]}
+            return {
+                "$registered": [entry.name, self._inside(value, path, lambda: self.node(entry.encode(value), path))]
+            }
         for base, encode in _ENCODERS_BY_BASE:
             if isinstance(value, base):
                 return encode(self, value, path)
@@ -198,9 +204,13 @@ class _Encoder:
         raise UnsupportedType(_unsupported(value, path))
 
     def scalar(self, value: np.generic, path: tuple[Any, ...]) -> Any:
-        if value.dtype.hasobject:
-            raise UnsupportedType(_unsupported(value, path))
-        return {"$scalar": [_describe(value.dtype), base64.b64encode(value.tobytes()).decode()]}
+        if isinstance(value, np.str_):  # by value: NumPy drops trailing zeros of the fixed-size form
+            return {"$str": str(value)}
+        if isinstance(value, np.bytes_):
+            return {"$numpy_bytes": base64.b64encode(value).decode()}
+        if isinstance(value, np.void):  # mutable, when it has fields
+            return {"$void": self._array(np.asarray(value), path)}
+        return {"$scalar": [_describe(value.dtype, value, path), base64.b64encode(value.tobytes()).decode()]}
 
     # Containers
 
@@ -215,9 +225,10 @@ class _Encoder:
         return {tag: self._inside(value, path, lambda: [self._pair(k, v, path) for k, v in value.items()])}
 
     def _pair(self, key: Any, value: Any, path: tuple[Any, ...]) -> list[Any]:
+        before = len(self.out.tensors), len(self.out.arrays)
         node = self.node(key, (*path, key))
-        if isinstance(key, (torch.Tensor, np.ndarray)):
-            raise UnsupportedType(_unsupported(key, path, "is used as a key"))
+        if (len(self.out.tensors), len(self.out.arrays)) != before:
+            raise UnsupportedType(_unsupported(key, path, "is used as a key and holds a tensor"))
         return [node, self.node(value, (*path, key))]
 
     def metatensor(self, value: MetaTensor, path: tuple[Any, ...]) -> Any:
@@ -241,19 +252,17 @@ class _Encoder:
     # Arrays and tensors
 
     def array(self, value: np.ndarray, path: tuple[Any, ...]) -> Any:
-        if value.dtype.hasobject:
-            if value.dtype != object:
-                raise UnsupportedType(_unsupported(value, path))
-            flat = [self.node(v, (*path, i)) for i, v in enumerate(value.ravel().tolist())]
+        if value.dtype == object:
+            flat = self._inside(value, path, lambda: [self.node(v, (*path, i)) for i, v in enumerate(value.flat)])
             return {"$objects": [list(value.shape), flat]}
         tensor = None if self._on_host else _as_tensor(value)
-        if tensor is not None:
-            return self.tensor(tensor, path)
-        data = np.ascontiguousarray(value)
-        return {"$array": [_describe(value.dtype), list(value.shape), self._pack(data.tobytes())]}
+        return {"$array": self._array(value, path)} if tensor is None else self.tensor(tensor, path)
+
+    def _array(self, value: np.ndarray, path: tuple[Any, ...]) -> list[Any]:
+        return [_describe(value.dtype, value, path), list(value.shape), self._pack(value.tobytes())]
 
     def tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
-        if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+        if value.layout != torch.strided or value.is_nested or value.is_quantized or value.device.type == "meta":
             raise UnsupportedType(_unsupported(value, path, f"has layout {value.layout}, device {value.device}"))
         flags = {"requires_grad": True} if value.requires_grad else {}
         value = value.detach().resolve_conj().resolve_neg()
@@ -271,17 +280,27 @@ class _Encoder:
         return {"$tensor": {"name": name, **flags}}
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
-        """Contiguous, and the only user of a storage no larger than itself."""
+        """Contiguous, and the only user of a storage that is hardly larger than itself."""
         value = value.contiguous()
-        storage = value.untyped_storage()
-        if storage.nbytes() > value.nbytes + 4096 or storage.data_ptr() in self._storages:
+        if not value.nbytes:
+            return value
+        if value.untyped_storage().nbytes() > value.nbytes + _SLACK or not self._claim(value.untyped_storage()):
             value = value.clone()
-        if value.nbytes:
-            self._storages.add(value.untyped_storage().data_ptr())
+            self._claim(value.untyped_storage())
         return value
+
+    def _claim(self, storage: torch.UntypedStorage) -> bool:
+        """Notes the memory of a storage; False when another tensor of the item uses some of it."""
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        i = bisect.bisect(self._memory, (start, end))
+        if (i and self._memory[i - 1][1] > start) or (i < len(self._memory) and self._memory[i][0] < end):
+            return False
+        self._memory.insert(i, (start, end))
+        return True
 
     def _name(self, path: tuple[Any, ...]) -> str:
         base = ".".join(str(key) for key in path) or "item"
+        base = base.encode("utf-8", "backslashreplace").decode()  # safetensors refuses lone surrogates
         if base.startswith("__"):  # reserved for the record
             base = "." + base
         name, n = base, 1
@@ -334,7 +353,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, tuple[Any, ...]], Any]] = {
 _ENCODERS_BY_BASE: list[tuple[type, Callable[[_Encoder, Any, tuple[Any, ...]], Any]]] = [
     (enum.Enum, _Encoder.enum_member),
     (np.generic, _Encoder.scalar),
-    (np.dtype, lambda e, v, p: {"$dtype": _describe(v)}),
+    (np.dtype, lambda e, v, p: {"$dtype": _describe(v, v, p)}),
     (pathlib.PurePath, _Encoder.file_path),
 ]
 
@@ -353,13 +372,24 @@ def _as_tensor(value: np.ndarray) -> torch.Tensor | None:
     if value.dtype.kind not in _NUMERIC_KINDS or value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
         return None
     native = np.asarray(value, value.dtype.newbyteorder("="))
-    if not native.flags.writeable or isinstance(value, np.memmap):
+    owner = native
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    # A view of a larger array would keep all of it; whose memory it is otherwise (a mapping, a tensor) is not known.
+    if owner.base is not None or owner.nbytes > native.nbytes + _SLACK or not native.flags.writeable:
         native = native.copy()
     return torch.from_numpy(np.ascontiguousarray(native).reshape(value.shape))
 
 
-def _describe(dtype: np.dtype[Any]) -> Any:
-    return np.lib.format.dtype_to_descr(dtype)
+def _describe(dtype: np.dtype[Any], value: Any, path: tuple[Any, ...]) -> Any:
+    """A NumPy dtype as JSON, as in .npy files."""
+    try:
+        descr = np.lib.format.dtype_to_descr(dtype)
+        if not dtype.hasobject and np.lib.format.descr_to_dtype(descr) == dtype:
+            return descr
+    except ValueError:  # fields that overlap
+        pass
+    raise UnsupportedType(_unsupported(value, path, f"has the dtype {dtype}, which cannot be stored in a record"))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -400,7 +430,7 @@ class _Constant:
         return self.value
 
 
-def compile_tree(tree: Any, arrays: bytes | bytearray, *, track_meta: bool = True) -> Builder:
+def compile_tree(tree: Any, arrays: bytes | bytearray, names: Container[str], *, track_meta: bool = True) -> Builder:
     """Turns a tree into a function that puts the item together, as often as it is called.
 
     Parsing is done here, once; a call only copies what is mutable. Nothing is shared between the items that two calls
@@ -409,13 +439,14 @@ def compile_tree(tree: Any, arrays: bytes | bytearray, *, track_meta: bool = Tru
     Args:
         tree: as :func:`encode_item` gave it.
         arrays: the packed block of small arrays.
+        names: of the tensors that there are.
         track_meta: False leaves out MetaTensors' attributes and gives plain tensors.
 
     Raises:
         DamagedRecord: the tree names something unknown or is not well-formed.
     """
     try:
-        return _Compiler(bytes(arrays), track_meta).node(tree)
+        return _Compiler(bytes(arrays), names, track_meta).node(tree)
     except DamagedRecord:
         raise
     except Exception as e:
@@ -423,8 +454,9 @@ def compile_tree(tree: Any, arrays: bytes | bytearray, *, track_meta: bool = Tru
 
 
 class _Compiler:
-    def __init__(self, arrays: bytes, track_meta: bool) -> None:
+    def __init__(self, arrays: bytes, names: Container[str], track_meta: bool) -> None:
         self._arrays = arrays
+        self._names = names
         self._track_meta = track_meta
 
     def node(self, node: Any) -> Builder:
@@ -497,8 +529,15 @@ class _Compiler:
         descr, shape, offset = payload
         dtype = np.lib.format.descr_to_dtype(_as_descr(descr))
         count = math.prod(shape)
-        flat = np.frombuffer(self._arrays, dtype, count, offset) if count else np.empty(0, dtype)
-        return _copier(flat.reshape(shape).copy())
+        if not count * dtype.itemsize:
+            return _copier(np.ndarray(shape, dtype))
+        if min(shape, default=0) < 0:  # frombuffer takes it for "all there is"
+            raise DamagedRecord(f"it holds an array of shape {shape}")
+        return _copier(np.frombuffer(self._arrays, dtype, count, offset).reshape(shape).copy())
+
+    def void(self, payload: list[Any]) -> Builder:
+        array = self.array(payload)
+        return lambda tensors: array(tensors)[()]
 
     def objects(self, payload: list[Any]) -> Builder:
         shape, nodes = payload
@@ -506,7 +545,8 @@ class _Compiler:
 
         def build(tensors: Mapping[str, torch.Tensor]) -> Any:
             out = np.empty(math.prod(shape), dtype=object)
-            out[:] = inner(tensors)
+            for i, v in enumerate(inner(tensors)):  # out[:] = … would look into lists
+                out[i] = v
             return out.reshape(shape)
 
         return build
@@ -523,6 +563,9 @@ class _Compiler:
 
     def tensor(self, payload: dict[str, Any]) -> Builder:
         name, is_complex, grad = payload["name"], payload.get("complex"), payload.get("requires_grad")
+        unknown = payload.keys() - {"name", "complex", "requires_grad"}
+        if unknown or name not in self._names:
+            raise DamagedRecord(f"its tensor {name!r} is not there, or stored in an unknown way: {sorted(unknown)}")
         if not is_complex and not grad:
             return lambda tensors: tensors[name]
 
@@ -605,6 +648,9 @@ _COMPILERS: dict[str, Callable[[_Compiler, Any], Builder]] = {
     "$type": lambda c, p: _Constant(_BUILTIN_TYPES[p]),
     "$numpy_type": lambda c, p: _Constant(_numpy_type(p)),
     "$scalar": lambda c, p: _Constant(_np_scalar(*p)),
+    "$str": lambda c, p: _Constant(np.str_(p)),
+    "$numpy_bytes": lambda c, p: _Constant(np.bytes_(base64.b64decode(p))),
+    "$void": _Compiler.void,
     "$dtype": lambda c, p: _Constant(np.lib.format.descr_to_dtype(_as_descr(p))),
     "$torch_dtype": lambda c, p: _Constant(_torch_dtype(p)),
     "$device": lambda c, p: _Constant(torch.device(p)),

@@ -1,0 +1,515 @@
+"""The cache directory: whole records or none, whatever happens to processes, disks and other people's files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from monai_gds.cache import directory
+from monai_gds.cache.directory import CacheDirectory, abandoned, prepare, records
+from monai_gds.cache.tree import encode_item
+from monai_gds.errors import CacheWarning, FileChanged
+from monai_gds.storage import FileId, Pending, open_storage
+from monai_gds.storage.posix import PosixStorage
+from tests.cache.conftest import key
+from tests.machines import fork, in_child, mounted_tmpfs, read_only, shared_folder
+
+LARGE = 1 << 20  # bytes that are mapped once they were verified, and read by threads before
+
+
+def item(value: float, nbytes: int = LARGE) -> dict[str, Any]:
+    return {"image": torch.full((nbytes // 4,), float(value)), "value": value, "names": np.array(["x"])}
+
+
+def put(cache: CacheDirectory, name: str, value: float, nbytes: int = LARGE) -> bool:
+    return cache.publish(key(name), encode_item(item(value, nbytes)))
+
+
+def get(cache: CacheDirectory, name: str) -> Any:
+    """The item of a record, checked to be consistent; None when there is none."""
+    pending = cache.start(key(name).digest)
+    found = None if pending is None else pending.wait()
+    if found is None:
+        return None
+    assert bool((found[0]["image"] == found[0]["value"]).all())
+    return found[0]["value"]
+
+
+def path_of(cache: CacheDirectory, name: str) -> Path:
+    return Path(cache.record_path(key(name).digest))
+
+
+def flip(path: Path, place: int, *, keep_mtime: bool = False) -> None:
+    st = path.stat()
+    with path.open("r+b") as f:
+        f.seek(place)
+        byte = f.read(1)[0]
+        f.seek(place)
+        f.write(bytes([byte ^ 1]))
+    if keep_mtime:
+        os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+
+
+def temporaries(folder: Path) -> list[str]:
+    return os.listdir(folder / ".tmp") if (folder / ".tmp").exists() else []
+
+
+def opened(path: Path, **settings: Any) -> CacheDirectory:
+    return CacheDirectory(path, open_storage("posix", "cpu"), **settings)
+
+
+@pytest.fixture
+def no_warning() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading and publishing
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_a_record_that_is_not_there_is_no_news(cache: CacheDirectory) -> None:
+    assert get(cache, "a") is None
+
+
+@pytest.mark.usefixtures("no_warning")
+@pytest.mark.parametrize("nbytes", [8, 64 << 10, LARGE])
+def test_what_was_published_is_read(cache: CacheDirectory, nbytes: int) -> None:
+    assert put(cache, "a", 1, nbytes)
+    for _ in range(3):
+        assert get(cache, "a") == 1
+    assert temporaries(Path(cache.path)) == []
+    assert [p.name for p in records(cache.path)] == [path_of(cache, "a").name]
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_a_record_that_another_process_replaced_is_read_anew(cache: CacheDirectory, tmp_path: Path) -> None:
+    put(cache, "a", 1)
+    assert get(cache, "a") == 1
+    for value in range(2, 6):
+        put(opened(tmp_path), "a", value)
+        assert get(cache, "a") == value
+
+
+def test_what_is_held_survives_replacing_and_removing(cache: CacheDirectory) -> None:
+    put(cache, "a", 1)
+    get(cache, "a")
+    held = cache.start(key("a").digest).wait()[0]["image"]  # type: ignore[union-attr]
+    put(cache, "a", 2)
+    path_of(cache, "a").unlink()
+    assert bool((held == 1).all())
+
+
+class Moving(PosixStorage):
+    """Says so many times that the file was replaced while it was read."""
+
+    changes = 0
+
+    def load(
+        self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None, *, mapped: bool = True
+    ) -> Pending:
+        if self.changes == 0:
+            return super().load(path, ranges, expect, mapped=mapped)
+        self.changes -= 1
+
+        def finish() -> list[torch.Tensor]:
+            raise FileChanged(f"{path} was replaced")
+
+        return Pending(finish)
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_a_record_replaced_between_start_and_wait_is_read_again(tmp_path: Path) -> None:
+    storage = Moving(torch.device("cpu"))
+    cache = CacheDirectory(tmp_path, storage)
+    put(cache, "a", 1)
+    storage.changes = 2
+    assert get(cache, "a") == 1
+
+
+def test_a_file_system_without_stable_ids_costs_the_cache_only(tmp_path: Path) -> None:
+    storage = Moving(torch.device("cpu"))
+    cache = CacheDirectory(tmp_path, storage)
+    put(cache, "a", 1)
+    storage.changes = 10**9
+    with pytest.warns(CacheWarning, match="cannot be used"):
+        assert get(cache, "a") is None
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_forgets_headers_beyond_its_limit(cache: CacheDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(cache, "0", 0, 8)
+    get(cache, "0")
+    monkeypatch.setattr(directory, "_HEADERS_BYTES", cache._heads_bytes * 3)
+    for round_ in range(2):
+        for i in range(10):
+            if round_ == 0:
+                put(cache, str(i), i, 8)
+            assert get(cache, str(i)) == i
+            assert len(cache._heads) <= 3
+    assert cache._heads_bytes == sum(h.nbytes for h in cache._heads.values())
+
+
+def test_tensors_share_no_storage(cache: CacheDirectory) -> None:
+    two = {"image": torch.ones(LARGE), "label": torch.ones(4), "mask": torch.ones(LARGE // 8)}
+    cache.publish(key("a"), encode_item(two))
+    for _ in range(2):  # read and verified; mapped
+        back = cache.start(key("a").digest).wait()[0]  # type: ignore[union-attr]
+        for name, tensor in back.items():
+            assert tensor.untyped_storage().nbytes() <= tensor.nbytes + 4096, name
+            tensor.fill_(7)
+    assert bool((cache.start(key("a").digest).wait()[0]["image"] == 1).all())  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "cut tail": lambda p: os.truncate(p, p.stat().st_size - 1),
+    "cut in the header": lambda p: os.truncate(p, 100),
+    "empty": lambda p: os.truncate(p, 0),
+    "flipped bit in the header": lambda p: flip(p, 300),
+    "flipped bit in a tensor": lambda p: flip(p, p.stat().st_size // 2),
+    "flipped bit in the arrays": lambda p: flip(p, 4096),
+    "foreign file": lambda p: p.write_bytes(b"hello") and None,
+    "zeros": lambda p: p.write_bytes(bytes(p.stat().st_size)) and None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize("known", [False, True], ids=["unknown", "read before"])
+def test_damage_is_reported_once_with_the_path_and_gone_when_replaced(
+    cache: CacheDirectory, damage: Callable[[Path], None], known: bool
+) -> None:
+    put(cache, "a", 1)
+    if known:
+        get(cache, "a")
+    time.sleep(0.01)  # so that the mtime differs
+    damage(path_of(cache, "a"))
+    with pytest.warns(CacheWarning) as caught:
+        for _ in range(3):
+            assert get(cache, "a") is None
+    assert len(caught) == 1
+    assert str(path_of(cache, "a")) in str(caught[0].message)
+    put(cache, "a", 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get(cache, "a") == 2
+
+
+def test_a_folder_in_the_place_of_a_record(cache: CacheDirectory) -> None:
+    path_of(cache, "a").mkdir()
+    with pytest.warns(CacheWarning) as caught:
+        assert get(cache, "a") is None
+        assert not put(cache, "a", 1)
+    assert {"cannot be used", "nothing more is cached"} <= {
+        text for text in ("cannot be used", "nothing more is cached") for w in caught if text in str(w.message)
+    }
+    assert temporaries(Path(cache.path)) == []
+
+
+def test_input_output_errors_are_reported_and_cost_the_cache_only(
+    cache: CacheDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(cache, "a", 1)
+
+    def broken(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.warns(CacheWarning, match="Input/output error") as caught:
+        assert get(cache, "a") is None
+        assert get(cache, "a") is None
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(("verify", "noticed"), [("first", [0]), ("always", [0, 1]), ("never", [])])
+def test_verify_says_when_bytes_are_compared(tmp_path: Path, verify: Any, noticed: list[int]) -> None:
+    put(opened(tmp_path), "a", 1)
+    place = (tmp_path / path_of(opened(tmp_path), "a").name).stat().st_size - LARGE // 2
+    for moment in (0, 1):
+        cache = opened(tmp_path, verify=verify)
+        put(cache, "a", 1)
+        if moment == 1:
+            get(cache, "a")
+        flip(path_of(cache, "a"), place, keep_mtime=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cache.start(key("a").digest).wait()  # type: ignore[union-attr]
+        assert bool(caught) == (moment in noticed), (verify, moment)
+
+
+def test_durable_syncs_the_file_before_and_the_directory_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)),
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append("rename"), rename(a, b)))
+    put(opened(tmp_path), "a", 1)
+    assert calls == ["rename"]
+    calls.clear()
+    put(opened(tmp_path, durable=True), "b", 1)
+    assert [c.split()[0] for c in calls] == ["sync", "rename", "sync"]
+    assert calls[0].startswith(f"sync {key('b').digest}")
+    assert calls[2] == f"sync {tmp_path.name}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disks and rights
+
+
+def test_full_disk_costs_the_cache_and_nothing_is_half_written(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 3 << 20) as small:
+        cache = opened(small)
+        with pytest.warns(CacheWarning) as caught:
+            done = [put(cache, str(i), i) for i in range(5)]
+        assert done == [True, True, False, False, False]
+        assert len(caught) == 1
+        assert "free some space" in str(caught[0].message)
+        assert str(small) in str(caught[0].message)
+        assert temporaries(small) == []
+        assert [get(cache, str(i)) for i in range(5)] == [0, 1, None, None, None]
+        path_of(cache, "0").unlink()  # space is back: so is the cache
+        assert put(cache, "4", 4)
+        assert get(cache, "4") == 4
+
+
+def test_read_only_directory_is_read_and_said_once(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 8 << 20) as small:
+        put(opened(small), "a", 1)
+        read_only(small)
+        cache = opened(small)
+        prepare(small)
+        with pytest.warns(CacheWarning) as caught:
+            assert not put(cache, "b", 1)
+            assert not put(cache, "c", 1)
+        assert len(caught) == 1
+        assert "mount it writable" in str(caught[0].message)
+        assert get(cache, "a") == 1
+
+
+def _attempt(folder: Path) -> tuple[list[Any], list[str]]:
+    """Reads and writes several records; gives what came back and what was said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepare(folder)
+        cache = opened(folder)
+        found = [get(cache, name) for name in "abc"] + [put(cache, name, 5) for name in "xyz"]
+    return found, [str(w.message) for w in caught]
+
+
+def test_without_permission_to_write_records_are_read() -> None:
+    with shared_folder() as folder:
+        for name in "abc":
+            put(opened(folder), name, 1)
+        found, said = in_child(lambda: _attempt(folder), nobody=True)
+        assert found == [1, 1, 1, False, False, False]
+        assert len(said) == 1
+        assert "Permission denied" in said[0]
+
+
+def test_without_permission_to_read_it_is_said_once_and_not_for_every_record() -> None:
+    with shared_folder() as folder:
+        for name in "abc":
+            put(opened(folder), name, 1)
+        (folder / ".tmp").chmod(0o700)
+        folder.chmod(0o700)
+        found, said = in_child(lambda: _attempt(folder), nobody=True)
+        assert found == [None, None, None, False, False, False]
+        assert len(said) == 1
+        assert "Permission denied" in said[0]
+        assert "move cache_dir" in said[0]
+
+
+def test_a_directory_that_cannot_be_made_costs_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    found, said = _attempt(tmp_path / "file" / "cache")
+    assert found == [None, None, None, False, False, False]
+    assert len(said) <= 2
+    assert "cannot be made" in said[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare
+
+
+def test_prepare_makes_a_directory_with_its_parents(tmp_path: Path) -> None:
+    prepare(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_prepare_refuses_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"cache_dir='.*file' is a file"):
+        prepare(tmp_path / "file")
+
+
+def test_prepare_leaves_everything_else_alone(cache: CacheDirectory, tmp_path: Path) -> None:
+    put(cache, "a", 1)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    prepare(tmp_path)
+    assert get(cache, "a") == 1
+    assert (tmp_path / "notes.txt").exists()
+    assert (tmp_path / "other.safetensors").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+class Halting(PosixStorage):
+    """Writes half of a record, says so, and waits for ever."""
+
+    def __init__(self, say: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self._say = say
+
+    def write(self, path: str, buffers: Sequence[Any], *, durable: bool = False) -> None:
+        super().write(path, buffers[: len(buffers) // 2], durable=durable)
+        os.write(self._say, b"x")
+        time.sleep(600)
+
+
+def _halted_writer(folder: Path) -> int:
+    """A process in the middle of writing record "a"."""
+    read_end, write_end = os.pipe()
+    pid = fork()
+    if pid == 0:
+        put(CacheDirectory(folder, Halting(write_end)), "a", 1)
+        os._exit(0)
+    os.close(write_end)
+    assert os.read(read_end, 1) == b"x"
+    os.close(read_end)
+    return pid
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_half_a_record_is_never_served_and_goes_with_its_writer(tmp_path: Path) -> None:
+    pid = _halted_writer(tmp_path)
+    try:
+        (half,) = temporaries(tmp_path)
+        prepare(tmp_path)
+        assert temporaries(tmp_path) == [half], "its writer is alive"
+        assert get(opened(tmp_path), "a") is None
+        assert records(tmp_path) == []
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert list(abandoned(str(tmp_path))) == [f"{tmp_path}/.tmp/{half}"]
+    assert get(opened(tmp_path), "a") is None
+    prepare(tmp_path)
+    assert temporaries(tmp_path) == []
+
+
+def test_killed_at_any_moment_leaves_whole_records(tmp_path: Path) -> None:
+    for delay in (0.0, 0.002, 0.005, 0.02, 0.05):
+        pid = fork()
+        if pid == 0:
+            cache = opened(tmp_path)
+            while True:
+                for name in "abcd":
+                    put(cache, name, 3)
+        time.sleep(0.05 + delay)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert {get(opened(tmp_path), name) for name in "abcd"} <= {3, None}
+    prepare(tmp_path)
+    assert temporaries(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "age", "stays"),
+    [
+        ("{digest}.{place}.{pid}.{started}.0", 0, True),
+        ("{digest}.{place}.{pid}.{started}.0", 10**6, True),
+        ("{digest}.{place}.{pid}.1.0", 0, False),  # the process id was given to another process
+        ("{digest}.{place}.999999999.5.0", 0, False),
+        ("{digest}.otherhost-123.{pid}.{started}.0", 0, True),
+        ("{digest}.otherhost-123.{pid}.{started}.0", 10**6, False),
+        ("rubbish", 0, True),
+        ("rubbish", 10**6, False),
+    ],
+)
+def test_whose_temporaries_go(tmp_path: Path, name: str, age: int, stays: bool) -> None:
+    place, pid, started = directory._owner().split(".")
+    path = tmp_path / ".tmp" / name.format(digest="d" * 32, place=place, pid=pid, started=started)
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    os.utime(path, (time.time() - age, time.time() - age))
+    prepare(tmp_path)
+    assert path.exists() == stays
+
+
+def _fill(folder: Path, seed: int) -> list[str]:
+    """Reads or makes every record several times, in an order of its own."""
+    cache, rng = opened(folder), np.random.default_rng(seed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            for i in rng.permutation(8):
+                found = get(cache, str(i))
+                assert found in (None, i)
+                if found is None or rng.random() < 0.3:
+                    assert put(cache, str(i), int(i), 100_000)
+    return [str(w.message) for w in caught]
+
+
+def test_many_processes_fill_one_directory(tmp_path: Path) -> None:
+    pipes = []
+    for seed in range(4):
+        read_end, write_end = os.pipe()
+        pid = fork()
+        if pid == 0:
+            try:
+                said = "\n".join(_fill(tmp_path, seed)) or "fine"
+            except BaseException as e:
+                said = repr(e)
+            os.write(write_end, said.encode()[:4000])
+            os._exit(0)
+        os.close(write_end)
+        pipes.append((pid, read_end))
+    for pid, read_end in pipes:
+        with open(read_end) as f:
+            assert f.read() == "fine"
+        os.waitpid(pid, 0)
+    assert len(records(tmp_path)) == 8
+    assert temporaries(tmp_path) == []
+
+
+def test_many_threads_and_caches_of_one_process_fill_one_directory(tmp_path: Path) -> None:
+    said: list[Any] = []
+
+    def work(seed: int) -> None:
+        try:
+            said.extend(_fill(tmp_path, seed))
+        except BaseException as e:
+            said.append(e)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert said == []
+    assert temporaries(tmp_path) == []

@@ -1,0 +1,105 @@
+"""Strict equality of item trees, and what two items share: the two questions that most tests of the cache ask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+
+__all__ = ["assert_same", "mutable_parts", "same"]
+
+
+def assert_same(a: Any, b: Any, where: str = "item") -> None:
+    """Asserts that two trees agree in types, dtypes, shapes, devices, values (NaN equals NaN) and key types."""
+    assert type(a) is type(b), f"{where}: {type(a)} and {type(b)}"
+    if isinstance(a, torch.Tensor):
+        _tensors(a, b, where)
+    elif isinstance(a, np.ndarray):
+        _arrays(a, b, where)
+    elif isinstance(a, np.generic):
+        assert a.dtype == b.dtype, where
+        if isinstance(a, np.void):
+            _arrays(np.asarray(a), np.asarray(b), where)
+            return
+        assert a.tobytes() == b.tobytes() or (a != a and b != b), f"{where}: {a!r} and {b!r}"
+    elif isinstance(a, dict):
+        assert len(a) == len(b), f"{where}: keys {list(a)} and {list(b)}"
+        for ka, kb in zip(a, b, strict=True):  # the order of keys is part of a dict
+            assert_same(ka, kb, f"{where}'s key {ka!r}")
+            assert_same(a[ka], b[kb], f"{where}[{ka!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), f"{where}: lengths {len(a)} and {len(b)}"
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{i}]")
+    elif isinstance(a, float):
+        assert (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b)), where
+    elif isinstance(a, complex):
+        assert_same([a.real, a.imag], [b.real, b.imag], where)
+    elif isinstance(a, slice):
+        assert_same([a.start, a.stop, a.step], [b.start, b.stop, b.step], where)
+    else:
+        assert a == b, f"{where}: {a!r} and {b!r}"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether :func:`assert_same` passes."""
+    try:
+        assert_same(a, b)
+    except AssertionError:
+        return False
+    return True
+
+
+def _tensors(a: torch.Tensor, b: torch.Tensor, where: str) -> None:
+    assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device), f"{where}: {a!r} and {b!r}"
+    assert a.requires_grad == b.requires_grad, f"{where}: requires_grad"
+    plain_a, plain_b = (t.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg() for t in (a, b))
+    raw_a, raw_b = (t.contiguous().reshape(-1) for t in (plain_a, plain_b))
+    if a.numel():
+        assert torch.equal(raw_a.view(torch.uint8), raw_b.view(torch.uint8)), f"{where}: values differ"
+    if isinstance(a, MetaTensor):
+        assert_same(dict(vars(a)), dict(vars(b)), f"{where}.__dict__")
+
+
+def _arrays(a: np.ndarray, b: np.ndarray, where: str) -> None:
+    assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{where}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
+    if a.dtype.names:  # the bytes between fields are anything
+        for name in a.dtype.names:
+            _arrays(a[name], b[name], f"{where}[{name!r}]")
+    elif a.dtype.hasobject:
+        assert_same(a.ravel().tolist(), b.ravel().tolist(), where)
+    elif a.dtype.kind in "fcg" and a.dtype.itemsize > 8:  # the padding of a long double is anything
+        assert np.array_equal(a, b, equal_nan=True), f"{where}: values differ"
+    else:
+        assert a.tobytes() == b.tobytes(), f"{where}: values differ"
+
+
+def mutable_parts(value: Any) -> Iterator[tuple[str, int]]:
+    """Identities of everything in a tree that could be changed in place: containers, and memory of arrays."""
+    if isinstance(value, torch.Tensor):
+        if value.numel():
+            yield "storage", value.untyped_storage().data_ptr()
+        if isinstance(value, MetaTensor):
+            yield from mutable_parts(vars(value))
+    elif isinstance(value, (np.ndarray, np.void)):
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            for v in array.ravel().tolist():
+                yield from mutable_parts(v)
+        if array.nbytes:
+            yield "memory", array.__array_interface__["data"][0]
+    elif isinstance(value, dict):
+        yield "object", id(value)
+        for v in value.values():
+            yield from mutable_parts(v)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        if isinstance(value, (list, set)):
+            yield "object", id(value)
+        for v in value:
+            yield from mutable_parts(v)
+    elif isinstance(value, bytearray):
+        yield "object", id(value)
