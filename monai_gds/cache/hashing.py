@@ -15,11 +15,12 @@ name (its version is an ingredient of the key by itself).
 
 from __future__ import annotations
 
-import builtins
+import copyreg
 import enum
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import math
 import pathlib
 import random
@@ -43,17 +44,26 @@ __all__ = ["TRANSIENT", "canonical_hash"]
 TRANSIENT: dict[str, frozenset[str]] = {
     "monai.transforms.transform.Randomizable": frozenset({"R"}),
     "monai.transforms.transform.RandomizableTransform": frozenset({"R", "_do_transform"}),
+    "monai.transforms.inverse.TraceableTransform": frozenset({"_tracing"}),
     "monai.data.image_reader.ImageReader": frozenset({"filenames", "has_series"}),
     "torch.nn.modules.module.Module": frozenset({"training"}),
 }
 
+#: Properties that count in place of what they are kept in, which is made on first use.
+_PROPERTIES = {"monai.transforms.inverse.TraceableTransform": "tracing"}
+
+_STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
+
 _DEVICE_NAMES = frozenset({"device", "devices"})
 _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
 
 #: Attributes of a class that say nothing of what its instances do.
 _CLASS_NOISE = frozenset(
     {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__", "__abstractmethods__"}
     | {"_abc_impl", "__slots__", "__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__"}
+    | {"__slotnames__"}  # left in a class when an instance of it is copied or pickled
     | {"__annotations_cache__", "__orig_bases__", "__parameters__", "__match_args__", "__hash__"}
 )
 
@@ -76,19 +86,40 @@ def canonical_hash(value: Any) -> bytes:
         >>> canonical_hash({"a": 1, "b": 2}) == canonical_hash({"b": 2, "a": 1})
         True
     """
-    return _Hasher().digest(value, "value").hex().encode()
+    hasher = _Hasher()
+    content = hasher.digest(value, "value")
+    return hasher.join([content, *hasher.definitions()]).hex().encode()
 
 
 class _Hasher:
     def __init__(self) -> None:
         self._open: dict[int, int] = {}  # objects being hashed, by identity, with their depth
+        self._defined: dict[int, tuple[Any, str]] = {}  # functions and classes of the user's that were met
 
     def digest(self, value: Any, where: str) -> bytes:
+        return self.join(self._parts(value, where))
+
+    @staticmethod
+    def join(parts: Iterable[bytes]) -> bytes:
         h = hashlib.blake2b(digest_size=16)
-        for part in self._parts(value, where):
+        for part in parts:
             h.update(len(part).to_bytes(8, "little"))
             h.update(part)
         return h.digest()
+
+    def definitions(self) -> list[bytes]:
+        """The globals of every function met, and the bodies of every class; as a set, each of them once.
+
+        Functions that call each other are hashed one by one: following the calls would never end, or take a time
+        exponential in their number.
+        """
+        found, done = set(), 0
+        while done < len(self._defined):
+            for value, where in list(self._defined.values())[done:]:
+                parts = self._class_body(value) if isinstance(value, type) else self._globals(value, where)
+                found.add(self.join([self.digest(value, where), *parts]))
+                done += 1
+        return sorted(found)
 
     def _parts(self, value: Any, where: str) -> Iterable[bytes]:
         plain = _plain(value)
@@ -165,6 +196,8 @@ class _Hasher:
             return [b"partial", *(self.digest(v, f"{where}.{n}") for v, n in zip(inner, "fak", strict=True))]
         if isinstance(value, (staticmethod, classmethod)):
             return [type(value).__name__.encode(), self.digest(value.__func__, where)]
+        if isinstance(value, functools.cached_property):
+            return [b"property", self.digest(value.func, where)]
         if isinstance(value, property):
             return [b"property", *self._all((value.fget, value.fset, value.fdel), where)]
         if isinstance(value, types.CodeType):
@@ -180,27 +213,34 @@ class _Hasher:
         if library is not None and named:
             return [b"function", library, value.__module__.encode(), value.__qualname__.encode()]
         where = f"{where} ({value.__qualname__})"
-        parts = [b"code", self.digest(value.__code__, where)]
+        parts = [b"code", _module_name(value.__module__), self.digest(value.__code__, where)]
         parts.append(self.digest(value.__defaults__, where + "'s defaults"))
         parts.append(self.digest(value.__kwdefaults__, where + "'s defaults"))
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            parts.append(self.digest(cell, f"{where}'s variable {name}"))
+            parts.append(b"device" if name in _DEVICE_NAMES else self.digest(cell, f"{where}'s variable {name}"))
         if library is None:
-            parts.extend(self._globals(value, where))
+            self._defined.setdefault(id(value), (value, where))
         return parts
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
         names = sorted(_names(function.__code__))
         for name in names:
-            if name not in function.__globals__:
-                continue
-            value = function.__globals__[name]
-            yield name.encode() + self.digest(value, f"{where}'s global {name}")
-            if isinstance(value, types.ModuleType) and _library(value.__name__) is None:
-                for attribute in names:  # what it may read of a module of the user's
-                    member = vars(value).get(attribute)
-                    if member is not None and not isinstance(member, types.ModuleType):
-                        yield attribute.encode() + self.digest(member, f"{where}'s {name}.{attribute}")
+            if name in function.__globals__ and name not in _DEVICE_NAMES:
+                value = function.__globals__[name]
+                yield name.encode() + self.digest(value, f"{where}'s global {name}")
+                if isinstance(value, types.ModuleType):
+                    yield from self._module(value, names, f"{where}'s {name}")
+
+    def _module(self, module: types.ModuleType, names: list[str], where: str) -> Iterable[bytes]:
+        """What code that reads these names may read of a module of the user's, and of the modules in it."""
+        if _library(module.__name__) is not None:
+            return
+        for name in names:
+            member = vars(module).get(name)
+            if isinstance(member, types.ModuleType) and member.__name__.startswith(module.__name__ + "."):
+                yield from self._module(member, names, f"{where}.{name}")
+            elif member is not None:
+                yield name.encode() + self.digest(member, f"{where}.{name}")
 
     def _code(self, code: types.CodeType, where: str) -> list[bytes]:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
@@ -209,15 +249,21 @@ class _Hasher:
         return [b"bytecode", code.co_code, repr(counts).encode(), repr(names).encode(), *consts]
 
     def _class(self, cls: type, where: str) -> list[bytes]:
-        name = self._name(cls)
+        parts = [b"class", self._name(cls)]
         if _library(cls.__module__) is not None or issubclass(cls, enum.Enum):
-            return [b"class", name]
+            return parts
+        if "<locals>" in cls.__qualname__:  # its name does not say which one it is
+            return [*parts, *self._class_body(cls)]
+        self._defined.setdefault(id(cls), (cls, where))
+        return parts
+
+    def _class_body(self, cls: type) -> list[bytes]:
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not _is_slot(v)}
         where = f"class {cls.__qualname__}"
-        return [b"class", name, *self._mapping(members, where), *self._all(cls.__bases__, where + "'s bases")]
+        return [*self._mapping(members, where), *self._all(cls.__bases__, where + "'s bases")]
 
     def _name(self, cls: type) -> bytes:
-        return b"\0".join([_library(cls.__module__) or b"", cls.__module__.encode(), cls.__qualname__.encode()])
+        return b"\0".join([_library(cls.__module__) or b"", _module_name(cls.__module__), cls.__qualname__.encode()])
 
     # Objects
 
@@ -230,16 +276,18 @@ class _Hasher:
             return [*head, *self._mapping(value, where), *self._attributes(value, where)]
         if isinstance(value, types.ModuleType):
             return [b"module", _library(value.__name__) or b"", value.__name__.encode()]
-        if hasattr(value, "__dict__") or any("__slots__" in vars(c) for c in type(value).__mro__[:-1]):
-            content = list(value) if isinstance(value, (list, tuple)) else []
-            return [*head, *self._all(content, where), *self._attributes(value, where)]
-        return [*head, *self._reduced(value, where)]
+        # A class written in C (str, deque, an open file…) holds what no attribute shows; pickling shows it.
+        native = [] if _is_python(type(value)) else self._reduced(value, where)
+        return [*head, *native, *self._attributes(value, where)]
 
     def _attributes(self, value: Any, where: str) -> Iterable[bytes]:
         skip: set[str] = set()
         state = dict(getattr(value, "__dict__", {}))
         for cls in type(value).__mro__:
-            skip |= TRANSIENT.get(f"{cls.__module__}.{cls.__qualname__}", frozenset())
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            skip |= TRANSIENT.get(name, frozenset())
+            if name in _PROPERTIES:
+                state[_PROPERTIES[name]] = getattr(value, _PROPERTIES[name])
             slots = vars(cls).get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
                 if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
@@ -250,12 +298,15 @@ class _Hasher:
     def _reduced(self, value: Any, where: str) -> Iterable[bytes]:
         """An object of a C type, by the parts that it would be pickled as."""
         try:
-            parts = value.__reduce_ex__(2)
+            reduce = copyreg.dispatch_table.get(type(value))
+            parts = reduce(value) if reduce else value.__reduce_ex__(2)
         except Exception as e:
             raise HashingError(_refusal(value, where, str(e))) from e
         if isinstance(parts, str):
             return [parts.encode()]
-        return [self.digest(list(p) if hasattr(p, "__next__") else p, where) for p in parts]
+        has_attributes = hasattr(value, "__dict__")  # then parts[2] repeats them, transient ones too
+        shown = [p for i, p in enumerate(parts) if i != 2 or not has_attributes]
+        return [self.digest(list(p) if hasattr(p, "__next__") else p, where) for p in shown]
 
 
 def _plain(value: Any) -> list[bytes] | None:
@@ -285,6 +336,8 @@ def _plain(value: Any) -> list[bytes] | None:
         return [b"device"]
     if isinstance(value, _RANDOM_STATES):
         return [b"random state"]
+    if isinstance(value, logging.Logger):
+        return [b"logger", value.name.encode()]
     if isinstance(value, re.Pattern):
         return [b"pattern", repr((value.pattern, value.flags)).encode()]
     if isinstance(value, (slice, range)):
@@ -306,6 +359,20 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
+def _is_python(cls: type) -> bool:
+    """Whether a class and all its bases are written in Python, so that attributes are all that there is."""
+    keeps_attributes = False
+    for base in reversed(cls.__mro__[:-1]):
+        keeps_attributes |= "__dict__" in vars(base) or "__slots__" in vars(base)
+        if not keeps_attributes or base.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
+            return False
+    return True
+
+
+def _module_name(module: str | None) -> bytes:
+    return (module or "").replace("__mp_main__", "__main__").encode()  # what a spawned worker calls the script
+
+
 def _is_filled(cell: types.CellType) -> bool:
     try:
         _ = cell.cell_contents
@@ -318,22 +385,17 @@ def _is_slot(member: Any) -> bool:
     return isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
-@functools.lru_cache(maxsize=1)
-def _library_folders() -> tuple[str, ...]:
-    return tuple({sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
 @functools.lru_cache(maxsize=1024)
 def _library(module: str | None) -> bytes | None:
     """Name and version of the installed library that a module belongs to, or None for code of the user's."""
     root = (module or "builtins").partition(".")[0]
-    if root in ("__main__", "__mp_main__"):
-        return None
-    if root in ("monai", "monai_gds") or root in sys.stdlib_module_names or hasattr(builtins, root):
+    if root in ("monai", "monai_gds"):
         return root.encode()
     file = getattr(sys.modules.get(root), "__file__", None)
-    if file is None or not file.startswith(_library_folders()):
-        return None
+    if file is None:  # built in, or a namespace
+        return root.encode() if root in sys.stdlib_module_names else None
+    if "/site-packages/" not in file and "/dist-packages/" not in file:
+        return root.encode() if file.startswith(_STANDARD_LIBRARY) else None
     try:
         version = importlib.metadata.version(root)
     except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,524 @@
+"""The canonical hash: the same for what is the same, in every process; another for whatever changes a result."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import importlib
+import io
+import logging
+import operator
+import os
+import pathlib
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import monai.transforms as mt
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from monai.data import MetaTensor, NibabelReader, NumpyReader, PILReader
+
+from monai_gds.cache.hashing import canonical_hash
+from monai_gds.errors import HashingError
+from tests.machines import ROOT, python
+
+LIMIT = 10
+
+
+def differ(*values: Any) -> bool:
+    return len({canonical_hash(v) for v in values}) == len(values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def test_looks_like_monais_hashes() -> None:
+    h = canonical_hash({"a": 1})
+    assert isinstance(h, bytes)
+    assert len(h) == 32
+    int(h, 16)
+
+
+class Name(str):
+    pass
+
+
+class Queue(collections.deque):
+    tag = 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, True, 1.0, "1", b"1", 1 + 0j, np.int64(1), np.float64(1), np.array(1), torch.tensor(1)],
+        [None, "", b"", 0, [], (), {}, set(), "None"],
+        [0.0, -0.0],
+        [[1, 2], (1, 2), {1, 2}, {1: 2}, [2, 1], [[1], 2]],
+        ["ab", ["a", "b"], ["ab", ""], ("a", "b")],
+        [{"a": 1}, {"a": 2}, {"b": 1}, {"a": 1, "b": 2}, collections.OrderedDict(a=1)],
+        [np.zeros(2), np.zeros(2, "f4"), np.zeros((2, 1)), np.ones(2), np.zeros(2, ">f8"), torch.zeros(2)],
+        [np.array([("a", 1)], object), np.array([("a", 2)], object)],
+        [np.ma.masked_array([1, 2], [True, False]), np.ma.masked_array([1, 2], [False, True])],
+        [torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(1, 2), torch.zeros(2, dtype=torch.bfloat16)],
+        [MetaTensor(torch.zeros(2)), MetaTensor(torch.zeros(2), meta={"a": 1}), torch.zeros(2)],
+        [pathlib.Path("a"), "a", pathlib.Path("b")],
+        [Name("a"), Name("b"), "a"],
+        [Queue([1]), Queue([2]), collections.deque([1])],
+        [slice(1), slice(2), range(1), range(2)],
+        [np.exp, np.log, torch.exp, operator.itemgetter("a"), operator.itemgetter("b"), np.flip, np.flipud],
+        [torch.float32, np.dtype("f4"), np.float32, "float32"],
+        [functools.partial(int, base=2), functools.partial(int, base=8), functools.partial(int, "1")],
+        [collections.Counter("aab"), collections.Counter("abb")],
+        [{"device": "GE"}, {"device": "Siemens"}, {"device": 0}, {"device": 1}],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_different_values(values: list[Any]) -> None:
+    assert differ(*values)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"x", "y", "z"}, {"z", "y", "x"}),
+        (float("nan"), -float("nan")),
+        (torch.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).T.contiguous()),
+        (np.arange(6).reshape(2, 3).T, np.ascontiguousarray(np.arange(6).reshape(2, 3).T)),
+        (torch.device("cuda:0"), torch.device("cpu")),
+        ({"device": "cuda:0"}, {"device": "cuda:1"}),
+        (np.random.RandomState(1), np.random.RandomState(2)),
+        (random.Random(1), random.Random(2)),
+        (torch.Generator().manual_seed(1), torch.Generator()),
+    ],
+    ids=repr,
+)
+def test_equal_values(a: Any, b: Any) -> None:
+    assert canonical_hash(a) == canonical_hash(b)
+
+
+def test_sharing_is_no_difference() -> None:
+    inner = [1, "x"]
+    assert canonical_hash([inner, inner]) == canonical_hash([[1, "x"], [1, "x"]])
+
+
+def test_what_contains_itself_has_a_hash() -> None:
+    def ring(n: int) -> list[Any]:
+        a: list[Any] = [n]
+        a.append([a])
+        return a
+
+    assert canonical_hash(ring(1)) == canonical_hash(ring(1))
+    assert differ(ring(1), ring(2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Code
+
+
+def _above(limit: float) -> Callable[[Any], Any]:
+    return lambda x: x > limit
+
+
+def test_lambdas_count_by_constants_defaults_and_closure() -> None:
+    assert differ(lambda x: x > 1, lambda x: x > 2, lambda x: x < 1, lambda x: x >= 1)
+    assert differ(lambda x, c=1: x > c, lambda x, c=2: x > c, lambda x, *, c=1: x > c)
+    assert differ(_above(1), _above(2))
+    assert canonical_hash(_above(1)) == canonical_hash(_above(1))
+    a, b = (lambda x: x > 1), (lambda x: x > 1)
+    assert canonical_hash(a) == canonical_hash(b)
+    assert differ(lambda x: [y for y in x if y > 1], lambda x: [y for y in x if y > 2])
+
+
+def _uses_global(x: float) -> bool:
+    return _helper(x) > LIMIT
+
+
+def _helper(x: float) -> float:
+    return x * 2
+
+
+def test_globals_that_a_function_reads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [canonical_hash(_uses_global)]
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 11)
+    seen.append(canonical_hash(_uses_global))
+    monkeypatch.setattr(sys.modules[__name__], "_helper", lambda x: x * 3)
+    seen.append(canonical_hash(_uses_global))
+    assert len(set(seen)) == 3
+
+
+def test_globals_that_it_does_not_read_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = canonical_hash(_helper)
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 11)
+    assert canonical_hash(_helper) == before
+
+
+def test_a_global_called_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = set()
+    for device in ("cuda:0", "cuda:1"):
+        hashes.add(canonical_hash(lambda x: x.to(device)))  # noqa: B023
+    assert len(hashes) == 1
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Writes packages of the user's, and imports one afresh."""
+    monkeypatch.syspath_prepend(tmp_path)
+    written: set[str] = set()
+
+    def write(name: str, **files: str) -> Any:
+        for file, code in files.items():
+            path = tmp_path / name / f"{file}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(textwrap.dedent(code))
+        for known in [m for m in sys.modules if m.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, known)
+        written.add(name)
+        importlib.invalidate_caches()
+        sys.dont_write_bytecode = True
+        return importlib.import_module(name)
+
+    yield write
+    for name in written:
+        for known in [m for m in sys.modules if m.partition(".")[0] == name]:
+            del sys.modules[known]
+
+
+@pytest.mark.parametrize("name", ["userpackage", "input", "test"])
+def test_changed_code_in_a_users_package_counts(module: Any, name: str) -> None:
+    """Also when it is called after a builtin, or after a module of Python's."""
+    init = """
+        from . import tools
+        from .tools import Base, helper
+        import NAME.tools
+        class T(Base):
+            def __call__(self, x):
+                return helper(x)
+        def f(x):
+            return NAME.tools.helper(x)
+    """.replace("NAME", name)
+    tools = """
+        def deep(x): return x {0}
+        def helper(x): return deep(x)
+        class Base:
+            def inherited(self): return {1}
+    """
+    seen = []
+    for change in (("+ 1", "1"), ("+ 2", "1"), ("+ 1", "2"), ("+ 1", "1")):
+        package = module(name, __init__=init, tools=tools.format(*change))
+        seen.append((canonical_hash(package.T()), canonical_hash(package.f)))
+    assert seen[0] == seen[3]
+    assert len({t for t, _ in seen}) == 3, "methods, bases and what they call"
+    assert seen[0][1] != seen[1][1], "module.attribute.function"
+
+
+def test_comments_docstrings_of_classes_and_places_do_not_count(module: Any) -> None:
+    a = module("userpackage", __init__="class T:\n    def f(self): return 1\n").T()
+    b = module("userpackage", __init__="\n\n# new\nclass T:\n    'doc'\n    def f(self):\n        return 1\n").T()
+    assert canonical_hash(a) == canonical_hash(b)
+
+
+def test_functions_that_call_each_other_take_linear_time(module: Any) -> None:
+    import time
+
+    code = "\n".join(f"def f{i}(x): return " + " + ".join(f"f{j}(x)" for j in range(60)) for i in range(60))
+    package = module("userpackage", __init__=code)
+    start = time.perf_counter()
+    first = canonical_hash([package.f0, package.f1])
+    assert time.perf_counter() - start < 10
+    changed = module("userpackage", __init__=code.replace("def f59(x): return ", "def f59(x): return 1 + "))
+    assert canonical_hash([changed.f0, changed.f1]) != first
+
+
+class Parameters:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @functools.cached_property
+    def doubled(self) -> Any:
+        return self.value * 2
+
+    def __call__(self, x: Any) -> Any:
+        logging.getLogger(__name__).info("called")
+        _log.info("called")
+        return x
+
+
+_log = logging.getLogger(__name__)
+
+
+class Slotted:
+    __slots__ = ("a", "device")
+
+    def __init__(self, a: int, device: str) -> None:
+        self.a, self.device = a, device
+
+
+class Keyed:
+    def __init__(self, shown: int) -> None:
+        self.shown, self.hidden = shown, threading.Lock()
+
+    def __cache_key__(self) -> int:
+        return self.shown
+
+
+def test_objects_count_by_attributes() -> None:
+    assert differ(Parameters(1), Parameters(2), Parameters("1"))
+    assert differ(Slotted(1, "cpu"), Slotted(2, "cpu"))
+    assert canonical_hash(Slotted(1, "cuda:0")) == canonical_hash(Slotted(1, "cuda:1"))
+    assert differ(Parameters(1).__call__, Parameters(2).__call__)
+
+
+def test_copying_leaves_no_trace_in_a_class() -> None:
+    class Copied:
+        pass
+
+    value = Copied()
+    before = canonical_hash(value)
+    copy.deepcopy(value)
+    pickle.dumps(Parameters(1))
+    assert canonical_hash(value) == before
+
+
+def test_cache_key_says_what_counts() -> None:
+    assert canonical_hash(Keyed(1)) == canonical_hash(Keyed(1))
+    assert differ(Keyed(1), Keyed(2))
+
+
+def test_loggers_in_globals_are_no_obstacle() -> None:
+    canonical_hash(Parameters.__call__)
+
+
+def _local(factor: int) -> Any:
+    class Local:
+        def __call__(self, x: Any) -> Any:
+            return x * factor
+
+    return Local()
+
+
+def test_local_classes_count_by_what_they_close_over() -> None:
+    assert differ([_local(2), _local(3)], [_local(3), _local(2)], [_local(2), _local(2)])
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        pytest.param(threading.Lock, "", id="lock"),
+        pytest.param(lambda: open("/dev/null"), "", id="open file"),  # noqa: SIM115
+        pytest.param(lambda: open("/dev/null", "rb"), "", id="open binary file"),  # noqa: SIM115
+        pytest.param(lambda: (i for i in range(3)), "", id="generator"),
+        pytest.param(threading.Event, r"\._cond\._lock", id="event"),
+        pytest.param(lambda: torch.eye(2).to_sparse(), "", id="sparse tensor"),
+        pytest.param(lambda: sys._getframe(), "", id="frame"),
+    ],
+)
+def test_no_stable_content_is_an_error_that_names_place_type_and_way_out(make: Any, path: str) -> None:
+    with pytest.raises(HashingError, match=rf"value\['a'\]\[1\]\.value{path} is a .*cannot be hashed stably") as caught:
+        canonical_hash({"a": [0, Parameters(make())]})
+    for way_out in ("__cache_key__", "hash_func", "hash_transform=None"):
+        assert way_out in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From process to process
+
+_PROGRAM = """
+import numpy as np, torch, monai.transforms as mt
+from monai_gds.cache.hashing import canonical_hash
+LIMIT = {"b", "a", "c"}
+class Mine(mt.Transform):
+    names = frozenset({"x", "y", "zz"})
+    def __call__(self, data): return {k for k in data if k in LIMIT}
+def f(x, names={"q", "w", "e"}):
+    return x in {"one", "two", "three"} and Mine in names
+transforms = [
+    mt.LoadImaged(["image", "label"]), mt.Spacingd("image", (1, 1, 2.0)), mt.Lambdad("image", lambda x: x in {"k", "l"}),
+    mt.EnsureTyped("image", device="cpu", dtype=np.float32), Mine(), mt.Lambda(f), mt.Compose([mt.Orientationd("image", "RAS")]),
+]
+item = {"image": "a", "s": {"p", "q", "r"}, "t": torch.arange(3), "n": np.arange(3), "f": 1.5, "d": {"u": {"v"}}}
+print(canonical_hash(transforms).decode(), canonical_hash(item).decode(), canonical_hash([f, Mine]).decode())
+"""
+
+
+def test_same_in_every_process() -> None:
+    assert len({python(_PROGRAM, hash_seed=seed) for seed in ("0", "1", "random")}) == 1
+
+
+def test_same_in_a_spawned_worker(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing as mp\n"
+        "from monai_gds.cache.hashing import canonical_hash\n"
+        "def g(x): return x + 1\n"
+        "class T:\n"
+        "    def __call__(self, x): return g(x)\n"
+        "def work(t): return canonical_hash([t, g])\n"
+        "if __name__ == '__main__':\n"
+        "    with mp.get_context('spawn').Pool(1) as pool:\n"
+        "        assert pool.apply(work, (T(),)) == work(T())\n"
+        "    print('same')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "same", done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MONAI's transforms
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("volumes")
+    rng = np.random.default_rng(0)
+    for name, data in (("image", rng.random((10, 12, 8))), ("label", rng.integers(0, 3, (10, 12, 8)))):
+        nib.save(nib.Nifti1Image(data.astype(np.float32), np.diag([1.0, 1.5, 2, 1])), folder / f"{name}.nii.gz")
+    np.save(folder / "array.npy", rng.random((10, 12, 8)).astype(np.float32))
+    from PIL import Image
+
+    Image.fromarray(rng.integers(0, 255, (10, 12), dtype=np.uint8)).save(folder / "photo.png")
+    files = {"image": "image.nii.gz", "label": "label.nii.gz", "array": "array.npy", "photo": "photo.png"}
+    return {key: str(folder / file) for key, file in files.items()}
+
+
+BOTH = ["image", "label"]
+
+
+def call(*args: Any, **kwargs: Any) -> Callable[[str], Any]:
+    """Makes the transform of a name with these arguments."""
+    return lambda name: getattr(mt, name.split()[0])(*args, **kwargs)
+
+
+#: Deterministic dictionary transforms by class: arguments, and arguments that change what they do.
+TRANSFORMS = {
+    "ScaleIntensityRanged": (call("image", 0, 1, 0, 2), call("image", 0, 1, 0, 3)),
+    "ScaleIntensityd": (call("image"), call("image", minv=0.5)),
+    "NormalizeIntensityd": (call("image"), call("image", nonzero=True)),
+    "Spacingd": (
+        call(BOTH, (1, 1, 1), mode=("bilinear", "nearest")),
+        call(BOTH, (1, 1, 1.5), mode=("bilinear", "nearest")),
+    ),
+    "Orientationd": (call(BOTH, axcodes="RAS", labels=None), call(BOTH, axcodes="LPS", labels=None)),
+    "CropForegroundd": (call(BOTH, "image"), call(BOTH, "image", margin=2)),
+    "CropForegroundd with a lambda": (
+        call(BOTH, "image", select_fn=lambda x: x > 0.1),
+        call(BOTH, "image", select_fn=lambda x: x > 0.2),
+    ),
+    "Resized": (call(BOTH, (6, 6, 6)), call(BOTH, (6, 6, 7))),
+    "SpatialPadd": (call(BOTH, (16, 16, 16)), call(BOTH, (16, 16, 17))),
+    "ResizeWithPadOrCropd": (call(BOTH, (9, 16, 9)), call(BOTH, (9, 16, 8))),
+    "CenterSpatialCropd": (call(BOTH, (5, 5, 5)), call(BOTH, (5, 5, 4))),
+    "DivisiblePadd": (call(BOTH, 8), call(BOTH, 16)),
+    "EnsureTyped": (call(BOTH, dtype=torch.float16), call(BOTH, dtype=torch.float32)),
+    "CastToTyped": (call(BOTH, np.float16), call(BOTH, np.float32)),
+    "Lambdad": (call("image", lambda x: x * 2), call("image", lambda x: x * 3)),
+    "ConcatItemsd": (call(BOTH, "both"), call(BOTH, "all")),
+    "AsDiscreted": (call("label", to_onehot=3), call("label", to_onehot=4)),
+    "Flipd": (call(BOTH, 0), call(BOTH, 1)),
+    "Rotate90d": (call(BOTH, 1), call(BOTH, 2)),
+    "Rotated": (call(BOTH, 0.1), call(BOTH, 0.2)),
+    "Zoomd": (call(BOTH, 1.2), call(BOTH, 1.3)),
+    "Affined": (call(BOTH, translate_params=(1, 0, 0)), call(BOTH, translate_params=(2, 0, 0))),
+    "GaussianSmoothd": (call("image", 1.0), call("image", 2.0)),
+    "ThresholdIntensityd": (call("image", 0.5), call("image", 0.6)),
+    "MapLabelValued": (call("label", [0, 1], [1, 0]), call("label", [0, 1], [1, 2])),
+    "FillHolesd": (call("label"), call("label", connectivity=2)),
+    "CopyItemsd": (call("image", names="copy"), call("image", names="kopie")),
+    "DeleteItemsd": (call("label"), call("image")),
+    "SelectItemsd": (call("label"), call("image")),
+    "SqueezeDimd": (call("image"), call("label")),
+    "ToDeviced": (call("image", "cpu"), call("label", "cpu")),
+    "HistogramNormalized": (call("image"), call("image", num_bins=10)),
+    "ClipIntensityPercentilesd": (call("image", 5, 95), call("image", 5, 94)),
+    "Compose": (call([mt.Flipd(BOTH, 0), mt.Rotate90d(BOTH)]), call([mt.Rotate90d(BOTH), mt.Flipd(BOTH, 0)])),
+    "DataStatsd": (call("image", data_shape=False), call("image", data_shape=True)),
+    "FgBgToIndicesd": (call("label"), call("label", image_threshold=0.5)),
+    "Transposed": (call("image", (0, 2, 1, 3)), call("image", (0, 3, 2, 1))),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_use_leaves_no_trace_and_parameters_count(name: str, volumes: dict[str, str]) -> None:
+    make, changed = TRANSFORMS[name]
+    fresh = canonical_hash(make(name))
+    transform = make(name)
+    for _ in range(2):
+        data = mt.LoadImaged(BOTH, ensure_channel_first=True)({k: volumes[k] for k in BOTH})
+        transform(data)
+    assert canonical_hash(transform) == fresh, f"{name} leaves something in itself"
+    assert canonical_hash(changed(name)) != fresh
+
+
+@pytest.mark.parametrize(
+    ("keys", "make"),
+    [
+        ("image", lambda: mt.LoadImaged("image")),
+        ("image", lambda: mt.LoadImaged("image", reader="NibabelReader")),
+        ("image", lambda: mt.LoadImaged("image", reader=NibabelReader())),
+        ("image", lambda: mt.LoadImaged("image", reader=NibabelReader(squeeze_non_spatial_dims=True))),
+        ("array", lambda: mt.LoadImaged("array", reader=NumpyReader())),
+        ("array", lambda: mt.LoadImaged("array")),
+        ("photo", lambda: mt.LoadImaged("photo", reader=PILReader())),
+        ("photo", lambda: mt.LoadImaged("photo", reader=PILReader(converter=lambda i: i.convert("L")))),
+    ],
+)
+def test_readers_that_were_used_hash_as_fresh_ones(keys: str, make: Any, volumes: dict[str, str]) -> None:
+    transform, fresh = make(), canonical_hash(make())
+    transform({keys: volumes[keys]})
+    assert canonical_hash(transform) == fresh
+
+
+def test_readers_and_their_settings_count() -> None:
+    assert differ(
+        mt.LoadImaged("image"),
+        mt.LoadImaged("image", reader=NibabelReader()),
+        mt.LoadImaged("image", reader=NibabelReader(squeeze_non_spatial_dims=True)),
+        mt.LoadImaged("image", ensure_channel_first=True),
+        mt.LoadImaged("image", dtype=np.float64),
+        mt.LoadImaged("label"),
+    )
+
+
+def test_compose_counts_with_its_settings() -> None:
+    def make(**settings: Any) -> mt.Compose:
+        return mt.Compose([mt.Flipd("a", 0)], **settings)
+
+    assert differ(
+        make(), make(lazy=True), make(lazy=None), make(map_items=False), make(map_items=2), make(unpack_items=True),
+        make(lazy=True, overrides={"a": {"mode": "nearest"}}), make(lazy=True, overrides={"a": {"mode": "bilinear"}}),
+    )  # fmt: skip
+
+
+def test_devices_and_random_states_do_not_count() -> None:
+    assert canonical_hash(mt.EnsureTyped("a", device="cuda:0")) == canonical_hash(mt.EnsureTyped("a", device="cuda:1"))
+    assert canonical_hash(mt.ToDeviced("a", "cuda:0")) == canonical_hash(mt.ToDeviced("a", torch.device("cuda:1")))
+    seeded = mt.Compose([mt.RandFlipd("a")]).set_random_state(1)
+    assert canonical_hash(seeded) == canonical_hash(mt.Compose([mt.RandFlipd("a")]).set_random_state(2))
+    with torch.no_grad():
+        assert canonical_hash(torch.nn.ReLU().eval()) == canonical_hash(torch.nn.ReLU())
+
+
+def test_files_and_iterators_in_transforms_name_the_transform() -> None:
+    class Logging(mt.Transform):
+        def __init__(self) -> None:
+            self.out = io.TextIOWrapper(io.BytesIO())
+
+        def __call__(self, data: Any) -> Any:
+            return data
+
+    with pytest.raises(HashingError, match=r"value\[1\]\.out is a _io\.TextIOWrapper"):
+        canonical_hash([mt.Flipd("a"), Logging()])
