@@ -203,7 +203,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
 
     def _fill(self, cache: CacheDirectory, key: Key, item: Any) -> Any:
         encoded = encode_item(self._compute(item))
-        cache.publish(key, encoded)
+        # A source that changed meanwhile was read after the key was made: what came of it is not what the key says.
+        if self._state.keys is not None and self._state.keys(item) == key:
+            cache.publish(key, encoded)
         return self._assemble(encoded)
 
     def _assemble(self, encoded: EncodedItem) -> Any:
@@ -250,7 +252,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         state = self._state
         if state.split is None or state.split.compose is not self.transform:
             state.split = Split(self.transform)
-            self.set_transform_hash(self.hash_transform)
+            try:
+                self.set_transform_hash(self.hash_transform)
+            except BaseException:
+                state.split = None  # or the next access would go on with the key of the transforms before
+                raise
             if self.cache_dir is not None and not state.split.deterministic:
                 first = type(self.transform.transforms[0]).__name__ if self.transform.transforms else "no transform"
                 warnings.warn(

@@ -7,8 +7,8 @@ start would run in every epoch. Here it is looked into where that is equivalent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 from monai.transforms import Compose, Transform
@@ -40,7 +40,8 @@ class Split:
             "overrides": compose.overrides,
             "log_stats": compose.log_stats,
         }
-        self.deterministic, self._rest = _divide(compose)
+        # A OneOf or a RandomOrder is a Compose too, and random as a whole.
+        self.deterministic, self._rest = _divide(compose) if type(compose) is Compose else ([], [compose])
 
     def settings(self) -> dict[str, Any]:
         """What of the pipeline's settings changes the result of the deterministic half."""
@@ -68,7 +69,7 @@ def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[.
             head, rest = _divide(transform)
             done.extend(head)
             if rest:
-                return done, [partial(_run, transform, rest), *later]
+                return done, [_tail(transform, rest), *later]
         elif _holds_random(transform):
             return done, [transform, *later]
         else:
@@ -93,8 +94,8 @@ def _equivalent(outer: Compose, inner: Compose) -> bool:
     return same and outer.lazy is False and inner.lazy is False
 
 
-def _run(compose: Compose, transforms: Sequence[Callable[..., Any]], item: Any) -> Any:
-    """The rest of a nested Compose, for one item."""
-    return execute_compose(
-        item, transforms, map_items=compose.map_items, unpack_items=compose.unpack_items, log_stats=compose.log_stats
-    )
+def _tail(compose: Compose, transforms: list[Callable[..., Any]]) -> Compose:
+    """A nested Compose of which only these transforms are left to run; made without a constructor, which would seed."""
+    tail = copy(compose)
+    tail.transforms = tuple(transforms)
+    return tail

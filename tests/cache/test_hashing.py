@@ -345,8 +345,9 @@ class Mine(mt.Transform):
 def f(x, names={"q", "w", "e"}):
     return x in {"one", "two", "three"} and Mine in names
 transforms = [
-    mt.LoadImaged(["image", "label"]), mt.Spacingd("image", (1, 1, 2.0)), mt.Lambdad("image", lambda x: x in {"k", "l"}),
-    mt.EnsureTyped("image", device="cpu", dtype=np.float32), Mine(), mt.Lambda(f), mt.Compose([mt.Orientationd("image", "RAS")]),
+    mt.LoadImaged(["image", "label"]), mt.Spacingd("image", (1, 1, 2.0)), Mine(), mt.Lambda(f),
+    mt.Lambdad("image", lambda x: x in {"k", "l"}), mt.EnsureTyped("image", device="cpu", dtype=np.float32),
+    mt.Compose([mt.Orientationd("image", "RAS")]),
 ]
 item = {"image": "a", "s": {"p", "q", "r"}, "t": torch.arange(3), "n": np.arange(3), "f": 1.5, "d": {"u": {"v"}}}
 print(canonical_hash(transforms).decode(), canonical_hash(item).decode(), canonical_hash([f, Mine]).decode())
