@@ -186,9 +186,10 @@ def test_settings_are_those_that_change_results() -> None:
 
 
 def test_unpack_items() -> None:
-    make = lambda: mt.Compose(
-        [mt.Lambda(lambda d: (d, 2)), lambda a, b: a["id"] * b], unpack_items=True, map_items=False
-    )  # noqa: E731
+    def make() -> mt.Compose:
+        pair = mt.Lambda(lambda d: (d, 2))
+        return mt.Compose([pair, lambda a, b: a["id"] * b], unpack_items=True, map_items=False)
+
     split = Split(make())
     assert make()(item()) == split.after(split.before(item())) == 14
 

@@ -71,7 +71,7 @@ _CLASS_NOISE = frozenset(
 def canonical_hash(value: Any) -> bytes:
     """Hashes a value canonically; see the module's docstring.
 
-    A class of yours can say what counts by a method ``__cache_key__(self)`` that returns plain data.
+    A class of yours can say what of its data counts by a method ``__cache_key__(self)`` that returns plain data.
 
     Args:
         value: plain data, arrays, tensors, functions, and objects made of them.
@@ -259,6 +259,8 @@ class _Hasher:
 
     def _class_body(self, cls: type) -> list[bytes]:
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not _is_slot(v)}
+        if hasattr(cls, "__cache_key__"):  # it says what of its data counts; code counts all the same
+            members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
         where = f"class {cls.__qualname__}"
         return [*self._mapping(members, where), *self._all(cls.__bases__, where + "'s bases")]
 

@@ -266,6 +266,8 @@ class Slotted:
 
 
 class Keyed:
+    lock = threading.Lock()
+
     def __init__(self, shown: int) -> None:
         self.shown, self.hidden = shown, threading.Lock()
 

@@ -1,0 +1,686 @@
+"""GDSDataset: a hit cannot be told from a miss, whatever the item, the loader and the machine."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import resource
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import monai.transforms as mt
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from monai.data import DataLoader, MetaTensor, PersistentDataset, ThreadDataLoader, list_data_collate
+from monai.data.utils import json_hashing, pickle_hashing
+from torch.utils.data import Subset
+
+import monai_gds
+from monai_gds import CacheWarning, GDSDataset, HashingError, UnsupportedType
+from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
+from tests.machines import fork, in_child, mounted_tmpfs, read_only, shared_folder
+from tests.same import assert_same, mutable_parts
+
+Make = Callable[..., GDSDataset]
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return write_volumes(tmp_path_factory.mktemp("volumes"))
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def make(volumes: list[dict[str, Any]], cache_dir: Path) -> Make:
+    """Makes a dataset over the volumes, on the CPU, with a new pipeline every time."""
+
+    def make_dataset(transform: Any = None, data: Any = None, cache: Any = cache_dir, **settings: Any) -> GDSDataset:
+        items = copy.deepcopy(volumes) if data is None else data
+        return GDSDataset(items, pipeline() if transform is None else transform, cache, device="cpu", **settings)
+
+    return make_dataset
+
+
+@pytest.fixture(autouse=True)
+def no_unexpected_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        yield
+
+
+class Count(mt.Transform):
+    """Counts how often it ran; the count is no part of the key."""
+
+    calls = 0
+
+    def __cache_key__(self) -> str:
+        return "count"
+
+    def __call__(self, data: Any) -> Any:
+        type(self).calls += 1
+        return data
+
+
+@pytest.fixture(autouse=True)
+def reset_count() -> None:
+    Count.calls = 0
+
+
+def counted(*random: Any) -> mt.Compose:
+    return mt.Compose([Count(), *preprocessing(), *random])
+
+
+def without_ids(item: Any) -> Any:
+    """An item without the identities of the random transforms that ran after the cache."""
+    mt.utils.reset_ops_id(item)
+    return item
+
+
+def records(cache_dir: Path) -> list[Path]:
+    return sorted(cache_dir.glob("*.safetensors"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Invisible
+
+
+def test_imports_the_copy_under_test() -> None:
+    assert Path(monai_gds.__file__).parent == Path(__file__).parent.parent / "monai_gds"
+
+
+@pytest.mark.parametrize("track_meta", [True, False])
+@pytest.mark.parametrize("verify", ["first", "always", "never"])
+def test_hit_is_miss(make: Make, volumes: list[dict[str, Any]], track_meta: bool, verify: Any) -> None:
+    dataset = make(counted(), track_meta=track_meta, verify=verify)
+    missed = [dataset[i] for i in range(len(volumes))]
+    assert Count.calls == len(volumes)
+    for again in (dataset, make(counted(), track_meta=track_meta, verify=verify)):
+        for _ in range(3):
+            for i, expected in enumerate(missed):
+                assert_same(expected, again[i])
+    assert Count.calls == len(volumes)
+    assert type(missed[0]["image"]) is (MetaTensor if track_meta else torch.Tensor)
+
+
+def test_gives_what_the_pipeline_gives(make: Make, volumes: list[dict[str, Any]]) -> None:
+    for _ in range(2):
+        got, expected = make()[1], pipeline()(copy.deepcopy(volumes[1]))
+        mt.utils.reset_ops_id(expected)
+        arrays = {k: torch.from_numpy(v) for k, v in expected.items() if isinstance(v, np.ndarray)}
+        assert "weights" in arrays
+        expected.update(arrays)  # numeric arrays are tensors, both times
+        assert_same(expected, got)
+        assert {"name", "age", "notes", "mask", "foreground_start_coord"} <= set(got)
+
+
+def test_source_items_are_never_changed(make: Make, volumes: list[dict[str, Any]]) -> None:
+    dataset = make(mt.Compose([mt.Lambda(lambda d: d.update(age=0) or d), *preprocessing()]))
+    for _ in range(2):
+        _ = dataset[0]
+    assert_same(volumes, dataset.data)
+
+
+def test_hits_share_nothing(make: Make) -> None:
+    dataset = make()
+    items = [dataset[0] for _ in range(4)]  # a miss, a verified read, two mappings
+    for i, a in enumerate(items):
+        for b in items[i + 1 :]:
+            assert not set(mutable_parts(a)) & set(mutable_parts(b))
+
+
+def test_in_place_transforms_reach_neither_the_file_nor_the_next_hit(make: Make, cache_dir: Path) -> None:
+    def spoil(data: Any) -> Any:
+        for key in (*KEYS, "weights"):
+            data[key].fill_(-1)
+        data["image"].meta.clear()
+        data["image"].applied_operations.clear()
+        data["notes"]["codes"].append(3)
+        return data
+
+    expected = make()[0]
+    before = records(cache_dir)[0].read_bytes()
+    dataset = make(pipeline(spoil))
+    for _ in range(3):
+        assert bool((dataset[0]["image"] == -1).all())
+    assert records(cache_dir)[0].read_bytes() == before
+    assert_same(expected, make()[0])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["miss", "hit"])
+def test_invertd_on_cached_items_with_new_transforms_and_twice(
+    make: Make, volumes: list[dict[str, Any]], again: bool
+) -> None:
+    if again:
+        _ = make()[0]
+    shape = nib.load(volumes[0]["image"]).shape
+    dataset = make()
+    for _ in range(2):
+        item = dataset[0]
+        item["pred"] = MetaTensor(item["label"].clone(), meta=item["label"].meta)
+        invert = mt.Invertd("pred", pipeline(), "label", nearest_interp=True)
+        back = invert(item)["pred"]
+        assert tuple(back.shape[1:]) == shape
+        assert np.allclose(back.affine, nib.load(volumes[0]["label"]).affine, atol=1e-3)
+        original = nib.load(volumes[0]["label"]).get_fdata()
+        overlap = ((back[0].numpy() > 0.5) & (original > 0)).sum()
+        assert overlap > 0.9 * (original > 0).sum()
+        assert pipeline().inverse(dataset[0])["label"].shape[1:] == shape
+
+
+def test_reset_ops_id_false_keeps_identities(make: Make) -> None:
+    dataset = make(reset_ops_id=False)
+    for _ in range(2):
+        ids = {op["id"] for op in dataset[0]["image"].applied_operations}
+        assert mt.utils.TraceKeys.NONE not in ids
+
+
+def test_list_of_dicts_from_the_deterministic_part(make: Make) -> None:
+    class Halves(mt.Transform):
+        def __call__(self, data: Any) -> Any:
+            middle = data["image"].shape[1] // 2
+            return [{**data, "image": data["image"][:, :middle]}, {**data, "image": data["image"][:, middle:]}]
+
+    def transform() -> mt.Compose:
+        return mt.Compose([*preprocessing(), Halves(), mt.RandFlipd("image", prob=0)])
+
+    missed = without_ids(make(transform())[0])
+    assert isinstance(missed, list)
+    assert len(missed) == 2
+    assert_same(missed, without_ids(make(transform())[0]))
+
+
+def test_random_crops_after_the_cache(make: Make) -> None:
+    crop = mt.RandCropByPosNegLabeld(KEYS, "label", (8, 8, 8), num_samples=4)
+    dataset = make(pipeline(crop))
+    for _ in range(2):
+        crops = dataset[0]
+        assert len(crops) == 4
+        assert {tuple(c["image"].shape) for c in crops} == {(1, 8, 8, 8)}
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["just a string", 7, None, [1, "a"], {"a": torch.ones(2)}, {1: "a", ("b", 2): np.float32(3)}, torch.ones(3), {}],
+    ids=repr,
+)
+def test_items_of_any_shape(make: Make, item: Any) -> None:
+    dataset = make(mt.Compose([mt.Lambda(lambda d: {"got": d, "x": torch.ones(2)})], map_items=False), [item])
+    assert_same(dataset[0], dataset[0])
+    assert_same({"got": item, "x": torch.ones(2)}, dataset[0])
+
+
+def test_lazy_pipeline_hit_is_miss_and_as_persistent_dataset(make: Make, volumes: list[dict[str, Any]]) -> None:
+    def transform() -> mt.Compose:
+        return mt.Compose([*preprocessing(), mt.RandZoomd(KEYS, prob=0)], lazy=True)
+
+    missed = without_ids(make(transform())[0])
+    assert_same(missed, without_ids(make(transform())[0]))
+    peer = PersistentDataset(copy.deepcopy(volumes), transform(), cache_dir=None)[0]
+    assert torch.equal(peer["image"], missed["image"])
+    assert not missed["image"].pending_operations
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_slices_and_lists_of_indices_give_a_subset(make: Make, cached: bool) -> None:
+    dataset = make() if cached else make(cache=None)
+    for subset in (dataset[:2], dataset[[0, 2]]):
+        assert isinstance(subset, Subset)
+        assert len(subset) == 2
+        assert_same(dataset[0], subset[0])
+
+
+def test_without_cache_dir_nothing_is_written_and_the_item_is_the_same(make: Make, tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    item = make(cache=None)[0]
+    assert set(tmp_path.rglob("*")) == before
+    assert_same(make()[0], item)
+
+
+def test_what_cannot_be_stored_is_an_error_with_a_cache_and_passes_without(make: Make) -> None:
+    class Odd:
+        pass
+
+    transform = mt.Compose([mt.Lambda(lambda d: {**d, "odd": Odd()})])
+    with pytest.raises(UnsupportedType, match=r"item\['odd'\] is a .*Odd.*DeleteItemsd"):
+        _ = make(transform)[0]
+    assert type(make(transform, cache=None)[0]["odd"]).__name__ == "Odd"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When an item is computed anew
+
+
+def test_changed_source_changed_transform_changed_item(make: Make, tmp_path: Path) -> None:
+    data = write_volumes(tmp_path, 1)
+    dataset = make(counted(), data)
+    _ = dataset[0], dataset[0]
+    assert Count.calls == 1
+    image = nib.load(data[0]["image"])
+    nib.save(nib.Nifti1Image(np.zeros(image.shape, np.int16), image.affine), data[0]["image"])
+    assert float(dataset[0]["image"].median()) == 0.5, "within the same dataset object"
+    assert Count.calls == 2
+    data[0]["age"] = 99
+    assert dataset[0]["age"] == 99
+    other = counted()
+    other.transforms[5].scaler.b_max = 2.0
+    assert float(make(other, data)[0]["image"].median()) == 1.0
+    assert Count.calls == 4
+
+
+def test_a_source_that_changes_while_it_is_read_is_not_cached_under_the_old_key(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    os.utime(path, ns=(5, 5))
+
+    class Read(mt.Transform):
+        def __call__(self, data: Any) -> Any:
+            path.write_text("new")  # somebody else, between the look at the file and its reading
+            return {"text": path.read_text()}
+
+    dataset = make(mt.Compose([Read()]), [{"file": str(path)}])
+    assert dataset[0]["text"] == "new"
+    assert records(Path(dataset.cache_dir)) == []
+
+
+def test_replacing_the_transform(make: Make) -> None:
+    dataset = make(mt.Compose([mt.Lambda(lambda d: {"x": 1})]))
+    assert dataset[0] == {"x": 1}
+    dataset.transform = mt.Compose([mt.Lambda(lambda d: {"x": 2})])
+    assert dataset[0] == {"x": 2}
+    unhashable = mt.Compose([mt.Lambda(lambda d: {"x": 3, "y": unhashable_thing}), mt.Identity()])
+    unhashable_thing = (i for i in range(3))
+    dataset.transform = unhashable
+    for _ in range(2):  # also the second time: never on with the key of the transforms before
+        with pytest.raises(HashingError):
+            _ = dataset[0]
+
+
+@pytest.mark.parametrize("hash_transform", [pickle_hashing, json_hashing, None])
+def test_hash_transform(make: Make, hash_transform: Any) -> None:
+    transforms = [mt.Compose([mt.Lambdad("x", func=np.exp)]), mt.Compose([mt.Lambdad("x", func=np.log)])]
+    items = [make(t, [{"x": np.ones(2)}], hash_transform=hash_transform)[0]["x"] for t in transforms]
+    assert torch.equal(*items) == (hash_transform is not pickle_hashing), "json_hashing knows names only, None nothing"
+
+
+@pytest.mark.parametrize("hash_func", [pickle_hashing, json_hashing])
+def test_hash_func(make: Make, hash_func: Any) -> None:
+    data = [{"a": 1}, {"a": 2}]
+    dataset = make(mt.Compose([Count()]), data, hash_func=hash_func)
+    assert [dataset[i] for i in (0, 1, 0, 1)] == [*data, *data]
+    assert Count.calls == 2
+
+
+def test_hash_sources_false(make: Make, tmp_path: Path) -> None:
+    data = write_volumes(tmp_path, 1)
+    for _ in range(2):
+        _ = make(counted(), data, hash_sources=False)[0]
+        os.utime(data[0]["image"], ns=(1, 1))
+    assert Count.calls == 1
+
+
+def test_set_data_takes_new_data_and_deletes_nothing(make: Make, cache_dir: Path, volumes: Any) -> None:
+    dataset = make(counted())
+    _ = dataset[0]
+    kept = records(cache_dir)
+    dataset.set_data(volumes[1:])
+    assert len(dataset) == 2
+    assert dataset[0]["name"] == "case 1"
+    assert set(kept) < set(records(cache_dir))
+    dataset.set_data(volumes)
+    _ = dataset[0]
+    assert Count.calls == 2
+
+
+@pytest.mark.parametrize("transform", [mt.RandFlipd(KEYS), mt.Compose([]), lambda d: d, mt.OneOf([mt.Flipd(KEYS)])])
+def test_nothing_deterministic_is_said_once_and_caches_nothing(make: Make, cache_dir: Path, transform: Any) -> None:
+    if isinstance(transform, mt.RandFlipd):
+        transform = mt.Compose([transform])
+    with pytest.warns(CacheWarning, match="nothing is cached") as caught:
+        dataset = make(transform, [{k: torch.rand(1, 3, 3) for k in KEYS}])
+        for _ in range(3):
+            _ = dataset[0]
+    assert len(caught) == 1
+    assert records(cache_dir) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "cuda:99"}, "device='cuda:99'"),
+        ({"device": 99}, "device=99"),
+        ({"device": -1}, "device=-1"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"device": "mps"}, "only CPU and CUDA"),
+        ({"device": True}, "device must be"),
+        ({"device": "cpu", "backend": "warp"}, "backend='warp'.*auto, posix"),
+        ({"device": "cpu", "verify": "sometimes"}, "verify='sometimes'.*'first'"),
+    ],
+)
+def test_bad_arguments_name_themselves(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GDSDataset([], pipeline(), tmp_path, **settings)
+
+
+def test_a_backend_that_cannot_serve_the_device(tmp_path: Path) -> None:
+    with pytest.raises(monai_gds.BackendUnavailable, match=r"kvikio.*CUDA targets only.*posix"):
+        GDSDataset([], pipeline(), tmp_path, device="cpu", backend="kvikio")
+
+
+def test_backend_options_reach_the_backend(make: Make) -> None:
+    dataset = make(backend="posix", backend_options={"threads": 3})
+    _ = dataset[0]
+    assert dataset._cache()._storage.threads == 3  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match="warp"):
+        _ = make(backend_options={"warp": 9})[0]
+
+
+def test_cache_dir_that_is_a_file(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match="is a file: name a directory"):
+        make(cache=tmp_path / "file")
+
+
+def test_missing_volume_is_monais_own_error(make: Make, cache_dir: Path) -> None:
+    with pytest.raises(RuntimeError, match="LoadImage"):
+        _ = make(data=[{"image": "/nowhere/a.nii.gz", "label": "/nowhere/b.nii.gz"}])[0]
+    assert records(cache_dir) == []
+
+
+def test_unhashable_transform_and_item_name_themselves(make: Make) -> None:
+    handle = open("/dev/null")  # noqa: SIM115
+    with pytest.raises(HashingError, match=r"variable handle.*TextIOWrapper.*hash_transform=None"):
+        make(mt.Compose([mt.Lambda(lambda d: handle)]))
+    make(mt.Compose([mt.Lambda(lambda d: handle)]), hash_transform=None)
+    with pytest.raises(HashingError, match=r"value\['f'\].*TextIOWrapper.*hash_func"):
+        _ = make(mt.Compose([mt.Identity()]), [{"f": handle}])[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disks
+
+
+def _damage(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("how", [_damage, lambda p: os.truncate(p, 5000), lambda p: p.write_text("hello")])
+def test_damaged_record_is_reported_once_recomputed_and_replaced(make: Make, cache_dir: Path, how: Any) -> None:
+    expected = make(counted())[0]
+    how(records(cache_dir)[0])
+    dataset = make(counted())
+    with pytest.warns(CacheWarning, match=str(records(cache_dir)[0])) as caught:
+        assert_same(expected, dataset[0])
+    assert len(caught) == 1
+    assert Count.calls == 2
+    assert_same(expected, dataset[0])
+    assert_same(expected, make(counted())[0])
+    assert Count.calls == 2
+
+
+def test_full_disk_costs_the_cache_and_not_the_epoch(make: Make, tmp_path: Path, volumes: Any) -> None:
+    expected = [make()[i] for i in range(len(volumes))]
+    with mounted_tmpfs(tmp_path / "small", 300 << 10) as small:
+        dataset = make(counted(), cache=small)
+        with pytest.warns(CacheWarning, match="free some space") as caught:
+            for _ in range(2):
+                for i, item in enumerate(expected):
+                    assert_same(item, dataset[i])
+        assert len(caught) == 1
+        assert Count.calls > len(volumes)
+        assert os.listdir(small / ".tmp") == []
+        for path in records(small):
+            assert path.stat().st_size % 4096 == 0
+
+
+def test_read_only_cache_is_used(make: Make, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 64 << 20) as small:
+        expected = make(counted(), cache=small)[0]
+        read_only(small)
+        dataset = make(counted(), cache=small)
+        assert_same(expected, dataset[0])
+        assert Count.calls == 1
+        with pytest.warns(CacheWarning, match="mount it writable") as caught:
+            _ = dataset[1], dataset[2]
+        assert len(caught) == 1
+
+
+def test_someone_elses_cache_is_read_and_not_written(make: Make) -> None:
+    with shared_folder() as folder:
+        data = write_volumes(folder, 2)
+        cache = folder / "cache"
+        expected = make(counted(), data, cache)[0]
+
+        def read() -> tuple[Any, int, list[str]]:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                dataset = make(counted(), data, cache)
+                same = [float(dataset[i]["image"].sum()) for i in (0, 1, 1)]
+            return same, Count.calls, [str(w.message) for w in caught if w.category is CacheWarning]
+
+        sums, calls, said = in_child(read, nobody=True)
+        assert sums[0] == float(expected["image"].sum())
+        assert calls == 3, "the first from the cache, the second computed twice"
+        assert len(said) == 1
+        assert "Permission denied" in said[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def _saved(value: Any) -> int:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.tell()
+
+
+@pytest.mark.parametrize("hits", [0, 1, 3], ids=["miss", "first hit", "later hit"])
+def test_a_small_tensor_does_not_drag_the_record_along(make: Make, hits: int) -> None:
+    transform = mt.Compose([mt.Lambda(lambda d: {"image": torch.zeros(1 << 20), "label": torch.ones(10)})])
+    dataset = make(transform, [{"a": 1}])
+    for _ in range(hits):
+        _ = dataset[0]
+    item = dataset[0]
+    label = item["label"]
+    assert _saved(label) < 10_000
+    assert len(ForkingPickler.dumps(label)) < 10_000
+    assert len(pickle.dumps(label)) < 10_000
+    assert copy.deepcopy(label).untyped_storage().nbytes() < 10_000
+    assert label.untyped_storage().nbytes() < 10_000
+    assert (4 << 20) < _saved(item) < (4 << 20) + 20_000
+
+
+def test_thousands_of_items_at_once_with_few_descriptors(make: Make) -> None:
+    transform = mt.Compose([mt.Lambda(lambda d: {"image": torch.zeros(70_000, dtype=torch.uint8), "n": d["n"]})])
+    dataset = make(transform, [{"n": i % 50} for i in range(5000)])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    try:
+        for i in range(100):
+            _ = dataset[i]
+        before = len(os.listdir("/proc/self/fd"))
+        held = [dataset[i] for i in range(5000)]
+        assert len(os.listdir("/proc/self/fd")) <= before
+        assert [h["n"] for h in held] == [i % 50 for i in range(5000)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_dropping_items_gives_their_memory_back(make: Make) -> None:
+    dataset = make(mt.Compose([mt.Lambda(lambda d: {"image": torch.zeros(1 << 20)})]), [{"a": 1}])
+    for _ in range(3):
+        _ = dataset[0]
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count(".safetensors")
+
+    before = mappings()
+    held = [dataset[0] for _ in range(20)]
+    assert mappings() == before + 20
+    del held
+    assert mappings() == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loaders and processes
+
+
+def collate(batch: list[Any]) -> Any:
+    return [list_data_collate(batch), len(batch)]
+
+
+def random_part() -> list[Any]:
+    return [
+        mt.SelectItemsd([*KEYS, "name"]),
+        mt.RandFlipd(KEYS, prob=0.5, spatial_axis=0),
+        mt.RandSpatialCropd(KEYS, (8, 8, 8), random_size=False),
+        mt.RandGaussianNoised("image", prob=1.0),
+    ]
+
+
+def sums(loader: Any) -> list[float]:
+    return [float(x) for batch in loader for x in batch["image"].double().sum((1, 2, 3, 4))]
+
+
+def _seeded_loader(dataset: Any, workers: int, context: str | None = None) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(
+        dataset, batch_size=2, num_workers=workers, multiprocessing_context=context, generator=generator, shuffle=True
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_same_random_numbers_as_persistent_dataset(make: Make, volumes: Any, tmp_path: Path, workers: int) -> None:
+    def epochs(dataset: Any) -> list[float]:
+        dataset.transform.set_random_state(3)
+        torch.manual_seed(3)
+        loader = _seeded_loader(dataset, workers)
+        return [value for _ in range(2) for value in sums(loader)]
+
+    peer = PersistentDataset(
+        copy.deepcopy(volumes), pipeline(*random_part()), tmp_path / "peer", track_meta=True, weights_only=False
+    )
+    expected = epochs(peer)
+    assert len(set(expected)) == len(expected)
+    for _ in range(2):  # filling the cache, and from the cache
+        assert epochs(make(pipeline(*random_part()))) == expected
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_fill_and_read_the_cache(make: Make, volumes: Any, cache_dir: Path, context: str) -> None:
+    loader = DataLoader(
+        make(), batch_size=1, num_workers=2, multiprocessing_context=context, collate_fn=_only, persistent_workers=True
+    )
+    expected = [make(cache=None)[i] for i in range(len(volumes))]
+    for _ in range(2):
+        for item, wanted in zip(loader, expected, strict=True):
+            assert_same(wanted, item)
+    assert len(records(cache_dir)) == len(volumes), "parent and workers have the same keys"
+    assert_same(expected[0], make(counted())[0])
+
+
+def _only(batch: list[Any]) -> Any:
+    return batch[0]
+
+
+def test_fork_after_the_cache_was_used(make: Make, volumes: Any) -> None:
+    dataset = make(pipeline(mt.ResizeWithPadOrCropd([*KEYS, "mask"], (16, 16, 16))))
+    for i in range(len(volumes)):
+        _ = dataset[i], dataset[i]
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=2, num_workers=2, collate_fn=list_data_collate, multiprocessing_context="fork"
+    )
+    assert sum(len(batch["image"]) for batch in loader) == len(volumes)
+
+
+@pytest.mark.parametrize("use_thread_workers", [False, True])
+def test_thread_data_loader(make: Make, volumes: Any, use_thread_workers: bool) -> None:
+    fit = mt.ResizeWithPadOrCropd([*KEYS, "mask"], (16, 16, 16))
+    dataset = make(mt.Compose([Count(), *preprocessing(), fit]))
+    for _ in range(1 if use_thread_workers else 2):
+        loader = ThreadDataLoader(dataset, batch_size=1, num_workers=2 * use_thread_workers,
+                                  use_thread_workers=use_thread_workers)  # fmt: skip
+        assert sorted(batch["name"][0] for batch in loader) == [v["name"] for v in volumes]
+    assert Count.calls == len(volumes)
+
+
+def test_several_processes_fill_one_cache(make: Make, cache_dir: Path, volumes: Any) -> None:
+    pids = []
+    for _ in range(3):
+        pid = fork()
+        if pid == 0:
+            code = 1
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    dataset = make()
+                    for _ in range(2):
+                        for i in range(len(volumes)):
+                            _ = dataset[i]
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0]
+    assert len(records(cache_dir)) == len(volumes)
+    assert os.listdir(cache_dir / ".tmp") == []
+
+
+def test_several_items_at_once_are_the_items_one_by_one(make: Make) -> None:
+    one_by_one, at_once = make(pipeline(*random_part())), make(pipeline(*random_part()))
+    for _ in range(3):
+        one_by_one.transform.set_random_state(1)
+        at_once.transform.set_random_state(1)
+        indices = [2, 0, 0, 1]
+        expected = [one_by_one[i] for i in indices]
+        assert_same(without_ids(expected), without_ids(at_once.__getitems__(indices)))
+
+
+def test_pickle_and_copies(make: Make) -> None:
+    dataset = make()
+    expected = dataset[0]
+    for again in (pickle.loads(pickle.dumps(dataset)), copy.deepcopy(dataset), copy.copy(dataset)):
+        assert_same(expected, again[0])
+        assert again.cache_dir == dataset.cache_dir
+        assert again.transform_hash == dataset.transform_hash
+    assert len(pickle.dumps(dataset)) < 100_000
+
+
+def test_is_a_persistent_dataset_with_monais_signature(tmp_path: Path) -> None:
+    import inspect
+
+    from monai.data import GDSDataset as MonaiGDSDataset
+
+    monais = list(inspect.signature(MonaiGDSDataset.__init__).parameters)[1:8]
+    ours = inspect.signature(GDSDataset.__init__).parameters
+    assert list(ours)[1:8] == monais
+    assert set(inspect.signature(PersistentDataset.__init__).parameters) <= set(ours)
+    assert all(ours[n].kind is inspect.Parameter.KEYWORD_ONLY for n in ("backend", "verify", "durable", "hash_sources"))
+    assert issubclass(GDSDataset, PersistentDataset)
+    GDSDataset([], [mt.Identity()], str(tmp_path), "cpu", pickle_module="pickle", pickle_protocol=2, weights_only=False)
+
+
+def test_durable_and_not_give_the_same(make: Make, cache_dir: Path) -> None:
+    expected = make()[0]
+    raw = records(cache_dir)[0].read_bytes()
+    records(cache_dir)[0].unlink()
+    assert_same(expected, make(durable=True)[0])
+    assert records(cache_dir)[0].read_bytes() == raw
