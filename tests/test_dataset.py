@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import resource
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -609,6 +610,19 @@ def test_fork_after_the_cache_was_used(make: Make, volumes: Any) -> None:
         dataset, batch_size=2, num_workers=2, collate_fn=list_data_collate, multiprocessing_context="fork"
     )
     assert sum(len(batch["image"]) for batch in loader) == len(volumes)
+
+
+def test_fork_after_threads_have_read(make: Make) -> None:
+    """A pool of threads does not survive a fork: a child that went on with its parent's would wait for ever."""
+    transform = mt.Compose([mt.Lambda(lambda d: {"x": torch.ones(1 << 20)})])
+    dataset = make(transform, [{"a": 1}], verify="always")
+    _ = dataset[0], dataset[0]
+
+    def read() -> float:
+        signal.alarm(30)
+        return float(dataset[0]["x"].sum())
+
+    assert in_child(read) == 1 << 20
 
 
 @pytest.mark.parametrize("use_thread_workers", [False, True])

@@ -135,6 +135,17 @@ def test_swapped_sources_are_a_difference(keys: KeyMaker, tmp_path: Path) -> Non
     assert keys(item).digest != before
 
 
+def test_which_of_the_sources_is_there_is_a_difference(keys: KeyMaker, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    digests = []
+    for present in (a, b):
+        present.write_bytes(b"1")
+        os.utime(present, ns=(0, 1))
+        digests.append(keys([str(a), str(b)]).digest)
+        present.unlink()
+    assert digests[0] != digests[1]
+
+
 def test_a_folder_counts_by_its_listing(keys: KeyMaker, tmp_path: Path) -> None:
     folder = tmp_path / "series"
     folder.mkdir()

@@ -143,6 +143,14 @@ def test_names_of_the_users_never_meet_the_formats_own(path: Path, storage: Stor
     assert (back["nested"]["a.b"], back["nested"]["a"]["b"]) == (0, 1)
 
 
+@pytest.mark.parametrize("name", ["\ud800", "\0", "é", '"', "\\", "a" * 5000, ""], ids=ascii)
+def test_keys_of_any_characters_make_a_valid_file(path: Path, storage: Storage, name: str) -> None:
+    path.write_bytes(pack({name: torch.ones(3)}))
+    assert torch.equal(unpack(path, storage)[name], torch.ones(3))
+    with safetensors.safe_open(path, "pt") as f:
+        assert torch.equal(f.get_tensor(*[n for n in f.keys() if not n.startswith("__")]), torch.ones(3))  # noqa: SIM118
+
+
 def test_header_and_arrays_larger_than_the_first_read(path: Path, storage: Storage) -> None:
     many = {f"key {i}": "x" * 20 for i in range(4000)}
     item = {"many": many, "text": np.array(["y" * 50_000, "z"]), "t": torch.ones(3)}
