@@ -1,9 +1,10 @@
-"""The ``kvikio`` backend: GPUDirect Storage through cuFile where the machine has it, KvikIO's POSIX path where not.
+"""The ``kvikio`` backend: GPUDirect Storage through cuFile where the machine has it, KvikIO's threads where not.
 
-Large reads are handed to KvikIO's own threads, one call a piece. (Reading from Python threads, with ``raw_read``, was
-tried first: at 8 to 16 threads handing the interpreter lock around cost 0.1 ms a piece, and held 4 MiB pieces to 18
-GB/s.) Small reads, which KvikIO would do with POSIX calls one at a time anyway, go the way of the ``posix`` backend,
-through staging.
+With cuFile, large reads go straight to the device. Without it KvikIO would copy through pinned memory of its own, on
+streams that wait for the legacy default stream: measured, a read behind 300 ms of queued work took 305 ms. So there
+KvikIO's threads fill this package's pinned slots, and the copy stream takes them to the device, past whatever training
+has queued. (Reading from Python threads held 4 MiB pieces to 18 GB/s: after each, a thread has to get the interpreter's
+lock. KvikIO's threads do not.) Small reads go the way of the ``posix`` backend.
 
 **What is changed in your process:** KvikIO has one thread unless told otherwise, which reads 6 GB/s at the most. If
 ``kvikio.defaults.get("num_threads")`` is that default of 1 and neither KVIKIO_NTHREADS nor KVIKIO_NUM_THREADS is set,
@@ -42,6 +43,9 @@ OPEN_FILES = 64
 
 #: Requests of fewer bytes are read as the posix backend does.
 SMALL = 1 << 20
+
+#: Python threads that hand slots to KvikIO's threads; more of them only get into each other's way.
+HANDLERS = 4
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _lock = threading.Lock()
@@ -82,11 +86,14 @@ class KvikioStorage(PosixStorage):
     name = "kvikio"
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
-        super().__init__(device, threads)
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads}: at least one is needed")
+        super().__init__(device, HANDLERS)
         import kvikio
         import kvikio.defaults
 
         self._kvikio = kvikio
+        self._direct = not kvikio.defaults.is_compat_mode_preferred()
         if threads is None:
             told = {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys()
             threads = THREADS if kvikio.defaults.get("num_threads") == 1 and not told else None
@@ -107,17 +114,17 @@ class KvikioStorage(PosixStorage):
             import kvikio.defaults
         except Exception as e:
             return Availability(False, f"importing kvikio failed: {e}", "install the wheel for your CUDA version")
-        how = "its POSIX path" if kvikio.defaults.is_compat_mode_preferred() else "cuFile"
+        how = "its threads and pinned staging" if kvikio.defaults.is_compat_mode_preferred() else "cuFile"
         return Availability(True, f"KvikIO {kvikio.__version__} through {how}")
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        if nbytes < SMALL:
+        if nbytes < SMALL or not self._direct:
             return super().allocate(nbytes)
         with torch.cuda.stream(pool_stream(self.device)):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def submit(self, requests: Sequence[Read], *, fresh: bool = False) -> Pending:
-        large = [r for r in requests if r.dest.is_cuda and r.dest.numel() >= SMALL]
+        large = [r for r in requests if r.dest.is_cuda and r.dest.numel() >= SMALL] if self._direct else []
         if not large:
             return super().submit(requests, fresh=fresh)
         self._check_devices(requests)
@@ -137,6 +144,25 @@ class KvikioStorage(PosixStorage):
             return [r.dest for r in requests]
 
         return Pending(finish)
+
+    # Without cuFile: KvikIO's threads fill slots.
+
+    def _open(self, path: str, expect: FileId | None) -> Any:
+        return _HostFile(self, *super()._open(path, expect))
+
+    def _close(self, handle: Any) -> None:
+        handle.close()
+
+    def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
+        if dest.numel() < SMALL:
+            super()._read_into((handle.fd, handle.path), offset, dest)
+            return
+        transfers = _Transfers()
+        try:
+            transfers.start(handle.file().pread, handle.path, dest, offset)
+        finally:
+            transfers.settle()
+        transfers.wait()
 
     def open_file(self, path: str, flags: str) -> Any:
         """A ``kvikio.CuFile``, or the system's own error where KvikIO's does not name the cause."""
@@ -241,7 +267,8 @@ class _Transfers:
         """Hands a tensor to ``CuFile.pread`` or ``pwrite``, piece by piece."""
         for where in _pieces(tensor.numel()):
             part, at = tensor[where], offset + where.start
-            self._pieces.append(_Piece(path, at, part, call(part, part.numel(), at, TASK_BYTES)))
+            buffer = part if part.is_cuda else part.numpy()
+            self._pieces.append(_Piece(path, at, part, call(buffer, part.numel(), at, TASK_BYTES)))
 
     def settle(self) -> None:
         """Waits until none is under way, and keeps the first error."""
@@ -267,6 +294,30 @@ class _Transfers:
     def __del__(self) -> None:
         if self._process == os.getpid():  # a forked child has none of KvikIO's threads
             self.settle()
+
+
+class _HostFile:
+    """A file read into host memory: a descriptor, and KvikIO's handle of the same file once a large read wants it."""
+
+    def __init__(self, storage: KvikioStorage, fd: int, path: str) -> None:
+        self.fd = fd
+        self.path = path
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._file: Any = None
+
+    def file(self) -> Any:
+        """KvikIO's handle, opened by way of the descriptor: the path may name another file by now."""
+        with self._lock:
+            if self._file is None:
+                self._file = self._storage.open_file(f"/proc/self/fd/{self.fd}", "r")
+            return self._file
+
+    def close(self) -> None:
+        """Closes both."""
+        if self._file is not None:
+            self._file.close()
+        os.close(self.fd)
 
 
 class _Reads(_Transfers):
