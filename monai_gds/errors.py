@@ -8,12 +8,14 @@ from __future__ import annotations
 
 __all__ = [
     "BackendUnavailable",
+    "BlockMapError",
     "CacheWarning",
     "DamagedRecord",
     "FileChanged",
     "HashingError",
     "MonaiGdsError",
     "NewerRecord",
+    "NotMappable",
     "RecordError",
     "StorageError",
     "UnsupportedType",
@@ -34,6 +36,14 @@ class StorageError(MonaiGdsError, OSError):
 
 class FileChanged(StorageError):
     """The file is not the one that was expected: it was replaced or changed since it was looked at."""
+
+
+class NotMappable(StorageError):
+    """The bytes of a file cannot be read from its device; the message says why (file system, layer, kind of extent)."""
+
+
+class BlockMapError(MonaiGdsError, ValueError):
+    """A block map cannot be used: it is no map, of a newer format, or contradicts itself."""
 
 
 class RecordError(MonaiGdsError, ValueError):
