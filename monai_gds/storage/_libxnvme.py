@@ -141,7 +141,6 @@ class _OwnDeclarations:
 
     xnvme_cmd_ctx = xnvme_cmd_ctx
     xnvme_queue_cb = xnvme_queue_cb
-    xnvme_queue = None  # a queue is a plain address here
 
     def __init__(self, library: ctypes.CDLL, opts: type[ctypes.Structure]) -> None:
         self.xnvme_opts = opts
@@ -218,14 +217,18 @@ class Library:
 class Completion(NamedTuple):
     """How a command ended: its tag, its NVMe status (0: well), and its result (bytes, outside of passthrough)."""
 
-    tag: int
+    tag: Any
     status: int
     result: int
 
-    def failure(self) -> tuple[int, str]:
-        """For a status other than 0: an errno, and the status in words."""
+    def failure(self, *, in_kernel: bool) -> tuple[int, str]:
+        """For a status other than 0: an errno, and the status in words.
+
+        Args:
+            in_kernel: the interface transfers as pread does: the status code is an errno, if it is a vendor's one.
+        """
         code, kind = self.status >> 1 & 0xFF, self.status >> 9 & 0x7
-        if kind in (0, 7) and code and (kind == 7 or self.status >> 12 == 0) and kind == 7:
+        if in_kernel and kind == 7:
             return code, os.strerror(code)
         return errno.EIO, f"NVMe status code type {kind:#x}, status code {code:#x}"
 
@@ -323,13 +326,12 @@ class Queue:
 
     def __init__(self, device: Device, depth: int) -> None:
         self._api, self._device, self.depth = device.library.api, device, depth
-        self._queue = (self._api.xnvme_queue or c_void_p)() if self._api.xnvme_queue is None else None
-        pointer = c_void_p() if self._api.xnvme_queue is None else POINTER(self._api.xnvme_queue)()
+        pointer = self._api.xnvme_queue_init.argtypes[3]._type_()
         code = self._api.xnvme_queue_init(device.handle, depth, 0, ctypes.byref(pointer))
         if code:
             raise StorageError(-code, f"xnvme_queue_init with {device.interface}: {os.strerror(-code)}", device.uri)
         self._queue = pointer
-        self._tags: dict[int, int] = {}
+        self._tags: dict[int, Any] = {}
         self._done: list[Completion] = []
         self._callback = self._api.xnvme_queue_cb(self._completed)  # xNVMe keeps no reference
         self._api.xnvme_queue_set_cb(self._queue, self._callback, None)
@@ -339,7 +341,7 @@ class Queue:
         """Commands in flight."""
         return len(self._tags)
 
-    def read(self, tag: int, block: int, count: int, address: int) -> bool:
+    def read(self, tag: Any, block: int, count: int, address: int) -> bool:
         """Submits a read of ``count`` blocks from ``block`` into memory at ``address``.
 
         Returns:
@@ -371,6 +373,10 @@ class Queue:
         cpl = command.cpl
         self._done.append(Completion(self._tags.pop(ctypes.addressof(command)), cpl.status.val & 0xFFFE, cpl.result))
         self._api.xnvme_queue_put_cmd_ctx(self._queue, ctx)
+
+    def in_flight(self) -> list[Any]:
+        """The tags of the commands that have not completed."""
+        return list(self._tags.values())
 
     def poll(self) -> list[Completion]:
         """The commands that completed since the last call, without waiting.

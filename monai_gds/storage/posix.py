@@ -20,7 +20,7 @@ from monai_gds.errors import StorageError
 from monai_gds.storage.base import ALIGNMENT, Availability, FileId
 from monai_gds.storage.threaded import ThreadedStorage
 
-__all__ = ["PosixStorage", "pread_into"]
+__all__ = ["PosixStorage", "open_file", "pread_into"]
 
 #: Ranges below this many bytes are read instead of mapped: a mapping costs two system calls and a fault a page.
 MAP_BYTES = 64 << 10
@@ -79,7 +79,8 @@ def pread_into(fd: int, offset: int, view: memoryview, name: str) -> None:
         done += count
 
 
-def _open(path: str, expect: FileId | None) -> int:
+def open_file(path: str, expect: FileId | None) -> int:
+    """Opens a file for reading; raises FileChanged when it is not the one expected."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO must not wait
     if expect is not None:
         try:
@@ -110,7 +111,7 @@ class PosixStorage(ThreadedStorage):
     ) -> list[torch.Tensor] | None:
         if self.device.type != "cpu":
             return None
-        fd = _open(path, expect)
+        fd = open_file(path, expect)
         try:
             size = os.fstat(fd).st_size
             for offset, nbytes in ranges:
@@ -132,7 +133,7 @@ class PosixStorage(ThreadedStorage):
         return dest
 
     def _open(self, path: str, expect: FileId | None) -> tuple[int, str]:
-        return _open(path, expect), path
+        return open_file(path, expect), path
 
     def _close(self, handle: Any) -> None:
         os.close(handle[0])

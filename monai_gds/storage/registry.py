@@ -15,6 +15,8 @@ __all__ = ["available_backends", "choose_backend", "open_storage", "resolve_devi
 _BACKENDS = {
     "posix": "monai_gds.storage.posix:PosixStorage",
     "kvikio": "monai_gds.storage.kvikio:KvikioStorage",
+    "xnvme": "monai_gds.storage.xnvme:XnvmeStorage",
+    "xnvme-block": "monai_gds.storage.xnvme_block:XnvmeBlockStorage",
 }
 
 #: What ``auto`` tries, in this order, by type of device.

@@ -191,6 +191,17 @@ class StagingPool:
             raise
         return slot
 
+    def try_acquire(self) -> StagingSlot | None:
+        """As :meth:`acquire`, but None where that would wait for a slot or for the last copy of one."""
+        try:
+            slot = self._free.get_nowait()
+        except queue.Empty:
+            return self._make()
+        if slot.event.query():
+            return slot
+        self._free.put(slot)
+        return None
+
     def _make(self) -> StagingSlot | None:
         with self._lock:  # held meanwhile: who finds the limit reached waits for a slot that surely comes
             if self._made >= self._limit:
