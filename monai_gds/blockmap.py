@@ -276,6 +276,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         mounted = MountedFileSystems()
         try:
             for done, (key, blocks) in enumerate(self._files.items(), 1):
+                mounted.refresh()
                 try:
                     self._verify_file(os.path.join(base, key), blocks, data, mounted)
                 except OSError as e:

@@ -25,7 +25,18 @@ from typing import NamedTuple
 
 from monai_gds.errors import NotMappable
 
-__all__ = ["Disk", "Extent", "FileSystem", "MountedFileSystems", "disk_of", "map_extents", "read_uuid", "uuid_in"]
+__all__ = [
+    "Disk",
+    "Extent",
+    "FileSystem",
+    "MountedFileSystems",
+    "disk_of",
+    "extents_in",
+    "look",
+    "map_extents",
+    "read_uuid",
+    "uuid_in",
+]
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
@@ -36,6 +47,7 @@ _HEADER = struct.Struct("=QQIIII")  # start, length, flags, mapped extents, room
 _RECORD = struct.Struct("=QQQ16xI12x")  # logical, physical, length, flags
 _ROOM = 18  # extents a call: the buffer stays below 1024 bytes, which Python copies without an allocation
 _LAST = 0x1
+_HARMLESS = 0x1 | 0x1000  # the last extent; merged by the kernel from several
 
 #: FIEMAP flags of extents whose bytes are not simply at their place on the disk.
 _REFUSED_EXTENTS = {
@@ -57,8 +69,10 @@ _REFUSED_INODES = {
     0x00004000: "its data goes through the journal (chattr +j)",
     0x10000000: "its bytes lie inline in the inode",
 }
+_REFUSED_FLAGS = sum(_REFUSED_INODES)
 _FSGETXATTR = 0x801C581F  # FS_IOC_FSGETXATTR
 _XFS_REALTIME = 0x1
+_XFS_FSGEOMETRY = 0x80705864  # XFS_IOC_FSGEOMETRY_V1
 
 _GETFSUUID = 0x80111500  # FS_IOC_GETFSUUID, Linux 6.9 and later
 _UUID_AT = {"ext4": (0x438, b"\x53\xef", 0x468), "xfs": (0, b"XFSB", 32)}  # magic at, magic, UUID at
@@ -101,6 +115,11 @@ class Disk:
         """Its device node."""
         return f"/dev/{self.name}"
 
+    @property
+    def character_path(self) -> str:
+        """The character device that passes NVMe commands through: ``/dev/ng0n1`` for ``nvme0n1``."""
+        return self.path.replace("/dev/nvme", "/dev/ng")
+
 
 @dataclass(frozen=True)
 class FileSystem:
@@ -112,6 +131,7 @@ class FileSystem:
         start: its first byte on that disk (0 unless it lies in a partition).
         nbytes: size of its partition or disk.
         device: ``st_dev`` of its files.
+        realtime: whether files may lie on a realtime device of its own (XFS).
     """
 
     kind: str
@@ -119,6 +139,7 @@ class FileSystem:
     start: int
     nbytes: int
     device: int
+    realtime: bool = False
 
     @classmethod
     def of(cls, fd: int, path: str) -> FileSystem:
@@ -127,11 +148,11 @@ class FileSystem:
         Raises:
             NotMappable: its files cannot be read from a device; the message says why.
         """
-        return _file_system(os.fstat(fd).st_dev, _mount_of(fd), path)
+        return _file_system(fd, _mount_of(fd), path)
 
 
 class MountedFileSystems:
-    """:meth:`FileSystem.of`, remembered until anything is mounted or unmounted on this machine."""
+    """:meth:`FileSystem.of`, remembered until :meth:`refresh` sees that something was mounted or unmounted."""
 
     def __init__(self) -> None:
         self._known: dict[int, FileSystem] = {}
@@ -140,11 +161,14 @@ class MountedFileSystems:
         self._changes = select.poll()
         self._changes.register(self._table, select.POLLPRI)  # the kernel's sign that the table changed, proc(5)
 
-    def of(self, fd: int, device: int, path: str) -> FileSystem:
-        """As :meth:`FileSystem.of`; ``device`` is the file's ``st_dev``."""
+    def refresh(self) -> None:
+        """To be called before a row of files is opened."""
         if self._changes.poll(0):
             self._known.clear()
             self._uuids.clear()
+
+    def of(self, fd: int, device: int, path: str) -> FileSystem:
+        """As :meth:`FileSystem.of`; ``device`` is the file's ``st_dev``."""
         if device not in self._known:
             self._known[device] = FileSystem.of(fd, path)
         return self._known[device]
@@ -177,8 +201,8 @@ def _mount_of(fd: int) -> _Mount:
     return _Mount("unknown", "")
 
 
-def _file_system(device: int, mount: _Mount, path: str) -> FileSystem:
-    kind = mount.kind
+def _file_system(fd: int, mount: _Mount, path: str) -> FileSystem:
+    device, kind = os.fstat(fd).st_dev, mount.kind
     if kind not in _UUID_AT:
         raise _refusal(path, f"it is on a {kind} file system: only ext4 and xfs keep files as plain blocks")
     folder = _sysfs(device)
@@ -190,7 +214,13 @@ def _file_system(device: int, mount: _Mount, path: str) -> FileSystem:
     if (folder / "partition").exists():
         start, whole = int((folder / "start").read_text()) * 512, whole.parent
     disk = _disk(whole, path)
-    return FileSystem(kind, disk, start, int((folder / "size").read_text()) * 512, device)
+    nbytes = int((folder / "size").read_text()) * 512
+    return FileSystem(kind, disk, start, nbytes, device, realtime=kind == "xfs" and _xfs_realtime_blocks(fd) > 0)
+
+
+def _xfs_realtime_blocks(fd: int) -> int:
+    """Blocks on the realtime device of an XFS: ``rtblocks`` of ``struct xfs_fsop_geom_v1``, xfs_fs.h."""
+    return int(struct.unpack_from("=Q", fcntl.ioctl(fd, _XFS_FSGEOMETRY, bytes(112)), 40)[0])
 
 
 def _ext4_options(name: str) -> list[str]:
@@ -239,22 +269,48 @@ def _refusal(path: str, why: str) -> NotMappable:
     return NotMappable(errno.EOPNOTSUPP, f"cannot be read from its device: {why}", path)
 
 
+def look(fd: int, size: int) -> bytes:
+    """What the kernel says of the places of the first ``size`` bytes: equal answers mean that nothing moved.
+
+    Written data is flushed first, so that the places are final and the bytes are there.
+    """
+    found = b""
+    position = 0
+    while position < size:
+        buffer = bytearray(_HEADER.size + _ROOM * _RECORD.size)
+        _HEADER.pack_into(buffer, 0, position, size - position, _FIEMAP_SYNC, 0, _ROOM, 0)
+        fcntl.ioctl(fd, _FIEMAP, buffer)
+        count = _HEADER.unpack_from(buffer)[3]
+        found += buffer[_HEADER.size : _HEADER.size + count * _RECORD.size]
+        if count < _ROOM:
+            break
+        offset, _, nbytes, flags = _RECORD.unpack_from(found, len(found) - _RECORD.size)
+        if flags & _LAST:
+            break
+        position = offset + nbytes
+    return found
+
+
 def map_extents(fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
     """The extents that hold the first ``size`` bytes of an open file, in order of their offset.
 
-    Written data is flushed first, so that the places are final and the bytes are there. Holes have no extent.
+    Written data is flushed first. Holes have no extent.
 
     Raises:
         NotMappable: an extent, or the file, cannot be read from the device; the message says why.
     """
+    return extents_in(look(fd, size), fd, size, fs, path)
+
+
+def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
+    """As :func:`map_extents`, from what :func:`look` gave."""
     _check_inode(fd, fs, path)
     block = fs.disk.block_size
     end = -(-size // block) * block
     extents: list[Extent] = []
-    for offset, physical, nbytes, flags in _fiemap(fd, size):
-        for bit, why in _REFUSED_EXTENTS.items():
-            if flags & bit:
-                raise _refusal(path, f"of the extent at byte {offset}, {why}")
+    for offset, physical, nbytes, flags in _RECORD.iter_unpack(answer):
+        if flags & ~_HARMLESS:
+            _refuse_extent(offset, flags, path)
         nbytes = min(nbytes, end - offset)
         if (offset | physical | nbytes) % block:
             raise _refusal(path, f"the extent at byte {offset} is not aligned to blocks of {block} bytes")
@@ -266,32 +322,19 @@ def map_extents(fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
     return extents
 
 
+def _refuse_extent(offset: int, flags: int, path: str) -> None:
+    why = next((why for bit, why in _REFUSED_EXTENTS.items() if flags & bit), f"FIEMAP has unknown flags, {flags:#x}")
+    raise _refusal(path, f"of the extent at byte {offset}, {why}")
+
+
 def _check_inode(fd: int, fs: FileSystem, path: str) -> None:
     if fs.kind == "xfs":
-        if struct.unpack_from("=I", fcntl.ioctl(fd, _FSGETXATTR, bytes(28)))[0] & _XFS_REALTIME:
+        if fs.realtime and struct.unpack_from("=I", fcntl.ioctl(fd, _FSGETXATTR, bytes(28)))[0] & _XFS_REALTIME:
             raise _refusal(path, "it is on the realtime device of its XFS")
         return
     flags = struct.unpack_from("=I", fcntl.ioctl(fd, _GETFLAGS, bytes(8)))[0]
-    for bit, why in _REFUSED_INODES.items():
-        if flags & bit:
-            raise _refusal(path, why)
-
-
-def _fiemap(fd: int, size: int) -> list[tuple[int, int, int, int]]:
-    """Raw extents below ``size``: (offset in the file, offset on the file system's device, bytes, flags)."""
-    found: list[tuple[int, int, int, int]] = []
-    position = 0
-    while position < size:
-        buffer = bytearray(_HEADER.size + _ROOM * _RECORD.size)
-        _HEADER.pack_into(buffer, 0, position, size - position, _FIEMAP_SYNC, 0, _ROOM, 0)
-        fcntl.ioctl(fd, _FIEMAP, buffer)
-        count = _HEADER.unpack_from(buffer)[3]
-        records = [_RECORD.unpack_from(buffer, _HEADER.size + i * _RECORD.size) for i in range(count)]
-        found += records
-        if count < _ROOM or records[-1][3] & _LAST:
-            break
-        position = records[-1][0] + records[-1][2]
-    return found
+    if flags & _REFUSED_FLAGS:
+        raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if flags & bit))
 
 
 def read_uuid(fd: int, fs: FileSystem, path: str) -> str:

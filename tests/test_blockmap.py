@@ -258,10 +258,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("flag", "match"),
         [(0x2, "unknown"), (0x4 | 0x2, "unknown"), (0x4, "delayed"), (0x8, "encoded"), (0x80, "encrypted"),
-         (0x100, "aligned"), (0x200, "inline"), (0x400, "tails"), (0x800, "never written"), (0x2000, "shared")],
+         (0x100, "aligned"), (0x200, "inline"), (0x400, "tails"), (0x800, "never written"), (0x2000, "shared"),
+         (0x4000, "unknown flags")],
     )  # fmt: skip
     def test_every_flag(self, ext4: LoopDisk, monkeypatch: pytest.MonkeyPatch, flag: int, match: str) -> None:
-        monkeypatch.setattr(extents, "_fiemap", lambda *_: [(0, 1 << 20, 12_288, flag | 0x1)])
+        answer = struct.pack("=QQQ16xI12x", 0, 1 << 20, 12_288, flag | 0x1)
+        monkeypatch.setattr(extents, "look", lambda *_: answer)
         refused(self.one_file(ext4), match)
 
     @pytest.mark.parametrize(("mark", "match"), [("dm", "device-mapper"), ("md", "md array"), ("bcache", "bcache")])
@@ -289,6 +291,7 @@ class TestRefusals:
 
     def test_xfs_realtime(self, xfs: LoopDisk, monkeypatch: pytest.MonkeyPatch) -> None:
         """Stood in for by the inode's flag: this needs a kernel with CONFIG_XFS_RT."""
+        monkeypatch.setattr(extents, "_xfs_realtime_blocks", lambda _: 1)
         monkeypatch.setattr(extents, "_XFS_REALTIME", 0xFFFFFFFF)
         folder = self.one_file(xfs)
         run("chattr", "+A", str(folder / "file.bin"))

@@ -179,7 +179,7 @@ class GpuBuffers:
         with self._lock:
             for _ in range(len(self._leaving)):
                 address, events = self._leaving.popleft()
-                if not wait and not all(event.query() for event in events):
+                if not wait and not all(event.query() for event in events):  # type: ignore[no-untyped-call]
                     self._leaving.append((address, events))
                     continue
                 for event in events:
@@ -222,7 +222,7 @@ class GpuLandings(Landings):
             memory = self._buffers.tensor(self.nbytes)
             self._made += 1
             return Landing(memory.data_ptr(), memory)
-        if self._free and (self._free[0].event is None or self._free[0].event.query()):
+        if self._free and (self._free[0].event is None or self._free[0].event.query()):  # type: ignore[no-untyped-call]
             return self._free.popleft().renew()
         return None
 

@@ -61,13 +61,16 @@ class xnvme_opts(_Declared):  # noqa: N801 (xNVMe's own names, which the package
     ]
 
 
+_ADRFAM = [field[0] for field in xnvme_opts._fields_].index("adrfam")
+
+
 class xnvme_opts_next(_Declared):  # noqa: N801
     """As on the development branch: ``iova_mode`` in between, three fields more at the end."""
 
     _fields_: ClassVar = [
-        *xnvme_opts._fields_[: [name for name, _ in xnvme_opts._fields_].index("adrfam")],
+        *xnvme_opts._fields_[:_ADRFAM],
         ("iova_mode", _CHARS),
-        *xnvme_opts._fields_[[name for name, _ in xnvme_opts._fields_].index("adrfam") :],
+        *xnvme_opts._fields_[_ADRFAM:],
         ("host_heap_size", c_size_t),
         ("device_heap_size", c_size_t),
         ("gpu_id", c_uint32),

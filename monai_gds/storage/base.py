@@ -72,6 +72,8 @@ class Read:
         offset: first byte within the file; any value, aligned or not.
         dest: 1-D contiguous uint8 tensor on the CPU or on the storage's device. All of it is filled.
         expect: when given, the file opened must have this identity, else the read fails with FileChanged.
+        room: bytes behind ``dest`` in the same memory that may be overwritten too. Up to the next multiple of ALIGNMENT
+            they spare a backend that reads whole blocks a detour.
 
     Raises:
         ValueError: ``offset`` is negative, or ``dest`` is not as said above.
@@ -81,6 +83,7 @@ class Read:
     offset: int
     dest: torch.Tensor
     expect: FileId | None = None
+    room: int = 0
 
     def __post_init__(self) -> None:
         dest = self.dest

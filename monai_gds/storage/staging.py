@@ -197,7 +197,7 @@ class StagingPool:
             slot = self._free.get_nowait()
         except queue.Empty:
             return self._make()
-        if slot.event.query():
+        if slot.event.query():  # type: ignore[no-untyped-call]
             return slot
         self._free.put(slot)
         return None
