@@ -1,5 +1,6 @@
 # make demo   sets up and runs the main job on the CPU (or on a GPU: make demo EXTRAS=cuda12 CONSTRAINTS=)
 # make test   sets up and runs the tests
+# make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too)
 # make lint   ruff and mypy
 
 PYTHON ?= python3
@@ -14,13 +15,16 @@ comma := ,
 bin := $(VENV)/bin
 pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-nvme lint clean
 
 demo: $(VENV)/.core
 	$(bin)/monai-gds demo $(DEMO)
 
 test: $(VENV)/.test
 	$(bin)/python -m pytest $(PYTEST)
+
+test-nvme: $(VENV)/.test
+	$(bin)/python tests/nvme/run.py $(PYTEST)
 
 lint: $(VENV)/.test
 	$(bin)/ruff check . && $(bin)/ruff format --check . && $(bin)/mypy

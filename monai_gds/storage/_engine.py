@@ -572,6 +572,13 @@ class Engine:
             if place is None:
                 self._zero(dest[begin - start : stop - start])
                 continue
+            if place + stop - begin > file.drive.device.nbytes:
+                raise StorageError(
+                    errno.ENXIO,
+                    f"LBA {(place + stop - begin - 1) // file.drive.block} lies past the end of {file.drive.uri}, which "
+                    f"has {file.drive.device.nbytes // file.drive.block} blocks",
+                    file.path,
+                )
             room = request.room if stop == end else 0
             for piece, nbytes, direct in _cut(file.drive, dest, begin - start, place, stop - begin, room):
                 at = begin - start + piece

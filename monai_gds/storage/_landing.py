@@ -8,6 +8,8 @@ copied on. There is one kind a memory: xNVMe's host buffers, pinned staging for 
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -139,6 +141,7 @@ class GpuBuffers:
 
     def __init__(self, device: Device, target: torch.device) -> None:
         self._device, self._target = device, target
+        self._process = os.getpid()
         self._lock = threading.RLock()  # a tensor may be collected, and leave, in the middle of what holds it
         self._out: dict[int, set[torch.cuda.Stream]] = {}  # address to the streams that use it
         self._leaving: deque[tuple[int, list[torch.cuda.Event]]] = deque()
@@ -170,6 +173,8 @@ class GpuBuffers:
 
     def leave(self, address: int) -> None:
         """The tensor over a buffer is gone; the buffer is freed behind the work queued on its streams."""
+        if os.getpid() != self._process or sys.is_finalizing():  # no place to call CUDA
+            return
         streams = {*self._out[address], torch.cuda.current_stream(self._target)}
         self._leaving.append((address, [stream.record_event() for stream in streams]))
         if self._closing:

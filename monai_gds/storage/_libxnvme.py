@@ -35,6 +35,9 @@ HOW_TO_GET_IT = (
     f"adds xNVMe's Python bindings"
 )
 
+#: What the loader is asked for.
+_NAMES = ("libxnvme.so.0", "libxnvme.so")
+
 #: The kernel's ways to a device, which transfer bytes as pread does; io_uring_cmd passes NVMe commands through.
 KERNEL_INTERFACES = ("io_uring", "libaio", "thrpool", "posix", "emu")
 PASSTHROUGH = "io_uring_cmd"
@@ -449,7 +452,7 @@ def _load(named: str | None) -> Library:
             return Library(ctypes.CDLL(named))
         except OSError as e:
             raise BackendUnavailable(f"{ENVIRONMENT} names {named}, which does not load: {e}") from e
-    candidates = ["libxnvme.so.0", "libxnvme.so", *_told_by_pkg_config()]
+    candidates = [*_NAMES, *_told_by_pkg_config()]
     for candidate in candidates:
         try:
             return Library(ctypes.CDLL(candidate))

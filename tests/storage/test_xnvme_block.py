@@ -1,37 +1,594 @@
-"""x"""
+"""The xnvme-block backend: the contract on real file systems, and everything a device or a map can do wrong."""
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from monai_gds.storage import Storage
-from tests.loopdisk import LoopDisk, loop_disk
-from tests.storage.contract import StorageContract, opened
+from monai_gds.blockmap import BlockMap, FileBlocks
+from monai_gds.errors import FileChanged, NotMappable, StorageError
+from monai_gds.extents import Extent
+from monai_gds.storage import FileId, Read, Storage, _libxnvme
+from tests.loopdisk import LoopDisk, loop_disk, run
+from tests.storage import libraries
+from tests.storage.contract import CudaStorageContract, StorageContract, bytes_of, content, opened
+
+SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 116_000, 3_000_001)
 
 
-@pytest.fixture(scope="module", params=["ext4"])
-def disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopDisk]:
-    with loop_disk(tmp_path_factory.mktemp("disk"), request.param, size=1 << 30) as disk:
-        yield disk
+class Place:
+    """A loop disk, and how the backend is opened over it."""
+
+    def __init__(self, disk: LoopDisk, gpu: bool) -> None:
+        self.disk = disk
+        self.folder = disk.folder / "shared"
+        self.folder.mkdir()
+        self.options: dict[str, Any] = {"uri": disk.device, "mem": "gpu"} if gpu else {}
 
 
 @pytest.fixture(scope="module")
-def shared_folder(disk: LoopDisk) -> Path:
-    (disk.folder / "shared").mkdir()
-    return disk.folder / "shared"
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    library, kind, block = request.param.split(", ")
+    with (
+        libraries.using(library),
+        loop_disk(tmp_path_factory.mktemp("disk"), kind, block_size=int(block), size=1 << 30) as disk,
+    ):
+        yield Place(disk, gpu=library == "double gpu")
 
 
-class TestBlock(StorageContract):
+@pytest.fixture(scope="module")
+def shared_folder(place: Place) -> Path:
+    return place.folder
+
+
+@pytest.fixture
+def folder(place: Place, request: pytest.FixtureRequest) -> Path:
+    """A new folder on the disk."""
+    made = place.disk.folder / f"test-{abs(hash(request.node.nodeid))}"
+    made.mkdir()
+    return made
+
+
+class _OnTheDisk:
     @pytest.fixture
-    def storage(self) -> Iterator[Storage]:
-        with opened("xnvme-block", "cpu") as storage:
+    def folder(self, folder: Path) -> Path:
+        return folder
+
+
+@pytest.mark.parametrize(
+    "place", ["real, ext4, 512", "real, xfs, 4096", "double, xfs, 512"], indirect=True, scope="module"
+)
+class TestBlocksToCpu(_OnTheDisk, StorageContract):
+    @pytest.fixture
+    def storage(self, place: Place) -> Iterator[Storage]:
+        with opened("xnvme-block", "cpu", **place.options) as storage:
             yield storage
 
-    @pytest.fixture
-    def folder(self, disk: LoopDisk, request: pytest.FixtureRequest) -> Path:
-        import tempfile
 
-        return Path(tempfile.mkdtemp(dir=disk.folder))
+@pytest.mark.parametrize("place", ["real, ext4, 512", "double, xfs, 512"], indirect=True, scope="module")
+class TestBlocksToCudaThroughPinnedMemory(_OnTheDisk, CudaStorageContract):
+    @pytest.fixture
+    def storage(self, place: Place) -> Iterator[Storage]:
+        with opened("xnvme-block", "cuda", **place.options) as storage:
+            yield storage
+
+
+@pytest.mark.parametrize("place", ["double gpu, ext4, 512", "double gpu, xfs, 4096"], indirect=True, scope="module")
+class TestBlocksToCudaBuffers(_OnTheDisk, CudaStorageContract):
+    """The drive writes to GPU memory by itself: buffers of cudaMalloc, wrapped as tensors."""
+
+    #: Tests of the contract that read another disk than the one the storage was opened for.
+    OTHER_DISK = "this storage reads one device, which is not the disk that this test makes"
+
+    @pytest.fixture
+    def storage(self, place: Place) -> Iterator[Storage]:
+        with opened("xnvme-block", "cuda", **place.options) as storage:
+            yield storage
+
+    @pytest.mark.skip(reason=OTHER_DISK)
+    def test_an_unreadable_disk_is_an_error(self, place: Place) -> None: ...
+
+    @pytest.mark.skip(reason=OTHER_DISK)
+    def test_a_full_disk_is_an_error_and_no_more(self, place: Place) -> None: ...
+
+    @pytest.mark.skip(reason="it opens the backend by name alone in another process, without its device")
+    def test_a_forked_child_that_exits_by_itself_does_so_quietly(self, place: Place) -> None: ...
+
+    def test_no_copy_is_made(self, storage: Storage, blob: Path, data: bytes) -> None:
+        """What is loaded is the buffer that the drive filled; it goes back when the tensor is gone."""
+        double = libraries.Double("double gpu")
+        before = double.count("buffers")
+        tensors = storage.load(str(blob), [(0, 1 << 20), (4096, 5000)]).wait()
+        assert double.count("buffers") == before + 2
+        assert [bytes_of(t) for t in tensors] == [data[: 1 << 20], data[4096:9096]]
+        del tensors
+        torch.cuda.synchronize()
+        storage.allocate(1)
+        assert double.count("buffers") <= before + 1
+
+    def test_memory_that_runs_out_is_an_error(self, storage: Storage, blob: Path) -> None:
+        double = libraries.Double("double gpu")
+        double.fail("NO_MEMORY")
+        try:
+            with pytest.raises(StorageError, match="xnvme_buf_alloc"):
+                storage.load(str(blob), [(0, 1 << 20)])
+        finally:
+            double.reset()
+
+
+# On every kind of disk.
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(kind, block, part) for kind in ("ext4", "xfs") for block in (512, 4096) for part in (False, True)],
+    ids=lambda p: f"{p[0]}-{p[1]}{'-partition' if p[2] else ''}",
+)
+def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopDisk]:
+    """A disk with files of every size, of many extents and with holes, and thousands of small ones."""
+    kind, block, partitioned = request.param
+    with loop_disk(tmp_path_factory.mktemp("filled"), kind, block_size=block, partitioned=partitioned) as disk:
+        folder = disk.folder / "set"
+        (folder / "small").mkdir(parents=True)
+        for seed, size in enumerate(SIZES):
+            (folder / f"{size}.bin").write_bytes(content(size, seed))
+        for seed in range(2000):
+            (folder / f"small/{seed}.bin").write_bytes(content(500 + seed * 3, seed))
+        with (folder / "sparse.bin").open("wb") as f:
+            f.truncate(5 << 20)
+            for offset, nbytes in ((100_000, 5000), (700_000, 1), (4_000_001, 600_000)):
+                f.seek(offset)
+                f.write(content(nbytes))
+        with (folder / "cut.bin").open("wb") as f, (folder / "other.bin").open("wb") as g:
+            for i in range(200):
+                for out in (f, g):
+                    out.write(content(5000, i))
+                    out.flush()
+                    os.fsync(out.fileno())
+        yield disk
+
+
+@pytest.mark.parametrize("library", ["real", "double"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "over a map"])
+def test_every_file_on_every_disk(filled: LoopDisk, library: str, mapped: bool) -> None:
+    files = sorted(p for p in (filled.folder / "set").rglob("*") if p.is_file())
+    options = {"blockmap": BlockMap.build(filled.folder / "set")} if mapped else {}
+    with libraries.using(library), opened("xnvme-block", "cpu", **options) as storage:
+        for start in range(0, len(files), 64):
+            batch = files[start : start + 64]
+            dests = [torch.full((p.stat().st_size,), 0xA5, dtype=torch.uint8) for p in batch]
+            storage.read([Read(str(p), 0, d) for p, d in zip(batch, dests, strict=True)])
+            for path, dest in zip(batch, dests, strict=True):
+                assert bytes_of(dest) == path.read_bytes(), path
+        for name in ("cut.bin", "sparse.bin"):
+            path = filled.folder / "set" / name
+            data = path.read_bytes()
+            ranges = [(o, n) for o in range(0, len(data), 33_333) for n in (1, 777, 40_000) if o + n <= len(data)]
+            got = storage.load(str(path), ranges).wait()
+            assert [bytes_of(t) for t in got] == [data[o : o + n] for o, n in ranges]
+
+
+# Over one ext4 disk.
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[LoopDisk]:
+    with loop_disk(tmp_path, "ext4") as disk:
+        (disk.folder / "set").mkdir()
+        yield disk
+
+
+@pytest.fixture
+def file(disk: LoopDisk) -> Path:
+    """A file of 3 MB, ``content(3_000_000)``."""
+    path = disk.folder / "set/file.bin"
+    path.write_bytes(content(3_000_000))
+    return path
+
+
+@pytest.fixture
+def double() -> Iterator[libraries.Double]:
+    with libraries.using("double"):
+        double = libraries.Double()
+        gc.collect()  # tensors of a test that failed
+        double.reset()
+        yield double
+        double.reset()
+
+
+def whole(storage: Storage, path: Path) -> bytes:
+    return bytes_of(storage.load(str(path), [(0, path.stat().st_size)]).wait()[0])
+
+
+@pytest.mark.parametrize("be", ["io_uring", "libaio", "thrpool", "emu"])
+@pytest.mark.parametrize("depth", [1, 4, 256])
+def test_every_interface_of_the_real_library(disk: LoopDisk, file: Path, be: str, depth: int) -> None:
+    with libraries.using("real"), opened("xnvme-block", "cpu", uri=disk.device, be=be, queue_depth=depth) as storage:
+        assert whole(storage, file) == content(3_000_000)
+        with pytest.raises(FileNotFoundError, match="no-such"):
+            storage.load(str(file) + "no-such", [(0, 1)]).wait()
+
+
+@pytest.mark.parametrize("kind", ["real", "double"])
+def test_devices_are_open_for_reading_only_and_direct(disk: LoopDisk, file: Path, kind: str) -> None:
+    with libraries.using(kind), opened("xnvme-block", "cpu") as storage:
+        before = _libxnvme._descriptors_of(disk.device)
+        whole(storage, file)
+        (fd,) = _libxnvme._descriptors_of(disk.device) - before
+        flags = int(Path(f"/proc/self/fdinfo/{fd}").read_text().split("flags:")[1].split()[0], 8)
+        assert flags & os.O_ACCMODE == os.O_RDONLY
+        assert flags & os.O_DIRECT
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(fd, bytes(4096), 0)
+
+
+def test_reads_a_device_that_cannot_be_written(disk: LoopDisk, file: Path) -> None:
+    os.sync()
+    run("mount", "-o", "remount,ro", str(disk.folder))
+    run("blockdev", "--setro", disk.device)
+    try:
+        with libraries.using("real"), opened("xnvme-block", "cpu", uri=disk.device) as storage:
+            assert whole(storage, file) == content(3_000_000)
+    finally:
+        run("blockdev", "--setrw", disk.device)  # it would stay with the number of the loop device
+
+
+class TestQueue:
+    def test_as_many_commands_as_it_takes_each_as_large_as_allowed(
+        self, disk: LoopDisk, double: libraries.Double
+    ) -> None:
+        path = disk.folder / "set/large.bin"
+        path.write_bytes(content(40 << 20))
+        with opened("xnvme-block", "cpu", queue_depth=32) as storage:
+            assert whole(storage, path) == content(40 << 20)
+        assert double.count("largest_read") == 256 << 10  # its MDTS
+        assert double.count("most_in_flight") == 32
+        assert double.count("reads") <= (40 << 20) // (256 << 10) + 4
+
+    @pytest.mark.parametrize(("fault", "value"), [("FULL_AGAIN", 100), ("FULL_BUSY", 100), ("REVERSE", 0)])
+    def test_a_full_queue_and_completions_out_of_order(
+        self, file: Path, double: libraries.Double, fault: str, value: int
+    ) -> None:
+        double.fail(fault, value)
+        with opened("xnvme-block", "cpu") as storage:
+            assert whole(storage, file) == content(3_000_000)
+
+    @pytest.mark.parametrize(
+        ("fault", "match"),
+        [
+            ("SHORT_READ", r"blocks from LBA \d+ of /dev/loop\d+ gave \d+ of \d+ bytes"),
+            ("BAD_STATUS", r"LBA \d+ of /dev/loop\d+: NVMe status code type 0x2, status code 0x81"),
+            ("ERRNO_STATUS", r"LBA \d+ of /dev/loop\d+: Input/output error"),
+        ],
+    )
+    @pytest.mark.parametrize("at", [0, 5, 11])
+    def test_a_failed_command_is_an_error_with_its_lba(
+        self, file: Path, double: libraries.Double, fault: str, match: str, at: int
+    ) -> None:
+        with opened("xnvme-block", "cpu") as storage:
+            whole(storage, file)
+            double.fail(fault, at)
+            with pytest.raises(StorageError, match=match) as caught:
+                whole(storage, file)
+            assert str(file) in str(caught.value)
+            assert whole(storage, file) == content(3_000_000)  # contexts are reused, and their status is not
+
+    def test_a_refused_command(self, file: Path, double: libraries.Double) -> None:
+        with opened("xnvme-block", "cpu") as storage:
+            double.fail("REFUSED")
+            with pytest.raises(StorageError, match="xnvme_nvm_read of block"):
+                whole(storage, file)
+            assert whole(storage, file) == content(3_000_000)
+
+    def test_a_broken_queue_ends_every_job_and_the_next_one_opens_another(
+        self, file: Path, double: libraries.Double
+    ) -> None:
+        with opened("xnvme-block", "cpu") as storage:
+            double.fail("STUCK")
+            pendings = [storage.load(str(file), [(0, 3_000_000)]) for _ in range(3)]
+            double.fail("BROKEN_QUEUE")
+            for pending in pendings:
+                with pytest.raises(StorageError, match="xnvme_queue_poke"):
+                    pending.wait()
+            double.reset()
+            assert whole(storage, file) == content(3_000_000)
+
+    def test_other_jobs_survive_a_failed_one(self, file: Path, double: libraries.Double) -> None:
+        with opened("xnvme-block", "cpu") as storage:
+            pendings = [storage.load(str(file), [(0, 3_000_000)]) for _ in range(20)]
+            double.fail("BAD_STATUS", 7)
+            pendings += [storage.load(str(file), [(0, 3_000_000)]) for _ in range(20)]
+            failed = 0
+            for pending in pendings:
+                try:
+                    assert bytes_of(pending.wait()[0]) == content(3_000_000)
+                except StorageError:
+                    failed += 1
+            assert failed == 1
+
+    def test_no_memory(self, file: Path, double: libraries.Double) -> None:
+        with opened("xnvme-block", "cpu") as storage:
+            double.fail("NO_MEMORY")
+            with pytest.raises(MemoryError, match="xnvme_buf_virt_alloc"):
+                storage.allocate(5000)
+            with pytest.raises(StorageError, match="xnvme_buf_alloc"):
+                storage.read([Read(str(file), 1, torch.empty(5000, dtype=torch.uint8))])
+            double.reset()
+            assert whole(storage, file) == content(3_000_000)
+
+    def test_thrpool_where_io_uring_is_not_allowed(self, file: Path, double: libraries.Double) -> None:
+        double.fail("NO_IO_URING")
+        with opened("xnvme-block", "cpu") as storage:
+            assert whole(storage, file) == content(3_000_000)
+            (drive,) = storage._engine()._drives.values()  # type: ignore[attr-defined]
+            assert drive.device.interface == "thrpool"
+        double.reset()
+        double.fail("NO_IO_URING")
+        with opened("xnvme-block", "cpu", be="io_uring") as storage, pytest.raises(StorageError, match="io_uring"):
+            whole(storage, file)
+
+    def test_nothing_stays_open_or_allocated(self, file: Path, double: libraries.Double) -> None:
+        with opened("xnvme-block", "cpu") as storage:
+            tensor = storage.load(str(file), [(1, 100_000)]).wait()[0]
+            storage.read([Read(str(file), 1, torch.empty(5000, dtype=torch.uint8))])
+        assert double.count("devices") == 0
+        assert double.count("buffers") == 1
+        assert bytes_of(tensor) == content(3_000_000)[1:100_001]
+        del tensor
+        assert double.count("buffers") == 0
+
+
+class TestDevice:
+    @pytest.mark.parametrize(
+        ("fault", "match"),
+        [("WRITABLE", "for writing"), ("BUFFERED", "without O_DIRECT"), ("NO_GEOMETRY", "is it a partition")],
+    )
+    def test_one_that_xnvme_opened_otherwise_is_not_read(
+        self, file: Path, double: libraries.Double, fault: str, match: str
+    ) -> None:
+        double.fail(fault)
+        with opened("xnvme-block", "cpu") as storage, pytest.raises(StorageError, match=match):
+            whole(storage, file)
+        assert (double.count("reads"), double.count("devices")) == (0, 0)
+
+    def test_a_partition_is_refused_and_the_whole_disk_named(self, tmp_path: Path, double: libraries.Double) -> None:
+        with (
+            loop_disk(tmp_path, "xfs", partitioned=True) as disk,
+            pytest.raises(NotMappable, match=f"open the whole disk, {disk.device}"),
+            opened("xnvme-block", "cpu", uri=disk.partition),
+        ):
+            pass
+
+    @pytest.mark.parametrize(
+        ("uri", "match"),
+        [("/dev/nothing", "no such device"), ("/etc/passwd", "no block device"), ("/dev/null", "no block device")],
+    )
+    def test_what_is_no_block_device(self, double: libraries.Double, uri: str, match: str) -> None:
+        with pytest.raises(StorageError, match=match), opened("xnvme-block", "cpu", uri=uri):
+            pass
+
+    @pytest.mark.parametrize("kind", ["real", "double"])
+    def test_without_permission(self, file: Path, disk: LoopDisk, kind: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="monai-gds-public-") as public, libraries.using(kind):
+            os.chmod(public, 0o755)
+            run("mount", "--bind", str(disk.folder), public)
+            os.seteuid(65534)
+            try:
+                with (
+                    opened("xnvme-block", "cpu") as storage,
+                    pytest.raises(StorageError, match=f"may not be read: run as root.*{disk.device}"),
+                ):
+                    storage.load(f"{public}/set/file.bin", [(0, 10)]).wait()
+            finally:
+                os.seteuid(0)
+                run("umount", public)
+
+    def test_a_file_on_another_disk(self, disk: LoopDisk, tmp_path: Path, double: libraries.Double) -> None:
+        (tmp_path / "two").mkdir()
+        with loop_disk(tmp_path / "two", "xfs") as other, opened("xnvme-block", "cpu", uri=disk.device) as storage:
+            (other.folder / "file.bin").write_bytes(b"x" * 5000)
+            with pytest.raises(StorageError, match=f"the file lies on {other.device}"):
+                whole(storage, other.folder / "file.bin")
+
+    def test_a_file_on_a_file_system_of_another_kind(self, double: libraries.Double) -> None:
+        with opened("xnvme-block", "cpu") as storage, pytest.raises(NotMappable, match="proc"):
+            storage.load("/proc/self/status", [(0, 10)]).wait()
+
+    @pytest.mark.parametrize("kind", ["real", "double"])
+    def test_a_device_that_disappears(self, disk: LoopDisk, file: Path, kind: str) -> None:
+        """The image behind it is cut off while it is read."""
+        with libraries.using(kind), opened("xnvme-block", "cpu") as storage:
+            assert whole(storage, file) == content(3_000_000)
+            os.sync()
+            os.truncate(disk.image, 1 << 20)
+            for _ in range(3):
+                with pytest.raises(StorageError, match=r"LBA \d+ of /dev/loop|cannot be opened|could not open"):
+                    whole(storage, file)
+
+    def test_an_lba_past_the_end(self, tmp_path: Path, disk: LoopDisk, double: libraries.Double) -> None:
+        """A map names blocks that a smaller drive, with the same file system's copy on it, does not have."""
+        with _user_space(disk, [("set/far.bin", Extent(0, disk.image.stat().st_size - 4096, 4096))]) as storage:
+            assert bytes_of(storage.load("set/far.bin", [(0, 4096)]).wait()[0]) == bytes(4096)
+        with _user_space(disk, [("set/far.bin", Extent(0, disk.image.stat().st_size, 4096))]) as storage:
+            with pytest.raises(StorageError, match=r"LBA 655367 lies past the end of 0000:01:00\.0, which has 655360"):
+                storage.load("set/far.bin", [(0, 4096)]).wait()
+            assert double.count("reads") <= 3
+
+
+class TestMoved:
+    @pytest.mark.parametrize("kind", ["real", "double"])
+    def test_a_file_that_moves_while_it_is_read_is_an_error(
+        self, disk: LoopDisk, file: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        poll = _libxnvme.Queue.poll
+        moved = threading.Event()
+
+        def and_move(queue: _libxnvme.Queue) -> list[_libxnvme.Completion]:
+            done = poll(queue)
+            if done and not moved.is_set():
+                moved.set()
+                (disk.folder / "taker.bin").write_bytes(b"x" * 100_000)
+                with file.open("r+b") as f:
+                    f.truncate(0)
+                    (disk.folder / "other.bin").write_bytes(b"x" * 3_000_000)
+                    f.write(content(3_000_000))
+            return done
+
+        monkeypatch.setattr(_libxnvme.Queue, "poll", and_move)
+        with libraries.using(kind), opened("xnvme-block", "cpu") as storage:
+            with pytest.raises(FileChanged, match="changed while its blocks were being read"):
+                whole(storage, file)
+            assert whole(storage, file) == content(3_000_000)
+
+    def test_a_stale_map_is_an_error_before_the_first_read(
+        self, disk: LoopDisk, file: Path, double: libraries.Double
+    ) -> None:
+        blocks = BlockMap.build(disk.folder / "set")
+        with opened("xnvme-block", "cpu", blockmap=blocks) as storage:
+            assert whole(storage, file) == content(3_000_000)
+            file.write_bytes(content(3_000_000, 1))
+            before = double.count("reads")
+            with pytest.raises(FileChanged, match="build the map again"):
+                whole(storage, file)
+            assert double.count("reads") == before
+            (disk.folder / "set/new.bin").write_bytes(b"x")
+            with pytest.raises(StorageError, match=r"new\.bin is not in the block map"):
+                whole(storage, disk.folder / "set/new.bin")
+
+    def test_the_map_of_another_disk(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
+        blocks = BlockMap.build(disk.folder / "set")
+        run("umount", str(disk.folder))
+        run("tune2fs", "-U", "random", disk.device)
+        run("mount", disk.device, str(disk.folder))
+        with (
+            opened("xnvme-block", "cpu", uri=disk.device, blockmap=blocks) as storage,
+            pytest.raises(StorageError, match="not the disk that the block map was made on"),
+        ):
+            whole(storage, file)
+
+    @pytest.mark.usefixtures("double")
+    def test_a_map_may_be_a_path_or_plain(self, disk: LoopDisk, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        BlockMap.build(disk.folder / "set").save(disk.folder / "map.json", plain=True)
+        with opened("xnvme-block", "cpu", blockmap=disk.folder / "map.json") as storage:
+            with pytest.raises(StorageError, match="not in the block map"):
+                whole(storage, file)  # a plain map does not say where its paths begin
+            monkeypatch.chdir(disk.folder)
+            assert bytes_of(storage.load("set/file.bin", [(0, 3_000_000)]).wait()[0]) == content(3_000_000)
+
+
+def _user_space(disk: LoopDisk, extra: list[tuple[str, Extent]] = [], **options: Any) -> Any:  # noqa: B006
+    """The backend over a driver in user space, which the double plays; the drive is the loop device."""
+    made = BlockMap.build(disk.folder / "set") if any((disk.folder / "set").iterdir()) else None
+    if made is None:
+        (disk.folder / "set/any.bin").write_bytes(b"x")
+        made = BlockMap.build(disk.folder / "set")
+    assert made.origin is not None
+    larger = made.origin.disk.__class__(**{**vars(made.origin.disk), "nbytes": 1 << 40})
+    origin = made.origin.__class__(**{**vars(made.origin), "disk": larger})
+    files = dict(made) | {path: FileBlocks(extent.nbytes, (extent,), 1, 1) for path, extent in extra}
+    os.environ["XNVME_DOUBLE_DRIVE"] = disk.device
+    return opened("xnvme-block", "cpu", uri="0000:01:00.0", be="upcie", blockmap=BlockMap(files, origin), **options)
+
+
+class TestUserSpace:
+    def test_reads_by_the_map_alone(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
+        (disk.folder / "set/small.bin").write_bytes(content(777))
+        with _user_space(disk) as storage:
+            run("umount", "-l", str(disk.folder))
+            try:
+                for path, data in (("small.bin", content(777)), ("file.bin", content(3_000_000))):
+                    for name in (f"set/{path}", str(disk.folder / "set" / path)):
+                        assert bytes_of(storage.load(name, [(0, len(data))]).wait()[0]) == data
+                        head, identity = storage.read_head(name, 100)
+                        assert head == data[:100]
+                        assert identity.size == len(data)
+                        storage.load(name, [(0, 1)], identity).wait()
+                        with pytest.raises(FileChanged):
+                            storage.load(name, [(0, 1)], FileId(0, 1, 2, 3)).wait()
+            finally:
+                run("mount", disk.device, str(disk.folder))
+
+    def test_only_reads(self, disk: LoopDisk, double: libraries.Double) -> None:
+        with _user_space(disk) as storage, pytest.raises(StorageError, match="no file system to write through"):
+            storage.write(str(disk.folder / "new.bin"), [b"x"])
+
+    def test_another_disk_than_the_maps(
+        self, disk: LoopDisk, file: Path, tmp_path: Path, double: libraries.Double
+    ) -> None:
+        (tmp_path / "two").mkdir()
+        with loop_disk(tmp_path / "two", "xfs") as other, _user_space(disk) as storage:
+            os.environ["XNVME_DOUBLE_DRIVE"] = other.device
+            with pytest.raises(StorageError, match="not the disk that the block map was made on"):
+                storage.load("set/file.bin", [(0, 10)]).wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"queue_depth": 0}, "powers of two"),
+        ({"queue_depth": 48}, "powers of two"),
+        ({"queue_depth": 4096}, "powers of two"),
+        ({"uri": "0000:01:00.0"}, "driver in user space"),
+        ({"be": "upcie"}, "driver in user space"),
+        ({"be": "upcie", "uri": "0000:01:00.0"}, "give the blockmap"),
+        ({"mem": "gpu", "uri": "/dev/null"}, "CUDA target"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], match: str) -> None:
+    with libraries.using("double"), pytest.raises(ValueError, match=match), opened("xnvme-block", "cpu", **options):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["real", "double next"])
+def test_a_cache_over_it(disk: LoopDisk, kind: str) -> None:
+    """GDSDataset gives the same on a miss and on a hit, also for a record that was written anew elsewhere."""
+    from monai.transforms import Transform
+
+    from monai_gds import GDSDataset
+
+    calls: list[int] = []
+
+    class Volume(Transform):  # type: ignore[misc]
+        def __call__(self, item: dict[str, int]) -> dict[str, Any]:
+            calls.append(item["n"])
+            volume = torch.rand((1, 40, 50, 60), generator=torch.Generator().manual_seed(item["n"]))
+            return {"image": volume, "n": item["n"]}
+
+    items = [{"n": n} for n in range(4)]
+    with libraries.using(kind):
+        dataset = GDSDataset(items, Volume(), disk.folder / "cache", device="cpu", backend="xnvme-block")
+        missed = [dataset[i] for i in range(4)]
+        hit = [dataset[i] for i in range(4)]
+        for record in [p for p in (disk.folder / "cache").rglob("*") if p.suffix == ".safetensors"]:
+            data = record.read_bytes()
+            record.with_suffix(".new").write_bytes(data)
+            os.replace(record.with_suffix(".new"), record)
+        again = [dataset[i] for i in range(4)]
+    assert calls == [0, 1, 2, 3]
+    for first, *others in zip(missed, hit, again, strict=True):
+        for other in others:
+            assert other["n"] == first["n"]
+            assert torch.equal(other["image"], first["image"])
+
+
+def test_reads_in_flight_at_exit_are_no_trouble(file: Path) -> None:
+    script = (
+        "import torch\n"
+        "from monai_gds.storage import open_storage\n"
+        "storage = open_storage('xnvme-block', 'cpu')\n"
+        f"kept = storage.load({str(file)!r}, [(0, 3_000_000)]).wait()\n"
+        f"late = [storage.load({str(file)!r}, [(0, 3_000_000)]) for _ in range(20)]\n"
+    )
+    with libraries.using("double"):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

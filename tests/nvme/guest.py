@@ -1,0 +1,131 @@
+"""What runs inside the emulated machine: block map, posix, xnvme and xnvme-block on NVMe namespaces.
+
+Started by ``run.py``. Without a libxnvme (XNVME_LIBRARY_PATH) its two backends are left out, and say so.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from monai_gds.blockmap import BlockMap
+from monai_gds.errors import NotMappable
+from monai_gds.storage import Storage, available_backends, open_storage
+
+SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 116_000, 3_000_001)
+MAKE = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
+
+#: Backend and options, with the node of a namespace to fill in.
+READERS = {
+    "posix": {},
+    "xnvme": {},
+    "xnvme-block, the disk found": {},
+    "xnvme-block, io_uring": {"uri": "/dev/nvme0n{}", "be": "io_uring"},
+    "xnvme-block, thrpool": {"uri": "/dev/nvme0n{}", "be": "thrpool"},
+    "xnvme-block, io_uring_cmd": {"uri": "/dev/ng0n{}", "be": "io_uring_cmd"},
+    "xnvme-block, passthrough by its node": {"uri": "/dev/ng0n{}"},
+    "xnvme-block, passthrough found": {"be": "io_uring_cmd"},
+}
+
+
+@pytest.fixture(scope="module", params=[(n, kind) for n in (1, 2) for kind in MAKE], ids=lambda p: f"n{p[0]}-{p[1]}")
+def namespace(request: pytest.FixtureRequest) -> Iterator[tuple[int, Path]]:
+    """Number of a namespace (1: blocks of 512 bytes, 2: of 4096) and a folder of files on a new file system there."""
+    number, kind = request.param
+    where = Path("/tmp/drive")
+    where.mkdir(exist_ok=True)
+    subprocess.run([*MAKE[kind], f"/dev/nvme0n{number}"], check=True)
+    subprocess.run(["mount", "-t", kind, f"/dev/nvme0n{number}", where], check=True)
+    try:
+        folder = where / "set"
+        folder.mkdir()
+        for seed, size in enumerate(SIZES):
+            (folder / f"{size}.bin").write_bytes(np.random.default_rng(seed).bytes(size))
+        with (folder / "sparse.bin").open("wb") as f:
+            f.truncate(1 << 20)
+            f.seek(700_000)
+            f.write(b"in the middle")
+        yield number, folder
+    finally:
+        subprocess.run(["umount", where], check=True)
+
+
+def test_block_map(namespace: tuple[int, Path], tmp_path: Path) -> None:
+    number, folder = namespace
+    BlockMap.build(folder).save(tmp_path / "map.json")
+    blocks = BlockMap.load(tmp_path / "map.json")
+    assert blocks.origin is not None
+    assert blocks.origin.disk.path == f"/dev/nvme0n{number}"
+    assert blocks.origin.disk.block_size == {1: 512, 2: 4096}[number]
+    assert len(blocks) == len(SIZES) + 1
+    assert blocks.verify(data=True) == {}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_reads_what_is_there(namespace: tuple[int, Path], reader: str, tmp_path: Path) -> None:
+    number, folder = namespace
+    with_map = {"blockmap": BlockMap.build(folder)} if "xnvme-block" in reader else {}
+    storage = opened(reader, number, **with_map)
+    try:
+        for path in sorted(folder.iterdir()):
+            data = path.read_bytes()
+            ranges = [(0, len(data)), (len(data) // 3, len(data) // 2), (0, min(len(data), 4096))]
+            tensors = storage.load(str(path), ranges).wait()
+            assert [t.numpy().tobytes() for t in tensors] == [data[o : o + n] for o, n in ranges], path.name
+        with pytest.raises(OSError, match="ends"):
+            storage.load(str(folder / "4096.bin"), [(0, 4097)]).wait()
+        print(reader, storage.describe())
+    finally:
+        storage.close()
+
+
+@pytest.mark.parametrize("reader", [name for name in READERS if name != "posix"])
+def test_reads_what_it_wrote_a_moment_ago(namespace: tuple[int, Path], reader: str) -> None:
+    number, folder = namespace
+    storage = opened(reader, number)
+    path = folder.parent / "fresh.bin"
+    try:
+        for seed in range(5):
+            data = np.random.default_rng(seed).bytes(50_000)
+            storage.write(str(path), [data])
+            assert storage.load(str(path), [(0, 50_000)]).wait()[0].numpy().tobytes() == data
+            path.unlink()
+    finally:
+        storage.close()
+
+
+def test_commands_are_as_large_as_the_device_allows(namespace: tuple[int, Path]) -> None:
+    number, folder = namespace
+    storage = opened("xnvme-block, io_uring", number)
+    storage.load(str(folder / "3000001.bin"), [(0, 3_000_001)]).wait()
+    (drive,) = storage._engine()._drives.values()  # type: ignore[attr-defined]
+    print(f"n{number}: MDTS {drive.device.max_transfer}, commands of up to {drive.most} bytes")
+    kernel = int(Path(f"/sys/block/nvme0n{number}/queue/max_sectors_kb").read_text()) * 1024
+    assert drive.most == min(drive.device.max_transfer, kernel) // 4096 * 4096
+    storage.close()
+
+
+def test_a_partition_is_refused_by_name(namespace: tuple[int, Path]) -> None:
+    number, _ = namespace
+    uri = f"/dev/nvme0n{number}"
+    subprocess.run(["addpart", uri, "1", "2048", "100000"], check=True)
+    try:
+        with pytest.raises(NotMappable, match=f"open the whole disk, {uri}"):
+            opened("xnvme-block, the disk found", number, uri=f"{uri}p1")
+    finally:
+        subprocess.run(["delpart", uri, "1"], check=True)
+
+
+def opened(reader: str, number: int, **more: object) -> Storage:
+    """The storage of a reader; skips where the machine has no libxnvme."""
+    backend = reader.partition(",")[0]
+    found = available_backends("cpu")[backend]
+    if not found:
+        pytest.skip(f"{found.reason} (XNVME_LIBRARY_PATH is {os.environ.get('XNVME_LIBRARY_PATH')!r})")
+    options = {name: value.format(number) for name, value in READERS[reader].items()}
+    return open_storage(backend, "cpu", **{**options, **more})
