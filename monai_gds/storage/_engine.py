@@ -129,6 +129,12 @@ class Drive:
         """The kind that reaches ``dest``."""
         return self._to_gpu if dest.is_cuda else self._to_host
 
+    def check_end(self, end: int, path: str) -> None:
+        """Raises StorageError when byte ``end`` of the disk is past its end."""
+        if end > self.device.nbytes:
+            lba, blocks = (end - 1) // self.block, self.device.nbytes // self.block
+            raise StorageError(errno.ENXIO, f"LBA {lba} lies past the end of {self.uri}, which has {blocks} blocks", path)
+
     def takes(self, dest: torch.Tensor) -> bool:
         """Whether commands may read into ``dest`` itself."""
         if self.buffers is not None:
@@ -572,13 +578,7 @@ class Engine:
             if place is None:
                 self._zero(dest[begin - start : stop - start])
                 continue
-            if place + stop - begin > file.drive.device.nbytes:
-                raise StorageError(
-                    errno.ENXIO,
-                    f"LBA {(place + stop - begin - 1) // file.drive.block} lies past the end of {file.drive.uri}, which "
-                    f"has {file.drive.device.nbytes // file.drive.block} blocks",
-                    file.path,
-                )
+            file.drive.check_end(place + stop - begin, file.path)
             room = request.room if stop == end else 0
             for piece, nbytes, direct in _cut(file.drive, dest, begin - start, place, stop - begin, room):
                 at = begin - start + piece

@@ -1,0 +1,104 @@
+"""The command ``monai-gds blockmap``: arguments and printing; the work is done in :mod:`monai_gds.blockmap`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from monai_gds.blockmap import BlockMap, FileBlocks
+
+app = typer.Typer(no_args_is_help=True, help="Which blocks of a disk the files of a folder occupy.")
+
+console = Console()
+errors = Console(stderr=True)
+
+MapFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A saved block map.")]
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's standard error, to be told (files done, files in all)."""
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task(what)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@app.command("build", epilog="Example: monai-gds blockmap build /data/imagenet/train --output train.json")
+def build(
+    root: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A folder on ext4 or XFS.")],
+    output: Annotated[Path, typer.Option(help="Where the map goes.")],
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Only startblock and endblock, in sectors of 512 bytes.")
+    ] = False,
+) -> None:
+    """Maps every file below a folder."""
+    with _progress("mapping") as progress:
+        blocks = BlockMap.build(root, progress)
+    blocks.save(output, plain=plain)
+    assert blocks.origin is not None, "built from a file system"
+    console.print(f"{len(blocks)} files on {blocks.origin.disk.path}: {output}", highlight=False, markup=False)
+
+
+@app.command("verify", epilog="Example: monai-gds blockmap verify train.json --data")
+def verify(
+    file: MapFile,
+    data: Annotated[
+        bool, typer.Option("--data", help="Also compare every byte through the device with the file's; needs root.")
+    ] = False,
+    parent: Annotated[
+        Path | None, typer.Option(help="The folder that the paths begin in; default: the one the map was made in.")
+    ] = None,
+) -> None:
+    """Compares a map with the files as they are now; exit code 1 when one is not where it says."""
+    blocks = BlockMap.load(file)
+    with _progress("verifying") as progress:
+        wrong = blocks.verify(parent, data=data, progress=progress)
+    for path, problem in wrong.items():
+        console.print(f"{path}: {problem}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{len(blocks)} files, {len(wrong)} of them not as mapped", highlight=False)
+    raise typer.Exit(1 if wrong else 0)
+
+
+@app.command("show", epilog="Example: monai-gds blockmap show train.json train/n01491361/n01491361_8657.JPEG")
+def show(
+    file: MapFile,
+    path: Annotated[str | None, typer.Argument(help="A file in the map; default: what the map is of.")] = None,
+) -> None:
+    """Shows what a map is of, or where one file lies."""
+    blocks = BlockMap.load(file)
+    if path is not None:
+        try:
+            entry = blocks[path]
+        except KeyError as e:
+            raise typer.BadParameter(str(e.args[0]), param_hint="PATH") from None
+        console.print(_extents(blocks, entry))
+        return
+    table = Table(show_header=False)
+    origin = blocks.origin
+    if origin is not None:
+        table.add_row("made in", escape(origin.parent))
+        table.add_row("file system", f"{origin.kind}, UUID {origin.uuid}, from byte {origin.start} of the disk")
+        table.add_row("disk", f"{origin.disk.path}, {origin.disk.number}, {origin.disk.nbytes / 1e9:.1f} GB")
+    else:
+        table.add_row("format", "plain: nothing is known of sizes, disk and file system")
+    table.add_row("block", f"{blocks.block_size} bytes")
+    table.add_row("files", f"{len(blocks)}, {sum(b.size for b in blocks.values()) / 1e6:.1f} MB")
+    table.add_row("extents", f"{sum(len(b.extents) for b in blocks.values())}")
+    console.print(table)
+
+
+def _extents(blocks: BlockMap, entry: FileBlocks) -> Table:
+    size = blocks.block_size
+    table = Table("byte of the file", "first block", "last block", "bytes", title=f"{entry.size} bytes")
+    for extent in entry.extents:
+        first, count = extent.start // size, extent.nbytes // size
+        table.add_row(str(extent.offset), str(first), str(first + count - 1), str(extent.nbytes))
+    return table

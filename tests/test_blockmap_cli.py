@@ -1,0 +1,68 @@
+"""``monai-gds blockmap``: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from monai_gds.blockmap import BlockMap
+from monai_gds.blockmap_cli import app
+from tests.loopdisk import LoopDisk, loop_disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[LoopDisk]:
+    with loop_disk(tmp_path, "xfs") as disk:
+        (disk.folder / "set").mkdir()
+        (disk.folder / "set/a.bin").write_bytes(b"a" * 5000)
+        (disk.folder / "set/b.bin").write_bytes(b"b" * 70_000)
+        yield disk
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_build_verify_show(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    built = run("build", disk.folder / "set", "--output", file)
+    assert (built.exit_code, disk.device in built.output, "2 files" in built.output) == (0, True, True)
+    blocks = BlockMap.load(file)
+    assert blocks.origin is not None
+    verified = run("verify", file, "--data")
+    assert (verified.exit_code, "2 files, 0 of them not as mapped" in verified.output) == (0, True)
+    shown = run("show", file)
+    assert blocks.origin.uuid in shown.output
+    assert disk.device in shown.output
+    (extent,) = blocks["set/b.bin"].extents
+    one = run("show", file, "set/b.bin")
+    assert f" {extent.start // 512} " in one.output
+    assert "70000 bytes" in one.output
+
+
+def test_verify_names_what_changed_and_fails(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    run("build", disk.folder / "set", "--output", file)
+    (disk.folder / "set/a.bin").write_bytes(b"c" * 5000)
+    verified = run("verify", file)
+    assert verified.exit_code == 1
+    assert "set/a.bin" in verified.output
+    assert "set/b.bin" not in verified.output
+
+
+def test_a_plain_map_is_verified_below_a_parent(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    assert run("build", disk.folder / "set", "--output", file, "--plain").exit_code == 0
+    assert run("verify", file, "--parent", disk.folder).exit_code == 0
+    assert "plain" in run("show", file).output
+
+
+def test_a_file_that_is_not_in_it(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    run("build", disk.folder / "set", "--output", file)
+    shown = run("show", file, "set/no.bin")
+    assert shown.exit_code == 2
+    assert "not in the block map" in shown.output
