@@ -65,3 +65,25 @@ def dataset(
         if "first" in wanted:
             reports.append(bench.first_epoch(settings("first")))
     emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batch_size})
+
+
+@app.command("blocks", epilog="Example: monai-gds bench blocks /nvme")
+def blocks(
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="On ext4 or XFS, on the disk to measure.")
+    ],
+    files: Annotated[int, typer.Option(min=1, help="How many.")] = 4000,
+    nbytes: Annotated[int, typer.Option(min=1, help="Mean bytes of a file.")] = 116_000,
+    batch: Annotated[int, typer.Option(min=1, help="Files read together.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes of each peer that count.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")] = None,
+) -> None:
+    """Many small files by their blocks: xnvme-block beside threads over O_DIRECT preads, and buffered reads."""
+    from monai_gds.bench import blocks as bench
+
+    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=folder) as made:
+        settings = bench.Settings(Path(made), files, nbytes, batch, repeats)
+        report = bench.measure(settings)
+        about = {**machine(), "map look-up": f"{bench.look_up(settings) * 1e6:.2f} µs"}
+    emit([report], as_json=as_json, plot=plot, about=about)

@@ -133,7 +133,9 @@ class Drive:
         """Raises StorageError when byte ``end`` of the disk is past its end."""
         if end > self.device.nbytes:
             lba, blocks = (end - 1) // self.block, self.device.nbytes // self.block
-            raise StorageError(errno.ENXIO, f"LBA {lba} lies past the end of {self.uri}, which has {blocks} blocks", path)
+            raise StorageError(
+                errno.ENXIO, f"LBA {lba} lies past the end of {self.uri}, which has {blocks} blocks", path
+            )
 
     def takes(self, dest: torch.Tensor) -> bool:
         """Whether commands may read into ``dest`` itself."""
@@ -379,8 +381,13 @@ class Engine:
                 return
             try:
                 moved = self._feed() | self._poll()
-            except BaseException as e:
+            except Exception as e:  # a fault of this package: nobody is to wait for ever
+                for drive in list(self._drives.values()):
+                    self._abandon(drive, e)
                 self._give_up(list(self._active), e)
+                continue
+            except BaseException:  # Ctrl-C in a caller's thread: what is in flight must still arrive
+                self._work_elsewhere()
                 raise
             idle = 0 if moved else idle + 1
             if idle:
@@ -505,8 +512,8 @@ class Engine:
                 self._complete(done)
         return moved
 
-    def _abandon(self, drive: Drive, error: StorageError) -> None:
-        """Gives up a device whose queue no longer says what completed.
+    def _abandon(self, drive: Drive, error: Exception) -> None:
+        """Gives up a device of which it is no longer known what completed.
 
         It may still write into the destinations, so neither they nor its own memory are ever freed.
         """
@@ -514,7 +521,7 @@ class Engine:
         self._forget(drive)
         self._give_up([job for job in self._active if job.drives & {drive.uri}], error)
 
-    def _give_up(self, jobs: list[Job], error: BaseException) -> None:
+    def _give_up(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
             self._active.remove(job)
             job.future.set_exception(error)

@@ -100,17 +100,20 @@ class XnvmeBlockStorage(Storage):
                 raise ValueError(f"a destination lies on {dest.device}, but this storage serves {self.device}")
         if on_device and not fresh:
             staging.adopt(on_device, self.device)
-        by_itself = on_device and self._setup.gpu_memory  # the drive does not know of streams
-        job = Job(requests, staging.copy_stream(self.device).record_event() if by_itself else None)
+        # A drive that writes to the GPU by itself knows nothing of streams: it begins when what they hold is over.
+        drive = self._engine().drive(None) if on_device and self._setup.gpu_memory else None
+        job = Job(requests, None if drive is None else staging.copy_stream(self.device).record_event())
         small = self.device.type == "cpu" and sum(d.numel() for d in dests) <= INLINE_BYTES
         self._engine().submit(job, here=small)
 
         def finish() -> list[torch.Tensor]:
-            job.future.result()
-            if on_device:
-                staging.hand_off(on_device, self.device)
-                if self._setup.gpu_memory:
-                    self._engine().drive(None).hand_off(on_device)
+            try:
+                job.future.result()
+            finally:
+                if on_device:  # after an error too: the copies of other landings may be under way
+                    staging.hand_off(on_device, self.device)
+                if drive is not None:
+                    drive.hand_off(on_device)
             return dests
 
         return Pending(finish)
