@@ -5,16 +5,19 @@
 
 from importlib.metadata import version as _version
 
+from monai_gds.blockmap import BlockMap
 from monai_gds.cache.tree import register_type
 from monai_gds.dataset import GDSDataset
 from monai_gds.errors import (
     BackendUnavailable,
+    BlockMapError,
     CacheWarning,
     DamagedRecord,
     FileChanged,
     HashingError,
     MonaiGdsError,
     NewerRecord,
+    NotMappable,
     RecordError,
     StorageError,
     UnsupportedType,
@@ -25,6 +28,8 @@ __version__ = _version("monai_gds")
 
 __all__ = [
     "BackendUnavailable",
+    "BlockMap",
+    "BlockMapError",
     "CacheWarning",
     "DamagedRecord",
     "FileChanged",
@@ -32,6 +37,7 @@ __all__ = [
     "HashingError",
     "MonaiGdsError",
     "NewerRecord",
+    "NotMappable",
     "RecordError",
     "StorageError",
     "UnsupportedType",
