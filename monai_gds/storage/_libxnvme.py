@@ -100,12 +100,16 @@ class _Cpl(_Declared):
     _fields_: ClassVar = [("result", c_uint64), ("ids", c_uint16 * 3), ("status", _Status)]
 
 
+class _Async(_Declared):
+    _fields_: ClassVar = [("queue", c_void_p), ("cb", c_void_p), ("cb_arg", c_void_p)]
+
+
 class xnvme_cmd_ctx(_Declared):  # noqa: N801
     _fields_: ClassVar = [
         ("cmd", c_uint8 * 64),
         ("cpl", _Cpl),
         ("dev", c_void_p),
-        ("async", c_void_p * 3),
+        ("async", _Async),
         ("opts", c_uint32),
         ("be_rsvd", c_uint8 * 12),
     ]
@@ -134,9 +138,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "xnvme_queue_init": (c_int, [c_void_p, c_uint16, c_int, POINTER(c_void_p)]),
     "xnvme_queue_term": (c_int, [c_void_p]),
     "xnvme_queue_poke": (c_int, [c_void_p, c_uint32]),
-    "xnvme_queue_get_outstanding": (c_uint32, [c_void_p]),
     "xnvme_queue_get_cmd_ctx": (_CTX, [c_void_p]),
-    "xnvme_queue_put_cmd_ctx": (c_int, [c_void_p, _CTX]),
     "xnvme_queue_set_cb": (c_int, [c_void_p, xnvme_queue_cb, c_void_p]),
     "xnvme_nvm_read": (c_int, [_CTX, c_uint32, c_uint64, c_uint16, c_void_p, c_void_p]),
 }
@@ -319,6 +321,14 @@ class Device:
             self._api.xnvme_dev_close(handle)
 
 
+class _Context(NamedTuple):
+    """A command context of a queue: xNVMe's pointer to it, its completion, and the status in that."""
+
+    pointer: Any
+    cpl: Any
+    status: Any
+
+
 class Queue:
     """A command queue of a device. Use it from one thread at a time.
 
@@ -337,15 +347,26 @@ class Queue:
         if code:
             raise StorageError(-code, f"xnvme_queue_init with {device.interface}: {os.strerror(-code)}", device.uri)
         self._queue = pointer
-        self._tags: dict[int, Any] = {}
-        self._done: list[Completion] = []
         self._callback = self._api.xnvme_queue_cb(self._completed)  # xNVMe keeps no reference
-        self._api.xnvme_queue_set_cb(self._queue, self._callback, None)
+        self._api.xnvme_queue_set_cb(pointer, self._callback, None)
+        # Every context is taken once and kept: what ctypes makes anew for each would cost as much as the command.
+        self._contexts = [self._context(number) for number in range(1, depth + 1)]
+        self._free = list(range(1, depth + 1))
+        self._tags: list[Any] = [None] * (depth + 1)
+        self._finished: list[int] = []
+
+    def _context(self, number: int) -> _Context:
+        pointer = self._api.xnvme_queue_get_cmd_ctx(self._queue)
+        if not pointer:
+            raise StorageError(errno.ENOMEM, "the queue has fewer contexts than its depth", self._device.uri)
+        command = pointer.contents
+        getattr(command, "async").cb_arg = number
+        return _Context(pointer, command.cpl, command.cpl.status)
 
     @property
     def outstanding(self) -> int:
         """Commands in flight."""
-        return len(self._tags)
+        return self.depth - len(self._free)
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
         """Submits a read of ``count`` blocks from ``block`` into memory at ``address``.
@@ -356,33 +377,27 @@ class Queue:
         Raises:
             StorageError: the command was refused.
         """
-        if len(self._tags) >= self.depth:
+        if not self._free:
             return False
-        ctx = self._api.xnvme_queue_get_cmd_ctx(self._queue)
-        if not ctx:
-            return False
-        command = ctx.contents
-        command.cpl.status.val = command.cpl.result = 0  # contexts are reused, and success does not clear a status
-        key = ctypes.addressof(command)
-        self._tags[key] = tag
-        code = self._api.xnvme_nvm_read(ctx, self._device.nsid, block, count - 1, address, None)
+        number = self._free.pop()
+        context = self._contexts[number - 1]
+        context.status.val = context.cpl.result = 0  # contexts are used again, and success does not clear a status
+        self._tags[number] = tag
+        code = self._api.xnvme_nvm_read(context.pointer, self._device.nsid, block, count - 1, address, None)
         if code == 0:
             return True
-        del self._tags[key]
-        self._api.xnvme_queue_put_cmd_ctx(self._queue, ctx)
+        self._tags[number] = None
+        self._free.append(number)
         if code in (-errno.EBUSY, -errno.EAGAIN):
             return False
         raise StorageError(-code, f"xnvme_nvm_read of block {block}: {os.strerror(-code)}", self._device.uri)
 
-    def _completed(self, ctx: Any, _: Any) -> None:
-        command = ctx.contents
-        cpl = command.cpl
-        self._done.append(Completion(self._tags.pop(ctypes.addressof(command)), cpl.status.val & 0xFFFE, cpl.result))
-        self._api.xnvme_queue_put_cmd_ctx(self._queue, ctx)
+    def _completed(self, _: Any, number: int) -> None:
+        self._finished.append(number)
 
     def in_flight(self) -> list[Any]:
         """The tags of the commands that have not completed."""
-        return list(self._tags.values())
+        return [tag for tag in self._tags if tag is not None]
 
     def poll(self) -> list[Completion]:
         """The commands that completed since the last call, without waiting.
@@ -393,7 +408,13 @@ class Queue:
         code = self._api.xnvme_queue_poke(self._queue, 0)
         if code < 0 and code not in (-errno.EBUSY, -errno.EAGAIN, -errno.EINTR):
             raise StorageError(-code, f"xnvme_queue_poke: {os.strerror(-code)}", self._device.uri)
-        done, self._done = self._done, []
+        finished, self._finished = self._finished, []
+        done = []
+        for number in finished:
+            context = self._contexts[number - 1]
+            done.append(Completion(self._tags[number], context.status.val & 0xFFFE, context.cpl.result))
+            self._tags[number] = None
+            self._free.append(number)
         return done
 
     def close(self) -> None:

@@ -167,6 +167,9 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             for offset, nbytes in ((100_000, 5000), (700_000, 1), (4_000_001, 600_000)):
                 f.seek(offset)
                 f.write(content(nbytes))
+        (folder / "tail.bin").write_bytes(content(50_000))
+        os.sync()  # what is punched out stays on the disk behind the extent
+        run("fallocate", "--punch-hole", "--offset", "8192", "--length", "42000", str(folder / "tail.bin"))
         with (folder / "cut.bin").open("wb") as f, (folder / "other.bin").open("wb") as g:
             for i in range(200):
                 for out in (f, g):
@@ -188,7 +191,9 @@ def test_every_file_on_every_disk(filled: LoopDisk, library: str, mapped: bool) 
             storage.read([Read(str(p), 0, d) for p, d in zip(batch, dests, strict=True)])
             for path, dest in zip(batch, dests, strict=True):
                 assert bytes_of(dest) == path.read_bytes(), path
-        for name in ("cut.bin", "sparse.bin"):
+        for path in files[::40]:
+            assert whole(storage, path) == path.read_bytes()
+        for name in ("cut.bin", "sparse.bin", "tail.bin"):
             path = filled.folder / "set" / name
             data = path.read_bytes()
             ranges = [(o, n) for o in range(0, len(data), 33_333) for n in (1, 777, 40_000) if o + n <= len(data)]
