@@ -16,7 +16,8 @@ import ctypes
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -28,6 +29,7 @@ __all__ = [
     "adopt",
     "allocate_on_copy_stream",
     "copy_stream",
+    "footprint",
     "forget_after_fork",
     "hand_off",
     "pinned_bytes",
@@ -117,6 +119,42 @@ class StagingSlot:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
+def footprint(dest: torch.Tensor) -> int:
+    """Bytes that ``dest`` takes of a slot at the most."""
+    return -(-dest.numel() // ALIGNMENT) * ALIGNMENT
+
+
+def _lay_out(
+    dests: Sequence[torch.Tensor], buffer: torch.Tensor
+) -> tuple[list[torch.Tensor], list[tuple[int, torch.Tensor]]]:
+    """Places for ``dests`` within a slot's buffer, and the copies to make: (offset within the buffer, destination).
+
+    Neighbours in one piece of device memory are neighbours in the slot too, and share one copy; all else begins at a
+    multiple of ALIGNMENT.
+    """
+    hosts: list[torch.Tensor] = []
+    copies: list[tuple[int, torch.Tensor]] = []
+    end = 0
+    for dest in dests:
+        size = dest.numel()
+        if not dest.is_cuda or not size:
+            hosts.append(dest)
+            continue
+        start, before = copies[-1] if copies else (0, dest)
+        if copies and before.data_ptr() + before.numel() == dest.data_ptr() and _share_storage(before, dest):
+            copies[-1] = start, before.as_strided((before.numel() + size,), (1,))
+        else:
+            end = -(-end // ALIGNMENT) * ALIGNMENT
+            copies.append((end, dest))
+        hosts.append(buffer[end : end + size])
+        end += size
+    return hosts, copies
+
+
+def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 class StagingPool:
     """A bounded set of pinned slots, made as they are needed and shared by every backend of the process.
 
@@ -163,13 +201,38 @@ class StagingPool:
 
     def upload(self, slot: StagingSlot, dest: torch.Tensor, offset: int = 0) -> None:
         """Queues the copy of ``slot.buffer[offset:][:dest.numel()]`` to ``dest`` on the copy stream; frees the slot."""
+        self.upload_parts(slot, [(offset, dest)])
+
+    def upload_parts(self, slot: StagingSlot, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """As :meth:`upload`, for several (offset, destination) of one slot."""
         stream = copy_stream(self.device)
         try:
             with torch.cuda.stream(stream):
-                dest.copy_(slot.buffer[offset : offset + dest.numel()], non_blocking=True)
+                for offset, dest in parts:
+                    dest.copy_(slot.buffer[offset : offset + dest.numel()], non_blocking=True)
                 slot.event.record(stream)
         finally:
             self._free.put(slot)
+
+    @contextmanager
+    def lend(self, dests: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Lends host memory to fill in place of ``dests``, and queues its copy to them when the block ends.
+
+        Args:
+            dests: 1-D uint8 tensors, together of no more :func:`footprint` than a slot has bytes. One that lies on the
+                CPU is lent itself.
+
+        Yields:
+            One host tensor each. After an exception nothing is copied.
+        """
+        slot = self.acquire()
+        try:
+            hosts, copies = _lay_out(dests, slot.buffer)
+            yield hosts
+        except BaseException:
+            self.release(slot)
+            raise
+        self.upload_parts(slot, copies)
 
     def release(self, slot: StagingSlot) -> None:
         """Gives a slot back without a copy (after a failed read)."""

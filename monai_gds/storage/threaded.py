@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -28,6 +28,10 @@ INLINE_BYTES = 512 << 10
 
 #: Pieces are not made smaller than this to occupy more threads.
 MIN_PIECE_BYTES = 1 << 20
+
+#: Pieces below MIN_PIECE_BYTES are read in groups of about this many bytes: a thread takes one group at a time, and a
+#: group goes to the device through one staging slot. Handing over every small file by itself cost more than reading it.
+GROUP_BYTES = 2 << 20
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
@@ -125,8 +129,12 @@ class _File:
             self._storage._close(self._handle)
 
 
+#: A part of a request that is read in one go: file, offset within it, destination.
+_Piece: TypeAlias = "tuple[_File, int, torch.Tensor]"
+
+
 class _Submission:
-    """The pieces of one submission. Any number of threads :meth:`run` it, each taking one piece after the other.
+    """The pieces of one submission. Any number of threads :meth:`run` it, each taking one group after another.
 
     Pieces are taken file by file, and no more files are open at a time than threads are at work: a submission may name
     more files than a process may open.
@@ -140,23 +148,32 @@ class _Submission:
     def __init__(self, storage: ThreadedStorage, requests: Sequence[Read], earlier: torch.cuda.Event | None) -> None:
         self._storage = storage
         self._earlier = earlier
-        self._pieces: deque[tuple[_File, int, torch.Tensor]] = deque()
+        self._groups: deque[list[_Piece]] = deque()
+        self._room = 0  # bytes that the last group still takes
         size = storage._piece_size(sum(request.dest.numel() for request in requests))
         by_file: dict[tuple[str, FileId | None], list[Read]] = {}
         for request in requests:
             by_file.setdefault((request.path, request.expect), []).append(request)
         for key, its_requests in by_file.items():
             file = _File(storage, *key)
-            before = len(self._pieces)
             for request in its_requests:
-                self._pieces.extend((file, *piece) for piece in _cut(request, size))
-            file.left = len(self._pieces) - before
+                for offset, dest in _cut(request, size):
+                    self._add((file, offset, dest))
+                    file.left += 1
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._groups)
+
+    def _add(self, piece: _Piece) -> None:
+        nbytes = staging.footprint(piece[2])
+        if not self._groups or nbytes > self._room or nbytes >= MIN_PIECE_BYTES:
+            self._groups.append([])
+            self._room = GROUP_BYTES
+        self._groups[-1].append(piece)
+        self._room -= nbytes
 
     def run(self) -> None:
-        """Reads pieces until none is left. After an error the rest is dropped.
+        """Reads groups until none is left. After an error the rest is dropped.
 
         Raises:
             OSError: a file could not be opened or read.
@@ -164,20 +181,17 @@ class _Submission:
         try:
             if self._earlier is not None:
                 self._earlier.synchronize()
-            while piece := self._next():
-                file, offset, dest = piece
-                try:
-                    self._storage._read_piece(file.handle(), offset, dest)
-                finally:
-                    file.done()
+            while group := self._next():
+                self._storage._read_group(group)
         except BaseException:
-            while piece := self._next():
-                piece[0].done()
+            while group := self._next():
+                for file, _, _ in group:
+                    file.done()
             raise
 
-    def _next(self) -> tuple[_File, int, torch.Tensor] | None:
+    def _next(self) -> list[_Piece] | None:
         try:
-            return self._pieces.popleft()
+            return self._groups.popleft()
         except IndexError:
             return None
 
@@ -289,20 +303,27 @@ class ThreadedStorage(Storage):
         share = -(-total // self.threads)
         return min(self.piece_bytes, max(MIN_PIECE_BYTES, share + -share % ALIGNMENT))
 
-    def _read_piece(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
-        if not dest.numel():
+    def _read_group(self, group: list[_Piece]) -> None:
+        dests = [dest for _, _, dest in group]
+        if self.reaches_gpu or not any(dest.is_cuda for dest in dests):
+            self._read_pieces(group, dests)
             return
-        if not dest.is_cuda or self.reaches_gpu:
-            self._read_into(handle, offset, dest)
-            return
-        pool = staging.staging_pool(self.device)
-        slot = pool.acquire()
+        with staging.staging_pool(self.device).lend(dests) as hosts:
+            self._read_pieces(group, hosts)
+
+    def _read_pieces(self, group: list[_Piece], dests: Sequence[torch.Tensor]) -> None:
+        """Reads a group's pieces into ``dests``, which stand in for their own."""
+        left = len(group)
         try:
-            self._read_into(handle, offset, slot.buffer[: dest.numel()])
-        except BaseException:
-            pool.release(slot)
-            raise
-        pool.upload(slot, dest)
+            for (file, offset, _), dest in zip(group, dests, strict=True):
+                handle = file.handle()
+                if dest.numel():
+                    self._read_into(handle, offset, dest)
+                left -= 1
+                file.done()
+        finally:
+            for file, _, _ in group[len(group) - left :]:
+                file.done()
 
     def _threads(self) -> ThreadPoolExecutor:
         # One a process: threads do not survive a fork, and neither does a lock that another thread held then.

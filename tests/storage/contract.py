@@ -236,6 +236,24 @@ class StorageContract:
         storage.read([Read(str(blob), 3 * start, whole[start : start + nbytes]) for start, nbytes in cuts])
         assert bytes_of(whole) == bytes(expected)
 
+    def test_small_files_fill_neighbours_and_nothing_between(self, storage: Storage, folder: Path) -> None:
+        """A batch of images: files of all sizes into slices of one buffer, side by side or with a gap, in any order."""
+        sizes = [(7919 * i) % 200_000 for i in range(80)]
+        files = [self.make(folder, content(size, i), f"{i}.bin") for i, size in enumerate(sizes)]
+        whole = self.dest(storage, sum(sizes) + 16 * 100)
+        expected = bytearray(bytes_of(whole))
+        requests, start = [], 0
+        for i, (file, size) in enumerate(zip(files, sizes, strict=True)):
+            start += 100 * (i % 5 == 4)
+            expected[start : start + size] = content(size, i)
+            requests.append(Read(str(file), 0, whole[start : start + size]))
+            start += size
+        storage.read(requests)
+        assert bytes_of(whole) == bytes(expected)
+        whole.fill_(0xA5)
+        storage.read(sorted(requests, key=lambda r: r.path))
+        assert bytes_of(whole) == bytes(expected)
+
     def test_fills_what_it_allocated(self, storage: Storage, blob: Path, data: bytes) -> None:
         dests = [storage.allocate(n) for n in LENGTHS]
         for dest, nbytes in zip(dests, LENGTHS, strict=True):

@@ -6,13 +6,15 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from monai_gds.storage import Storage
+from monai_gds.storage import Read, Storage, open_storage
 from monai_gds.storage import posix as posix_module
 from tests.storage.contract import BLOB_BYTES, LONG, CudaStorageContract, StorageContract, bytes_of, opened
 
@@ -49,6 +51,16 @@ class TestPosixOnCpu(StorageContract):
 
         monkeypatch.setattr(posix_module, "_Mapping", NoMapping)
         assert self.get(storage, blob, (4096, 1 << 20)) == [data[4096 : 4096 + (1 << 20)]]
+
+    def test_small_files_are_shared_out_in_groups(self, tmp_path: Path) -> None:
+        """A thread for each file would cost more than reading it: 64 files of 100 kB are work for four."""
+        for i in range(64):
+            (tmp_path / f"{i}").write_bytes(bytes(100_000))
+        dest = torch.empty(64, 100_000, dtype=torch.uint8)
+        before = set(threading.enumerate())
+        with closing(open_storage("posix", "cpu", threads=16)) as storage:
+            storage.read([Read(str(tmp_path / f"{i}"), 0, dest[i]) for i in range(64)])
+            assert 1 <= len(set(threading.enumerate()) - before) <= 4
 
     def test_unmaps_what_nobody_holds(self, storage: Storage, blob: Path) -> None:
         self.get(storage, blob, (0, 1 << 20))
