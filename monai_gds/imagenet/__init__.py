@@ -4,7 +4,17 @@ Start with :class:`~monai_gds.imagenet.dataset.ImageNetDataset`. Importing this 
 """
 
 from monai_gds.imagenet.dataset import ImageNetDataset
+from monai_gds.imagenet.iterable import dali_iterator
 from monai_gds.imagenet.packed import pack_folder
 from monai_gds.imagenet.source import READERS, ImageSource, open_images
+from monai_gds.imagenet.squirrel import squirrel_source
 
-__all__ = ["READERS", "ImageNetDataset", "ImageSource", "open_images", "pack_folder"]
+__all__ = [
+    "READERS",
+    "ImageNetDataset",
+    "ImageSource",
+    "dali_iterator",
+    "open_images",
+    "pack_folder",
+    "squirrel_source",
+]
