@@ -55,6 +55,19 @@ def test_the_same_as_dalis_reader(folder: Path, reader: str, decode: bool) -> No
 
 
 @pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("reader", ["deepnvme", "xnvme-file", "xnvme-block", "xnvme-gds"])
+def test_the_same_over_other_backends(folder: Path, packed: Path, reader: str, decode: bool) -> None:
+    expected = samples(dataset(folder, reader="dali", decode=decode))
+    for root in (folder, packed):
+        try:
+            assert samples(dataset(root, reader=reader, decode=decode)) == expected
+        except (BackendUnavailable, ValueError) as e:
+            if isinstance(e, BackendUnavailable) or "is not known" in str(e):
+                pytest.skip(f"{reader} does not work on this machine: {e}")
+            raise
+
+
+@pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("reader", ["packed", "auto", "posix"])
 def test_a_packed_folder_is_the_same_too(folder: Path, packed: Path, reader: str, decode: bool) -> None:
     expected = samples(dataset(folder, reader="dali", decode=decode))
