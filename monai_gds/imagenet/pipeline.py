@@ -6,6 +6,7 @@ only when a pipeline is built.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,13 +142,16 @@ class FedPipeline(Generic[T]):
         except Exception as e:
             if e is pipe.source.error:
                 raise
+            # DALI's threads may still read what was fed: end them before the caller can let go of it.
             self._pipe = None
+            traceback.clear_frames(e.__traceback__)
+            del pipe
             if not isinstance(e, RuntimeError):
                 raise
             raise PipelineFailed(e, list(under_way)) from e
         finally:
             if self._pipe is not None:
-                self._drain(pipe)
+                self._drain(self._pipe)
 
     def _drain(self, pipe: Any) -> None:
         """Takes out what is under way, so that the next run begins with an empty pipeline."""

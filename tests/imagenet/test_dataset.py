@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from monai_gds.errors import BackendUnavailable, BrokenImage, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
 from monai_gds.imagenet.pipeline import PipelineFailed
 from tests.imagenet.conftest import COUNT
+from tests.storage.disks import small_disk
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 
@@ -54,17 +56,32 @@ def test_the_same_as_dalis_reader(folder: Path, reader: str, decode: bool) -> No
     assert samples(ours) == expected  # and in the next epoch
 
 
-@pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize("reader", ["deepnvme", "xnvme-file", "xnvme-block", "xnvme-gds"])
-def test_the_same_over_other_backends(folder: Path, packed: Path, reader: str, decode: bool) -> None:
-    expected = samples(dataset(folder, reader="dali", decode=decode))
-    for root in (folder, packed):
-        try:
-            assert samples(dataset(root, reader=reader, decode=decode)) == expected
-        except (BackendUnavailable, ValueError) as e:
-            if isinstance(e, BackendUnavailable) or "is not known" in str(e):
-                pytest.skip(f"{reader} does not work on this machine: {e}")
-            raise
+def same_over(reader: str, folder: Path, packed: Path) -> None:
+    for decode in (False, True):
+        expected = samples(dataset(folder, reader="dali", decode=decode))
+        for root in (folder, packed):
+            try:
+                ours = dataset(root, reader=reader, decode=decode)
+            except (BackendUnavailable, ValueError) as e:
+                if isinstance(e, BackendUnavailable) or "is not known" in str(e):
+                    pytest.skip(f"{reader} does not work on this machine: {e}")
+                raise
+            for _ in range(2):
+                assert samples(ours) == expected
+
+
+@pytest.mark.parametrize("reader", ["deepnvme", "xnvme-file"])
+def test_the_same_over_other_backends(folder: Path, packed: Path, reader: str) -> None:
+    same_over(reader, folder, packed)
+
+
+@pytest.mark.parametrize("reader", ["xnvme-block", "xnvme-gds"])
+def test_the_same_from_the_blocks_of_a_device(folder: Path, packed: Path, tmp_path: Path, reader: str) -> None:
+    with small_disk(tmp_path, 64 << 20) as disk:
+        shutil.copytree(folder, disk / "train")
+        shutil.copytree(packed, disk / "packed")
+        os.sync()
+        same_over(reader, disk / "train", disk / "packed")
 
 
 @pytest.mark.parametrize("decode", [False, True])
