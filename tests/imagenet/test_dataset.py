@@ -202,9 +202,10 @@ def test_a_graph_of_ones_own(folder: Path, reader: str, decode: bool) -> None:
     assert min(int(b["label"].min()) for b in batches) == 100
 
 
-def test_a_graph_that_hands_its_input_through_keeps_its_bytes(folder: Path) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_graph_that_hands_its_input_through_keeps_its_bytes(folder: Path, batch_size: int) -> None:
     """The reader's buffers are filled again; what came out must not be among them."""
-    batches = list(dataset(folder, 2, decode=False, graph=lambda images, labels: (images, labels)))
+    batches = list(dataset(folder, batch_size, decode=False, graph=lambda images, labels: (images, labels)))
     assert samples(batches) == samples(dataset(folder, decode=False))
 
 

@@ -147,6 +147,14 @@ def test_a_graph_over_encoded_bytes_on_the_gpu(folder: Path, packed: Path) -> No
     assert [tuple(b["image"].shape[1:]) for b in ours] == [(w,) for w in widest]
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_graph_that_hands_its_input_through_keeps_its_bytes(folder: Path, packed: Path, batch_size: int) -> None:
+    """The reader's buffers are filled again; what came out must not be among them."""
+    for reader in ("posix", "auto", "packed"):
+        ours = dataset(folder, packed, reader, batch_size, decode=False, graph=lambda jpegs, labels: (jpegs, labels))
+        assert samples(list(ours)) == reference(folder)
+
+
 def test_a_broken_jpeg_is_named(folder: Path, tmp_path: Path) -> None:
     for file in folder.glob("*/*"):
         (tmp_path / file.parent.name).mkdir(exist_ok=True)
