@@ -9,10 +9,12 @@ from __future__ import annotations
 __all__ = [
     "BackendUnavailable",
     "BlockMapError",
+    "BrokenImage",
     "CacheWarning",
     "DamagedRecord",
     "FileChanged",
     "HashingError",
+    "ImageListError",
     "MonaiGdsError",
     "NewerRecord",
     "NotMappable",
@@ -64,6 +66,26 @@ class UnsupportedType(MonaiGdsError, TypeError):
 
 class HashingError(MonaiGdsError, TypeError):
     """An item or a transform cannot be hashed stably; the message names the value and the way out."""
+
+
+class ImageListError(MonaiGdsError, ValueError):
+    """A folder, packed folder or block map cannot serve as a dataset of images; the message says why."""
+
+
+class BrokenImage(MonaiGdsError, ValueError):
+    """An image file is empty or cannot be decoded.
+
+    Attributes:
+        path: the file, or the packed image's name.
+    """
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[BrokenImage], tuple[str, str]]:
+        return type(self), (self.path, self.why)
 
 
 class CacheWarning(UserWarning):

@@ -1,0 +1,134 @@
+"""``monai-gds bench loaders`` and ``monai-gds bench dali``: arguments and printing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from monai_gds.bench.report import emit, machine
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+
+class Memory(StrEnum):
+    """Where the block readers' buffers are."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+@app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --plot loaders.png")
+def loaders(
+    datadir: Annotated[
+        Path | None, typer.Option(help="A folder of images, DATADIR/CLASS/FILE; with --make, where to.")
+    ] = None,
+    make: Annotated[int | None, typer.Option(min=1, help="Make so many JPEGs like ImageNet's first.")] = None,
+    packed: Annotated[Path | None, typer.Option(help="The same, packed; default: packed for the occasion.")] = None,
+    reader: Annotated[list[str] | None, typer.Option(help="Only this; may be repeated. Default: all.")] = None,
+    batchsize: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
+    batches: Annotated[int | None, typer.Option(min=1, help="A measurement; default: the whole dataset.")] = None,
+    decode: Annotated[
+        bool | None, typer.Option("--decode/--no-decode", help="Decode, or only bring bytes; default: both, in turn.")
+    ] = None,
+    threads: Annotated[
+        list[int] | None, typer.Option(min=1, help="Try with; may be repeated; the best counts.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each reader.")] = 5,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
+    uri: Annotated[str | None, typer.Option(help="Block readers: the drive.")] = None,
+    mem: Annotated[Memory | None, typer.Option(help="Block readers: where their buffers are.")] = None,
+    bmap: Annotated[Path | None, typer.Option(help="Block readers: a block map of DATADIR.", exists=True)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")] = None,
+) -> None:
+    """Images a second: every reader beside DALI's own and plain Python."""
+    from monai_gds.bench import loaders as bench
+    from monai_gds.imagenet.cli import progress_bar
+    from monai_gds.imagenet.synthetic import write_image_folder
+    from monai_gds.storage import resolve_device
+
+    wanted = reader or [name for name in bench.PEERS if name != "xnvme-gds"]
+    for name in wanted:
+        if name not in bench.PEERS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(bench.PEERS)}", param_hint="--reader")
+    if datadir is None and make is None:
+        raise typer.BadParameter("name a folder of images, or let --make N make one", param_hint="--datadir")
+    target = resolve_device(device)
+    cores = os.cpu_count() or 1
+    with ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-bench-")))
+        datadir = datadir or temporary / "images"
+        if make is not None:
+            with progress_bar("making JPEGs", make) as progress:
+                write_image_folder(datadir, make, progress=progress)
+        block: dict[str, Any] = {"uri": uri, "mem": "gpu" if mem is Memory.GPU else None, "blockmap": bmap}
+        settings = bench.Settings(
+            datadir, packed or temporary / "packed", target, batchsize, batches, threads=threads or
+            [t for t in (1, 2, 4, 8, 16) if t <= cores], repeats=repeats, block={k: v for k, v in block.items() if v},
+        )  # fmt: skip
+        bench.warm(datadir)
+        console = Console(stderr=True)
+        with console.status("measuring…") as status:
+
+            def tell(name: str, images: int, rate: float) -> None:
+                status.update(f"{name}: {images} images, {rate:,.0f} images/s")
+
+            both = (False, True) if decode is None else (decode,)
+            reports = [bench.compare(replace(settings, decode=d), wanted, tell) for d in both]
+        about = {
+            **machine(target), "batch size": batchsize, "images": "made" if make else str(datadir),
+            "kB an image": round(bench.mean_bytes(datadir) / 1e3), "page cache": "warm",
+        }  # fmt: skip
+    emit(reports, as_json=as_json, plot=plot, about=about)
+
+
+@app.command("dali", epilog="Example: monai-gds bench dali --make 2000 --plot dali.png")
+def dali(
+    store: Annotated[
+        Path | None, typer.Option(help="A Messagepack store, as `monai-gds pack --format squirrel` writes it.")
+    ] = None,
+    make: Annotated[int, typer.Option(min=1, help="Without --store: images of a made-up one.")] = 1000,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Of batching, threads, torch: only these; may be repeated.")
+    ] = None,
+    batchsize: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="DALI's, where they are not the question.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Epochs that count.")] = 5,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")] = None,
+) -> None:
+    """Feeding DALI from a Squirrel store: batching, NumPy or CuPy, threads, and DALI against torch."""
+    from monai_gds.bench import dali as bench
+    from monai_gds.imagenet.cli import progress_bar
+    from monai_gds.imagenet.listing import list_folder
+    from monai_gds.imagenet.squirrel import write_store
+    from monai_gds.imagenet.synthetic import write_image_folder
+    from monai_gds.storage import resolve_device
+
+    wanted = only or list(bench.QUESTIONS)
+    for name in wanted:
+        if name not in bench.QUESTIONS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(bench.QUESTIONS)}", param_hint="--only")
+    target = resolve_device(device)
+    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-") as temporary:
+        if store is None:
+            store = Path(temporary) / "store"
+            with progress_bar("making images", make) as progress:
+                folder = write_image_folder(Path(temporary) / "images", make, progress=progress)
+            with progress_bar("storing them", make) as progress:
+                write_store(list_folder(folder), store, progress=progress)
+        settings = bench.Settings(store, target, batchsize, threads, repeats)
+        with Console(stderr=True).status("measuring…"):
+            reports = bench.measure(settings, wanted)
+    emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batchsize})

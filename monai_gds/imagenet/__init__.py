@@ -1,0 +1,20 @@
+"""Image folders through any storage backend into NVIDIA DALI, and any iterable as a DALI pipeline.
+
+Start with :class:`~monai_gds.imagenet.dataset.ImageNetDataset`. Importing this package does not import DALI.
+"""
+
+from monai_gds.imagenet.dataset import ImageNetDataset
+from monai_gds.imagenet.iterable import dali_iterator
+from monai_gds.imagenet.packed import pack_folder
+from monai_gds.imagenet.source import READERS, ImageSource, open_images
+from monai_gds.imagenet.squirrel import squirrel_source
+
+__all__ = [
+    "READERS",
+    "ImageNetDataset",
+    "ImageSource",
+    "dali_iterator",
+    "open_images",
+    "pack_folder",
+    "squirrel_source",
+]

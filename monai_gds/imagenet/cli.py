@@ -1,0 +1,62 @@
+"""The command ``monai-gds pack``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["app", "pack", "progress_bar"]
+
+app = typer.Typer()
+
+
+class Format(StrEnum):
+    """What ``pack`` writes."""
+
+    RECORDS = "records"
+    SQUIRREL = "squirrel"
+
+
+@app.command(epilog="Example: monai-gds pack /data/imagenet/train /data/imagenet/train-packed")
+def pack(
+    root: Annotated[Path, typer.Argument(help="A folder of images, ROOT/CLASS/FILE.", exists=True, file_okay=False)],
+    out: Annotated[Path, typer.Argument(help="An empty folder, or one to make.")],
+    format_: Annotated[
+        Format,
+        typer.Option("--format", help="records: large files of JPEGs; squirrel: a Messagepack store of pixels."),
+    ] = Format.RECORDS,
+    file_mb: Annotated[int, typer.Option(min=1, help="records: MiB of images a file.")] = 32,
+    size: Annotated[int, typer.Option(min=1, help="squirrel: pixels a side.")] = 300,
+    shard_size: Annotated[int, typer.Option(min=1, help="squirrel: images a file.")] = 1000,
+) -> None:
+    """Packs a folder of images into large files, which ImageNetDataset reads as it reads the folder."""
+    from monai_gds.imagenet.listing import list_folder
+    from monai_gds.imagenet.packed import pack_folder
+    from monai_gds.imagenet.squirrel import write_store
+
+    images = list_folder(root)
+    with progress_bar("packing", len(images)) as progress:
+        if format_ is Format.SQUIRREL:
+            write_store(images, out, size=size, shard_size=shard_size, progress=progress)
+        else:
+            pack_folder(images, out, file_bytes=file_mb << 20, progress=progress)
+    files = [file for file in out.iterdir() if file.is_file()]
+    megabytes = sum(file.stat().st_size for file in files) / 1e6
+    print(f"{len(images)} images of {len(images.classes)} classes in {len(files)} files, {megabytes:.1f} MB: {out}")
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal; gives the function to call with what is done."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

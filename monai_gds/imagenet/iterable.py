@@ -1,0 +1,190 @@
+"""Any iterable as a DALI pipeline: samples or batches of arrays in, torch tensors out, all of them, every epoch."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from monai_gds.imagenet.pipeline import FedPipeline, Graph, Input, dali
+from monai_gds.storage import resolve_device
+
+__all__ = ["DaliIterator", "dali_iterator"]
+
+#: An iterable of items, or a function that gives a new one every epoch.
+Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
+
+
+class DaliIterator:
+    """Wraps an iterable as a DALI pipeline.
+
+    An iterable: each ``iter()`` is an epoch of dicts of torch tensors by key, (batch, …), or a list of tensors where
+    shapes differ. The last batch of an epoch is smaller if samples do not fill it. Tensors are where the graph left
+    them.
+
+    Args:
+        source: an iterable of dicts, or of tuples, of arrays: NumPy, CuPy, torch on the CPU or a GPU, numbers. It is
+            iterated anew every epoch; give a function that makes it if it can be iterated only once.
+        batch_size: samples a batch; with ``already_batched`` the most that a batch has.
+        graph: takes the DALI nodes as a dict by key and gives a dict of nodes, whose keys are those of the results;
+            None brings everything to ``device``.
+        keys: names of a tuple's elements; which of a dict's keys are taken (default: those of the first item).
+        already_batched: items are batches: arrays with a leading batch axis, or lists of arrays.
+        device: where DALI works: an int or ``"cuda:N"``, ``"cpu"``, or None for the current CUDA device if there is one
+            and the CPU if not.
+        threads: DALI's CPU threads; default: one a core, 8 at most.
+        seed: of random operators.
+        layouts: DALI's layout by key, such as ``{"image": "CHW"}``; many operators need it.
+
+    Raises:
+        BackendUnavailable: DALI is not installed.
+        ValueError: ``batch_size`` is not positive, or there is no such device.
+
+    While iterating: TypeError or ValueError for an item unlike the first (it names the key), RuntimeError when the
+    source has nothing left for another epoch, PipelineFailed for an error in the graph.
+
+    Example::
+
+        def augment(nodes):
+            images = fn.resize(nodes["image"].gpu(), size=(224, 224))
+            return {"image": images, "label": nodes["label"].gpu()}
+
+        loader = dali_iterator(squirrel_source(MessagepackDriver(url)), 64, augment, layouts={"image": "CHW"})
+        for batch in loader:
+            batch["image"]  # (64, 3, 224, 224) on the GPU
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        graph: Graph | None = None,
+        *,
+        keys: Sequence[str] | None = None,
+        already_batched: bool = False,
+        device: int | str | torch.device | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+        layouts: Mapping[str, str] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: at least one sample a batch is needed")
+        dali()  # an error now, not at the first batch
+        self.device = resolve_device(device)
+        self._source = source
+        self._batch_size = batch_size
+        self._graph = graph or self._bring_to_device
+        self._keys = tuple(keys) if keys is not None else None
+        self._already_batched = already_batched
+        self._threads = threads or min(8, os.cpu_count() or 1)
+        self._seed = seed
+        self._layouts = layouts or {}
+        self._pipe: FedPipeline[Any] | None = None
+        self._devices: dict[str, str] = {}
+        self._epochs = 0
+        self._running: weakref.ref[Iterator[Any]] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Begins a new epoch, and ends the one under way if there is one."""
+        running = self._running() if self._running is not None else None
+        if running is not None:
+            running.close()  # type: ignore[attr-defined]  # it is a generator
+        run = self._run()
+        self._running = weakref.ref(run)
+        return run
+
+    def _run(self) -> Iterator[dict[str, Any]]:
+        items = iter(self._source() if callable(self._source) else self._source)
+        batches = items if self._already_batched else self._grouped(items)
+        first = list(islice(batches, 1))
+        if not first:
+            if self._epochs:
+                raise RuntimeError(
+                    f"the source ({type(self._source).__name__}) has nothing left for another epoch: give a function "
+                    "that makes it anew"
+                )
+            return
+        self._epochs += 1
+        if self._pipe is None:
+            self._pipe = self._build(self._columns(first[0]))
+        for _, outputs in self._pipe.run(chain(first, batches), self._arrays):
+            yield outputs
+
+    def _grouped(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
+        while batch := list(islice(samples, self._batch_size)):
+            yield batch
+
+    def _columns(self, batch: Any) -> dict[str, Any]:
+        """The batch by key: an array with a batch axis, or a list of arrays."""
+        if self._already_batched:
+            return {
+                key: [_array(sample, key) for sample in value] if isinstance(value, list) else _array(value, key)
+                for key, value in self._named(batch).items()
+            }
+        samples = [self._named(sample) for sample in batch]
+        if any(sample.keys() != samples[0].keys() for sample in samples):
+            raise ValueError(f"samples of one batch have different keys: {[list(s) for s in samples]}")
+        return {key: [_array(sample[key], key) for sample in samples] for key in samples[0]}
+
+    def _named(self, item: Any) -> dict[str, Any]:
+        if isinstance(item, Mapping):
+            missing = set(self._keys or ()) - item.keys()
+            if missing:
+                raise ValueError(f"an item has no {sorted(missing)}, only {list(item)}")
+            return {key: item[key] for key in self._keys or item}
+        if not isinstance(item, (tuple, list)):
+            raise TypeError(f"items must be dicts or tuples of arrays, not {type(item).__name__}")
+        if self._keys is None or len(self._keys) != len(item):
+            raise ValueError(f"an item has {len(item)} elements: name them all with keys=(…)")
+        return dict(zip(self._keys, item, strict=True))
+
+    def _build(self, columns: Mapping[str, Any]) -> FedPipeline[Any]:
+        self._keys = tuple(columns)
+        self._devices = {key: _device_of(value) for key, value in columns.items()}
+        inputs = {
+            key: Input(device, options={"layout": self._layouts[key]} if key in self._layouts else None)
+            for key, device in self._devices.items()
+        }
+        return FedPipeline(
+            inputs, self._graph, batch_size=self._batch_size, device=self.device, threads=self._threads, seed=self._seed
+        )
+
+    def _arrays(self, batch: Any) -> dict[str, Any]:
+        columns = self._columns(batch)
+        for key, value in columns.items():
+            if len(value) > self._batch_size:
+                raise ValueError(f"a batch of {len(value)} {key!r} is larger than batch_size={self._batch_size}")
+            if _device_of(value) != self._devices[key]:
+                raise ValueError(f"{key!r} was on the {self._devices[key]} and is now on the {_device_of(value)}")
+        return columns
+
+    def _bring_to_device(self, nodes: dict[str, Any]) -> dict[str, Any]:
+        if self.device.type == "cpu":
+            return nodes
+        return {key: node if self._devices[key] == "gpu" else node.gpu() for key, node in nodes.items()}
+
+
+#: It is used like a function.
+dali_iterator = DaliIterator
+
+
+def _array(value: Any, key: str) -> Any:
+    """An array as DALI takes it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.is_cuda else value.detach().numpy()
+    if hasattr(value, "__cuda_array_interface__"):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{key!r} holds {type(value).__name__}, which is no array of numbers: leave it out with keys=…")
+    return array
+
+
+def _device_of(column: Any) -> str:
+    first = column[0] if isinstance(column, list) else column
+    return "gpu" if hasattr(first, "__cuda_array_interface__") else "cpu"

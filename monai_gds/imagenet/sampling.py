@@ -1,0 +1,101 @@
+"""In which order images are visited: shuffling, shards of a distributed run, and what becomes of the last batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+__all__ = ["LastBatch", "Sampler"]
+
+LastBatch: TypeAlias = Literal["fill", "drop", "partial"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Which images each batch of an epoch holds.
+
+    A shard is images ``count * shard_id // num_shards`` to ``count * (shard_id + 1) // num_shards`` of the epoch's
+    order, as in DALI. Every shard has the same number of batches, so that the ranks of a distributed run stay in step.
+
+    Args:
+        count: images in all.
+        batch_size: images a batch.
+        shuffle: a new order every epoch; otherwise the order of the list.
+        seed: of the order; shards of one run must agree on it.
+        shard_id: this shard.
+        num_shards: how many there are.
+        last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` leaves out what
+            fills no batch; ``"partial"`` gives a smaller last batch (one image is repeated in it where this shard would
+            have a batch fewer than another).
+        bounds: where the files of a packed folder begin and end, (files + 1,); None for single images.
+        window: with ``bounds``, images are shuffled among this many files at a time, the files among all.
+
+    Raises:
+        ValueError: an argument is out of range, or no batch would come out.
+    """
+
+    count: int
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    shard_id: int = 0
+    num_shards: int = 1
+    last_batch: LastBatch = "partial"
+    bounds: np.ndarray | None = None
+    window: int = 8
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}: at least one image a batch is needed")
+        if self.num_shards < 1 or not 0 <= self.shard_id < self.num_shards:
+            raise ValueError(f"shard_id={self.shard_id} is not one of num_shards={self.num_shards}")
+        if self.last_batch not in get_args(LastBatch):
+            raise ValueError(f"last_batch={self.last_batch!r} is not one of {', '.join(get_args(LastBatch))}")
+        if self.window < 1:
+            raise ValueError(f"window={self.window}: at least one file is needed")
+        if self.count < self.num_shards:
+            raise ValueError(f"{self.count} images cannot be spread over num_shards={self.num_shards}")
+        if len(self) == 0:
+            raise ValueError(
+                f"batch_size={self.batch_size} is larger than a shard of {self.count // self.num_shards} images, and "
+                'last_batch="drop" leaves nothing: choose a smaller batch, "partial" or "fill"'
+            )
+
+    def __len__(self) -> int:
+        """Batches an epoch, the same for every shard."""
+        if self.last_batch == "drop":
+            return self.count // self.num_shards // self.batch_size
+        return -(-self.count // (self.num_shards * self.batch_size))
+
+    def epoch(self, epoch: int) -> list[np.ndarray]:
+        """The batches of an epoch: image indices, int64."""
+        start = self.count * self.shard_id // self.num_shards
+        stop = self.count * (self.shard_id + 1) // self.num_shards
+        order = self._order(epoch)[start:stop]
+        if self.shuffle and self.bounds is not None:
+            order = self._within_windows(order, epoch)
+        missing = len(self) * self.batch_size - len(order)
+        if self.last_batch == "partial":
+            missing = max(0, missing - self.batch_size + 1)
+        if missing > 0:
+            order = np.concatenate([order, np.full(missing, order[-1])])
+        return [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self))]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.count)
+        random = np.random.default_rng([self.seed, epoch])
+        if self.bounds is None:
+            return random.permutation(self.count)
+        files = random.permutation(len(self.bounds) - 1)
+        return np.concatenate([np.arange(self.bounds[f], self.bounds[f + 1]) for f in files])
+
+    def _within_windows(self, order: np.ndarray, epoch: int) -> np.ndarray:
+        """Shuffles ``order``, in which the images of a file are neighbours, within windows of whole files."""
+        assert self.bounds is not None
+        random = np.random.default_rng([self.seed, epoch, self.shard_id])
+        file = np.searchsorted(self.bounds, order, side="right")
+        nth_file = np.concatenate([[0], np.cumsum(file[1:] != file[:-1])])
+        return order[np.lexsort((random.random(len(order)), nth_file // self.window))]

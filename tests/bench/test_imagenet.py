@@ -1,0 +1,70 @@
+"""bench loaders and bench dali: every row runs or says why not, and what makes no sense is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from monai_gds.cli import app
+from tests.imagenet.conftest import folder  # noqa: F401
+
+pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == code, done.output
+    return done.stdout if code == 0 else done.output
+
+
+def rows(output: str) -> dict[tuple[str, str], dict[str, Any]]:
+    found = json.loads(output)
+    return {(report["title"], row["name"]): row for report in found["reports"] for row in report["rows"]}
+
+
+def test_loaders_side_by_side(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    plot = tmp_path / "plot.png"
+    output = run(
+        "loaders", "--datadir", str(folder), "--device", "cpu", "--batchsize", "4", "--batches", "7", "--repeats", "2",
+        "--threads", "1", "--threads", "2", "--json", "--plot", str(plot),
+    )  # fmt: skip
+    found = rows(output)
+    for title in ("encoded bytes to cpu", "decoded to cpu"):
+        for name in ("dali", "python-file", "posix", "packed"):
+            assert len(found[title, name]["samples"]) == 2
+            assert min(found[title, name]["samples"]) > 0
+            assert found[title, name]["notes"]["threads"] in ("1", "2")
+        assert "kvikio" in found[title, "kvikio"]["reason"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_loaders_make_their_images() -> None:
+    output = run("loaders", "--make", "12", "--batchsize", "4", "--repeats", "1", "--reader", "posix", "--no-decode",
+                 "--device", "cpu", "--json")  # fmt: skip
+    assert list(rows(output)) == [("encoded bytes to cpu", "posix")]
+    assert 90 < json.loads(output)["about"]["kB an image"] < 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["loaders"], "--make N"),
+        (["loaders", "--make", "4", "--reader", "nvme"], "'nvme' is not one of dali"),
+        (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),
+        (["dali", "--only", "speed"], "'speed' is not one of"),
+    ],
+)
+def test_wrong_usage_is_code_two(arguments: list[str], message: str) -> None:
+    assert message in " ".join(run(*arguments, code=2).replace("│", " ").split())
+
+
+def test_dali_on_a_squirrel_store() -> None:
+    pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+    found = rows(run("dali", "--make", "10", "--batchsize", "4", "--repeats", "2", "--device", "cpu", "--json"))
+    ran = {name for (_, name), row in found.items() if len(row["samples"]) == 2}
+    assert ran >= {"NumPy samples, batched here", "NumPy batches from the source", "1 thread", "32 threads", "DALI"}
+    assert "CUDA" in found["DALI against torch", "torch on the GPU"]["reason"]

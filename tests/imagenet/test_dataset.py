@@ -1,0 +1,522 @@
+"""ImageNetDataset on the CPU: every reader gives what fn.readers.file gives, epochs, and images that are broken."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from monai_gds.errors import BackendUnavailable, BrokenImage, ImageListError
+from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
+from monai_gds.imagenet.pipeline import PipelineFailed
+from tests.imagenet.conftest import COUNT
+from tests.storage.disks import small_disk
+
+pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
+
+#: Readers of single files that work on any machine.
+READERS = ("python-file", "posix", "auto")
+
+
+def dataset(root: Path, batch_size: int = 4, *args: Any, **kwargs: Any) -> ImageNetDataset:
+    return ImageNetDataset(root, batch_size, *args, **{"device": "cpu", **kwargs})
+
+
+def samples(batches: Any) -> list[tuple[bytes, tuple[int, ...], int]]:
+    """(bytes, shape, label) of every image."""
+    found = []
+    for batch in batches:
+        assert len(batch["image"]) == len(batch["label"])
+        assert batch["label"].dtype == torch.int64
+        for image, label in zip(batch["image"], batch["label"].tolist(), strict=True):
+            assert image.dtype == torch.uint8
+            found.append((image.numpy().tobytes(), tuple(image.shape), label))
+    return found
+
+
+# The same images with the same labels.
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+def test_the_same_as_dalis_reader(folder: Path, reader: str, decode: bool) -> None:
+    expected = samples(dataset(folder, reader="dali", decode=decode))
+    assert len(expected) == COUNT
+    ours = dataset(folder, reader=reader, decode=decode)
+    assert samples(ours) == expected
+    assert samples(ours) == expected  # and in the next epoch
+
+
+def same_over(reader: str, folder: Path, packed: Path) -> None:
+    for decode in (False, True):
+        expected = samples(dataset(folder, reader="dali", decode=decode))
+        for root in (folder, packed):
+            try:
+                ours = dataset(root, reader=reader, decode=decode)
+            except (BackendUnavailable, ValueError) as e:
+                if isinstance(e, BackendUnavailable) or "is not known" in str(e):
+                    pytest.skip(f"{reader} does not work on this machine: {e}")
+                raise
+            for _ in range(2):
+                assert samples(ours) == expected
+
+
+@pytest.mark.parametrize("reader", ["deepnvme", "xnvme-file"])
+def test_the_same_over_other_backends(folder: Path, packed: Path, reader: str) -> None:
+    same_over(reader, folder, packed)
+
+
+@pytest.mark.parametrize("reader", ["xnvme-block", "xnvme-gds"])
+def test_the_same_from_the_blocks_of_a_device(folder: Path, packed: Path, tmp_path: Path, reader: str) -> None:
+    with small_disk(tmp_path, 64 << 20) as disk:
+        shutil.copytree(folder, disk / "train")
+        shutil.copytree(packed, disk / "packed")
+        os.sync()
+        same_over(reader, disk / "train", disk / "packed")
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("reader", ["packed", "auto", "posix"])
+def test_a_packed_folder_is_the_same_too(folder: Path, packed: Path, reader: str, decode: bool) -> None:
+    expected = samples(dataset(folder, reader="dali", decode=decode))
+    assert samples(dataset(packed, reader=reader, decode=decode)) == expected
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fill", "drop", "partial"])
+def test_shards_and_last_batches_are_dalis(folder: Path, packed: Path, policy: Any, shards: int) -> None:
+    for shard in range(shards):
+        arguments = {"decode": False, "shard_id": shard, "num_shards": shards, "last_batch": policy}
+        theirs = dataset(folder, 4, "dali", **arguments)
+        for ours in (dataset(folder, 4, **arguments), dataset(packed, 4, **arguments)):
+            for _ in range(2):
+                assert samples(ours) == samples(theirs)
+                assert len(list(ours)) == len(ours) == len(theirs)
+
+
+def test_the_policies_are_those_of_dalis_iterator(folder: Path) -> None:
+    """Against DALIGenericIterator itself, with padding."""
+    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    @pipeline_def(batch_size=4, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        return fn.readers.file(file_root=str(folder), name="files", pad_last_batch=True)[1]
+
+    for policy, name in zip(LastBatchPolicy, ("fill", "drop", "partial"), strict=True):
+        theirs = DALIGenericIterator(pipeline(), ["label"], reader_name="files", last_batch_policy=policy)
+        expected = [batch[0]["label"].flatten().tolist() for batch in theirs]
+        ours = dataset(folder, decode=False, last_batch=name)
+        assert [batch["label"].tolist() for batch in ours] == expected
+
+
+@pytest.mark.parametrize("reader", ["python-file", "posix", "packed", "dali"])
+def test_a_shuffled_epoch_has_each_image_once(folder: Path, packed: Path, reader: str) -> None:
+    expected = sorted(samples(dataset(folder, decode=False)))
+    ours = dataset(packed if reader == "packed" else folder, 4, reader, decode=False, shuffle=True, seed=1, window=2)
+    first, second = samples(ours), samples(ours)
+    assert sorted(first) == sorted(second) == expected
+    assert first != second
+    assert first != expected
+
+
+def test_equal_seeds_give_equal_orders_whatever_the_reader(folder: Path) -> None:
+    first, second = (dataset(folder, 4, r, shuffle=True, seed=3) for r in ("posix", "python-file"))
+    assert samples(first) == samples(second)
+    first.set_epoch(7)
+    second.set_epoch(7)
+    assert samples(first) == samples(second)
+
+
+def test_shards_of_one_epoch_see_each_image_once(folder: Path, packed: Path) -> None:
+    for root in (folder, packed):
+        shards = [dataset(root, 3, decode=False, shuffle=True, shard_id=i, num_shards=2) for i in range(2)]
+        seen = [s for shard in shards for s in samples(shard)]
+        assert set(seen) == set(samples(dataset(folder, decode=False)))
+        assert len(seen) - COUNT <= 1
+
+
+def test_paths_with_any_bytes(folder: Path, tmp_path: Path) -> None:
+    source = next(folder.glob("*/*")).read_bytes()
+    top = os.fsencode(tmp_path) + b"/\xff\xfe root"
+    for name in (b"\x80", b"new\nline", b"a\\b", "é".encode()):
+        os.makedirs(top + b"/" + name)
+        with open(top + b"/" + name + b"/\xc3(" + name + b".jpg", "wb") as f:
+            f.write(source)
+    root = os.fsdecode(top)
+    pack_folder(open_images(root), root + " packed")
+    assert len(samples(dataset(Path(root)))) == 4
+    assert samples(dataset(Path(root))) == samples(dataset(Path(root + " packed"))) == samples(
+        dataset(Path(root), reader="python-file")
+    )  # fmt: skip
+    assert list(open_images(root).classes) == list(open_images(root + " packed").images.classes)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="not UTF-8: use another reader"):
+        dataset(Path(root), reader="dali")
+
+
+# What comes out.
+
+
+def test_images_of_one_size_are_one_tensor(folder: Path) -> None:
+    for batch in dataset(folder, crop=(24, 32), flip=True):
+        assert batch["image"].shape == (len(batch["label"]), 24, 32, 3)
+        assert batch["image"].dtype == torch.uint8
+    for batch in dataset(folder, crop=(24, 32), normalize=True):
+        assert batch["image"].shape == (len(batch["label"]), 3, 24, 32)
+        assert batch["image"].dtype == torch.float32
+
+
+def test_normalisation_is_what_it_says(folder: Path) -> None:
+    plain = next(iter(dataset(folder, 1)))["image"][0].float()
+    mean, std = (10.0, 20.0, 30.0), (2.0, 4.0, 8.0)
+    normal = next(iter(dataset(folder, 1, normalize=(mean, std))))["image"][0]
+    torch.testing.assert_close(normal, ((plain - torch.tensor(mean)) / torch.tensor(std)).permute(2, 0, 1))
+
+
+def test_flips_are_random_and_follow_the_seed(folder: Path) -> None:
+    plain, flipped, again = (samples(dataset(folder, flip=flip, seed=5)) for flip in (False, True, True))
+    assert flipped == again
+    assert 0 < sum(a != b for a, b in zip(plain, flipped, strict=True)) < COUNT
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("reader", ["posix", "dali"])
+def test_a_graph_of_ones_own(folder: Path, reader: str, decode: bool) -> None:
+    from nvidia.dali import fn
+
+    def graph(images: Any, labels: Any) -> Any:
+        return (fn.resize(images, size=(10, 12)) if decode else fn.pad(images)), labels + 100
+
+    batches = list(dataset(folder, 4, reader, decode=decode, graph=graph))
+    for batch in batches:
+        assert batch["image"].shape[1:] == (10, 12, 3) if decode else batch["image"].dim() == 2
+    assert min(int(b["label"].min()) for b in batches) == 100
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_graph_that_hands_its_input_through_keeps_its_bytes(folder: Path, batch_size: int) -> None:
+    """The reader's buffers are filled again; what came out must not be among them."""
+    batches = list(dataset(folder, batch_size, decode=False, graph=lambda images, labels: (images, labels)))
+    assert samples(batches) == samples(dataset(folder, decode=False))
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_batches_kept_for_long_keep_their_bytes(folder: Path, packed: Path, decode: bool) -> None:
+    for root in (folder, packed):
+        assert samples(list(dataset(root, 2, decode=decode))) == samples(dataset(folder, 2, decode=decode))
+
+
+def test_encoded_bytes_need_no_dali(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
+    assert len(samples(dataset(folder, decode=False))) == COUNT
+    with pytest.raises(BackendUnavailable, match=r"pip install 'monai_gds\[dali-cuda1"):
+        dataset(folder)
+
+
+# Epochs.
+
+
+@pytest.mark.parametrize("reader", ["posix", "dali", "packed"])
+@pytest.mark.parametrize("decode", [False, True])
+def test_leaving_a_loop_starts_a_new_epoch_next_time(folder: Path, packed: Path, reader: str, decode: bool) -> None:
+    ours = dataset(packed if reader == "packed" else folder, 2, reader, decode=decode)
+    expected = samples(ours)
+    for count in (0, 1, 3):
+        for number, _ in enumerate(ours):
+            if number == count:
+                break
+        assert samples(ours) == expected
+
+
+def test_a_new_iterator_ends_the_one_before(folder: Path) -> None:
+    ours = dataset(folder, 2)
+    first = iter(ours)
+    next(first)
+    second = iter(ours)
+    assert list(first) == []
+    assert samples(second) == samples(dataset(folder, 2))
+    ours.reset()
+
+
+def test_dropped_half_way_nothing_stays(folder: Path, packed: Path) -> None:
+    def use() -> None:
+        for root in (folder, packed):
+            for decode in (False, True):
+                ours = dataset(root, 2, decode=decode)
+                next(iter(ours))
+                del ours
+                gc.collect()
+
+    use()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        use()
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_closing_frees_and_it_can_be_used_again(folder: Path) -> None:
+    ours = dataset(folder, 2)
+    expected = samples(ours)
+    ours.close()
+    assert samples(ours) == expected
+
+
+def test_a_batch_larger_than_the_dataset(folder: Path) -> None:
+    assert [len(b["image"]) for b in dataset(folder, 100)] == [COUNT]
+    assert [len(b["image"]) for b in dataset(folder, 100, last_batch="fill")] == [100]
+    with pytest.raises(ValueError, match="batch_size=100 is larger than a shard of 23 images"):
+        dataset(folder, 100, last_batch="drop")
+
+
+# Other people's loops.
+
+
+def test_in_a_data_loader(folder: Path) -> None:
+    loader = torch.utils.data.DataLoader(dataset(folder, crop=(8, 8)), batch_size=None)
+    assert [tuple(b["image"].shape) for b in loader][:2] == [(4, 8, 8, 3)] * 2
+
+
+def test_in_monais_trainer(folder: Path) -> None:
+    pytest.importorskip("ignite", reason="pytorch-ignite is not installed")
+    from monai.engines import SupervisedTrainer
+
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4))
+    before = network[1].weight.detach().clone()
+    SupervisedTrainer(
+        device=torch.device("cpu"),
+        max_epochs=2,
+        train_data_loader=dataset(folder, crop=(8, 8), normalize=True),
+        network=network,
+        optimizer=torch.optim.SGD(network.parameters(), 0.1),
+        loss_function=torch.nn.CrossEntropyLoss(),
+    ).run()
+    assert not torch.equal(before, network[1].weight)
+
+
+def test_in_lightnings_trainer(folder: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = torch.nn.Linear(3 * 8 * 8, 4)
+            self.seen = 0
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            self.seen += len(batch["label"])
+            return torch.nn.functional.cross_entropy(self.network(batch["image"].flatten(1)), batch["label"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module = Module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, dataset(folder, crop=(8, 8), normalize=True))
+    assert module.seen == 2 * COUNT
+
+
+def _rank(rank: int, root: str, port: int, queue: Any) -> None:
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
+    ours = ImageNetDataset(root, 4, device="cpu", shuffle=True)
+    queue.put((rank, len(ours), samples(ours)))
+    torch.distributed.destroy_process_group()
+
+
+def test_under_torch_distributed(folder: Path) -> None:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=_rank, args=(i, str(folder), port, queue)) for i in range(2)]
+    for rank in ranks:
+        rank.start()
+    found = [queue.get(timeout=120) for _ in ranks]
+    for rank in ranks:
+        rank.join(60)
+    assert found[0][1] == found[1][1] == 3
+    assert set(found[0][2]) | set(found[1][2]) == set(samples(dataset(folder)))
+    assert len(found[0][2]) + len(found[1][2]) <= COUNT + 1
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_broken_jpeg_is_named_and_the_dataset_stays_usable(
+    copy_of: Callable[[], Path], reader: str, shuffle: bool
+) -> None:
+    root = copy_of()
+    bad = sorted(root.glob("*/*"))[9]
+    good = bad.read_bytes()
+    bad.write_bytes(good[: len(good) // 20] + bytes(len(good) - len(good) // 20))
+    ours = dataset(root, 4, reader, shuffle=shuffle)
+    for _ in range(2):
+        with pytest.raises(BrokenImage, match="cannot be decoded") as e:
+            list(ours)
+        assert e.value.path == str(bad)
+    bad.write_bytes(good)
+    assert sorted(samples(ours)) == sorted(samples(dataset(root)))
+
+
+def test_a_broken_jpeg_is_named_for_dalis_reader_too(copy_of: Callable[[], Path]) -> None:
+    root = copy_of()
+    bad = sorted(root.glob("*/*"))[9]
+    bad.write_bytes(b"no image at all")
+    with pytest.raises(BrokenImage) as e:
+        list(dataset(root, reader="dali"))
+    assert e.value.path == str(bad)
+    bad.write_bytes(b"")
+    with pytest.raises(BrokenImage, match="empty") as e:
+        list(dataset(root, reader="dali"))
+    assert e.value.path == str(bad)
+
+
+def test_what_came_before_a_broken_image_is_given(copy_of: Callable[[], Path]) -> None:
+    root = copy_of()
+    sorted(root.glob("*/*"))[-1].write_bytes(b"no image at all")
+    seen: list[Any] = []  # what came before the error
+    with pytest.raises(BrokenImage):
+        seen.extend(dataset(root, 4))
+    assert samples(seen) == samples(dataset(root, 4, skip_broken=True))[: 5 * 4]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_skip_broken_replaces_and_counts(copy_of: Callable[[], Path], batch_size: int) -> None:
+    root = copy_of()
+    files = sorted(root.glob("*/*"))
+    bad = [files[1], files[2], files[9], files[22]]
+    bad[0].write_bytes(b"")
+    for file in bad[1:]:
+        file.write_bytes(b"no image at all")
+    ours = dataset(root, batch_size, skip_broken=True)
+    for _ in range(2):
+        found = samples(ours)
+        assert len(found) == COUNT
+        assert set(ours.broken) == {str(file) for file in bad}
+    for file in bad:
+        file.unlink()
+    assert set(found) == set(samples(dataset(root)))
+
+
+def test_with_nothing_but_broken_images_skipping_ends(copy_of: Callable[[], Path]) -> None:
+    root = copy_of()
+    for file in root.glob("*/*"):
+        file.write_bytes(b"no image at all")
+    ours = dataset(root, skip_broken=True)
+    with pytest.raises(BrokenImage, match="so is every other image"):
+        list(ours)
+    assert len(ours.broken) == COUNT
+
+
+def test_skip_broken_is_not_for_dalis_reader(folder: Path) -> None:
+    with pytest.raises(ValueError, match="skip_broken=True does not work with reader='dali'"):
+        dataset(folder, reader="dali", skip_broken=True)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_an_empty_file_is_named(copy_of: Callable[[], Path], decode: bool) -> None:
+    root = copy_of()
+    bad = sorted(root.glob("*/*"))[9]
+    bad.write_bytes(b"")
+    for reader in READERS:
+        seen: list[Any] = []  # what came before the error
+        with pytest.raises(BrokenImage, match="empty") as e:
+            seen.extend(dataset(root, 4, reader, decode=decode))
+        assert e.value.path == str(bad)
+        assert len(seen) == 2
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_deleted_after_listing_is_named(copy_of: Callable[[], Path], reader: str, decode: bool) -> None:
+    root = copy_of()
+    gone = sorted(root.glob("*/*"))[9]
+    ours = dataset(root, 4, reader, decode=decode)
+    data = gone.read_bytes()
+    gone.unlink()
+    seen: list[Any] = []  # what came before the error
+    with pytest.raises(FileNotFoundError) as e:
+        seen.extend(ours)
+    assert e.value.filename == str(gone)
+    assert len(seen) == 2
+    gone.write_bytes(data)
+    assert samples(ours) == samples(dataset(root, decode=decode))
+
+
+def test_a_file_cut_after_listing_is_an_error(copy_of: Callable[[], Path]) -> None:
+    root = copy_of()
+    cut = sorted(root.glob("*/*"))[3]
+    for reader in READERS:
+        data = cut.read_bytes()
+        ours = dataset(root, 4, reader)
+        cut.write_bytes(data[:-1])
+        with pytest.raises(OSError, match=cut.name):
+            list(ours)
+        cut.write_bytes(data)
+
+
+def test_an_error_of_the_graph_is_no_broken_image(folder: Path) -> None:
+    from nvidia.dali import fn
+
+    ours = dataset(folder, graph=lambda images, labels: (fn.crop(images, crop=(1000, 1000)), labels))
+    with pytest.raises(PipelineFailed, match=r"[Cc]rop"):
+        list(ours)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"reader": "nvme"}, ValueError, "reader='nvme' is not known; there are: auto, dali"),
+        ({"reader": "kvikio", "decode": False}, BackendUnavailable, "kvikio.*serves CUDA targets only"),
+        ({"reader": "packed"}, ValueError, "is not packed: run `monai-gds pack"),
+        ({"device": "cuda:9"}, ValueError, "cuda:9"),
+        ({"crop": (8, 8), "graph": lambda i, n: (i, n)}, ValueError, "one or the other"),
+        ({"crop": (8, 8), "decode": False}, ValueError, "need decode=True"),
+        ({"shard_id": 0}, ValueError, "both shard_id and num_shards"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    folder: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dataset(folder, **arguments)
+
+
+def test_readers_of_single_files_refuse_a_packed_folder(packed: Path) -> None:
+    for reader in ("dali", "python-file"):
+        with pytest.raises(ValueError, match="reads single files"):
+            dataset(packed, reader=reader)
+
+
+def test_a_root_that_is_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ImageListError, match="not a folder"):
+        dataset(tmp_path / "absent")
+    (tmp_path / "n0").mkdir()
+    with pytest.raises(ImageListError, match="no image"):
+        dataset(tmp_path)
+
+
+def test_pixels_are_those_of_another_decoder(folder: Path) -> None:
+    module = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    ours = dataset(folder, 1)
+    theirs = np.asarray(module.open(ours.images.path(0)).convert("RGB")).astype(int)
+    assert np.abs(next(iter(ours))["image"][0].numpy().astype(int) - theirs).mean() < 2

@@ -1,0 +1,153 @@
+"""Labels and files exactly as DALI's own file reader has them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monai_gds.errors import ImageListError
+from monai_gds.imagenet import listing, open_images
+from monai_gds.imagenet.listing import EXTENSIONS, list_folder
+from monai_gds.imagenet.source import list_block_map
+
+dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
+fn = pytest.importorskip("nvidia.dali.fn")
+
+KINDS = ("file", "link", "folder", "fifo")
+
+
+def as_dali_sees_it(root: str) -> list[tuple[bytes, int]]:
+    """(content, label) of every image in DALI's order."""
+
+    @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None)
+    def pipeline():  # type: ignore[no-untyped-def]
+        images, labels = fn.readers.file(file_root=root, name="files")
+        return images, labels
+
+    pipe = pipeline()
+    pipe.build()
+    outputs = [pipe.run() for _ in range(pipe.epoch_size("files"))]
+    return [(bytes(np.asarray(image[0])), int(np.asarray(label[0])[0])) for image, label in outputs]
+
+
+def names() -> st.SearchStrategy[bytes]:
+    parts = [b"", b".", b"a", b"B", b"b", b"Z", b"~", b"_", b" ", b"0", b"10", b"9", "é".encode(), b"\xff\xfe", b"-"]
+    ends = [os.fsencode(e) for e in EXTENSIONS] + [b".JPG", b".Jpeg", b".gif", b".npy", b"", b".jpg.txt", b"jpg"]
+    name = st.tuples(st.sampled_from(parts), st.sampled_from(parts), st.sampled_from(ends)).map(b"".join)
+    return name.filter(lambda n: n not in (b"", b".", b".."))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(names(), st.dictionaries(names(), st.sampled_from(KINDS), max_size=6), min_size=1, max_size=6),
+       st.sets(names(), max_size=2))  # fmt: skip
+def test_as_dali_lists_it(classes: dict[bytes, dict[bytes, str]], stray: set[bytes]) -> None:
+    top = os.fsencode(tempfile.mkdtemp())
+    try:
+        content = iter(range(1, 1000))
+        root = top + b"/root"
+        os.mkdir(root)
+        Path(os.fsdecode(top + b"/elsewhere")).write_bytes(b"elsewhere")
+        for name, files in classes.items():
+            os.mkdir(root + b"/" + name)
+            for file, kind in files.items():
+                path = root + b"/" + name + b"/" + file
+                if kind == "file":
+                    Path(os.fsdecode(path)).write_bytes(str(next(content)).encode())
+                elif kind == "link":
+                    os.symlink(top + b"/elsewhere", path)
+                elif kind == "folder":
+                    os.mkdir(path)
+                else:
+                    os.mkfifo(path)
+        for name in stray - classes.keys():
+            Path(os.fsdecode(root + b"/" + name)).write_bytes(b"stray")
+        try:
+            images = list_folder(os.fsdecode(root))
+        except ImageListError:
+            with pytest.raises(RuntimeError, match="No files found"):
+                as_dali_sees_it(os.fsdecode(root))
+            return
+        ours = [(Path(images.path(i)).read_bytes(), int(images.labels[i])) for i in range(len(images))]
+        assert ours == as_dali_sees_it(os.fsdecode(root))
+        assert [len(data) for data, _ in ours] == images.sizes.tolist()
+        assert list(images.classes) == [os.fsdecode(name) for name in sorted(classes)]
+    finally:
+        shutil.rmtree(top)
+
+
+def test_a_linked_class_is_a_class(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "cat").symlink_to(folder / "n01440764")
+    assert len(list_folder(tmp_path / "root")) == len(as_dali_sees_it(str(tmp_path / "root"))) == 7
+
+
+def test_the_filter_is_dalis() -> None:
+    schema = dali.backend.GetSchema("readers__File")
+    assert [f"*{e}" for e in EXTENSIONS] == eval(schema.GetArgumentDefaultValueString("file_filters"))
+
+
+@pytest.mark.parametrize("where", ["n0/dead.jpg", "dead"])
+def test_a_dead_link_is_refused_by_name(tmp_path: Path, where: str) -> None:
+    (tmp_path / "n0").mkdir()
+    (tmp_path / "n0" / "a.jpg").write_bytes(b"x")
+    (tmp_path / where).symlink_to("nowhere")
+    with pytest.raises(ImageListError, match=f"{where} is a link that leads nowhere .nowhere"):
+        list_folder(tmp_path)
+
+
+def test_a_link_to_a_folder_called_like_an_image_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "n0").mkdir()
+    (tmp_path / "n0" / "a.jpg").symlink_to(tmp_path)
+    with pytest.raises(ImageListError, match=r"a\.jpg .* no regular file"):
+        list_folder(tmp_path)
+
+
+def test_a_root_without_classes_or_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    with pytest.raises(ImageListError, match="holds no class"):
+        list_folder(tmp_path)
+    (tmp_path / "n0").mkdir()
+    with pytest.raises(ImageListError, match="no image"):
+        list_folder(tmp_path)
+    with pytest.raises(ImageListError, match="not a folder"):
+        list_folder(tmp_path / "absent")
+
+
+def test_more_classes_than_labels_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listing.MAX_CLASSES == 2**31
+    monkeypatch.setattr(listing, "MAX_CLASSES", 3)
+    with pytest.raises(ImageListError, match="4 classes, more than an int32"):
+        list_folder(folder)
+
+
+def test_a_block_map_lists_what_its_folder_does(folder: Path, tmp_path: Path) -> None:
+    folders = [f"train/{n.name}" for n in folder.iterdir()]
+    header = {"version": 1, "block_size": 512, "parent": str(folder.parent), "folders": folders}
+    entries: dict[str, object] = {"__blockmap__": header}
+    for file in folder.rglob("*.JPEG"):
+        size = file.stat().st_size
+        entries[str(file.relative_to(folder.parent))] = {"startblock": 8, "endblock": 8 + size // 512, "size": size}
+    (tmp_path / "map.json").write_text(json.dumps(entries))
+    ours, theirs = open_images(tmp_path / "map.json"), list_folder(folder)
+    assert ours.classes == theirs.classes  # type: ignore[union-attr]
+    assert ours.names == theirs.names  # type: ignore[union-attr]
+    assert ours.labels.tolist() == theirs.labels.tolist()  # type: ignore[union-attr]
+    assert ours.sizes.tolist() == theirs.sizes.tolist()  # type: ignore[union-attr]
+    assert ours.root == theirs.root  # type: ignore[union-attr]
+
+
+def test_a_file_that_is_no_block_map_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[1]")
+    with pytest.raises(ImageListError, match="no block map"):
+        list_block_map(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ImageListError, match="maps no image"):
+        list_block_map(tmp_path / "x.json")
