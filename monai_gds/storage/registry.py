@@ -15,6 +15,7 @@ __all__ = ["available_backends", "choose_backend", "open_storage", "resolve_devi
 _BACKENDS = {
     "posix": "monai_gds.storage.posix:PosixStorage",
     "kvikio": "monai_gds.storage.kvikio:KvikioStorage",
+    "deepnvme": "monai_gds.storage.deepnvme:DeepNvmeStorage",
 }
 
 #: What ``auto`` tries, in this order, by type of device.
