@@ -9,19 +9,20 @@ engine can divide. The descriptor stays open and the engine gets its ``/proc/sel
 file that was checked, also when the path has another file by now. Heads are read as part of their page; the file's
 last, partial page and ranges below :data:`SMALL_BYTES` go through pread.
 
-**How a read is verified.** The storage layer has no checksums, so before each read every sector of the buffer (512
-bytes, the smallest unit that a drive transfers) gets eight bytes drawn at random for this one read. A sector that the
-drive did not deliver still has them, so a failed, short or unaligned transfer is always found. A sector that was
-delivered has them by chance once in 2**64. Afterwards ``fstat`` must still report the range as part of the file.
+**How a read is verified.** The lane raises for what its engine lets it see: for ``aio_handle`` what the kernel
+answered to each transfer (``deepnvme_results.h``), for ``gds_handle`` the end of the process that it runs in. That
+covers every transfer that was made; for those that were not, every sector of the buffer (512 bytes, the smallest unit
+that a drive transfers) gets eight bytes before the read, drawn at random for this one. A sector that nothing was
+transferred to still has them, so it is always found; one that was filled has them by chance once in 2**64. Afterwards
+``fstat`` must still report the range as part of the file.
 
-What this cannot find is an error that comes *after* the bytes have arrived. File systems with checksums of their own
-(btrfs, ZFS, bcachefs) verify them at that point, so files there are refused, by name. The record layer above
-compares its own checksums in any case.
+Looking at the bytes alone would not do: a loop device whose image is gone fills the buffer with zeros and then fails
+(seen), and a drive may stop in the middle of a transfer that it reports as failed.
 
-**How a write is verified.** Space is reserved first, so a full disk is found before a byte is written. Each transfer's
-last page is read back from the drive and compared: a transfer that failed or stopped short has not written it. At the
-end the file must have its size and no hole (``SEEK_HOLE``): reserved space becomes data only once a write to it has
-succeeded, so nothing that failed in the middle goes unnoticed either.
+**How a write is verified.** Space is reserved first, so a full disk is found before a byte is written. The lane raises
+as for a read. Then each transfer's last page is read back from the drive and compared: a transfer that failed or
+stopped short has not written it. At the end the file must have its size and no hole (``SEEK_HOLE``): reserved space
+becomes data only once a write to it has succeeded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -54,11 +55,6 @@ __all__ = ["CheckedStorage", "Lane", "LanePool", "OpenFile", "find_unread", "mar
 SMALL_BYTES = 64 << 10
 
 SECTOR = 512
-
-#: ``f_type`` of file systems that verify checksums after the bytes have reached the buffer (linux/magic.h, and the
-#: sources of OpenZFS and bcachefs).
-_CHECKSUMMING = {0x9123683E: "btrfs", 0x2FC12FC1: "ZFS", 0xCA451A4E: "bcachefs"}
-
 
 #: A part of what is written: host bytes, or a tensor on either side.
 _Source: TypeAlias = "memoryview | torch.Tensor"
@@ -82,8 +78,10 @@ class Lane(ABC):
     #: Bytes: the engine takes only multiples of this, itself a multiple of ALIGNMENT.
     unit: int = ALIGNMENT
 
-    #: The engine has ended; the lane is to be closed, not used again.
-    dead: bool = False
+    @property
+    def dead(self) -> bool:
+        """Whether the engine has ended, so that the lane is to be closed and not used again."""
+        return False
 
     @property
     @abstractmethod
@@ -96,11 +94,19 @@ class Lane(ABC):
 
     @abstractmethod
     def read(self, file: OpenFile, offset: int, dest: torch.Tensor) -> None:
-        """Asks the engine to fill ``dest`` (in ``buffer``, or a tensor that it ``reaches``). Believe nothing."""
+        """Fills ``dest`` (a part of ``buffer``, or a tensor that the engine ``reaches``), as far as anybody can tell.
+
+        Raises:
+            StorageError: the engine is known to have failed.
+        """
 
     @abstractmethod
     def write(self, file: OpenFile, offset: int, source: torch.Tensor) -> None:
-        """Asks the engine to write ``source``, a part of ``buffer``. Believe nothing."""
+        """Writes ``source``, a part of ``buffer``, as far as anybody can tell.
+
+        Raises:
+            StorageError: the engine is known to have failed.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -132,11 +138,7 @@ class LanePool:
         changed = self._changed
         with changed:
             changed.wait_for(lambda: self._free or len(self._all) < self._limit)
-            if self._free:
-                lane = self._free.pop()
-            else:
-                lane = self._make()
-                self._all.append(lane)
+            lane = self._take_free() or self._add()
         try:
             yield lane
         finally:
@@ -144,9 +146,25 @@ class LanePool:
                 if lane in self._all and not lane.dead:
                     self._free.append(lane)
                 else:  # the pool was emptied meanwhile, or the engine has ended
-                    self._all = [other for other in self._all if other is not lane]
-                    lane.close()
+                    self._drop(lane)
                 changed.notify()
+
+    def _take_free(self) -> Lane | None:
+        while self._free:
+            lane = self._free.pop()
+            if not lane.dead:
+                return lane
+            self._drop(lane)
+        return None
+
+    def _add(self) -> Lane:
+        lane = self._make()
+        self._all.append(lane)
+        return lane
+
+    def _drop(self, lane: Lane) -> None:
+        self._all = [other for other in self._all if other is not lane]
+        lane.close()
 
     def empty(self) -> None:
         """Frees the lanes: now those that nobody uses, the others when they come back."""
@@ -208,18 +226,6 @@ def _check_size(file: OpenFile, end: int, when: str) -> int:
     return size
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _refuse_checksumming(fd: int, path: str) -> None:
-    status = (ctypes.c_long * 32)()  # struct statfs is 120 bytes; its first member is f_type
-    if _libc.fstatfs(fd, status) == 0 and status[0] in _CHECKSUMMING:
-        name = _CHECKSUMMING[status[0]]
-        raise StorageError(
-            errno.ENOTSUP, f'DeepNVMe hides the errors that {name} finds by checksum; use backend="posix"', path
-        )
-
-
 class CheckedStorage(ThreadedStorage):
     """See the module's docstring.
 
@@ -255,7 +261,6 @@ class CheckedStorage(ThreadedStorage):
                 raise StorageError(errno.EINVAL, "not a regular file", path)
             if expect is not None:
                 expect.check(FileId.from_stat(found), path)
-            _refuse_checksumming(fd, path)
             _try_direct(fd, path)
         except BaseException:
             os.close(fd)
@@ -272,7 +277,7 @@ class CheckedStorage(ThreadedStorage):
         start = offset - offset % ALIGNMENT
         done = offset  # what the engine brings: up to here
         if dest.numel() >= SMALL_BYTES:
-            with self._lanes.lane() as lane:
+            with self._lanes.lane() as lane, self._stream():
                 stop = min(end + -end % ALIGNMENT, size - size % ALIGNMENT)
                 stop -= (stop - start) % lane.unit
                 self._read_pages(lane, file, start, stop, dest, offset)
@@ -288,27 +293,26 @@ class CheckedStorage(ThreadedStorage):
         direct = start == offset and count <= dest.numel() and lane.reaches(dest)
         into = (dest if direct else lane.buffer)[:count]
         mark = mark_unread(into)
-        lane.read(file, start, into)
+        try:
+            lane.read(file, start, into)
+        finally:  # the reason that a user can do something about comes first
+            _check_size(file, stop, " (it became shorter while it was being read)")
         unread = find_unread(into, mark)
-        _check_size(file, stop, " (it became shorter while it was being read)")
         if unread is not None:
             raise StorageError(
-                errno.EIO, f"the bytes at {start + unread} did not arrive: {self._ask(file, start + unread)}", file.path
+                errno.EIO, f"the bytes at {start + unread} did not arrive: DeepNVMe does not say why", file.path
             )
         if not direct:
             wanted = min(stop - offset, dest.numel())
             dest[:wanted].copy_(into[offset - start : offset - start + wanted])
+            if into.is_cuda:
+                torch.cuda.current_stream(into.device).synchronize()  # the lane's next reader may come at once
 
-    def _ask(self, file: OpenFile, offset: int) -> str:
-        """Why the engine may have failed: what the kernel says to the same question, since the engine does not."""
-        page = mmap.mmap(-1, ALIGNMENT)
-        offset -= offset % ALIGNMENT
-        try:
-            with _reopened(file, os.O_RDONLY | os.O_DIRECT) as fd:
-                os.preadv(fd, [page], offset)
-        except OSError as e:
-            return f"{e.strerror} (error {e.errno})"
-        return "DeepNVMe does not say why, and a direct read of the same page succeeds"
+    def _stream(self) -> AbstractContextManager[Any]:
+        """Work on the device goes to the copy stream, not to the default one, where the user's may be queued."""
+        if self.device.type == "cuda" and self.reaches_gpu:
+            return torch.cuda.stream(staging.copy_stream(self.device))
+        return nullcontext()
 
     def _read_rest(self, file: OpenFile, offset: int, dest: torch.Tensor) -> None:
         """Reads without the engine."""
@@ -326,7 +330,6 @@ class CheckedStorage(ThreadedStorage):
             torch.cuda.current_stream(self.device).synchronize()  # whoever fills them has finished
         file = OpenFile(create_file(path, total), path)
         try:
-            _refuse_checksumming(file.fd, path)
             with _reopened(file, os.O_RDONLY | os.O_DIRECT) as back:
                 self._write_all(file, back, sources, total)
             self._check_written(file, total)

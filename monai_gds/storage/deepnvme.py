@@ -4,6 +4,7 @@ https://www.deepspeed.ai/tutorials/deepnvme/. Always the bounce buffer, on a CPU
 ``deepnvme-gds`` is the one that reads into GPU memory. ``aio_handle`` returns success whatever the kernel answered, and
 ends the process when an assertion fails, so
 
+* what the kernel answered is asked for separately (``deepnvme_results.h``);
 * what it read and wrote is verified by :mod:`monai_gds.storage.checked`, which also does heads, tails and small files;
 * what it would assert is checked before: that the kernel has room for its queues (``fs.aio-max-nr``), and that the
   memory can be locked (``RLIMIT_MEMLOCK``). That the range lies inside the file is checked before and again after the
@@ -82,6 +83,12 @@ class Settings:
             raise ValueError(f"intra_op_parallelism must be at most 64, not {self.intra_op_parallelism}")
 
     @classmethod
+    def chosen(cls, tuned: str | os.PathLike[str] | Mapping[str, Any] | None, by_name: Mapping[str, Any]) -> Settings:
+        """The tuned settings (see :meth:`tuned`) or else the defaults, but for those given by name (not None)."""
+        base = cls() if tuned is None else cls.tuned(tuned)
+        return replace(base, **{name: value for name, value in by_name.items() if value is not None})
+
+    @classmethod
     def tuned(cls, found: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
         """The settings that DeepSpeed's tuner ``ds_nvme_tune`` found.
 
@@ -122,6 +129,7 @@ class _AioLane(Lane):
         self._nbytes = nbytes
         self._pinned = pinned
         self._handle = _new_handle(module, settings)
+        self._take_error = deepnvme_build.taker_of_errors(module)
         self._buffer: torch.Tensor | None = None
 
     @property
@@ -138,12 +146,22 @@ class _AioLane(Lane):
         return self._pinned and dest.data_ptr() % ALIGNMENT == 0 and dest.is_pinned()
 
     def read(self, file: OpenFile, offset: int, dest: torch.Tensor) -> None:
-        if self._handle.sync_pread(dest, file.by_descriptor, offset) < 0:
-            raise StorageError(errno.EIO, f"DeepNVMe refused to read {dest.numel()} bytes at {offset}", file.path)
+        code = self._handle.sync_pread(dest, file.by_descriptor, offset)
+        self._check(code, "read", file, offset, dest)
 
     def write(self, file: OpenFile, offset: int, source: torch.Tensor) -> None:
-        if self._handle.sync_pwrite(source, file.by_descriptor, offset) < 0:
-            raise StorageError(errno.EIO, f"DeepNVMe refused to write {source.numel()} bytes at {offset}", file.path)
+        deepnvme_build.import_before_writing()
+        code = self._handle.sync_pwrite(source, file.by_descriptor, offset)
+        self._check(code, "write", file, offset, source)
+
+    def _check(self, code: int, verb: str, file: OpenFile, offset: int, memory: torch.Tensor) -> None:
+        failed = self._take_error(memory)
+        if failed is not None:
+            at, error = failed
+            reason = os.strerror(error) if error else "transferred in part only"
+            raise StorageError(error or errno.EIO, f"{reason}, at byte {offset + at}", file.path)
+        if code < 0:
+            raise StorageError(errno.EIO, f"DeepNVMe refused to {verb} {memory.numel()} bytes at {offset}", file.path)
 
     def close(self) -> None:
         buffer, self._buffer = self._buffer, None
@@ -239,8 +257,7 @@ class DeepNvmeStorage(CheckedStorage):
             "block_size": block_size, "queue_depth": queue_depth, "single_submit": single_submit,
             "overlap_events": overlap_events, "intra_op_parallelism": intra_op_parallelism,
         }  # fmt: skip
-        base = Settings() if tuned is None else Settings.tuned(tuned)
-        self.settings = replace(base, **{key: value for key, value in given.items() if value is not None})
+        self.settings = Settings.chosen(tuned, given)
         self.transfer_bytes = self.settings.block_size
         self.shares = self.settings.intra_op_parallelism
         self._module = deepnvme_build.load("aio")

@@ -9,12 +9,17 @@ doing. Here that is a step of its own:
   ``flock``, which the kernel drops when its holder dies. (torch's own lock is a file: one killed build, and every later
   one waits for it for ever. Ours never meets an old one, because the directory is new.)
 
-What was built is loaded from its file, without going through torch's locking again, and handed to DeepSpeed as its own:
-the same C++ types cannot be registered twice in a process.
+What was built is loaded from its file, without going through torch's locking again.
 
-One assertion is compiled out. ``aio_handle.pread`` asserts that the range lies inside the file, and ends the process if
-not. The backend checks that first, but a file may shrink in between; without the assertion the read comes back short,
-which the backend finds (see :mod:`monai_gds.storage.checked`).
+DeepSpeed's source is compiled as it is, but for three things (:func:`_compile_here`):
+
+* The results of the single transfers, which DeepSpeed drops, are kept for the backend to ask for: the first lines of
+  ``deepnvme_results.h`` say how.
+* One file is compiled without assertions. ``aio_handle.pread`` asserts that the range lies inside the file, and ends
+  the process if not. The backend checks that first, but a file may shrink in between; without the assertion the read
+  comes back short, which the backend finds.
+* The handles' C++ types get names of our own. pybind11 refuses a type that is registered already, and the process may
+  use DeepSpeed for its own purposes too.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -47,16 +53,29 @@ import torch
 from monai_gds.errors import BackendUnavailable
 from monai_gds.storage.base import Availability
 
-__all__ = ["Operator", "build_ahead", "build_directory", "built", "load", "probe"]
+__all__ = [
+    "Operator",
+    "build",
+    "build_ahead",
+    "build_directory",
+    "build_for_use",
+    "built",
+    "import_before_writing",
+    "load",
+    "probe",
+    "taker_of_errors",
+]
 
 #: ``aio``: the bounce buffer operator. ``gds``: GPUDirect Storage, which needs the CUDA toolkit and libcufile.
 Operator = Literal["aio", "gds"]
 
 _MODULE = {"aio": "async_io", "gds": "gds"}
 _PINNED = "pin_memory"  # holds the page-locked memory that both operators share; must be loaded before them
+_SHARED = "_deepspeed_pin_memory_op_module"
 _REMEDY = "pip install 'monai_gds[deepnvme]'"
 _AHEAD = "monai-gds doctor --build deepnvme"
 _LOG_LINES = 25
+_RECIPE = 1  #: to be raised with every change of what `_compile_here` builds, so that older builds are not used
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -74,7 +93,7 @@ def build_directory(operator: Operator) -> Path:
     )
     device = f"cu{torch.version.cuda}" if torch.cuda.is_available() else "cpu"
     parts = [_deepspeed_version() or "none", f"torch{torch.__version__}", device, f"py{platform.python_version()}"]
-    return Path(root) / "monai_gds" / "-".join([*parts, _processor()]) / operator
+    return Path(root) / "monai_gds" / "-".join([*parts, _processor_and_shim()]) / operator
 
 
 def built(operator: Operator) -> bool:
@@ -90,13 +109,12 @@ def _deepspeed_version() -> str | None:
 
 
 @functools.cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+def _processor_and_shim() -> str:
+    """Stands for what else decides whether a build fits: this processor's abilities, and what we compile in."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     abilities = next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
-    return hashlib.sha256(abilities.encode()).hexdigest()[:8]
+    ours = Path(__file__).with_name("deepnvme_results.h").read_bytes()
+    return hashlib.sha256(f"{_RECIPE} {abilities}".encode() + ours).hexdigest()[:12]
 
 
 def _path_with_scripts() -> str:
@@ -104,9 +122,14 @@ def _path_with_scripts() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
-def _missing() -> list[str]:
+def _missing(operator: Operator) -> list[str]:
     """What compiling lacks on this machine, each with its Debian package."""
     missing = []
+    if operator == "gds":
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        if CUDA_HOME is None or not os.path.isfile(os.path.join(CUDA_HOME, "include", "cufile.h")):
+            missing.append("CUDA toolkit with cufile.h (its path in CUDA_HOME; NVIDIA's Debian package: libcufile-dev)")
     compiler = os.environ.get("CXX", "c++")
     found = shutil.which(compiler)
     if found is None:
@@ -129,7 +152,7 @@ def probe(operator: Operator) -> Availability:
         return Availability(False, "there is no CUDA device", 'use backend="deepnvme" for a CPU target')
     if operator in _loaded or built(operator):
         return Availability(True, f"DeepSpeed {version}, {_MODULE[operator]} is built")
-    missing = _missing()
+    missing = _missing(operator)
     if missing:
         return Availability(
             False, f"DeepSpeed's {_MODULE[operator]} must be compiled, and there is no " + ", no ".join(missing),
@@ -251,13 +274,18 @@ def _compile_here(operator: Operator, work: Path) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
     builder: Any = AsyncIOBuilder() if operator == "aio" else GDSBuilder()
-    asserting = builder.deepspeed_src_path("csrc/aio/py_lib/deepspeed_py_io_handle.cpp")
-    shim = work / "io_handle.cpp"
-    shim.write_text(f'#define NDEBUG\n#include "{asserting}"\n')  # see the module's docstring
-    sources = [str(shim) if asserting.endswith(source) else source for source in builder.sources()]
-    if str(shim) not in sources:
-        raise RuntimeError(f"this version of DeepSpeed has no {asserting}; the backend was written for 0.19")
-    builder.sources = lambda: sources
+    results = Path(__file__).with_name("deepnvme_results.h")
+    prefixes = {
+        "csrc/aio/py_lib/deepspeed_py_io_handle.cpp": "#define NDEBUG",
+        "csrc/aio/common/deepspeed_aio_common.cpp": f'#include "{results}"',
+    }
+    sources, flags = list(builder.sources()), builder.cxx_args()
+    for number, (source, prefix) in enumerate(prefixes.items()):
+        shim = work / f"shim{number}.cpp"
+        shim.write_text(f'{prefix}\n#include "{builder.deepspeed_src_path(source)}"\n')
+        sources[sources.index(source)] = str(shim)
+    flags += [f"-D{name}=monai_gds_{name}" for name in ("deepspeed_aio_handle_t", "deepspeed_gds_handle_t")]
+    builder.sources, builder.cxx_args = (lambda: sources), (lambda: flags)
     builder.load(verbose=True)
 
 
@@ -275,29 +303,25 @@ def load(operator: Operator) -> ModuleType:
 
 def _load(operator: Operator) -> ModuleType:
     name = _MODULE[operator]
-    deepspeed_has = _deepspeed_operators()
-    if name in deepspeed_has:  # DeepSpeed loaded it before us
-        return deepspeed_has[name]
-    directory = build(operator, _quietly(_log.warning, operator))
+    directory = build_for_use(operator)
     try:
-        pinned = getattr(sys, "_deepspeed_pin_memory_op_module", None)
-        if pinned is None:
+        if getattr(sys, _SHARED, None) is None:  # DeepSpeed's own way of having one for the process
             path = directory / f"{_PINNED}.so"
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # the other module finds its functions by name
-            pinned = _import_file(_PINNED, path)
-            sys._deepspeed_pin_memory_op_module = pinned  # type: ignore[attr-defined]
-        module = _import_file(name, directory / f"{name}.so")
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # the operators find its functions by name
+            setattr(sys, _SHARED, _import_file(_PINNED, path))
+        return _import_file(name, directory / f"{name}.so")
     except (ImportError, OSError) as e:
         raise BackendUnavailable(
             f"DeepSpeed's {name} was built but cannot be loaded: {e}; remove {directory} and run `{_AHEAD}`"
         ) from e
-    deepspeed_has[name] = module
-    return module
 
 
-def _quietly(warn: Callable[[str], None], operator: Operator) -> Callable[[str], None]:
-    """Warns of a build that is about to start, and says nothing when there is none to do."""
-    return (lambda line: None) if built(operator) else warn
+def build_for_use(operator: Operator) -> Path:
+    """Builds the operator if need be, with a warning before it starts; says nothing when there is nothing to do.
+
+    Returns and raises as :func:`build`.
+    """
+    return build(operator, (lambda line: None) if built(operator) else _log.warning)
 
 
 def _import_file(name: str, path: Path) -> ModuleType:
@@ -309,15 +333,32 @@ def _import_file(name: str, path: Path) -> ModuleType:
     return module
 
 
-def _deepspeed_operators() -> dict[str, ModuleType]:
-    """DeepSpeed's own table of loaded operators."""
-    with contextlib.redirect_stdout(sys.stderr):  # it logs to standard output, where a table or JSON may be going
-        try:
-            from deepspeed.ops.op_builder.builder import OpBuilder
-        except ImportError as e:
-            raise BackendUnavailable(f"importing deepspeed failed: {e}; {_REMEDY}") from e
-    operators: dict[str, ModuleType] = OpBuilder._loaded_ops
-    return operators
+def taker_of_errors(module: ModuleType) -> Callable[[torch.Tensor], tuple[int, int] | None]:
+    """The function that says what the kernel answered to the transfers from or to a piece of host memory.
+
+    It takes the memory as a 1-D uint8 tensor and returns None when every transfer was complete; else the first
+    failure: ``(offset within the memory, errno, or 0 when the transfer was short)``, and forgets the others.
+    """
+    take = ctypes.CDLL(module.__file__).monai_gds_take_error
+    take.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_long)]
+
+    def taker(memory: torch.Tensor) -> tuple[int, int] | None:
+        at, result = ctypes.c_void_p(), ctypes.c_long()
+        if not take(memory.data_ptr(), memory.numel(), at, result):
+            return None
+        return (at.value or 0) - memory.data_ptr(), max(0, -result.value)
+
+    return taker
+
+
+def import_before_writing() -> None:
+    """Imports what the first write of a handle imports, and keeps its log off standard output.
+
+    The handle warns once, through DeepSpeed's logger, that writing wears drives out; that logger writes to whatever
+    standard output is when deepspeed is imported, and a benchmark's JSON may be going there.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        importlib.import_module("deepspeed.utils")
 
 
 if __name__ == "__main__":

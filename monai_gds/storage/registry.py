@@ -16,6 +16,7 @@ _BACKENDS = {
     "posix": "monai_gds.storage.posix:PosixStorage",
     "kvikio": "monai_gds.storage.kvikio:KvikioStorage",
     "deepnvme": "monai_gds.storage.deepnvme:DeepNvmeStorage",
+    "deepnvme-gds": "monai_gds.storage.deepnvme_gds:DeepNvmeGdsStorage",
 }
 
 #: What ``auto`` tries, in this order, by type of device.
