@@ -45,7 +45,7 @@ import torch
 
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
-from monai_gds.storage.base import ALIGNMENT, Buffer, FileId
+from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, naming
 from monai_gds.storage.posix import pread_into
 from monai_gds.storage.threaded import ThreadedStorage, as_bytes_view, create_file, write_file
 
@@ -274,24 +274,23 @@ class CheckedStorage(ThreadedStorage):
         file: OpenFile = handle
         end = offset + dest.numel()
         size = _check_size(file, end, "")
-        start = offset - offset % ALIGNMENT
         done = offset  # what the engine brings: up to here
         if dest.numel() >= SMALL_BYTES:
             with self._lanes.lane() as lane, self._stream():
-                stop = min(end + -end % ALIGNMENT, size - size % ALIGNMENT)
-                stop -= (stop - start) % lane.unit
-                self._read_pages(lane, file, start, stop, dest, offset)
-                done = max(offset, min(stop, end))
+                done = self._read_pages(lane, file, offset, dest, size)
         if done < end:
             self._read_rest(file, done, dest[done - offset :])
 
-    def _read_pages(self, lane: Lane, file: OpenFile, start: int, stop: int, dest: torch.Tensor, offset: int) -> None:
-        """Reads the pages from ``start`` to ``stop`` of the file; what of them belongs into ``dest`` is put there."""
+    def _read_pages(self, lane: Lane, file: OpenFile, offset: int, dest: torch.Tensor, size: int) -> int:
+        """Reads the whole pages of a file of ``size`` bytes that ``dest`` lies in; returns up to where it is filled."""
+        end = offset + dest.numel()
+        start = offset - offset % ALIGNMENT
+        direct = start == offset and lane.reaches(dest)
+        stop = min(end if direct else end + -end % ALIGNMENT, size)
+        stop -= (stop - start) % lane.unit
         if stop <= offset:
-            return
-        count = stop - start
-        direct = start == offset and count <= dest.numel() and lane.reaches(dest)
-        into = (dest if direct else lane.buffer)[:count]
+            return offset
+        into = (dest if direct else lane.buffer)[: stop - start]
         mark = mark_unread(into)
         try:
             lane.read(file, start, into)
@@ -307,6 +306,7 @@ class CheckedStorage(ThreadedStorage):
             dest[:wanted].copy_(into[offset - start : offset - start + wanted])
             if into.is_cuda:
                 torch.cuda.current_stream(into.device).synchronize()  # the lane's next reader may come at once
+        return min(stop, end)
 
     def _stream(self) -> AbstractContextManager[Any]:
         """Work on the device goes to the copy stream, not to the default one, where the user's may be queued."""
@@ -330,11 +330,12 @@ class CheckedStorage(ThreadedStorage):
             torch.cuda.current_stream(self.device).synchronize()  # whoever fills them has finished
         file = OpenFile(create_file(path, total), path)
         try:
-            with _reopened(file, os.O_RDONLY | os.O_DIRECT) as back:
-                self._write_all(file, back, sources, total)
-            self._check_written(file, total)
-            if durable:
-                os.fsync(file.fd)
+            with naming(path):
+                with _reopened(file, os.O_RDONLY | os.O_DIRECT) as back:
+                    self._write_all(file, back, sources, total)
+                self._check_written(file, total)
+                if durable:
+                    os.fsync(file.fd)
         finally:
             os.close(file.fd)
 

@@ -150,8 +150,8 @@ class _AioLane(Lane):
         self._check(code, "read", file, offset, dest)
 
     def write(self, file: OpenFile, offset: int, source: torch.Tensor) -> None:
-        deepnvme_build.import_before_writing()
-        code = self._handle.sync_pwrite(source, file.by_descriptor, offset)
+        with deepnvme_build.writing():
+            code = self._handle.sync_pwrite(source, file.by_descriptor, offset)
         self._check(code, "write", file, offset, source)
 
     def _check(self, code: int, verb: str, file: OpenFile, offset: int, memory: torch.Tensor) -> None:

@@ -60,10 +60,10 @@ __all__ = [
     "build_directory",
     "build_for_use",
     "built",
-    "import_before_writing",
     "load",
     "probe",
     "taker_of_errors",
+    "writing",
 ]
 
 #: ``aio``: the bounce buffer operator. ``gds``: GPUDirect Storage, which needs the CUDA toolkit and libcufile.
@@ -80,6 +80,8 @@ _RECIPE = 1  #: to be raised with every change of what `_compile_here` builds, s
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _loaded: dict[Operator, ModuleType] = {}
+_first_write = threading.Lock()
+_has_written = False
 
 
 def build_directory(operator: Operator) -> Path:
@@ -351,14 +353,23 @@ def taker_of_errors(module: ModuleType) -> Callable[[torch.Tensor], tuple[int, i
     return taker
 
 
-def import_before_writing() -> None:
-    """Imports what the first write of a handle imports, and keeps its log off standard output.
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Surrounds every write through a handle; the first one of the process has it to itself.
 
-    The handle warns once, through DeepSpeed's logger, that writing wears drives out; that logger writes to whatever
-    standard output is when deepspeed is imported, and a benchmark's JSON may be going there.
+    That one warns, through DeepSpeed's logger, that writing wears drives out. Two threads in it at once wait for each
+    other for ever: one has the interpreter's lock and wants the C++ once-flag, the other has the flag and wants the
+    lock. And the logger writes to whatever standard output is when deepspeed is imported, where JSON may be going.
     """
-    with contextlib.redirect_stdout(sys.stderr):
-        importlib.import_module("deepspeed.utils")
+    global _has_written
+    if _has_written:
+        yield
+        return
+    with _first_write:
+        with contextlib.redirect_stdout(sys.stderr):
+            importlib.import_module("deepspeed.utils")
+        yield
+        _has_written = True
 
 
 if __name__ == "__main__":

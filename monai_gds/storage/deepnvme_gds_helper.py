@@ -51,8 +51,13 @@ class _Slot:
             return False
         asked = json.loads(message)
         (self._fd,) = fds
-        operation = self._handle.async_pread if asked["do"] == "read" else self._handle.async_pwrite
-        if operation(self._buffer[: asked["nbytes"]], f"/proc/self/fd/{self._fd}", asked["offset"]) != 0:
+        what = (self._buffer[: asked["nbytes"]], f"/proc/self/fd/{self._fd}", asked["offset"])
+        if asked["do"] == "read":
+            code = self._handle.async_pread(*what)
+        else:
+            with deepnvme_build.writing():
+                code = self._handle.async_pwrite(*what)
+        if code != 0:
             sys.exit(f"gds_handle refused to {asked['do']} {asked['nbytes']} bytes at {asked['offset']}")
         return True
 
@@ -75,7 +80,6 @@ def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]
     parent = os.getppid()
     torch.cuda.set_device(device)
     module = deepnvme_build.load("gds")
-    deepnvme_build.import_before_writing()
     wanted = Settings(**settings)
     selector = selectors.DefaultSelector()
     for descriptor in channels:

@@ -347,6 +347,22 @@ def test_importing_the_package_does_not_import_deepspeed() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+def test_the_first_writes_of_a_process_may_come_from_many_threads(tmp_path: Path) -> None:
+    """DeepSpeed's warning at the first write was seen to stop two threads for ever."""
+    need_deepnvme()
+    script = f"""
+import os
+from monai_gds.storage import open_storage
+for i in range(3):
+    storage = open_storage("deepnvme", "cpu", threads=8)
+    storage.write(os.path.join({str(tmp_path)!r}, str(i)), [bytes(100 << 20)])
+"""
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+
 def test_nothing_is_printed_to_standard_output(tmp_path: Path) -> None:
     """DeepSpeed logs there, and a benchmark's JSON goes there."""
     need_deepnvme()
