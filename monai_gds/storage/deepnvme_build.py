@@ -288,7 +288,10 @@ def _compile_here(operator: Operator, work: Path) -> None:
         sources[sources.index(source)] = str(shim)
     flags += [f"-D{name}=monai_gds_{name}" for name in ("deepspeed_aio_handle_t", "deepspeed_gds_handle_t")]
     builder.sources, builder.cxx_args = (lambda: sources), (lambda: flags)
-    builder.load(verbose=True)
+    try:
+        builder.load(verbose=True)
+    except Exception as e:  # a traceback would push the compiler's lines out of sight
+        sys.exit(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
 
 
 def load(operator: Operator) -> ModuleType:

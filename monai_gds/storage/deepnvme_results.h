@@ -1,17 +1,25 @@
 // Compiled in front of DeepSpeed's deepspeed_aio_common.cpp (see deepnvme_build.py).
 //
-// DeepSpeed reaps its transfers with io_pgetevents and drops what the kernel says about each. Here the same call keeps
-// every result that is not the number of bytes asked for, by the address of the transfer's buffer, until
-// monai_gds_take_error asks for it.
+// DeepSpeed submits with io_submit, reaps with io_pgetevents, and drops what the kernel says about each transfer. Here
+// the same calls keep every result that is not the number of bytes asked for, by the address of the transfer's buffer,
+// until monai_gds_take_error asks for it.
 
 #pragma once
 #include <libaio.h>
+#include <unistd.h>
+#include <cerrno>
 #include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <mutex>
 
 namespace monai_gds {
+// What was asked for travels with the transfer: DeepSpeed fills its iocbs anew while the kernel is still at work for
+// them, so what an iocb says on completion may be about another transfer.
+struct request {
+    const char* buffer;
+    long nbytes;
+};
+
 struct failure {
     const char* buffer;
     long result;  // negative: an errno; else how many bytes were transferred
@@ -20,16 +28,40 @@ struct failure {
 static std::mutex mutex;
 static std::deque<failure> failures;  // bounded: nobody may be asking
 
+static int submit(io_context_t context, long count, iocb** iocbs)
+{
+    for (long i = 0; i < count; ++i) {
+        const auto& asked = iocbs[i]->u.c;
+        iocbs[i]->data = new request{static_cast<const char*>(asked.buf), static_cast<long>(asked.nbytes)};
+    }
+    // All of them: DeepSpeed waits for as many as it asked for. A kernel short of memory is given ten seconds.
+    long done = 0;
+    for (int patience = 10000; done < count && patience > 0;) {
+        const int taken = io_submit(context, count - done, iocbs + done);
+        if (taken > 0) {
+            done += taken;
+        } else if (taken == -EAGAIN || taken == -EINTR || taken == -ENOMEM) {
+            --patience;
+            usleep(1000);
+        } else {
+            break;
+        }
+    }
+    return done == count ? static_cast<int>(count) : -1;
+}
+
 static int pgetevents(io_context_t context, long least, long most, io_event* events, timespec* timeout, sigset_t* mask)
 {
     const int count = io_pgetevents(context, least, most, events, timeout, mask);
     for (int i = 0; i < count; ++i) {
-        const auto& asked = events[i].obj->u.c;
+        const auto* asked = static_cast<request*>(events[i].data);
         const auto result = static_cast<long>(events[i].res);
-        if (result == static_cast<long>(asked.nbytes)) { continue; }
-        std::lock_guard<std::mutex> lock(mutex);
-        if (failures.size() == 65536) { failures.pop_front(); }
-        failures.push_back({static_cast<const char*>(asked.buf), result});
+        if (result != asked->nbytes) {
+            std::lock_guard<std::mutex> lock(mutex);
+            if (failures.size() == 65536) { failures.pop_front(); }
+            failures.push_back({asked->buffer, result});
+        }
+        delete asked;
     }
     return count;
 }
@@ -59,4 +91,5 @@ extern "C" __attribute__((visibility("default"))) int monai_gds_take_error(const
     return found;
 }
 
+#define io_submit monai_gds::submit
 #define io_pgetevents monai_gds::pgetevents

@@ -54,7 +54,9 @@ BLOB_BYTES = (20 << 20) + 123
 OVERHEAD = ALIGNMENT + (4 << 10)
 
 property_test = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.differing_executors],
 )
 
 
