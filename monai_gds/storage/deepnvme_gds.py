@@ -26,7 +26,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,12 +45,20 @@ _LAST_LINES = 12
 
 
 class _Helper:
-    """A helper process with one socket a lane. Ends with the last of them, or by itself when gds_handle fails."""
+    """A helper process with one socket a lane. Ends with the last of them, or by itself when gds_handle fails.
+
+    Attributes:
+        unused: sockets that no lane has taken yet.
+    """
+
+    module: ClassVar[str] = "monai_gds.storage.deepnvme_gds_helper"
 
     def __init__(self, device: torch.device, nbytes: int, settings: Settings, lanes: int) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes)]
         theirs = [pair[1].fileno() for pair in pairs]
-        self.channels = [pair[0] for pair in pairs]
+        self.unused = [pair[0] for pair in pairs]
+        self._open = lanes
+        self._lock = threading.Lock()
         self._folder = tempfile.mkdtemp(prefix="monai-gds-")
         self._log = Path(self._folder) / "log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)}
@@ -59,7 +67,7 @@ class _Helper:
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "monai_gds.storage.deepnvme_gds_helper", str(device.index), str(nbytes),
+                    sys.executable, "-m", self.module, str(device.index or 0), str(nbytes),
                     json.dumps(asdict(settings)), *map(str, theirs),
                 ],
                 cwd=self._folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=theirs,
@@ -75,16 +83,25 @@ class _Helper:
             lines = []
         return "\n".join(lines[-_LAST_LINES:]) or "it said nothing"
 
-    def end(self) -> None:
-        """Ends the process and removes its folder."""
-        for channel in self.channels:
-            channel.close()
+    def give_back(self, channel: socket.socket) -> None:
+        """Closes a socket. With the last one the process ends, and its folder is removed."""
+        channel.close()
+        with self._lock:
+            self._open -= 1
+            if self._open:
+                return
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def retire(self) -> None:
+        """Gives back the sockets that no lane has; the process lives on until the lanes have given back theirs."""
+        unused, self.unused = self.unused, []
+        for channel in unused:
+            self.give_back(channel)
 
 
 class _GdsLane(Lane):
@@ -94,7 +111,11 @@ class _GdsLane(Lane):
         self._helper = helper
         self._channel = channel
         self._failed = False
-        self._buffer: torch.Tensor = pickle.loads(self._answer("start"))
+        try:
+            self._buffer: torch.Tensor = pickle.loads(self._answer("start"))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def dead(self) -> bool:
@@ -111,7 +132,8 @@ class _GdsLane(Lane):
         self._ask("write", file, offset, source)
 
     def _ask(self, verb: str, file: OpenFile, offset: int, memory: torch.Tensor) -> None:
-        torch.cuda.current_stream(memory.device).synchronize()  # marks and data lie there before the helper looks
+        if memory.is_cuda:
+            torch.cuda.current_stream(memory.device).synchronize()  # marks and data are there before the helper looks
         message = {"do": verb, "offset": offset, "nbytes": memory.numel()}
         with contextlib.suppress(OSError):  # the answer will be missing
             socket.send_fds(self._channel, [json.dumps(message).encode()], [file.fd])
@@ -132,7 +154,7 @@ class _GdsLane(Lane):
         return answer
 
     def close(self) -> None:
-        self._channel.close()
+        self._helper.give_back(self._channel)
 
 
 class DeepNvmeGdsStorage(CheckedStorage):
@@ -167,7 +189,6 @@ class DeepNvmeGdsStorage(CheckedStorage):
         self.settings = Settings.chosen(tuned, settings)
         self.transfer_bytes = self.piece_bytes  # one cuFile call a piece
         self._helper: _Helper | None = None
-        self._unused: list[socket.socket] = []
         self._starting = threading.Lock()
         self._process = os.getpid()
         deepnvme_build.build_for_use("gds")
@@ -184,12 +205,11 @@ class DeepNvmeGdsStorage(CheckedStorage):
             raise StorageError(errno.EPERM, "a storage belongs to the process that opened it: use open_storage() here")
         with self._starting:
             helper = self._helper
-            if helper is None or helper.process.poll() is not None or not self._unused:
+            if helper is None or helper.process.poll() is not None or not helper.unused:
                 if helper is not None:
-                    helper.end()
+                    helper.retire()
                 helper = self._helper = _Helper(self.device, self.lane_bytes, self.settings, self.threads)
-                self._unused = list(helper.channels)
-            channel = self._unused.pop()
+            channel = helper.unused.pop()
         return _GdsLane(helper, channel)
 
     def _read_rest(self, file: OpenFile, offset: int, dest: torch.Tensor) -> None:
@@ -209,9 +229,9 @@ class DeepNvmeGdsStorage(CheckedStorage):
     def close(self) -> None:
         super().close()
         with self._starting:
-            helper, self._helper, self._unused = self._helper, None, []
+            helper, self._helper = self._helper, None
         if helper is not None:
-            helper.end()
+            helper.retire()
 
     def describe(self) -> dict[str, Any]:
         return {

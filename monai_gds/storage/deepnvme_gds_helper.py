@@ -13,6 +13,7 @@ range of the descriptor's file to or from the start of the socket's tensor. Its 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import selectors
@@ -42,11 +43,15 @@ class _Slot:
         self._channel = channel
         self._fd = -1
         self._buffer = handle.new_pinned_device_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
-        channel.send(bytes(ForkingPickler.dumps(self._buffer)))
+        with contextlib.suppress(BrokenPipeError):  # closed by now: start() will say so
+            channel.send(bytes(ForkingPickler.dumps(self._buffer)))
 
     def start(self) -> bool:
         """Starts what the next message asks for; False when the other side is gone."""
-        message, fds, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
+        try:
+            message, fds, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
+        except ConnectionResetError:
+            return False
         if not message:
             return False
         asked = json.loads(message)
@@ -65,7 +70,8 @@ class _Slot:
         """Waits for the operation and says so."""
         self._handle.wait()
         os.close(self._fd)
-        self._channel.send(b"\0")
+        with contextlib.suppress(BrokenPipeError):
+            self._channel.send(b"\0")
 
 
 def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]) -> None:
@@ -78,6 +84,8 @@ def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]
         channels: descriptors of the sockets (AF_UNIX, SOCK_SEQPACKET).
     """
     parent = os.getppid()
+    for descriptor in channels:
+        os.set_inheritable(descriptor, False)  # a child of this process would keep the other side waiting
     torch.cuda.set_device(device)
     module = deepnvme_build.load("gds")
     wanted = Settings(**settings)
@@ -96,9 +104,12 @@ def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]
         if os.getppid() != parent:  # it was killed; a forked child of it may still hold the sockets
             os._exit(0)
         for key, _ in ready:
-            if not key.data.start():
-                os._exit(0)
-            running.append(key.data)
+            if key.data.start():
+                running.append(key.data)
+            else:
+                selector.unregister(key.fileobj)
+        if not selector.get_map():
+            os._exit(0)
         if running:
             running.popleft().finish()
 
