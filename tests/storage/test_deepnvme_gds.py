@@ -35,10 +35,23 @@ def need_cufile(folder: Path) -> None:
             pytest.skip(f"cuFile refuses the files of this machine: {e}")
 
 
-@pytest.mark.gpu
-class TestDeepNvmeGds(CudaStorageContract):
+class WithHelper(StorageContract):
+    """What both runs of the contract need."""
+
     @pytest.fixture
-    def storage(self, shared_folder: Path) -> Iterator[Storage]:
+    def stable_descriptors(self, storage: Storage, blob: Path) -> Iterator[None]:
+        """Opens every lane first: the storage keeps a socket for each."""
+        self.get(storage, blob, *[(0, 1 << 20)] * 12)
+        yield
+
+
+@pytest.mark.gpu
+class TestDeepNvmeGds(WithHelper, CudaStorageContract):
+    """One storage for all: a helper with a CUDA context of its own starts slowly."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def storage(cls, shared_folder: Path) -> Iterator[Storage]:
         need_cufile(shared_folder)
         with opened("deepnvme-gds", "cuda", threads=4) as storage:
             yield storage
@@ -74,7 +87,7 @@ def storage() -> Iterator[Storage]:
         yield storage
 
 
-class TestHelperOnCpu(StorageContract):
+class TestHelperOnCpu(WithHelper):
     """Requests, sockets, descriptors and errors; all but CUDA and cuFile. One storage for all: helpers start slowly."""
 
     @pytest.fixture(scope="class")
@@ -82,12 +95,6 @@ class TestHelperOnCpu(StorageContract):
     def storage(cls) -> Iterator[Storage]:
         with over_host_memory() as storage:
             yield storage
-
-    @pytest.fixture
-    def stable_descriptors(self, storage: Storage, blob: Path) -> Iterator[None]:
-        """Opens every lane first: the storage keeps a socket for each."""
-        self.get(storage, blob, *[(0, 1 << 20)] * 12)
-        yield
 
 
 def helper_of(storage: Storage) -> gds._Helper:
