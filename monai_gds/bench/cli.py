@@ -10,11 +10,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from monai_gds.bench import tensor
 from monai_gds.bench.imagenet_cli import app as imagenet_app
 from monai_gds.bench.report import emit, machine
 
 app = typer.Typer(no_args_is_help=True, help="Measure, beside the peers, on this machine.")
 app.add_typer(imagenet_app)
+app.add_typer(tensor.app, name="tensor")
 
 
 @app.callback()

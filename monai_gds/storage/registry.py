@@ -17,6 +17,8 @@ _BACKENDS = {
     "kvikio": "monai_gds.storage.kvikio:KvikioStorage",
     "xnvme": "monai_gds.storage.xnvme:XnvmeStorage",
     "xnvme-block": "monai_gds.storage.xnvme_block:XnvmeBlockStorage",
+    "deepnvme": "monai_gds.storage.deepnvme:DeepNvmeStorage",
+    "deepnvme-gds": "monai_gds.storage.deepnvme_gds:DeepNvmeGdsStorage",
 }
 
 #: What ``auto`` tries, in this order, by type of device.

@@ -1,0 +1,119 @@
+"""The process in which ``gds_handle`` runs, because it ends its process on any error. Started by ``deepnvme_gds.py``.
+
+It knows nothing of files or requests: it makes one handle and one pinned device tensor for each socket that it was
+given, sends how to open that tensor from the other process (CUDA IPC), and then does what each message says until the
+sockets are closed. Whatever goes wrong ends it; the other side notices and reads what it left on standard error.
+
+It runs in a directory of its own: ``gds_handle`` writes ``local_cufile.json`` into the working directory.
+
+Messages to it, JSON with one descriptor beside it: ``{"do": "read" or "write", "offset": N, "nbytes": N}`` moves that
+range of the descriptor's file to or from the start of the socket's tensor. Its answer is one byte when that is done.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import selectors
+import socket
+import sys
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from monai_gds.storage import deepnvme_build
+from monai_gds.storage.deepnvme import Settings
+
+__all__ = ["MESSAGE_BYTES", "main"]
+
+#: No message is longer.
+MESSAGE_BYTES = 64 << 10
+
+_PARENT_SECONDS = 5.0  # between looks at whether the parent is still there
+
+
+class _Slot:
+    """One handle, its tensor, and the operation that it is doing."""
+
+    def __init__(self, handle: Any, nbytes: int, channel: socket.socket) -> None:
+        self._handle = handle
+        self._channel = channel
+        self._fd = -1
+        self._buffer = handle.new_pinned_device_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        with contextlib.suppress(BrokenPipeError):  # closed by now: start() will say so
+            channel.send(bytes(ForkingPickler.dumps(self._buffer)))
+
+    def start(self) -> bool:
+        """Starts what the next message asks for; False when the other side is gone."""
+        try:
+            message, fds, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
+        except ConnectionResetError:
+            return False
+        if not message:
+            return False
+        asked = json.loads(message)
+        (self._fd,) = fds
+        what = (self._buffer[: asked["nbytes"]], f"/proc/self/fd/{self._fd}", asked["offset"])
+        if asked["do"] == "read":
+            code = self._handle.async_pread(*what)
+        else:
+            with deepnvme_build.writing():
+                code = self._handle.async_pwrite(*what)
+        if code != 0:
+            sys.exit(f"gds_handle refused to {asked['do']} {asked['nbytes']} bytes at {asked['offset']}")
+        return True
+
+    def finish(self) -> None:
+        """Waits for the operation and says so."""
+        self._handle.wait()
+        os.close(self._fd)
+        with contextlib.suppress(BrokenPipeError):
+            self._channel.send(b"\0")
+
+
+def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]) -> None:
+    """Serves until the sockets are closed.
+
+    Args:
+        device: index of the CUDA device.
+        nbytes: bytes of each device tensor.
+        settings: fields of ``Settings``.
+        channels: descriptors of the sockets (AF_UNIX, SOCK_SEQPACKET).
+    """
+    parent = os.getppid()
+    for descriptor in channels:
+        os.set_inheritable(descriptor, False)  # a child of this process would keep the other side waiting
+    torch.cuda.set_device(device)
+    module = deepnvme_build.load("gds")
+    wanted = Settings(**settings)
+    selector = selectors.DefaultSelector()
+    for descriptor in channels:
+        handle = module.gds_handle(
+            wanted.block_size, wanted.queue_depth, wanted.single_submit, wanted.overlap_events,
+            wanted.intra_op_parallelism,
+        )  # fmt: skip
+        channel = socket.socket(fileno=descriptor)
+        selector.register(channel, selectors.EVENT_READ, _Slot(handle, nbytes, channel))
+    running: collections.deque[_Slot] = collections.deque()
+    while True:
+        # Waiting for an operation keeps the interpreter's lock, so whatever can be started is started before.
+        ready = selector.select(0 if running else _PARENT_SECONDS)
+        if os.getppid() != parent:  # it was killed; a forked child of it may still hold the sockets
+            os._exit(0)
+        for key, _ in ready:
+            if key.data.start():
+                running.append(key.data)
+            else:
+                selector.unregister(key.fileobj)
+        if not selector.get_map():
+            os._exit(0)
+        if running:
+            running.popleft().finish()
+
+
+if __name__ == "__main__":
+    _device, _nbytes, _settings, *_channels = sys.argv[1:]
+    main(int(_device), int(_nbytes), json.loads(_settings), [int(channel) for channel in _channels])

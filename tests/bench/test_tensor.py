@@ -1,0 +1,196 @@
+"""``monai-gds bench tensor``: every method that works here, the reasons of the others, and wrong usage."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from monai_gds.bench import tensor
+from monai_gds.bench.tensor import Tensors, app, cached, load, store
+from monai_gds.errors import FileChanged, StorageError
+from monai_gds.storage import available_backends
+from monai_gds.storage.posix import PosixStorage
+from tests.storage.contract import content
+from tests.storage.disks import small_disk
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "input.bin"
+    path.write_bytes(content((9 << 20) + 5))
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def rows(result: Result) -> dict[str, dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    (report,) = json.loads(result.stdout)["reports"]
+    return {row["name"]: row for row in report["rows"]}
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_every_method_that_works_here_and_the_reason_of_each_that_does_not(
+    file: Path, tmp_path: Path, what: str
+) -> None:
+    where = ["--input-file", file] if what == "load" else ["--nvme-folder", tmp_path, "--mb-size", 5]
+    got = rows(run(what, *where, "--loop", 2, "--validate", "--json", "--device", "cpu"))
+    found = available_backends("cpu")
+    assert set(got) == {"python", *found} | ({"direct"} if what == "load" else set())
+    for name, row in got.items():
+        if name in found and not found[name]:
+            assert found[name].reason in row["reason"]
+            assert row["samples"] == []
+        else:
+            assert len(row["samples"]) == 2, row
+            assert row["median"] > 0
+    assert got["python"]["ratio"] == 1
+    assert os.listdir(tmp_path) == ["input.bin"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_gpu_tensors(file: Path, tmp_path: Path, what: str) -> None:
+    where = ["--input-file", file] if what == "load" else ["--nvme-folder", tmp_path, "--mb-size", 5]
+    got = rows(run(what, *where, "--loop", 1, "--validate", "--json", "--device", "cuda"))
+    assert got["python"]["samples"]
+    assert got["posix"]["samples"]
+
+
+def test_a_table_for_people(file: Path) -> None:
+    result = run("load", "--input-file", file, "--device", "cpu", "--method", "python", "--method", "kvikio")
+    assert result.exit_code == 0
+    assert "load, CPU tensor, 9 MiB" in result.output
+    assert "python" in result.output
+    assert "libcuda.so.1" in result.output or "GPU" in result.output or "CUDA" in result.output
+    assert "direct" not in result.output.split("date:")[0]
+
+
+def test_only_the_methods_asked_for(file: Path) -> None:
+    got = rows(run("load", "--input-file", file, "--device", "cpu", "--json", "--method", "posix", "--loop", 1))
+    assert list(got) == ["posix"]
+    assert got["posix"]["ratio"] is None
+
+
+def test_says_whether_the_page_cache_was_warm(file: Path, tmp_path: Path) -> None:
+    assert cached(file) == 1
+    got = rows(run("load", "--input-file", file, "--device", "cpu", "--json", "--method", "python"))
+    assert got["python"]["notes"] == {"page cache before": "warm"}
+    fd = os.open(file, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    if cached(file) > 0:
+        pytest.skip("this file system keeps its pages")
+    cold = load(file, CPU, Tensors(["direct"], loop=1)).rows[0].notes
+    assert cold["page cache before"] != "warm"
+
+
+def test_validate_finds_a_method_that_reads_something_else(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(job: tensor.Job) -> Any:
+        return lambda: torch.zeros(job.nbytes, dtype=torch.uint8)
+
+    monkeypatch.setitem(tensor._LOADS, "direct", wrong)
+    load(file, CPU, Tensors(["direct"]))
+    with pytest.raises(StorageError, match="direct got other bytes"):
+        load(file, CPU, Tensors(["direct"], validate=True))
+
+
+def test_validate_finds_a_method_that_writes_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PosixStorage, "write", lambda self, path, buffers, **_: Path(path).write_bytes(bytes(100)))
+    with pytest.raises(StorageError, match="posix got other bytes"):
+        store(tmp_path, 100, CPU, Tensors(["posix"], validate=True))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def growing(job: tensor.Job) -> Any:
+        def operation() -> torch.Tensor:
+            with open(job.path, "ab") as f:
+                f.write(b"more")
+            return torch.zeros(job.nbytes, dtype=torch.uint8)
+
+        return operation
+
+    monkeypatch.setitem(tensor._LOADS, "direct", growing)
+    with pytest.raises(FileChanged, match=r"input\.bin"):
+        load(file, CPU, Tensors(["direct"]))
+    result = run("load", "--input-file", file, "--device", "cpu", "--method", "direct")
+    assert result.exit_code == 1
+    assert "changed" in result.output
+
+
+def test_no_partial_file_is_left_when_a_store_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, path: str, buffers: object, **_: object) -> None:
+        Path(path).write_bytes(b"partial")
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(PosixStorage, "write", full)
+    result = run("store", "--nvme-folder", tmp_path, "--mb-size", 1, "--device", "cpu", "--method", "posix")
+    assert result.exit_code == 1
+    assert "No space left" in result.output
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_folder_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        result = run("store", "--nvme-folder", disk, "--mb-size", 64, "--device", "cpu")
+        assert result.exit_code == 2
+        assert "MiB free" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["load", "--input-file", "missing.bin"], "missing.bin"),
+        (["load", "--input-file", "EMPTY"], "is empty"),
+        (["load"], "--input-file"),
+        (["store"], "--nvme-folder"),
+        (["store", "--nvme-folder", "missing"], "missing"),
+        (["store", "--nvme-folder", ".", "--mb-size", "0"], "mb-size"),
+        (["store", "--nvme-folder", ".", "--loop", "0"], "loop"),
+        (["store", "--nvme-folder", ".", "--method", "pythn"], "pythn"),
+        (["store", "--nvme-folder", ".", "--method", "direct"], "direct"),
+        (["store", "--nvme-folder", ".", "--mb-size", "1", "--block-size", "1000"], "block_size"),
+        (["store", "--nvme-folder", ".", "--mb-size", "1", "--queue-depth", "0"], "queue_depth"),
+        (["store", "--nvme-folder", ".", "--mb-size", "1", "--tuned", "EMPTY"], "ds_nvme_tune"),
+        (["store", "--nvme-folder", ".", "--mb-size", "1", "--device", "tpu"], "tpu"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").touch()
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert os.listdir(tmp_path) == ["EMPTY"]
+
+
+def test_a_folder_that_is_not_writable_is_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tensor.tempfile, "TemporaryFile", refuse)  # root may write anywhere
+    result = run("store", "--nvme-folder", tmp_path, "--mb-size", 1)
+    assert result.exit_code == 2
+    assert "Permission denied" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_plot(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "bars.png"
+    result = run("load", "--input-file", file, "--device", "cpu", "--method", "python", "--loop", 1, "--plot", out)
+    assert result.exit_code == 0
+    assert out.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,376 @@
+"""The deepnvme backend: the contract, over DeepSpeed's real handle, and every way it lies or ends the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monai_gds.errors import StorageError
+from monai_gds.storage import Read, Storage, available_backends, checked, deepnvme, open_storage
+from monai_gds.storage.deepnvme import DeepNvmeStorage, Settings
+from tests.storage.contract import CudaStorageContract, StorageContract, bytes_of, content, opened
+from tests.storage.disks import broken_disk
+
+CPU = torch.device("cpu")
+
+
+def need_deepnvme() -> None:
+    """Skips where DeepSpeed or what compiles it is not installed."""
+    found = available_backends("cpu")["deepnvme"]
+    if not found:
+        pytest.skip(f"{found.reason}; {found.remedy}")
+
+
+class TestDeepNvmeOnCpu(StorageContract):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        need_deepnvme()
+        with opened("deepnvme", "cpu") as storage:
+            yield storage
+
+
+class TestDeepNvmeDividingItsWork(StorageContract):
+    """Three threads a handle: lengths must be divisible by three pages, and no block size divides the pieces."""
+
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        need_deepnvme()
+        with opened(
+            "deepnvme", "cpu", threads=2, intra_op_parallelism=3, block_size=5 * 4096, queue_depth=7
+        ) as storage:
+            yield storage
+
+
+@pytest.mark.gpu
+class TestDeepNvmeOnCuda(CudaStorageContract):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        need_deepnvme()
+        with opened("deepnvme", "cuda") as storage:
+            yield storage
+
+
+@pytest.fixture
+def storage() -> Iterator[Storage]:
+    need_deepnvme()
+    with opened("deepnvme", "cpu") as storage:
+        yield storage
+
+
+@pytest.mark.parametrize("overlap_events", [False, True])
+@pytest.mark.parametrize("single_submit", [False, True])
+def test_every_way_of_submitting(tmp_path: Path, single_submit: bool, overlap_events: bool) -> None:
+    need_deepnvme()
+    data = content((9 << 20) + 77)
+    path = tmp_path / "file.bin"
+    with opened(
+        "deepnvme", "cpu", single_submit=single_submit, overlap_events=overlap_events, queue_depth=3
+    ) as storage:
+        storage.write(str(path), [data])
+        assert path.read_bytes() == data
+        dest = torch.zeros(len(data), dtype=torch.uint8)
+        storage.read([Read(str(path), 0, dest)])
+    assert bytes_of(dest) == data
+
+
+# What the real handle does when something goes wrong.
+
+
+def test_an_input_output_error_is_an_error_that_says_so(storage: Storage, tmp_path: Path) -> None:
+    with broken_disk(tmp_path, content(4 << 20)) as path:
+        dest = torch.zeros(4 << 20, dtype=torch.uint8)
+        with pytest.raises(StorageError, match="Input/output error") as caught:
+            storage.read([Read(str(path), 0, dest)])
+        assert str(path) in str(caught.value)
+
+
+def test_a_file_that_shrinks_while_it_is_read_ends_in_an_error_and_not_the_process(tmp_path: Path) -> None:
+    """Run in a child, because ``aio_handle`` was seen to end the process when the file is too short."""
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    script = f"""
+import os, threading, torch
+from monai_gds.errors import StorageError
+from monai_gds.storage import Read, open_storage
+storage = open_storage("deepnvme", "cpu", threads=1)
+lane_read = type(storage._new_lane()).read
+def shrink_first(self, file, offset, dest):
+    os.truncate({str(path)!r}, 8192)
+    lane_read(self, file, offset, dest)
+type(storage._new_lane()).read = shrink_first
+open({str(path)!r}, "wb").write(bytes(1 << 20))
+try:
+    storage.read([Read({str(path)!r}, 0, torch.ones(1 << 20, dtype=torch.uint8))])
+except StorageError as e:
+    print("caught:", e)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "caught:" in done.stdout
+    assert "shorter" in done.stdout
+
+
+def test_no_room_for_its_queues_is_an_error_and_not_the_end_of_the_process(storage: Storage, tmp_path: Path) -> None:
+    limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    path = tmp_path / "file.bin"
+    path.write_bytes(bytes(1 << 20))
+    depth = min(limit, (2**31 - 1) // 4096)
+    with (
+        opened("deepnvme", "cpu", block_size=4096, queue_depth=depth) as greedy,
+        pytest.raises(StorageError, match="aio-max-nr"),
+    ):
+        greedy.read([Read(str(path), 0, torch.zeros(1 << 20, dtype=torch.uint8))])
+    storage.read([Read(str(path), 0, torch.zeros(1 << 20, dtype=torch.uint8))])
+
+
+def test_memory_that_cannot_be_locked_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    """In a child that gives up the right to lock more than 64 KiB."""
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    path.write_bytes(bytes(1 << 20))
+    tmp_path.chmod(0o755)
+    drop = "os.seteuid(65534)" if os.geteuid() == 0 else ""
+    script = f"""
+import os, resource, torch
+from monai_gds.errors import StorageError
+from monai_gds.storage import Read, open_storage
+storage = open_storage("deepnvme", "cpu", threads=1)
+file = storage._open({str(path)!r}, None)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+{drop}
+try:
+    storage._read_into(file, 0, torch.zeros(1 << 20, dtype=torch.uint8))
+except StorageError as e:
+    print("caught:", e)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ulimit -l" in done.stdout
+
+
+# Lies, told by a handle that tests made.
+
+
+class LyingLane(checked.Lane):
+    """Stands in for a handle: does what ``act`` does, and never complains."""
+
+    def __init__(self, act: Any) -> None:
+        self._act = act
+        self._buffer = torch.zeros(DeepNvmeStorage.lane_bytes, dtype=torch.uint8)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def read(self, file: Any, offset: int, dest: torch.Tensor) -> None:
+        self._act(file, offset, dest)
+
+    def write(self, file: Any, offset: int, source: torch.Tensor) -> None:
+        self._act(file, offset, source)
+
+    def close(self) -> None:
+        pass
+
+
+def lying(storage: Storage, monkeypatch: pytest.MonkeyPatch, act: Any) -> Storage:
+    monkeypatch.setattr(storage, "_new_lane", lambda: LyingLane(act))
+    storage._lanes._make = storage._new_lane  # type: ignore[attr-defined]
+    return storage
+
+
+def read_but_for(start: int, stop: int) -> Any:
+    def act(file: Any, offset: int, dest: torch.Tensor) -> None:
+        found = os.pread(file.fd, dest.numel(), offset)
+        kept = dest[start:stop].clone()
+        dest.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+        dest[start:stop] = kept
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 1 << 20), (0, 512), (512, 1024), ((1 << 20) - 512, 1 << 20), (4096, 8192)]
+)
+@pytest.mark.parametrize("fill", [0, 0xA5])
+def test_a_read_that_left_a_sector_untouched_is_found(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, stop: int, fill: int
+) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(bytes([fill]) * (1 << 20))  # what is missing would look like what was asked for
+    lying(storage, monkeypatch, read_but_for(start, stop))
+    with pytest.raises(StorageError, match=f"bytes at {start} did not arrive"):
+        storage.read([Read(str(path), 0, torch.full((1 << 20,), fill, dtype=torch.uint8))])
+
+
+def write_but_for(start: int, stop: int) -> Any:
+    def act(file: Any, offset: int, source: torch.Tensor) -> None:
+        data = source.numpy().tobytes()
+        with open(file.by_descriptor, "r+b", buffering=0) as out:
+            for at, part in ((0, data[:start]), (stop, data[stop:])):
+                os.pwrite(out.fileno(), part, offset + at)
+            os.fsync(out.fileno())
+
+    return act
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 2 << 20), (0, 1 << 20), (1 << 20, 2 << 20), (4096, 8192), (0, 4096)])
+@pytest.mark.parametrize("fill", [0, 0xA5])
+def test_a_write_that_left_something_out_is_found(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, stop: int, fill: int
+) -> None:
+    lying(storage, monkeypatch, write_but_for(start, stop))
+    with pytest.raises(StorageError, match=r"not (on the drive|written)"):
+        storage.write(str(tmp_path / "file.bin"), [bytes([fill]) * (2 << 20)])
+
+
+def test_a_sector_that_looks_unread_by_itself_is_no_error(storage: Storage, tmp_path: Path) -> None:
+    """The mark is drawn anew for each read: a file that holds the last one is read like any other."""
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(1 << 20))
+    with storage._lanes.lane() as lane:  # type: ignore[attr-defined]
+        checked.mark_unread(lane.buffer[: 1 << 20])
+        path.write_bytes(lane.buffer[: 1 << 20].numpy().tobytes())
+    dest = torch.zeros(1 << 20, dtype=torch.uint8)
+    storage.read([Read(str(path), 0, dest)])
+    assert bytes_of(dest) == path.read_bytes()
+
+
+@pytest.mark.parametrize("what", ["directory", "fifo"])
+def test_only_regular_files(storage: Storage, tmp_path: Path, what: str) -> None:
+    path = tmp_path / "thing"
+    path.mkdir() if what == "directory" else os.mkfifo(path)
+    with pytest.raises(OSError, match="thing"):
+        storage.load(str(path), [(0, 1)]).wait()
+
+
+def test_lanes_and_their_locked_memory_go_with_close(storage: Storage, tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(20 << 20))
+
+    def state() -> tuple[int, int, int]:
+        locked = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmLck"))
+        return deepnvme._contexts(), int(locked.split()[1]), len(os.listdir("/proc/self/task"))
+
+    storage.close()
+    before = state()
+    storage.read([Read(str(path), 0, torch.zeros(20 << 20, dtype=torch.uint8))])
+    assert state()[0] > before[0]
+    assert state()[1] >= before[1] + 8192
+    storage.close()
+    assert state() == before
+
+
+def test_no_more_lanes_than_threads(tmp_path: Path) -> None:
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(1 << 20))
+    with opened("deepnvme", "cpu", threads=2) as storage:
+        callers = [
+            threading.Thread(target=storage.read, args=([Read(str(path), 0, torch.zeros(400_000, dtype=torch.uint8))],))
+            for _ in range(16)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert len(storage._lanes._all) <= 2  # type: ignore[attr-defined]
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size must be an int of at least 1"),
+        ({"block_size": 1000}, "block_size must be a multiple of 4096"),
+        ({"block_size": "1M"}, "block_size"),
+        ({"queue_depth": -1}, "queue_depth"),
+        ({"block_size": 16 << 20, "queue_depth": 128}, "2 GiB"),
+        ({"intra_op_parallelism": 0}, "intra_op_parallelism"),
+        ({"intra_op_parallelism": 1000}, "intra_op_parallelism"),
+        ({"single_submit": "yes"}, "single_submit"),
+    ],
+)
+def test_settings_that_deepnvme_refuses(options: dict[str, Any], message: str) -> None:
+    need_deepnvme()
+    with pytest.raises(ValueError, match=message):
+        open_storage("deepnvme", "cpu", **options)
+
+
+TUNED = {
+    "aio": {
+        "single_submit": "true", "overlap_events": "false", "num_threads": 2, "queue_depth": 16, "block_size": 8388608,
+    }
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["mapping", "inner mapping", "output", "json"])
+def test_takes_what_ds_nvme_tune_prints(tmp_path: Path, how: str) -> None:
+    file = tmp_path / "tuned.txt"
+    file.write_text(json.dumps(TUNED, indent=3))
+    if how == "output":
+        file.write_text("Best performance (GB/sec): read =  3.69, write =  3.18\n" + file.read_text() + "\n")
+    found = Settings.tuned({"mapping": TUNED, "inner mapping": TUNED["aio"]}.get(how, file))
+    assert found == Settings(8388608, 16, True, False, 2)
+
+
+def test_a_setting_by_name_wins_over_a_tuned_one() -> None:
+    need_deepnvme()
+    with opened("deepnvme", "cpu", tuned=TUNED, queue_depth=4) as storage:
+        described = storage.describe()
+    assert (described["queue_depth"], described["block_size"], described["single_submit"]) == (4, 8388608, True)
+
+
+@pytest.mark.parametrize("text", ["nothing tuned", "{not json", '{"aio": {"blocksize": 1}}', '{"aio": 3}'])
+def test_a_tuned_file_with_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tuned.txt"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="tuned"):
+        Settings.tuned(file)
+
+
+def test_importing_the_package_does_not_import_deepspeed() -> None:
+    script = (
+        "import sys, monai_gds.storage as s; s.available_backends('cpu'); "
+        "assert 'deepspeed' not in sys.modules, 'deepspeed was imported'"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_the_first_writes_of_a_process_may_come_from_many_threads(tmp_path: Path) -> None:
+    """DeepSpeed's warning at the first write was seen to stop two threads for ever."""
+    need_deepnvme()
+    script = f"""
+import os
+from monai_gds.storage import open_storage
+for i in range(3):
+    storage = open_storage("deepnvme", "cpu", threads=8)
+    storage.write(os.path.join({str(tmp_path)!r}, str(i)), [bytes(100 << 20)])
+"""
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+
+def test_nothing_is_printed_to_standard_output(tmp_path: Path) -> None:
+    """DeepSpeed logs there, and a benchmark's JSON goes there."""
+    need_deepnvme()
+    script = f"""
+from monai_gds.storage import open_storage
+storage = open_storage("deepnvme", "cpu")
+storage.write({str(tmp_path / "file.bin")!r}, [bytes(1 << 20)])
+storage.load({str(tmp_path / "file.bin")!r}, [(0, 1 << 20)]).wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == ""
