@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import queue
 import stat
 import threading
 from collections import deque
@@ -27,7 +28,7 @@ import torch
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
 from monai_gds.storage.base import ALIGNMENT, Availability, Buffer, FileId, Pending, Read, naming
-from monai_gds.storage.posix import PosixStorage
+from monai_gds.storage.posix import PosixStorage, open_file
 from monai_gds.storage.threaded import as_bytes_view, create_file, write_all, write_file
 
 __all__ = ["KvikioStorage"]
@@ -44,8 +45,8 @@ OPEN_FILES = 64
 #: Requests of fewer bytes are read as the posix backend does.
 SMALL = 1 << 20
 
-#: Python threads that hand slots to KvikIO's threads; more of them only get into each other's way.
-HANDLERS = 4
+#: Slots that are being filled at a time.
+SLOTS_IN_FLIGHT = 8
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _lock = threading.Lock()
@@ -88,7 +89,9 @@ class KvikioStorage(PosixStorage):
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads}: at least one is needed")
-        super().__init__(device, HANDLERS)
+        super().__init__(device)
+        self._pumps: dict[int, _Pump] = {}
+        self._pump_lock = threading.Lock()
         import kvikio
         import kvikio.defaults
 
@@ -124,10 +127,12 @@ class KvikioStorage(PosixStorage):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def submit(self, requests: Sequence[Read], *, fresh: bool = False) -> Pending:
-        large = [r for r in requests if r.dest.is_cuda and r.dest.numel() >= SMALL] if self._direct else []
+        large = [r for r in requests if r.dest.is_cuda and r.dest.numel() >= SMALL]
         if not large:
             return super().submit(requests, fresh=fresh)
         self._check_devices(requests)
+        if not self._direct:
+            return self._submit_staged(requests, large, fresh=fresh)
         if not fresh:  # KvikIO knows nothing of streams, so the host waits for the destinations' earlier users
             torch.cuda.current_stream(self.device).synchronize()
         small = [r for r in requests if not (r.dest.is_cuda and r.dest.numel() >= SMALL)]
@@ -145,24 +150,40 @@ class KvikioStorage(PosixStorage):
 
         return Pending(finish)
 
-    # Without cuFile: KvikIO's threads fill slots.
+    def _submit_staged(self, requests: Sequence[Read], large: Sequence[Read], *, fresh: bool) -> Pending:
+        job = _Job(self, large)
+        if not fresh:
+            staging.adopt([r.dest for r in large], self.device)
+        self._pump().submit(job)
+        small = [r for r in requests if not (r.dest.is_cuda and r.dest.numel() >= SMALL)]
+        others = super().submit(small, fresh=fresh) if small else None
 
-    def _open(self, path: str, expect: FileId | None) -> Any:
-        return _HostFile(self, *super()._open(path, expect))
+        def finish() -> list[torch.Tensor]:
+            try:
+                if others is not None:
+                    others.wait()
+            finally:
+                job.done.wait()
+                staging.hand_off([r.dest for r in large], self.device)
+            if job.error is not None:
+                raise job.error
+            return [r.dest for r in requests]
 
-    def _close(self, handle: Any) -> None:
-        handle.close()
+        return Pending(finish)
 
-    def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
-        if dest.numel() < SMALL:
-            super()._read_into((handle.fd, handle.path), offset, dest)
-            return
-        transfers = _Transfers()
-        try:
-            transfers.start(handle.file().pread, handle.path, dest, offset)
-        finally:
-            transfers.settle()
-        transfers.wait()
+    def _pump(self) -> _Pump:
+        # One a process, as are threads.
+        process = os.getpid()
+        with self._pump_lock:
+            if process not in self._pumps:
+                self._pumps[process] = _Pump(self.device)
+            return self._pumps[process]
+
+    def close(self) -> None:
+        pump = self._pumps.pop(os.getpid(), None)
+        if pump is not None:
+            pump.close()
+        super().close()
 
     def open_file(self, path: str, flags: str) -> Any:
         """A ``kvikio.CuFile``, or the system's own error where KvikIO's does not name the cause."""
@@ -296,28 +317,137 @@ class _Transfers:
             self.settle()
 
 
-class _HostFile:
-    """A file read into host memory: a descriptor, and KvikIO's handle of the same file once a large read wants it."""
+class _Job:
+    """The large reads of one submission on their way through slots, and the files they come from.
 
-    def __init__(self, storage: KvikioStorage, fd: int, path: str) -> None:
-        self.fd = fd
-        self.path = path
+    Made by the submitting thread; from then on only the pump's thread touches it, until ``done`` is set.
+    """
+
+    def __init__(self, storage: KvikioStorage, requests: Sequence[Read]) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.pieces: deque[tuple[Read, int, torch.Tensor]] = deque()
         self._storage = storage
-        self._lock = threading.Lock()
-        self._file: Any = None
+        self._files: dict[tuple[str, FileId | None], tuple[int, Any]] = {}
+        for request in requests:
+            count = -(-request.dest.numel() // staging.SLOT_BYTES)
+            size = -(-request.dest.numel() // (count * ALIGNMENT)) * ALIGNMENT
+            for start in range(0, request.dest.numel(), size):
+                self.pieces.append((request, request.offset + start, request.dest[start : start + size]))
+        self.left = len(self.pieces)
 
-    def file(self) -> Any:
-        """KvikIO's handle, opened by way of the descriptor: the path may name another file by now."""
-        with self._lock:
-            if self._file is None:
-                self._file = self._storage.open_file(f"/proc/self/fd/{self.fd}", "r")
-            return self._file
+    def read(self, request: Read, slot: staging.StagingSlot, offset: int, nbytes: int) -> Any:
+        """Has KvikIO fill the beginning of a slot; returns its future."""
+        key = (request.path, request.expect)
+        if key not in self._files:
+            fd = open_file(request.path, request.expect)
+            try:  # by way of the descriptor, since the path may name another file by now
+                self._files[key] = fd, self._storage.open_file(f"/proc/self/fd/{fd}", "r")
+            except BaseException:
+                os.close(fd)
+                raise
+        fd, file = self._files[key]
+        size = os.fstat(fd).st_size
+        if offset + nbytes > size:
+            raise StorageError(errno.EIO, f"file ends at byte {size}, before byte {offset + nbytes}", request.path)
+        return file.pread(slot.buffer[:nbytes].numpy(), nbytes, offset, TASK_BYTES)
+
+    def finished(self, error: BaseException | None = None, *, abandoned: bool = False) -> None:
+        """One piece is through, or failed; ``abandoned`` if KvikIO's threads may still be reading its file."""
+        self.error = self.error or error
+        if abandoned:
+            _abandoned.append(dict(self._files))
+            self._files.clear()
+        self.left -= 1
+        if not self.left:
+            for fd, file in self._files.values():
+                file.close()
+                os.close(fd)
+            self._files.clear()
+            self.done.set()
+
+
+#: Files on which a read failed. KvikIO gives the first error of a read back while its other tasks are at work, so
+#: neither its file nor its slot can be used for anything else again.
+_abandoned: list[Any] = []
+
+
+class _Pump:
+    """One thread that keeps KvikIO's threads busy with slots to fill, and sends those that are full to the device.
+
+    It is one because several would spend their time handing the interpreter's lock around: measured, 20 GB/s with four
+    of them and 47 with one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = staging.staging_pool(device)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._backlog: deque[_Job] = deque()
+        self._filling: deque[tuple[_Job, Read, torch.Tensor, staging.StagingSlot, Any]] = deque()
+        self._thread = threading.Thread(target=self._run, name="monai-gds-kvikio", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: _Job) -> None:
+        self._jobs.put(job)
 
     def close(self) -> None:
-        """Closes both."""
-        if self._file is not None:
-            self._file.close()
-        os.close(self.fd)
+        """Ends the thread when everything submitted so far is through."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        open_ = True
+        while open_ or self._backlog or self._filling:
+            idle = not (self._backlog or self._filling)
+            try:
+                job = self._jobs.get(block=idle)
+                if job is None:
+                    open_ = False
+                else:
+                    self._backlog.append(job)
+                continue
+            except queue.Empty:
+                pass
+            if self._backlog and len(self._filling) < SLOTS_IN_FLIGHT:
+                self._fill_next()
+            else:
+                self._send_oldest()
+
+    def _fill_next(self) -> None:
+        job = self._backlog[0]
+        request, offset, part = job.pieces.popleft()
+        if not job.pieces:
+            self._backlog.popleft()
+        if job.error is not None:
+            job.finished()
+            return
+        slot = None
+        try:
+            slot = self._pool.acquire()
+            future = job.read(request, slot, offset, part.numel())
+        except BaseException as e:
+            if slot is not None:
+                self._pool.release(slot)
+            job.finished(e)
+            return
+        self._filling.append((job, request, part, slot, future))
+
+    def _send_oldest(self) -> None:
+        job, request, part, slot, future = self._filling.popleft()
+        try:
+            count = future.get()
+        except BaseException as e:
+            self._pool.abandon(slot)
+            job.finished(StorageError(errno.EIO, f"KvikIO could not read it: {e}", request.path), abandoned=True)
+            return
+        error: BaseException | None = None
+        try:
+            if count != part.numel():
+                raise StorageError(errno.EIO, f"read {count} of {part.numel()} bytes", request.path)
+            self._pool.upload(slot, part)
+        except BaseException as e:
+            error = e
+        job.finished(error)
 
 
 class _Reads(_Transfers):
