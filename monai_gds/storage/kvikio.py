@@ -37,7 +37,7 @@ __all__ = ["KvikioStorage"]
 THREADS = 16
 
 #: Bytes that one of KvikIO's threads reads at a time.
-TASK_BYTES = 4 << 20
+TASK_BYTES = 1 << 20
 
 #: A submission has no more files open at a time (KvikIO opens each twice); with more, it waits for the first ones.
 OPEN_FILES = 64
