@@ -60,7 +60,9 @@ class Settings:
 
 
 class MakeVolumes(Transform):  # type: ignore[misc]  # MONAI has no type hints to speak of
-    """Stands for loading and preprocessing: two float32 MetaTensors from an item's number, as NIfTI files give them.
+    """Stands for loading and preprocessing: a float32 MetaTensor in the place of each number, as of a NIfTI file.
+
+    It adds no key, since monai.data.GDSDataset loses those that are not in the input.
 
     Args:
         side: voxels along each side.
@@ -72,20 +74,20 @@ class MakeVolumes(Transform):  # type: ignore[misc]  # MONAI has no type hints t
         self.nifti_meta = nifti_meta
 
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(item["number"])
+        generator = torch.Generator().manual_seed(item["image"])
         shape = (1, self.side, self.side, self.side)
         meta = nifti_like_meta() if self.nifti_meta else {}
         return {key: MetaTensor(torch.rand(shape, generator=generator), meta=dict(meta)) for key in KEYS}
 
 
 class MakeTensor(Transform):  # type: ignore[misc]
-    """One plain float32 tensor of ``nbytes`` bytes from an item's number."""
+    """One plain float32 tensor of ``nbytes`` bytes in the place of a number."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {"image": torch.full((self.nbytes // 4,), float(item["number"]))}
+        return {"image": torch.full((self.nbytes // 4,), float(item["image"]))}
 
 
 def nifti_like_meta() -> dict[str, Any]:
@@ -202,7 +204,7 @@ def epochs(settings: Settings, progress: Progress | None = None, names: Sequence
     transforms: list[Callable[..., Any]] = [MakeVolumes(settings.side)]
     if settings.crops:
         transforms.append(RandSpatialCropSamplesd(KEYS, (settings.crops,) * 3, num_samples=4, random_size=False))
-    items = [{"number": n} for n in range(settings.items)]
+    items = [dict.fromkeys(KEYS, n) for n in range(settings.items)]
     what = f"4 random crops of {settings.crops}³ from each of" if settings.crops else "whole volumes,"
     title = (
         f"{what} {settings.items} items of {settings.item_bytes / 1e6:.0f} MB to {settings.device}, "
@@ -216,7 +218,7 @@ def hits(settings: Settings, kind: str, progress: Progress | None = None) -> Rep
     count = 64
     plain = kind == "plain"
     transform = Compose([MakeTensor(64_000) if plain else MakeVolumes(20)])
-    items = [{"number": n} for n in range(count)]
+    items = [{"image": n} if plain else dict.fromkeys(KEYS, n) for n in range(count)]
     small = Settings(settings.folder / kind, settings.device, count, 20, settings.repeats)
     what = "one plain tensor of 64 kB" if plain else "two NIfTI MetaTensors of 32 kB"
     rows = []
@@ -237,7 +239,7 @@ def hits(settings: Settings, kind: str, progress: Progress | None = None) -> Rep
 def first_epoch(settings: Settings, progress: Progress | None = None) -> Report:
     """The epoch that fills the cache, in items a second, each time with an empty cache."""
     transform = Compose([MakeVolumes(settings.side)])
-    items = [{"number": n} for n in range(settings.items)]
+    items = [dict.fromkeys(KEYS, n) for n in range(settings.items)]
     names = [OURS, REFERENCE, "PersistentDataset + meta", "no cache"]
     samples: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(settings.repeats):

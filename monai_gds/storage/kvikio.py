@@ -19,7 +19,7 @@ import os
 import queue
 import stat
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -329,11 +329,13 @@ class _Job:
         self.pieces: deque[tuple[Read, int, torch.Tensor]] = deque()
         self._storage = storage
         self._files: dict[tuple[str, FileId | None], tuple[int, Any]] = {}
+        self._pieces_of: Counter[tuple[str, FileId | None]] = Counter()
         for request in requests:
             count = -(-request.dest.numel() // staging.SLOT_BYTES)
             size = -(-request.dest.numel() // (count * ALIGNMENT)) * ALIGNMENT
             for start in range(0, request.dest.numel(), size):
                 self.pieces.append((request, request.offset + start, request.dest[start : start + size]))
+                self._pieces_of[request.path, request.expect] += 1
         self.left = len(self.pieces)
 
     def read(self, request: Read, slot: staging.StagingSlot, offset: int, nbytes: int) -> Any:
@@ -352,18 +354,19 @@ class _Job:
             raise StorageError(errno.EIO, f"file ends at byte {size}, before byte {offset + nbytes}", request.path)
         return file.pread(slot.buffer[:nbytes].numpy(), nbytes, offset, TASK_BYTES)
 
-    def finished(self, error: BaseException | None = None, *, abandoned: bool = False) -> None:
-        """One piece is through, or failed; ``abandoned`` if KvikIO's threads may still be reading its file."""
+    def finished(self, request: Read, error: BaseException | None = None, *, abandoned: bool = False) -> None:
+        """A piece of the request is through, or failed; ``abandoned`` if KvikIO's threads may still read its file."""
         self.error = self.error or error
+        key = (request.path, request.expect)
         if abandoned:
-            _abandoned.append(dict(self._files))
-            self._files.clear()
+            _abandoned.append(self._files.pop(key, None))
+        self._pieces_of[key] -= 1
+        if not self._pieces_of[key] and key in self._files:
+            fd, file = self._files.pop(key)
+            file.close()
+            os.close(fd)
         self.left -= 1
         if not self.left:
-            for fd, file in self._files.values():
-                file.close()
-                os.close(fd)
-            self._files.clear()
             self.done.set()
 
 
@@ -419,7 +422,7 @@ class _Pump:
         if not job.pieces:
             self._backlog.popleft()
         if job.error is not None:
-            job.finished()
+            job.finished(request)
             return
         slot = None
         try:
@@ -428,7 +431,7 @@ class _Pump:
         except BaseException as e:
             if slot is not None:
                 self._pool.release(slot)
-            job.finished(e)
+            job.finished(request, e)
             return
         self._filling.append((job, request, part, slot, future))
 
@@ -438,7 +441,8 @@ class _Pump:
             count = future.get()
         except BaseException as e:
             self._pool.abandon(slot)
-            job.finished(StorageError(errno.EIO, f"KvikIO could not read it: {e}", request.path), abandoned=True)
+            failure = StorageError(errno.EIO, f"KvikIO could not read it: {e}", request.path)
+            job.finished(request, failure, abandoned=True)
             return
         error: BaseException | None = None
         try:
@@ -447,7 +451,7 @@ class _Pump:
             self._pool.upload(slot, part)
         except BaseException as e:
             error = e
-        job.finished(error)
+        job.finished(request, error)
 
 
 class _Reads(_Transfers):
