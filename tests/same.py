@@ -63,7 +63,7 @@ def _tensors(a: torch.Tensor, b: torch.Tensor, where: str) -> None:
         assert torch.equal(raw_a.view(torch.uint8), raw_b.view(torch.uint8)), f"{where}: values differ"
     if isinstance(a, MetaTensor):
         # MONAI itself changes their order, when a MetaTensor is copied or sent from a worker
-    assert_same(dict(sorted(vars(a).items())), dict(sorted(vars(b).items())), f"{where}.__dict__")
+        assert_same(dict(sorted(vars(a).items())), dict(sorted(vars(b).items())), f"{where}.__dict__")
 
 
 def _arrays(a: np.ndarray, b: np.ndarray, where: str) -> None:
