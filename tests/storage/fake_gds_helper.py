@@ -6,6 +6,7 @@ process when it cannot.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -58,5 +59,6 @@ if __name__ == "__main__":
     torch.multiprocessing.set_sharing_strategy("file_system")
     torch.cuda.set_device = lambda device: None
     deepnvme_build.load = lambda operator: SimpleNamespace(gds_handle=FakeHandle)
+    deepnvme_build.writing = contextlib.nullcontext  # the real one imports deepspeed's logger before the first write
     _device, _nbytes, _settings, *_channels = sys.argv[1:]
     deepnvme_gds_helper.main(int(_device), int(_nbytes), json.loads(_settings), [int(c) for c in _channels])
