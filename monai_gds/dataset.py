@@ -47,7 +47,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     removes what is no longer of use. A damaged record is reported, computed anew and replaced; a full or read-only disk
     costs the cache and not the epoch.
 
-    With ``num_workers > 0`` and the start method fork, where CUDA cannot be used, workers return CPU tensors.
+    In the workers of a DataLoader (``num_workers > 0``), and in forked processes, items come as CPU tensors.
 
     Args:
         data: items, usually dicts of file names.
@@ -234,14 +234,18 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return state.cache
 
     def _target(self) -> torch.device:
-        """The device, or the CPU in a forked process, where CUDA does not work."""
-        if self.device.type == "cpu" or self._made_by == os.getpid():
-            return self.device
+        """The device; or the CPU in a worker of a DataLoader, and in any forked process.
+
+        CUDA does not work in a forked process. In a spawned worker it does, but MONAI cannot send a CUDA MetaTensor
+        back ("sharing CUDA metatensor across processes not implemented", raised in a thread that nobody listens to).
+        """
         worker = torch.utils.data.get_worker_info()
+        if self.device.type == "cpu" or (worker is None and self._made_by == os.getpid()):
+            return self.device
         if not self._state.said_cpu and (worker is None or worker.id == 0):
             warnings.warn(
-                f"CUDA cannot be used in a forked process: items come as CPU tensors instead of on {self.device}. Use "
-                "num_workers=0 with GDSDataLoader or ThreadDataLoader, or the start method spawn.",
+                f"CUDA cannot be used in a worker or forked process: items come as CPU tensors instead of on "
+                f"{self.device}. Use num_workers=0 with ThreadDataLoader.",
                 stacklevel=2,
             )
         self._state.said_cpu = True

@@ -142,12 +142,13 @@ def test_forked_process_warns_once(make: Make) -> None:
     said = in_child(lambda: _first_of_worker(dataset))
     assert len(said) == 1
     assert "cuda:0" in said[0]
-    assert "spawn" in said[0]
+    assert "ThreadDataLoader" in said[0]
 
 
-def test_spawned_workers_use_the_gpu(make: Make, volumes: list[dict[str, Any]]) -> None:
+def test_spawned_workers_give_cpu_tensors_too(make: Make, volumes: list[dict[str, Any]]) -> None:
+    """CUDA would work there, but MONAI cannot send a CUDA MetaTensor from a worker: the epoch would hang."""
     dataset = make()
-    expected = [dataset[i] for i in range(len(volumes))]
+    expected = [on_cpu(dataset[i]) for i in range(len(volumes))]
     loader = DataLoader(
         make(), batch_size=1, num_workers=1, multiprocessing_context="spawn", collate_fn=_only, persistent_workers=True
     )

@@ -145,11 +145,12 @@ def _cache(items: Sequence[Any], transform: Compose, settings: Settings) -> Data
 
 
 def _monai_gds_shipped(items: Sequence[Any], transform: Compose, settings: Settings) -> Dataset:
-    return MonaiGDSDataset(items, transform, settings.folder / "shipped", settings.device.index)
+    # One thread is KvikIO's default, which our own dataset raises for the process.
+    return _WithKvikioThreads(MonaiGDSDataset(items, transform, settings.folder / "shipped", settings.device.index), 1)
 
 
 class _WithKvikioThreads(Dataset):  # type: ignore[misc]
-    """MONAI's GDSDataset with KvikIO's process-wide thread count raised while it reads, and put back."""
+    """MONAI's GDSDataset with KvikIO's process-wide thread count set while it reads, and put back."""
 
     def __init__(self, dataset: Dataset, threads: int) -> None:
         super().__init__(dataset.data, dataset.transform)

@@ -85,6 +85,9 @@ def test_serves_cuda_targets_only() -> None:
         open_storage("kvikio", "cpu")
 
 
+TASK = kvikio_module.TASK_BYTES
+
+
 class FakeFuture:
     """Stands for KvikIO's: done when told, with an error or a count."""
 
@@ -120,7 +123,7 @@ def test_pieces_are_even_whole_blocks_and_one_task_each(nbytes: int) -> None:
 
 
 def test_an_error_comes_when_all_pieces_are_done() -> None:
-    transfers, futures = started([4 << 20, RuntimeError("EOF"), ValueError("later"), 4 << 20], 16 << 20)
+    transfers, futures = started([TASK, RuntimeError("EOF"), ValueError("later"), TASK], 4 * TASK)
     with pytest.raises(StorageError, match=r"EOF.*file\.bin"):
         transfers.wait()
     assert all(f.done for f in futures)
@@ -128,21 +131,21 @@ def test_an_error_comes_when_all_pieces_are_done() -> None:
 
 
 def test_a_short_piece_is_an_error() -> None:
-    transfers, _ = started([4 << 20, 5], 8 << 20)
-    with pytest.raises(StorageError, match=r"5 of 4194304 bytes at 4194304.*file\.bin"):
+    transfers, _ = started([TASK, 5], 2 * TASK)
+    with pytest.raises(StorageError, match=r"5 of 1048576 bytes at 1048576.*file\.bin"):
         transfers.wait()
 
 
 def test_an_interrupt_loses_no_piece() -> None:
-    transfers, futures = started([4 << 20, KeyboardInterrupt(), 4 << 20], 12 << 20)
+    transfers, futures = started([TASK, KeyboardInterrupt(), TASK], 3 * TASK)
     with pytest.raises(KeyboardInterrupt):
         transfers.wait()
-    futures[1].result = 4 << 20
+    futures[1].result = TASK
     transfers.wait()
     assert all(f.done for f in futures)
 
 
 def test_what_is_dropped_is_waited_for() -> None:
-    transfers, futures = started([4 << 20, RuntimeError("EOF")], 8 << 20)
+    transfers, futures = started([TASK, RuntimeError("EOF")], 2 * TASK)
     del transfers
     assert all(f.done for f in futures)
