@@ -123,6 +123,9 @@ def without_permission(folder: Path) -> Iterator[None]:
 class StorageContract:
     """The promises of :class:`monai_gds.storage.Storage`, for any target device."""
 
+    #: Reads during which another thread keeps closing the storage. Fewer where each close costs seconds.
+    reads_while_closing = 60
+
     # What a subclass gives, or may override.
 
     @pytest.fixture
@@ -659,7 +662,7 @@ class StorageContract:
         thread = threading.Thread(target=closing)
         thread.start()
         try:
-            for i in range(60):
+            for i in range(self.reads_while_closing):
                 dest = self.dest(storage, 2 << 20)
                 assert bytes_of(storage.submit([Read(str(blob), i, dest)]).wait()[0]) == data[i : i + (2 << 20)]
                 assert self.get(storage, blob, (i, 700_001)) == [data[i : i + 700_001]]

@@ -38,6 +38,8 @@ def need_cufile(folder: Path) -> None:
 class WithHelper(StorageContract):
     """What both runs of the contract need."""
 
+    reads_while_closing = 4  # a close ends the helper, and the next read starts another
+
     @pytest.fixture
     def stable_descriptors(self, storage: Storage, blob: Path) -> Iterator[None]:
         """Opens every lane first: the storage keeps a socket for each."""
