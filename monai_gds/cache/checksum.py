@@ -4,7 +4,7 @@ The bytes are taken as little-endian signed 64-bit words (padded with zeros), ea
 that its upper bits reach all bits of the sum), multiplied by an odd weight that depends on its position, and summed
 modulo 2**64, the length mixed in. (``x ^ (x >> 32)`` would give a word and its inverse the same sum: the shift is an
 arithmetic one.) A flipped bit always shows; anything larger is missed with a chance of about 2**-32 at the worst. It
-finds damage, not malice. A weighted sum is used because torch computes it at memory speed on both sides (8 GB/s on two
+finds damage, not malice. A weighted sum is used because torch computes it at memory speed on both sides (5 GB/s on two
 CPU cores); a CRC it cannot.
 """
 
