@@ -169,7 +169,6 @@ class StagingPool:
         self.slot_bytes = slot_bytes
         self._limit = slots
         self._made = 0
-        self._abandoned: list[StagingSlot] = []
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[StagingSlot] = queue.SimpleQueue()
 
@@ -245,12 +244,6 @@ class StagingPool:
             self.release(slot)
             raise
         self.upload_parts(slot, copies)
-
-    def abandon(self, slot: StagingSlot) -> None:
-        """Gives a slot up that somebody may still be writing to: its memory stays, and another may be made."""
-        with self._lock:
-            self._abandoned.append(slot)
-            self._made -= 1
 
     def release(self, slot: StagingSlot) -> None:
         """Gives a slot back without a copy (after a failed read)."""
