@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from monai.data import PersistentDataset
@@ -23,6 +23,7 @@ from monai_gds.cache.directory import CacheDirectory, Verify, prepare
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.key import Key, KeyMaker
 from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
+from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning
 from monai_gds.storage import choose_backend, open_storage, resolve_device
 from monai_gds.transforms import Split
@@ -35,12 +36,12 @@ _log = logging.getLogger("monai_gds")
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type hints to speak of
     """Caches what the deterministic transforms give, and returns it as tensors on the target device.
 
-    An item is computed once, up to the first random transform, and written as one record; every later access reads the
-    record straight to ``device`` and runs the random transforms. A hit gives what a miss gave: the same tree, types,
-    dtypes, shapes, values, metadata, applied operations and device, so that ``Invert`` works on cached items. Numeric
-    arrays of the item become tensors on the device; arrays inside metadata keep their type and stay on the CPU; string
-    arrays stay NumPy. On a CPU target the tensors are private mappings of the record: a crop touches only the pages it
-    needs, and an in-place transform never reaches the file.
+    An item is computed once, up to the first random transform, and written as one record, behind the training (see
+    :meth:`flush`); every later access reads the record straight to ``device`` and runs the random transforms. A hit
+    gives what a miss gave: the same tree, types, dtypes, shapes, values, metadata, applied operations and device, so
+    that ``Invert`` works on cached items. Numeric arrays of the item become tensors on the device; arrays inside
+    metadata keep their type and stay on the CPU; string arrays stay NumPy. On a CPU target the tensors are private
+    mappings of the record: a crop touches only the pages it needs, and an in-place transform never reaches the file.
 
     Records are shared: many processes, runs and experiments may use one ``cache_dir`` at once. Changed transforms,
     changed items, and source files whose size or mtime changed get records of their own; ``monai-gds cache prune``
@@ -70,8 +71,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         hash_sources: whether size and mtime of the files that an item names are part of its key.
         verify: when the checksums of what was read are compared: ``"first"`` (once for each file and process),
             ``"always"`` or ``"never"``.
-        durable: whether a record survives a power cut from the moment the item is returned (about 0.2 ms of fsync). If
-            not, a record that a power cut tore is found by its checksum and computed anew.
+        durable: whether a record survives a power cut from the moment the item is returned: it is written before that,
+            and fsync takes about 0.2 ms. If not, a record that a power cut tore is found by its checksum and computed
+            anew.
 
     Raises:
         ValueError: no such device or backend; ``cache_dir`` is a file.
@@ -205,7 +207,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         encoded = encode_item(self._compute(item))
         # A source that changed meanwhile was read after the key was made: what came of it is not what the key says.
         if self._state.keys is not None and self._state.keys(item) == key:
-            cache.publish(key, encoded)
+            # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
+            saved_now = self.durable or _in_worker() or self._made_by != os.getpid()
+            (cache.publish if saved_now else cache.publish_behind)(key, encoded)
         return self._assemble(encoded)
 
     def _assemble(self, encoded: EncodedItem) -> Any:
@@ -213,6 +217,19 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         device = self._target()
         tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
         return compile_tree(encoded.tree, encoded.arrays, tensors, track_meta=self.track_meta)(tensors)
+
+    def flush(self) -> None:
+        """Waits until every item computed so far is saved, or the reason why it was not has been warned of.
+
+        The interpreter does so by itself before it ends, as does the end of a ``with dataset:`` block.
+        """
+        process_writer().flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.flush()
 
     def _cache(self) -> CacheDirectory | None:
         """This process's own view of the cache directory: threads, streams and pinned memory do not survive a fork."""
@@ -297,6 +314,10 @@ class _State:
         self.cache: CacheDirectory | None = None
         self.process = 0
         self.said_cpu = False
+
+
+def _in_worker() -> bool:
+    return torch.utils.data.get_worker_info() is not None
 
 
 def _hash_transforms(hash_func: Callable[..., bytes], transforms: list[Callable[..., Any]]) -> str:

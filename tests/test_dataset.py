@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -25,8 +26,10 @@ from torch.utils.data import Subset
 
 import monai_gds
 from monai_gds import CacheWarning, GDSDataset, HashingError, UnsupportedType
+from monai_gds.cache.directory import CacheDirectory
+from monai_gds.cache.writer import process_writer
 from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
-from tests.machines import fork, in_child, mounted_tmpfs, read_only, shared_folder
+from tests.machines import fork, in_child, mounted_tmpfs, python, read_only, shared_folder
 from tests.same import assert_same, mutable_parts
 
 Make = Callable[..., GDSDataset]
@@ -58,6 +61,7 @@ def no_unexpected_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         yield
+        process_writer().flush()  # before the folder goes
 
 
 class Count(mt.Transform):
@@ -89,6 +93,7 @@ def without_ids(item: Any) -> Any:
 
 
 def records(cache_dir: Path) -> list[Path]:
+    process_writer().flush()
     return sorted(cache_dir.glob("*.safetensors"))
 
 
@@ -454,6 +459,7 @@ def test_full_disk_costs_the_cache_and_not_the_epoch(make: Make, tmp_path: Path,
 def test_read_only_cache_is_used(make: Make, tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 64 << 20) as small:
         expected = make(counted(), cache=small)[0]
+        process_writer().flush()
         read_only(small)
         dataset = make(counted(), cache=small)
         assert_same(expected, dataset[0])
@@ -698,3 +704,95 @@ def test_durable_and_not_give_the_same(make: Make, cache_dir: Path) -> None:
     records(cache_dir)[0].unlink()
     assert_same(expected, make(durable=True)[0])
     assert records(cache_dir)[0].read_bytes() == raw
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving behind the training
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is published before this event is set."""
+    gate = threading.Event()
+    publish = CacheDirectory.publish
+
+    def wait_and_publish(cache: CacheDirectory, key: Any, item: Any) -> bool:
+        assert gate.wait(30)
+        return publish(cache, key, item)
+
+    monkeypatch.setattr(CacheDirectory, "publish", wait_and_publish)
+    yield gate
+    gate.set()
+    process_writer().flush()
+
+
+def test_a_miss_does_not_wait_for_the_disk_and_flush_does(
+    make: Make, cache_dir: Path, slow_disk: threading.Event
+) -> None:
+    dataset = make()
+    with dataset:
+        items = [dataset[0], dataset[1]]
+        assert list(cache_dir.glob("*.safetensors")) == []
+        slow_disk.set()
+    assert len(list(cache_dir.glob("*.safetensors"))) == 2
+    assert_same([dataset[0], dataset[1]], items)
+
+
+def test_an_item_that_is_being_saved_is_not_computed_again(make: Make, slow_disk: threading.Event) -> None:
+    steps = [Count(), *preprocessing(), Count()]
+    first = make(steps)[0]
+    threading.Timer(0.2, slow_disk.set).start()
+    again = make(steps)[0]
+    assert Count.calls == 2
+    assert_same(again, first)
+
+
+def test_what_is_saved_is_what_the_deterministic_transforms_gave(make: Make, slow_disk: threading.Event) -> None:
+    def spoil(data: Any) -> Any:
+        for key in KEYS:
+            data[key].fill_(-1)
+        return data
+
+    spoiled = make([*preprocessing(), spoil])[0]
+    slow_disk.set()
+    process_writer().flush()
+    assert (spoiled["image"] == -1).all()
+    assert not (make(preprocessing())[0]["image"] == -1).any()
+
+
+def test_the_interpreter_waits_for_what_is_not_saved_yet(tmp_path: Path) -> None:
+    printed = python(
+        """
+import sys, time, numpy as np
+from monai.transforms import Compose, EnsureTyped
+from monai_gds import GDSDataset
+from monai_gds.cache.directory import CacheDirectory
+publish = CacheDirectory.publish
+def slowly(*args):
+    time.sleep(0.5)
+    return publish(*args)
+CacheDirectory.publish = slowly
+dataset = GDSDataset([{"x": np.ones(9)}] , Compose([EnsureTyped("x")]), sys.argv[1], device="cpu")
+dataset[0]
+import os; print(len([n for n in os.listdir(sys.argv[1]) if n.endswith("safetensors")]))
+""",
+        str(tmp_path / "cache"),
+    )
+    assert printed == "0"
+    assert len(records(tmp_path / "cache")) == 1
+
+
+def test_a_worker_has_saved_its_item_when_it_returns_it(make: Make, cache_dir: Path, volumes: Any) -> None:
+    dataset = make()
+    for seen, _ in enumerate(DataLoader(dataset, batch_size=1, num_workers=1, prefetch_factor=1), 1):
+        assert len(list(cache_dir.glob("*.safetensors"))) >= seen
+    assert len(list(cache_dir.glob("*.safetensors"))) == len(volumes)
+
+
+def test_a_full_disk_found_out_in_the_background_is_a_warning(make: Make, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 64 << 10) as small:
+        dataset = make(cache=small)
+        with pytest.warns(CacheWarning, match="free some space"):
+            assert dataset[0]["image"].shape
+            dataset.flush()
+        assert not any(small.glob(".tmp/*")), "nothing is half-written"

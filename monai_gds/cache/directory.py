@@ -29,6 +29,7 @@ from monai_gds.cache.checksum import checksum
 from monai_gds.cache.key import Key
 from monai_gds.cache.record import ARRAYS, HEAD_BYTES, Entry, Record, header_length, pack_record, parse_header
 from monai_gds.cache.tree import Builder, EncodedItem, compile_tree, tensor_of
+from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged, RecordError
 from monai_gds.storage import FileId, Pending, Storage
 
@@ -185,13 +186,15 @@ class CacheDirectory:
         return f"{self.path}/{digest}{SUFFIX}"
 
     def start(self, digest: str) -> PendingItem | None:
-        """Starts reading a record.
+        """Starts reading a record; waits first if it is just being saved.
 
         Returns:
             The item being read; None when there is no usable record, in which case anything but a plain absence has
             been reported.
         """
-        return self._start(self.record_path(digest))
+        path = self.record_path(digest)
+        process_writer().wait_for(path)
+        return self._start(path)
 
     def reread(self, path: str, tries: int, error: FileChanged) -> Any:
         """Reads a record anew that was replaced while it was read; results as of :meth:`PendingItem.wait`."""
@@ -300,6 +303,19 @@ class CacheDirectory:
             self._warn(e.errno, f"nothing more is cached in {self.path} while this lasts: {_explain(e)}")
             return False
         return True
+
+    def publish_behind(self, key: Key, item: EncodedItem) -> None:
+        """As :meth:`publish`, in the background; waits only while too much is waiting to be written.
+
+        Args:
+            key: the item's key.
+            item: the item taken apart; may change as soon as this returns.
+        """
+        process_writer().submit(self.record_path(key.digest), self.publish, key, item)
+
+    def flush(self) -> None:
+        """Waits until everything that was to be published is there, or was reported."""
+        process_writer().flush()
 
     def _temporary(self, digest: str) -> str:
         folder = f"{self.path}/{_TEMPORARY}"

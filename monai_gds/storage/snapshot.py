@@ -1,0 +1,80 @@
+"""Host copies of tensors that are taken behind the caller's back, for whoever wants to save them later.
+
+Used by the cache's background writer. Copies out of a CUDA device go through a stream of their own into pinned memory,
+so that neither the host nor the copies to the device wait for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from monai_gds.storage.base import Pending, completed
+
+__all__ = ["snapshot"]
+
+_lock = threading.Lock()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _forget_after_fork() -> None:
+    """A forked child cannot use CUDA, nor free what belongs to it."""
+    global _lock, _streams
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_streams))
+    _lock, _streams = threading.Lock(), {}
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    with _lock:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _streams[device]
+
+
+def snapshot(tensors: Sequence[torch.Tensor]) -> Pending:
+    """Copies tensors to the host, as they are after the work that is queued on the current stream.
+
+    When it returns, the originals may be changed: on the CPU the copies are made by then, and what is queued on a
+    device's current stream from now on comes behind the copy.
+
+    Args:
+        tensors: contiguous, on the CPU or on CUDA devices.
+
+    Returns:
+        Pending of the copies, in the same order; those of CUDA tensors are pinned.
+
+    Raises:
+        RuntimeError: there is no memory for the copies.
+    """
+    copies = []
+    events = []
+    for device in {t.device for t in tensors if t.is_cuda}:
+        _stream(device).wait_stream(torch.cuda.current_stream(device))
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            copies.append(tensor.clone())
+            continue
+        with torch.cuda.stream(_stream(tensor.device)):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            tensor.record_stream(_stream(tensor.device))
+        copies.append(copy)
+    for device in {t.device for t in tensors if t.is_cuda}:
+        events.append(_stream(device).record_event())
+        torch.cuda.current_stream(device).wait_event(events[-1])
+    if not events:
+        return completed(copies)
+
+    def finish() -> list[torch.Tensor]:
+        for event in events:
+            event.synchronize()
+        return copies
+
+    return Pending(finish)
