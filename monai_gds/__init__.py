@@ -22,6 +22,7 @@ from monai_gds.errors import (
     StorageError,
     UnsupportedType,
 )
+from monai_gds.loader import GDSDataLoader
 from monai_gds.storage import available_backends, open_storage
 
 __version__ = _version("monai_gds")
@@ -33,6 +34,7 @@ __all__ = [
     "CacheWarning",
     "DamagedRecord",
     "FileChanged",
+    "GDSDataLoader",
     "GDSDataset",
     "HashingError",
     "MonaiGdsError",

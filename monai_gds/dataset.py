@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from monai.data import PersistentDataset
@@ -31,6 +31,18 @@ from monai_gds.transforms import Split
 __all__ = ["GDSDataset"]
 
 _log = logging.getLogger("monai_gds")
+
+
+class Begun(NamedTuple):
+    """An item that :meth:`GDSDataset.begin` began with.
+
+    Attributes:
+        finish: gives it, up to the random transforms.
+        nbytes: bytes that are being read; 0 when it is not cached.
+    """
+
+    finish: Callable[[], Any]
+    nbytes: int = 0
 
 
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type hints to speak of
@@ -171,34 +183,59 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return self._split_now().after(item_transformed)
 
     def _cachecheck(self, item_transformed: Any) -> Any:
-        return self._begin(item_transformed)()
+        return self._begin(item_transformed).finish()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Several items at once: all reads are under way before the first is waited for.
 
         torch's and MONAI's loaders call this for a batch. Random transforms run afterwards, in the order of indices.
         """
-        finishers = [self._begin(self.data[i]) for i in indices]
-        return [self._post_transform(finish()) for finish in finishers]
+        if self.changes_items():
+            return [self[i] for i in indices]
+        begun = [self.begin(i) for i in indices]
+        return [self.end(b) for b in begun]
+
+    @classmethod
+    def changes_items(cls) -> bool:
+        """Whether a subclass has its own way to an item, so that nobody may go past it."""
+        return cls.__getitem__ is not GDSDataset.__getitem__ or cls._transform is not GDSDataset._transform
+
+    # For loaders that read ahead
+
+    def begin(self, index: int) -> Begun:
+        """Starts reading an item, if it is cached.
+
+        Returns:
+            What :meth:`end` takes, in the same process and thread.
+        """
+        return self._begin(self.data[index])
+
+    def end(self, begun: Begun) -> Any:
+        """The item, on the device, behind its random transforms. What was not cached is computed here, and saved."""
+        return self._post_transform(begun.finish())
+
+    @property
+    def caches(self) -> bool:
+        """Whether there is a cache directory, and something to cache before the first random transform."""
+        return self.cache_dir is not None and bool(self._split_now().deterministic)
 
     # The cache
 
-    def _begin(self, item: Any) -> Callable[[], Any]:
-        """Starts getting an item; the function returned gives it, read or computed, up to the random transforms."""
+    def _begin(self, item: Any) -> Begun:
         split = self._split_now()
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
-            return lambda: self._assemble(encode_item(self._compute(item), strict=False))
+            return Begun(lambda: self._assemble(encode_item(self._compute(item), strict=False)))
         key = self._state.keys(item)
         pending = cache.start(key.digest)
         if pending is None:
-            return lambda: self._fill(cache, key, item)
+            return Begun(lambda: self._fill(cache, key, item))
 
         def finish() -> Any:
             found = pending.wait()
             return self._fill(cache, key, item) if found is None else found[0]
 
-        return finish
+        return Begun(finish, pending.nbytes)
 
     def _compute(self, item: Any) -> Any:
         return self._pre_transform(deepcopy(item))  # transforms write into what they are given
@@ -214,7 +251,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
 
     def _assemble(self, encoded: EncodedItem) -> Any:
         """An item that was just computed, put together exactly as if it had been read."""
-        device = self._target()
+        device = self.target()
         tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
         return compile_tree(encoded.tree, encoded.arrays, tensors, track_meta=self.track_meta)(tensors)
 
@@ -237,7 +274,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             return None
         state = self._state
         if state.cache is None or state.process != os.getpid():
-            device = self._target()
+            device = self.target()
             backend = self.backend if device == self.device else "auto"
             options = self.backend_options if device == self.device else {}
             state.cache = CacheDirectory(
@@ -250,8 +287,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             state.process = os.getpid()
         return state.cache
 
-    def _target(self) -> torch.device:
-        """The device; or the CPU in a worker of a DataLoader, and in any forked process.
+    def target(self) -> torch.device:
+        """Where items come in this process: the device; or the CPU in a worker of a DataLoader or a forked process.
 
         CUDA does not work in a forked process. In a spawned worker it does, but MONAI cannot send a CUDA MetaTensor
         back ("sharing CUDA metatensor across processes not implemented", raised in a thread that nobody listens to).

@@ -109,13 +109,18 @@ def _check(name: str, entry: Entry, data: torch.Tensor) -> None:
 
 
 class PendingItem:
-    """An item being read. ``wait()`` gives it, or None when its record turned out to be unusable (reported by then)."""
+    """An item being read. ``wait()`` gives it, or None when its record turned out to be unusable (reported by then).
+
+    Attributes:
+        nbytes: size of the record.
+    """
 
     def __init__(
         self, cache: CacheDirectory, path: str, head: _Head, pending: Pending, verify: bool, tries: int
     ) -> None:
         self._cache, self._path, self._tries = cache, path, tries
         self._head, self._pending, self._verify = head, pending, verify
+        self.nbytes = head.record.nbytes
 
     def wait(self) -> Any:
         """Waits for the reads. The item's tensors may be used at once on the CUDA stream that is current.

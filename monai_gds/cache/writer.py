@@ -7,6 +7,7 @@ early.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections import Counter, deque
@@ -147,6 +148,11 @@ _writer = Writer()
 def process_writer() -> Writer:
     """The process's one writer: what waits to be saved is bounded however many datasets there are."""
     return _writer
+
+
+@atexit.register  # the interpreter has waited for the thread by now, unless something was submitted afterwards
+def _finish() -> None:
+    _writer.flush()
 
 
 def _forget_after_fork() -> None:

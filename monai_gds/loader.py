@@ -1,0 +1,462 @@
+"""``GDSDataLoader``: MONAI's ``DataLoader`` over GDSDatasets, with the records of the coming batches under way.
+
+The way of a batch: the sampler says which items come next; :class:`_ReadAhead` begins their reads, as many as the
+bounds allow; one thread finishes them in index order, runs the random transforms and collates; the consumer takes the
+batch. This file knows datasets, batches and streams. It knows nothing of records, files and backends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from monai.data import DataLoader
+from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from monai_gds.dataset import Begun, GDSDataset
+
+__all__ = ["GDSDataLoader"]
+
+#: Bytes of records in flight, unless told otherwise.
+PREFETCH_BYTES = 1 << 30
+
+#: Records in flight, unless told otherwise: this many, or two batches if that is more. Measured on an H100 with 74 MB
+#: records, see the README.
+PREFETCH = 8
+
+#: Where item ``i`` of a loader's dataset lies: the GDSDataset and the index within it.
+Resolve: TypeAlias = Callable[[int], tuple[GDSDataset, int]]
+
+
+class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI has no type hints to speak of
+    """MONAI's ``DataLoader`` that reads ahead of the consumer.
+
+    Over a :class:`~monai_gds.GDSDataset`, or ``Subset`` and ``ConcatDataset`` of such, reads of the coming records are
+    under way while the batch before is trained on; random transforms and the collation run in a thread, in index
+    order, so that equal seeds give the batches that MONAI's ``ThreadDataLoader`` gives, bit for bit. On a CUDA device
+    they run on a stream of their own, beside the training, and nothing waits for the whole device. Any other dataset
+    is loaded as by MONAI's ``DataLoader``.
+
+    With ``num_workers`` and a CUDA target, the workers compute what is not cached yet; reading and random transforms
+    stay in this process. With ``num_workers`` and a CPU target all is as in MONAI's ``DataLoader``.
+
+    An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
+    Leaving the loop stops everything.
+
+    Args:
+        dataset: what to load.
+        num_workers: processes; see above.
+        prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
+            consumer has not taken yet. Default: 8, or two batches. A batch is always completed, whatever this says.
+        prefetch_bytes: how many bytes of records may be in flight. One record may, whatever its size.
+        kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
+
+    Raises:
+        ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; or by ``DataLoader``.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from monai.transforms import Compose, EnsureTyped, RandFlipd
+        >>> from monai_gds import GDSDataset
+        >>> transform = Compose([EnsureTyped("image"), RandFlipd("image", prob=0.5)])
+        >>> items = [{"image": np.random.rand(1, 8, 8, 8)} for _ in range(4)]
+        >>> with tempfile.TemporaryDirectory() as folder, GDSDataset(items, transform, folder, device="cpu") as dataset:
+        ...     [tuple(batch["image"].shape) for batch in GDSDataLoader(dataset, batch_size=2, shuffle=True)]
+        [(2, 1, 8, 8, 8), (2, 1, 8, 8, 8)]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_workers: int = 0,
+        *,
+        prefetch: int | None = None,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        **kwargs: Any,
+    ) -> None:
+        if prefetch is not None and prefetch < 1:
+            raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
+        if prefetch_bytes < 1:
+            raise ValueError(f"prefetch_bytes={prefetch_bytes}: it must be positive (one record is always let in)")
+        super().__init__(dataset, num_workers, **kwargs)
+        self.prefetch = prefetch
+        self.prefetch_bytes = prefetch_bytes
+
+    def __iter__(self) -> Iterator[Any]:
+        resolve = _resolver(self.dataset)
+        device = _common_device(self.dataset) if resolve is not None else None
+        if resolve is None or device is None or (self.num_workers and device.type == "cpu"):
+            return super().__iter__()  # type: ignore[no-any-return]
+        return _Epoch(self, resolve, device)
+
+    def records_in_flight(self) -> int:
+        """How many records may be in flight."""
+        return self.prefetch or max(PREFETCH, 2 * (self.batch_size or 1))
+
+    def index_batches(self) -> Iterator[Sequence[int]]:
+        """The indices of the batches of an epoch, drawn as torch's own loader draws them, random seeds included."""
+        settings = {"batch_sampler": self.batch_sampler} if self.batch_sampler is not None else {
+            "sampler": self.sampler, "batch_size": None
+        }  # fmt: skip
+        loader = TorchDataLoader(_Indices(), collate_fn=_as_it_is, generator=self.generator, **settings)
+        if self.batch_sampler is not None:
+            return iter(loader)
+        return ([index] for index in loader)
+
+    def assemble(self, items: list[Any]) -> Any:
+        """A batch of its items, as torch's loader would make it."""
+        batch = self.collate_fn(items if self.batch_sampler is not None else items[0])
+        if not self.pin_memory or not torch.cuda.is_available() or any(t.is_cuda for t in tensors_of(batch)):
+            return batch
+        return pin_memory(batch, "cuda")  # type: ignore[no-untyped-call]
+
+
+class _Indices(Dataset[int]):
+    """A dataset whose items are their own indices."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _resolver(dataset: Dataset[Any]) -> Resolve | None:
+    """How to find the items of a dataset in its GDSDatasets; None when it is made of anything else."""
+    if isinstance(dataset, GDSDataset):
+        return None if dataset.changes_items() else lambda index: (dataset, index)
+    if type(dataset) is Subset:
+        inner = _resolver(dataset.dataset)
+        indices = dataset.indices
+        return None if inner is None else lambda index: inner(indices[index])
+    if type(dataset) is ConcatDataset:
+        parts = [_resolver(part) for part in dataset.datasets]
+        return None if None in parts else _in_turn(parts, dataset.cumulative_sizes)
+    return None
+
+
+def _in_turn(parts: Sequence[Any], ends: Sequence[int]) -> Resolve:
+    def resolve(index: int) -> tuple[GDSDataset, int]:
+        if index < 0:
+            index += ends[-1]
+        part = bisect_right(ends, index)
+        found: tuple[GDSDataset, int] = parts[part](index - ends[part - 1] if part else index)
+        return found
+
+    return resolve
+
+
+def _common_device(dataset: Dataset[Any]) -> torch.device | None:
+    """The device of all GDSDatasets within; None when they have several."""
+    if isinstance(dataset, GDSDataset):
+        return dataset.target()
+    inside = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]  # type: ignore[attr-defined]
+    devices = {_common_device(part) for part in inside}
+    return devices.pop() if len(devices) == 1 else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading ahead
+
+
+class _Record:
+    """One item of a batch on its way. ``begun`` is None as long as its read has not begun."""
+
+    __slots__ = ("begun", "dataset", "index")
+
+    def __init__(self, dataset: GDSDataset, index: int) -> None:
+        self.dataset, self.index = dataset, index
+        self.begun: Begun | None = None
+
+
+class _ReadAhead:
+    """Begins the reads of the records that come next, within the bounds. Belongs to the loader's thread.
+
+    Args:
+        batches: indices of the batches.
+        resolve: finds an item.
+        flight: what is in flight.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[int]], resolve: Resolve, flight: _Flight) -> None:
+        self._batches = iter(batches)
+        self._resolve = resolve
+        self._flight = flight
+        self._drawn: deque[list[_Record]] = deque()
+        self._waiting: deque[_Record] = deque()  # of those drawn, the ones that are not begun
+
+    def next_batch(self) -> tuple[list[Any], int, int] | None:
+        """The items of the next batch behind their random transforms, and the records and bytes that they hold."""
+        if not self._drawn and not self._draw():
+            return None
+        items, nbytes = [], 0
+        for record in self._drawn.popleft():
+            self._begin_what_fits()
+            begun = record.begun or self._begin_next()  # without room too: the batch has to be completed
+            record.begun = None
+            items.append(record.dataset.end(begun))
+            nbytes += begun.nbytes
+        return items, len(items), nbytes
+
+    def _begin_what_fits(self) -> None:
+        while self._flight.has_room() and (self._waiting or self._draw()):
+            self._begin_next()
+
+    def _begin_next(self) -> Begun:
+        record = self._waiting.popleft()
+        record.begun = record.dataset.begin(record.index)
+        self._flight.begun(record.begun.nbytes)
+        return record.begun
+
+    def _draw(self) -> bool:
+        indices = next(self._batches, None)
+        if indices is None:
+            return False
+        records = [_Record(*self._resolve(index)) for index in indices]
+        self._drawn.append(records)
+        self._waiting.extend(records)
+        return True
+
+
+class _Flight:
+    """What the loader's thread and the consumer share: the bounds, the batch that is ready, and how it ended.
+
+    Args:
+        records: how many records may be in flight.
+        nbytes: how many bytes of them.
+    """
+
+    def __init__(self, records: int, nbytes: int) -> None:
+        self._most_records, self._most_bytes = records, nbytes
+        self._records = self._bytes = self._last = 0
+        self._ready: deque[tuple[_Parcel, int, int]] = deque()
+        self._error: BaseException | None = None
+        self._ended = self._stopped = False
+        self._changed = threading.Condition()
+
+    # The loader's thread
+
+    def has_room(self) -> bool:
+        """Whether one more record, as large as the last one, may be begun."""
+        with self._changed:
+            if not self._records:
+                return True
+            return self._records < self._most_records and self._bytes + self._last <= self._most_bytes
+
+    def begun(self, nbytes: int) -> None:
+        with self._changed:
+            self._records += 1
+            self._bytes += nbytes
+            self._last = nbytes
+
+    def put(self, batch: _Parcel, records: int, nbytes: int) -> bool:
+        """Hands a batch over when the one before is taken; False when nobody wants it any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._ready or self._stopped)
+            if not self._stopped:
+                self._ready.append((batch, records, nbytes))
+                self._changed.notify_all()
+            return not self._stopped
+
+    def end(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    # The consumer
+
+    def take(self) -> _Parcel:
+        """The next batch.
+
+        Raises:
+            StopIteration: there is none.
+            BaseException: what went wrong in the thread, once.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._ended)
+            if self._ready:
+                batch, records, nbytes = self._ready.popleft()
+                self._records -= records
+                self._bytes -= nbytes
+                self._changed.notify_all()
+                return batch
+            error, self._error = self._error, None
+        try:
+            raise StopIteration if error is None else error
+        finally:
+            del error  # its traceback holds this frame
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An epoch
+
+
+class _Epoch:
+    """One pass over the loader: what the consumer iterates over.
+
+    The thread knows nothing of this object, so that it can be dropped half-way: that stops the thread.
+    """
+
+    def __init__(self, loader: GDSDataLoader, resolve: Resolve, device: torch.device) -> None:
+        self._process = os.getpid()
+        self._flight = _Flight(loader.records_in_flight(), loader.prefetch_bytes)
+        self._hand_over = _HandOver(device)
+        # The first draw, in which a random sampler takes its seed, is made in this thread.
+        ahead = _ReadAhead(_first_drawn(loader.index_batches()), resolve, self._flight)
+        work = (self._flight, ahead, loader.assemble, self._hand_over)
+        thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
+        thread.start()
+        self._stop = weakref.finalize(self, _stop, self._flight, thread)
+        self._stop.atexit = False
+        _loops.add(self)
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        if self._process != os.getpid():
+            raise RuntimeError("this loop was begun before a fork: begin a new one in the child")
+        try:
+            return self._hand_over.take(self._flight.take())
+        except KeyboardInterrupt:  # the loop may go on after it
+            raise
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop()
+
+
+#: Loops that are not over.
+_loops: weakref.WeakSet[_Epoch] = weakref.WeakSet()
+
+
+@atexit.register  # before the writer's own, which was registered earlier and saves what these threads computed last
+def _stop_all() -> None:
+    for loop in list(_loops):
+        loop.stop()
+
+
+def _produce(flight: _Flight, ahead: _ReadAhead, assemble: Callable[[list[Any]], Any], hand_over: _HandOver) -> None:
+    """The loader's thread."""
+    try:
+        with hand_over.in_thread():
+            while (found := ahead.next_batch()) is not None:
+                items, records, nbytes = found
+                parcel = hand_over.give(assemble(items))
+                del found, items
+                if not flight.put(parcel, records, nbytes):
+                    return
+                del parcel  # the consumer alone keeps it
+        flight.end()
+    except BaseException as e:
+        flight.end(e)
+
+
+def _stop(flight: _Flight, thread: threading.Thread) -> None:
+    flight.stop()
+    if thread is not threading.current_thread() and thread.is_alive():  # the collector may run anywhere
+        thread.join()
+
+
+def _first_drawn(batches: Iterator[Sequence[int]]) -> Iterator[Sequence[int]]:
+    first = next(batches, None)
+    return iter(()) if first is None else chain([first], batches)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the loader's stream to the consumer's
+
+
+class _Parcel(NamedTuple):
+    """A batch, the event behind the work that makes it, and its tensors on the device."""
+
+    batch: Any
+    made: torch.cuda.Event | None = None
+    tensors: Sequence[torch.Tensor] = ()
+
+
+class _HandOver:
+    """Takes batches from the loader's thread to the consumer.
+
+    On a CUDA device the thread works on a stream of its own: a random transform that waits for a result does not wait
+    for the training too. The consumer's stream waits for the batch, and its memory is given out again only when that
+    stream has used it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _loader_stream(device) if device.type == "cuda" else None
+        if self._stream is not None:  # a transform may use what was made before the loop
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def in_thread(self) -> AbstractContextManager[Any]:
+        """The thread's work goes on the loader's stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def give(self, batch: Any) -> _Parcel:
+        if self._stream is None:
+            return _Parcel(batch)
+        tensors = [tensor for tensor in tensors_of(batch) if tensor.device == self._device]
+        return _Parcel(batch, self._stream.record_event(), tensors)
+
+    def take(self, parcel: _Parcel) -> Any:
+        if parcel.made is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(parcel.made)
+            for tensor in parcel.tensors:
+                tensor.record_stream(current)
+        return parcel.batch
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _loader_stream(device: torch.device) -> torch.cuda.Stream:
+    """The process's one stream for random transforms and collation, so that epochs share its memory."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor within containers and objects, as plain tensors, those in a MetaTensor's metadata included."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, (str, bytes, int, float, type(None))):
+            continue
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, torch.Tensor):
+            yield part.as_subclass(torch.Tensor)
+        if isinstance(part, Mapping):
+            left.extend(part.values())
+        elif isinstance(part, (list, tuple, set, frozenset)):
+            left.extend(part)
+        elif not isinstance(part, (type, np.ndarray, ModuleType)):
+            left.extend(getattr(part, "__dict__", {}).values())

@@ -1,0 +1,450 @@
+"""GDSDataLoader: ThreadDataLoader's batches, sooner, and nothing lost, whatever happens in a thread."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import monai.transforms as mt
+import pytest
+import torch
+from monai.data import DataLoader, Dataset, PersistentDataset, ThreadDataLoader
+from monai.utils import set_determinism
+from torch.utils.data import ConcatDataset, RandomSampler, Subset, WeightedRandomSampler
+
+from monai_gds import GDSDataLoader, GDSDataset
+from monai_gds.cache.writer import process_writer
+from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
+from tests.machines import in_child, python
+from tests.same import assert_same
+
+Make = Callable[..., GDSDataset]
+
+
+def pipeline(*random: Any) -> mt.Compose:
+    """Volumes of one size, so that they go into one batch."""
+    return mt.Compose([*preprocessing(), mt.ResizeWithPadOrCropd([*KEYS, "mask"], (24, 24, 24)), *random])
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return write_volumes(tmp_path_factory.mktemp("volumes"), count=5)
+
+
+@pytest.fixture
+def make(volumes: list[dict[str, Any]], tmp_path: Path) -> Make:
+    def make_dataset(*random: Any, data: Any = None, transform: Any = None, **settings: Any) -> GDSDataset:
+        items = copy.deepcopy(volumes) if data is None else data
+        chosen = pipeline(*random) if transform is None else transform
+        return GDSDataset(items, chosen, tmp_path / "cache", **{"device": "cpu", **settings})
+
+    return make_dataset
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    yield
+    process_writer().flush()
+    gc.collect()
+    set_determinism(None)
+    assert not threads(), "the loader's thread outlived its loop"
+
+
+def threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "monai-gds-loader"]
+
+
+def augment() -> list[Any]:
+    """Random transforms: flips, noise, and four crops an item."""
+    return [
+        mt.RandFlipd(KEYS, prob=0.5, spatial_axis=0),
+        mt.RandGaussianNoised("image", prob=0.8),
+        mt.RandSpatialCropSamplesd(KEYS, (12, 12, 12), num_samples=4, random_size=False),
+    ]
+
+
+def two_epochs(loader_class: type, dataset: Any, seed: int = 3, **settings: Any) -> list[Any]:
+    set_determinism(seed)
+    loader = loader_class(dataset, **settings)
+    return [list(loader), list(loader)]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"batch_size": 1},
+    {"batch_size": 2, "shuffle": True},
+    {"batch_size": 2, "shuffle": True, "drop_last": True},
+    {"batch_size": 3, "sampler": [4, 0, 2, 2]},
+    {"batch_sampler": [[0, 1, 2], [3], [4, 0]]},
+    {"batch_size": None},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("prefetch", [1, 2, None])
+def test_batches_are_those_of_thread_data_loader(make: Make, settings: dict[str, Any], prefetch: int | None) -> None:
+    dataset = make(*augment())
+    expected = two_epochs(ThreadDataLoader, dataset, **settings)
+    assert_same(two_epochs(GDSDataLoader, dataset, prefetch=prefetch, **settings), expected)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [lambda d: RandomSampler(d, replacement=True, num_samples=7), lambda d: WeightedRandomSampler([1] * 5, 7)],
+)
+def test_samplers_draw_as_ever(make: Make, sampler: Any) -> None:
+    dataset = make()
+
+    def names(loader_class: type) -> list[Any]:
+        set_determinism(5)
+        loader = loader_class(dataset, batch_size=2, sampler=sampler(dataset))
+        return [[batch["name"] for batch in loader] for _ in range(2)]
+
+    assert names(GDSDataLoader) == names(ThreadDataLoader)
+
+
+def test_a_generator_of_ones_own(make: Make) -> None:
+    def names(loader_class: type) -> list[Any]:
+        loader = loader_class(make(), batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(9))
+        return [[batch["name"] for batch in loader] for _ in range(2)]
+
+    assert names(GDSDataLoader) == names(ThreadDataLoader)
+
+
+def test_the_global_generator_ends_where_it_would(make: Make) -> None:
+    def after(loader_class: type) -> float:
+        set_determinism(1)
+        list(loader_class(make(), batch_size=2, shuffle=True))
+        return float(torch.rand(()))
+
+    assert after(GDSDataLoader) == after(ThreadDataLoader)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda d: Subset(d, [4, 1, 2]),
+        lambda d: Subset(Subset(d, [4, 3, 1, 2]), [2, 0]),
+        lambda d: d[1:4],
+        lambda d: ConcatDataset([d, Subset(d, [1, 0])]),
+        lambda d: Subset(ConcatDataset([d, d]), [9, 0, 5, -1]),
+    ],
+)
+def test_subsets_and_concatenations_are_read_ahead(make: Make, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [batch["name"] for batch in DataLoader(wrap(make()), batch_size=2)]
+    seen = []
+    begin = GDSDataset.begin
+    monkeypatch.setattr(GDSDataset, "begin", lambda self, index: seen.append(index) or begin(self, index))
+    assert [batch["name"] for batch in GDSDataLoader(wrap(make()), batch_size=2)] == expected
+    assert len(seen) == sum(map(len, expected))
+
+
+class Doubled(Dataset):  # type: ignore[misc]
+    def __init__(self, dataset: GDSDataset) -> None:
+        self.inner = dataset
+        super().__init__(dataset.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"name": self.inner[index]["name"] * 2}
+
+
+class DoubledItself(GDSDataset):
+    def __getitem__(self, index: int) -> Any:
+        return {"name": super().__getitem__(index)["name"] * 2}
+
+
+def test_any_other_dataset_is_loaded_as_by_monai(make: Make, tmp_path: Path, volumes: Any) -> None:
+    persistent = PersistentDataset(volumes, pipeline(), tmp_path / "persistent")
+    list(DataLoader(persistent))  # a hit of it is another thing than a miss
+    expected = two_epochs(DataLoader, persistent, batch_size=2, shuffle=True)
+    assert_same(two_epochs(GDSDataLoader, persistent, batch_size=2, shuffle=True), expected)
+    for dataset in (Doubled(make()), DoubledItself(volumes, pipeline(), tmp_path / "cache", "cpu")):
+        names = [name for batch in GDSDataLoader(dataset, batch_size=2) for name in batch["name"]]
+        assert names == [volume["name"] * 2 for volume in volumes]
+
+
+def test_workers_on_a_cpu_target_are_monais(make: Make) -> None:
+    settings = {"batch_size": 2, "num_workers": 2, "multiprocessing_context": "fork"}
+    dataset = make(*augment())
+    expected = two_epochs(DataLoader, dataset, **settings)
+    assert_same(two_epochs(GDSDataLoader, dataset, **settings), expected)
+
+
+def test_without_a_cache_and_with_nothing_to_cache(make: Make, volumes: Any) -> None:
+    uncached = GDSDataset(volumes, pipeline(*augment()), None, device="cpu")
+    expected = two_epochs(ThreadDataLoader, uncached, batch_size=2)
+    assert_same(two_epochs(GDSDataLoader, uncached, batch_size=2), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bounds
+
+
+class Watched(GDSDataset):
+    """Counts records that are begun and not finished, and remembers the most."""
+
+    in_flight = most = 0
+
+    def begin(self, index: int) -> Any:
+        type(self).in_flight += 1
+        type(self).most = max(self.most, self.in_flight)
+        return super().begin(index)
+
+    def end(self, begun: Any) -> Any:
+        type(self).in_flight -= 1
+        return super().end(begun)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"prefetch": 1}, 1),
+        ({"prefetch": 3}, 3),
+        ({"prefetch": 2, "batch_size": 4}, 2),
+        ({"prefetch_bytes": 1}, 1),
+        ({"prefetch_bytes": 1, "batch_size": 4}, 1),
+        ({"prefetch_bytes": 450_000}, 4),
+    ],
+)
+def test_no_more_is_in_flight_than_was_allowed(tmp_path: Path, settings: dict[str, Any], most: int) -> None:
+    transform = mt.Compose([mt.Lambda(lambda n: {"x": torch.full((25_000,), float(n))})])
+    Watched.in_flight = Watched.most = 0
+    dataset = Watched(list(range(24)), transform, tmp_path / "cache", "cpu")
+    for _ in range(2):
+        Watched.most = 0
+        values = [float(x) for batch in GDSDataLoader(dataset, **settings) for x in batch["x"][:, 0]]
+        assert values == list(range(24))
+    assert Watched.most == most, "the second epoch reads"
+
+
+def test_a_slow_consumer_is_waited_for(tmp_path: Path) -> None:
+    transform = mt.Compose([mt.Lambda(lambda n: {"x": torch.full((9,), float(n))})])
+    begun: list[int] = []
+
+    class Noted(GDSDataset):
+        def begin(self, index: int) -> Any:
+            begun.append(index)
+            return super().begin(index)
+
+    dataset = Noted(list(range(20)), transform, tmp_path / "cache", "cpu")
+    loop = iter(GDSDataLoader(dataset, prefetch=4))
+    next(loop)
+    time.sleep(0.3)
+    assert len(begun) == 5, "one was taken and four are in flight"
+    assert len(list(loop)) == 19
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"prefetch": 0}, "prefetch=0"), ({"prefetch": -2}, "prefetch=-2"), ({"prefetch_bytes": 0}, "prefetch_bytes=0")],
+)
+def test_bad_bounds_name_themselves(make: Make, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GDSDataLoader(make(), **settings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors, leaving, forking
+
+
+class Fails(mt.RandomizableTransform):  # type: ignore[misc]
+    """Fails on one case, behind the cache."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __call__(self, data: Any) -> Any:
+        if data["name"] == self.name:
+            raise KeyError(f"no good: {self.name}")
+        return data
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_error_comes_behind_the_batches_before_it_with_its_traceback(make: Make, epoch: int) -> None:
+    dataset = make(Fails("case 3"))
+    if epoch == 2:
+        list(GDSDataLoader(make(), batch_size=1))
+    seen = []
+    with pytest.raises(RuntimeError, match="applying transform") as caught:
+        for batch in GDSDataLoader(dataset, batch_size=1):
+            seen.append(batch["name"][0])
+    assert seen == ["case 0", "case 1", "case 2"]
+    assert "no good: case 3" in "".join(traceback.format_exception(caught.value))
+    assert [batch["name"][0] for batch in GDSDataLoader(dataset[:3])] == seen, "the dataset is as good as before"
+
+
+def test_the_loop_is_over_after_an_error(make: Make) -> None:
+    loop = iter(GDSDataLoader(make(Fails("case 1"))))
+    next(loop)
+    with pytest.raises(RuntimeError):
+        next(loop)
+    with pytest.raises(StopIteration):
+        next(loop)
+
+
+@pytest.mark.parametrize("what", ["sampler", "collate_fn"])
+def test_errors_in_the_users_own_parts(make: Make, what: str) -> None:
+    def sampler() -> Iterator[int]:
+        yield from (0, 1)
+        raise OSError("no more numbers")
+
+    class Sampler:
+        def __iter__(self) -> Iterator[int]:
+            return sampler()
+
+        def __len__(self) -> int:
+            return 5
+
+    def collate(items: list[Any]) -> Any:
+        if items[0]["name"] == "case 2":
+            raise OSError("no more numbers")
+        return items
+
+    settings: dict[str, Any] = {"sampler": Sampler()} if what == "sampler" else {"collate_fn": collate}
+    seen = 0
+    with pytest.raises(OSError, match="no more numbers"):
+        for _ in GDSDataLoader(make(), prefetch=1, **settings):
+            seen += 1
+    assert seen == 2
+
+
+def test_leaving_the_loop_stops_the_thread_and_frees_the_batches(make: Make) -> None:
+    for batch in GDSDataLoader(make(), batch_size=1):
+        kept = weakref.ref(batch["image"])
+        break
+    del batch
+    gc.collect()
+    assert not threads()
+    assert kept() is None
+
+
+def test_a_loop_that_was_never_finished_does_not_keep_the_interpreter(tmp_path: Path) -> None:
+    printed = python(
+        """
+import sys, numpy as np
+from monai.transforms import Compose, EnsureTyped
+from monai_gds import GDSDataset, GDSDataLoader
+dataset = GDSDataset([{"x": np.ones(9)}] * 50, Compose([EnsureTyped("x")]), sys.argv[1], device="cpu")
+loop = iter(GDSDataLoader(dataset))
+print(tuple(next(loop)["x"].shape))
+""",
+        str(tmp_path / "cache"),
+        timeout=60,
+    )
+    assert printed == "(1, 9)"
+    assert not list((tmp_path / "cache" / ".tmp").iterdir()), "what was computed is saved"
+
+
+def test_many_epochs_and_several_loops_at_once(make: Make) -> None:
+    loader = GDSDataLoader(make(), batch_size=2)
+    for _ in range(10):
+        assert [len(batch["name"]) for batch in loader] == [2, 2, 1]
+    for one, other in zip(loader, loader, strict=True):
+        assert one["name"] == other["name"]
+
+
+def test_set_data_between_epochs(make: Make, volumes: Any) -> None:
+    dataset = make()
+    loader = GDSDataLoader(dataset, batch_size=1)
+    assert len(list(loader)) == 5
+    dataset.set_data(volumes[:2])
+    assert [batch["name"][0] for batch in loader] == ["case 0", "case 1"]
+
+
+def test_a_loop_does_not_go_on_in_a_forked_child_but_a_new_one_does(make: Make) -> None:
+    loader = GDSDataLoader(make(), batch_size=1)
+    loop = iter(loader)
+    next(loop)
+
+    def child() -> tuple[str, int]:
+        try:
+            next(loop)
+        except RuntimeError as e:
+            return str(e), len(list(loader))
+        return "", 0
+
+    message, batches = in_child(child)
+    assert "fork" in message
+    assert batches == 5
+    assert len(list(loop)) == 4
+
+
+def test_a_keyboard_interrupt_reaches_the_consumer_and_the_loop_can_go_on(make: Make) -> None:
+    class Slow(mt.RandomizableTransform):  # type: ignore[misc]
+        def __call__(self, data: Any) -> Any:
+            time.sleep(0.3)
+            return data
+
+    list(GDSDataLoader(make()))
+    loop = iter(GDSDataLoader(make(Slow())))
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(loop)
+    assert len(list(loop)) == 5
+
+
+def test_distributed_ranks_see_their_own_shards(tmp_path: Path, volumes: Any) -> None:
+    code = """
+import sys, torch.distributed as dist, torch.multiprocessing as mp
+from monai.transforms import Compose, Lambda
+from torch.utils.data import DistributedSampler
+import torch
+from monai_gds import GDSDataset, GDSDataLoader
+
+def rank(r, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=r, world_size=2)
+    dataset = GDSDataset(list(range(7)), Compose([Lambda(number)]), f"{folder}/cache", device="cpu")
+    sampler = DistributedSampler(dataset, shuffle=True)
+    loader = GDSDataLoader(dataset, batch_size=2, sampler=sampler)
+    seen = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        seen.append([int(v) for batch in loader for v in batch["x"]])
+        assert seen[-1] == list(sampler), (seen, list(sampler))
+    everybody = [None, None]
+    dist.all_gather_object(everybody, seen)
+    for epoch in range(2):
+        assert set(everybody[0][epoch]) | set(everybody[1][epoch]) == set(range(7))
+    dist.destroy_process_group()
+
+def number(n):
+    return {"x": torch.tensor(n)}
+
+if __name__ == "__main__":
+    mp.spawn(rank, (sys.argv[1],), nprocs=2)
+    print("fine")
+"""
+    script = tmp_path / "ranks.py"
+    script.write_text(code)
+    printed = python("import runpy, sys; sys.argv[0] = sys.argv[1]; del sys.argv[1]; "
+                     "runpy.run_path(sys.argv[0], run_name='__main__')", str(script), str(tmp_path))  # fmt: skip
+    assert printed == "fine"
+
+
+def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads /proc")
+    transform = mt.Compose([mt.Lambda(lambda n: {"x": torch.full((500_000,), float(n))}), mt.RandFlipd("x", prob=0.0)])
+    dataset = GDSDataset(list(range(20)), transform, tmp_path / "cache", "cpu")
+    loader = GDSDataLoader(dataset, batch_size=2)
+
+    def anonymous() -> int:
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) << 10
+
+    sizes = []
+    for _ in range(12):
+        assert sum(float(batch["x"].sum()) for batch in loader) == 500_000 * sum(range(20))
+        sizes.append(anonymous())
+    assert max(sizes[4:]) - sizes[3] < 16 << 20, sizes
