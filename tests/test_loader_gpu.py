@@ -162,9 +162,9 @@ def test_leaving_half_way_frees_the_device(make: Make) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(5):
-        for batch in GDSDataLoader(dataset, batch_size=1):
-            break
-        del batch
+        loop = iter(GDSDataLoader(dataset, batch_size=1))
+        next(loop)
+        del loop
     gc.collect()
     torch.cuda.synchronize()
     time.sleep(0.2)  # reads that were under way free their memory behind them
