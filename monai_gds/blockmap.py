@@ -4,7 +4,8 @@ A map is made where the file system is mounted and read where it may not be: by 
 user-space driver, or by another program. On disk it is one JSON object, path to blocks::
 
     {
-      "__blockmap__": {"version": 1, "block_size": 512, "parent": "/data", "file_system": {…}, "disk": {…}},
+      "__blockmap__": {"version": 1, "block_size": 512, "parent": "/data", "kind": "ext4", "uuid": "…", "start": 0,
+                       "disk": {…}, "folders": ["train/n01491361", "train/without_files"]},
       "train/n01491361/n01491361_8657.JPEG":
           {"startblock": 2048, "endblock": 2275, "size": 116504, "inode": 13, "mtime_ns": 1700000000000000000},
       "train/n01491361/cut.JPEG":
@@ -16,6 +17,7 @@ user-space driver, or by another program. On disk it is one JSON object, path to
 * A file of one extent has ``startblock`` and ``endblock``, so that a program that knows nothing else reads it rightly;
   any other has ``extents``, each ``[first block within the file, startblock, endblock]``, and no ``startblock``: such
   a program fails instead of reading wrong bytes. What no extent covers is zeros.
+* ``folders`` are all folders: one without files shows nowhere else, and may be a class that takes a label.
 * Without ``__blockmap__`` it is the plain format of the DALI comparison, blocks of 512 bytes and nothing known of
   sizes; :meth:`BlockMap.load` reads it, :meth:`BlockMap.save` writes it with ``plain=True``.
 """
@@ -26,7 +28,7 @@ import errno
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -118,6 +120,8 @@ class BlockMap(Mapping[str, FileBlocks]):
     Args:
         files: the entries.
         origin: where they were made; None for a plain map.
+        folders: every folder below the one that was mapped, also those without files, as the map's paths are; none in
+            a plain map.
 
     Raises:
         BlockMapError: extents overlap, lie beyond the disk, or are out of order.
@@ -129,9 +133,12 @@ class BlockMap(Mapping[str, FileBlocks]):
         blocks["train/n01491361/n01491361_8657.JPEG"].extents
     """
 
-    def __init__(self, files: Mapping[str, FileBlocks], origin: Origin | None = None) -> None:
+    def __init__(
+        self, files: Mapping[str, FileBlocks], origin: Origin | None = None, folders: Iterable[str] = ()
+    ) -> None:
         self._files = dict(files)
         self.origin = origin
+        self.folders = tuple(folders)
         _check(self._files, origin)
 
     def __getitem__(self, path: str) -> FileBlocks:
@@ -165,7 +172,10 @@ class BlockMap(Mapping[str, FileBlocks]):
 
     @classmethod
     def build(cls, root: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> BlockMap:
-        """Maps every file below a folder. Symbolic links to files are followed, those to folders are not.
+        """Maps every file below a folder.
+
+        Symbolic links to files are followed. Of those to folders only the ones directly in ``root`` are, for there
+        they are classes of images; deeper ones and those that lead back to ``root`` or above it are not.
 
         Args:
             root: the folder; on ext4 or XFS, directly on a disk, a partition or a loop device.
@@ -184,7 +194,7 @@ class BlockMap(Mapping[str, FileBlocks]):
             origin = Origin(parent, fs.kind, read_uuid(fd, fs, root), fs.start, fs.disk)
         finally:
             os.close(fd)
-        paths = list(_files_below(root))
+        paths, folders = _walk(root)
         if not paths:
             raise BlockMapError(f"{root} holds no file")
         files: dict[str, FileBlocks] = {}
@@ -195,7 +205,7 @@ class BlockMap(Mapping[str, FileBlocks]):
                 files.update((path[skip:], blocks) for path, blocks in zip(chunk, found, strict=True))
                 if progress:
                     progress(len(files), len(paths))
-        return cls(files, origin)
+        return cls(files, origin, [path[skip:] for path in folders])
 
     # Saving and loading.
 
@@ -211,7 +221,8 @@ class BlockMap(Mapping[str, FileBlocks]):
         """
         entries: dict[str, Any] = {}
         if self.origin is not None and not plain:
-            entries[HEADER] = {"version": VERSION, "block_size": self.block_size, **asdict(self.origin)}
+            known = {"version": VERSION, "block_size": self.block_size, **asdict(self.origin)}
+            entries[HEADER] = {**known, "folders": self.folders}
         block = PLAIN_BLOCK if plain else self.block_size
         for path, blocks in self._files.items():
             entries[path] = _to_plain(path, blocks) if plain else _to_json(blocks, block)
@@ -240,7 +251,10 @@ class BlockMap(Mapping[str, FileBlocks]):
                 )
             origin = None if header is None else _origin(header)
             block = PLAIN_BLOCK if origin is None else origin.disk.block_size
-            return cls({path: _from_json(entry, block) for path, entry in entries.items()}, origin)
+            folders = [] if header is None else header.get("folders", [])
+            if not all(isinstance(folder, str) for folder in folders):
+                raise TypeError("its folders are no list of paths")
+            return cls({path: _from_json(entry, block) for path, entry in entries.items()}, origin, folders)
         except BlockMapError as e:
             raise BlockMapError(f"{file}: {e}") from e
         except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -255,7 +269,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         data: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, str]:
-        """Compares the map with the files as they are now.
+        """Compares the map with the files as they are now: what changed, is gone, or is new below the mapped folder.
 
         Args:
             parent: the folder that the paths are relative to, where it is not the one the map was made in.
@@ -273,18 +287,47 @@ class BlockMap(Mapping[str, FileBlocks]):
             raise BlockMapError("a plain block map does not say where its files are: name their parent folder")
         base = os.fspath(parent) if parent is not None else self.origin.parent if self.origin else ""
         wrong: dict[str, str] = {}
-        mounted = MountedFileSystems()
+        keys = list(self._files)
+        done = 0
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="monai-gds-blockmap") as pool:
+            chunks = [keys[i : i + _CHUNK] for i in range(0, len(keys), _CHUNK)]
+            for chunk, found in zip(chunks, pool.map(lambda c: self._verify_chunk(base, c, data), chunks), strict=True):
+                wrong.update(found)
+                done += len(chunk)
+                if progress:
+                    progress(done, len(keys))
+        return wrong | self._unmapped(base)
+
+    def _verify_chunk(self, base: str, keys: Iterable[str], data: bool) -> dict[str, str]:
+        wrong: dict[str, str] = {}
+        mounted = MountedFileSystems()  # one a chunk: it is for one thread
         try:
-            for done, (key, blocks) in enumerate(self._files.items(), 1):
+            for key in keys:
                 mounted.refresh()
                 try:
-                    self._verify_file(os.path.join(base, key), blocks, data, mounted)
+                    self._verify_file(os.path.join(base, key), self._files[key], data, mounted)
                 except OSError as e:
                     wrong[key] = str(e)
-                if progress and (done % _CHUNK == 0 or done == len(self)):
-                    progress(done, len(self))
         finally:
             mounted.close()
+        return wrong
+
+    def _unmapped(self, base: str) -> dict[str, str]:
+        """What is wrong with the names alone: files and folders that are there and not in the map, or folders gone."""
+        wrong: dict[str, str] = {}
+        skip = len(base.rstrip("/")) + 1
+        folders: set[str] = set()
+        for top in sorted({key.split("/", 1)[0] for key in self._files}):
+            try:
+                files_now, folders_now = _walk(os.path.join(base, top))
+            except OSError as e:
+                wrong[str(e.filename or top)[skip:] or top] = str(e)
+                continue
+            wrong.update((path[skip:], "it is new") for path in files_now if path[skip:] not in self._files)
+            folders.update(path[skip:] for path in folders_now)
+        if self.folders:  # else none were recorded
+            wrong.update((path, "it is a new folder") for path in sorted(folders.difference(self.folders)))
+            wrong.update((path, "the folder is gone") for path in self.folders if path not in folders)
         return wrong
 
     def _verify_file(self, path: str, blocks: FileBlocks, data: bool, mounted: MountedFileSystems) -> None:
@@ -303,16 +346,33 @@ class BlockMap(Mapping[str, FileBlocks]):
             os.close(fd)
 
 
-def _files_below(folder: str) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        listed = sorted(entries, key=lambda e: e.name)
-    for entry in listed:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files_below(entry.path)
-        elif entry.is_file():
-            yield entry.path
-        elif entry.is_symlink() and not os.path.exists(entry.path):
-            raise FileNotFoundError(errno.ENOENT, "the symbolic link is dead", entry.path)
+def _walk(root: str) -> tuple[list[str], list[str]]:
+    """Every file and every folder below ``root``, in order; see :meth:`BlockMap.build` for links."""
+    files: list[str] = []
+    folders: list[str] = []
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        with os.scandir(folder) as entries:
+            listed = sorted(entries, key=lambda e: e.name)
+        below: list[str] = []
+        for entry in listed:
+            if entry.is_file():
+                files.append(entry.path)
+            elif entry.is_dir(follow_symlinks=False) or (folder == root and entry.is_dir()):
+                folders.append(entry.path)
+                if not (entry.is_symlink() and _holds(entry.path, root)):
+                    below.append(entry.path)
+            elif entry.is_symlink() and not os.path.exists(entry.path):
+                raise FileNotFoundError(errno.ENOENT, "the symbolic link is dead", entry.path)
+        waiting.extend(reversed(below))
+    return files, folders
+
+
+def _holds(link: str, folder: str) -> bool:
+    """Whether a symbolic link leads to ``folder`` or to one above it: walking it would have no end."""
+    target = os.path.realpath(link)
+    return os.path.commonpath([target, os.path.realpath(folder)]) == target
 
 
 def _map_file(path: str, fs: FileSystem) -> FileBlocks:

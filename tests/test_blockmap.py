@@ -138,12 +138,28 @@ class TestBuild:
             f.write(b"odd")
         (folder / "link").symlink_to(odd)
         os.link(odd, folder / "hard")
-        (folder / "to-folder").symlink_to(ext4.folder)
+        (folder / "to-above").symlink_to(ext4.folder)
         os.mkfifo(folder / "fifo")
         BlockMap.build(folder).save(tmp_path / "map.json")
         blocks = BlockMap.load(tmp_path / "map.json")
         assert {os.path.basename(p) for p in blocks} == {os.fsdecode(b"\xff \xe4\n.bin"), "link", "hard"}
         assert len({b.extents for b in blocks.values()}) == 1
+
+    def test_folders_are_kept_also_without_files(self, ext4: LoopDisk, tmp_path: Path) -> None:
+        folder = ext4.folder / "set"
+        (folder / "a/deep").mkdir(parents=True)
+        (folder / "empty").mkdir()
+        (ext4.folder / "elsewhere/below").mkdir(parents=True)
+        (ext4.folder / "elsewhere/x").write_bytes(b"x")
+        (folder / "linked").symlink_to(ext4.folder / "elsewhere")
+        (folder / "a/linked").symlink_to(ext4.folder / "elsewhere")
+        os.mkdir(os.fsencode(folder) + b"/\xff")
+        BlockMap.build(folder).save(tmp_path / "map.json")
+        blocks = BlockMap.load(tmp_path / "map.json")
+        assert set(blocks) == {"set/linked/x"}
+        expected = {"set/a", "set/a/deep", "set/empty", "set/linked", "set/linked/below", os.fsdecode(b"set/\xff")}
+        assert set(blocks.folders) == expected
+        assert blocks.verify() == {}
 
     def test_a_dead_link_is_named(self, ext4: LoopDisk) -> None:
         (ext4.folder / "set").mkdir()
@@ -412,9 +428,33 @@ class TestVerify:
         os.close(fd)
         os.utime(folder / "moved", ns=(st.st_atime_ns, st.st_mtime_ns))
         wrong = blocks.verify()
-        assert set(wrong) == {"set/grown", "set/rewritten", "set/replaced", "set/gone", "set/moved"}
-        for name, why in (("grown", "size"), ("rewritten", "written to"), ("replaced", "replaced"), ("moved", "moved")):
+        assert set(wrong) == {f"set/{name}" for name in ("grown", "rewritten", "replaced", "gone", "moved", "taker")}
+        reasons = {"grown": "size", "rewritten": "written to", "replaced": "replaced", "moved": "moved", "taker": "new"}
+        for name, why in reasons.items():
             assert why in wrong[f"set/{name}"]
+
+    def test_new_and_gone_folders_are_named(self, ext4: LoopDisk) -> None:
+        folder = ext4.folder / "set"
+        (folder / "gone").mkdir(parents=True)
+        (folder / "file").write_bytes(b"x")
+        blocks = BlockMap.build(folder)
+        (folder / "gone").rmdir()
+        (folder / "new").mkdir()
+        assert blocks.verify() == {"set/new": "it is a new folder", "set/gone": "the folder is gone"}
+        (folder / "dead").symlink_to("nowhere")
+        assert "dead" in blocks.verify()["set/dead"]
+
+    def test_many_files_are_verified_one_by_one(self, ext4: LoopDisk) -> None:
+        folder = ext4.folder / "set"
+        folder.mkdir()
+        for i in range(1000):
+            (folder / f"{i}").write_bytes(content(100 + i))
+        blocks = BlockMap.build(folder)
+        for i in (0, 255, 256, 999):
+            (folder / f"{i}").write_bytes(b"other")
+        seen: list[tuple[int, int]] = []
+        assert set(blocks.verify(progress=lambda *at: seen.append(at))) == {f"set/{i}" for i in (0, 255, 256, 999)}
+        assert seen[-1] == (1000, 1000)
 
     def test_data_finds_what_the_extents_do_not_show(self, ext4: LoopDisk) -> None:
         """A byte changed on the device, below the file system."""

@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["install_commands", "main", "pip_target", "platforms", "split", "split_large"]
+__all__ = ["install_commands", "main", "pip", "pip_target", "platforms", "split", "split_large"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,7 +106,8 @@ def install_commands(dest: Path, requirements: Sequence[str], *, parts: bool, wi
     return [*commands, f"python -m pip install --no-index --find-links {dest.name} {no_deps}{names}"]
 
 
-def _pip(*arguments: str) -> None:
+def pip(*arguments: str) -> None:
+    """Runs pip, and ends this program if it fails."""
     command = [sys.executable, "-m", "pip", *arguments]
     print("+ pip", *(a for a in arguments if not a.startswith("--platform=")), flush=True)
     if subprocess.run(command, check=False).returncode:
@@ -118,18 +119,18 @@ def collect(options: argparse.Namespace, target: list[str]) -> list[str]:
     dest = str(options.dest)
     constraint = [f"--constraint={options.constraint}"] if options.constraint else []
     if options.only:
-        _pip("download", "--no-deps", f"--dest={dest}", *constraint, *target, *options.only)
+        pip("download", "--no-deps", f"--dest={dest}", *constraint, *target, *options.only)
         return list(options.only)
     for old in options.dest.glob("monai_gds-*.whl"):
         old.unlink()
-    _pip("wheel", "--quiet", "--no-deps", f"--wheel-dir={dest}", str(ROOT))
+    pip("wheel", "--quiet", "--no-deps", f"--wheel-dir={dest}", str(ROOT))
     (wheel,) = options.dest.glob("monai_gds-*.whl")
     extras = extras_for(options.cuda, options.extra)
     suffix = f"[{','.join(extras)}]" if extras else ""
-    _pip("download", f"--dest={dest}", *constraint, *target, f"{wheel}{suffix}")
+    pip("download", f"--dest={dest}", *constraint, *target, f"{wheel}{suffix}")
     with tempfile.TemporaryDirectory() as nowhere:  # a wheel that is missing shows here, and not there
         offline = ["--no-index", f"--find-links={dest}", "--dry-run", "--quiet", f"--target={nowhere}"]
-        _pip("install", *offline, *constraint, *target, f"monai_gds{suffix}")
+        pip("install", *offline, *constraint, *target, f"monai_gds{suffix}")
     return [f"monai_gds{suffix}"]
 
 

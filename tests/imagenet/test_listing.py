@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monai_gds.blockmap import BlockMap
 from monai_gds.errors import ImageListError
-from monai_gds.imagenet import listing, open_images
+from monai_gds.imagenet import ImageNetDataset, listing, open_images
 from monai_gds.imagenet.listing import EXTENSIONS, list_folder
 from monai_gds.imagenet.source import list_block_map
+from tests.loopdisk import loop_disk
 
 dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 fn = pytest.importorskip("nvidia.dali.fn")
@@ -142,6 +144,32 @@ def test_a_block_map_lists_what_its_folder_does(folder: Path, tmp_path: Path) ->
     assert ours.labels.tolist() == theirs.labels.tolist()  # type: ignore[union-attr]
     assert ours.sizes.tolist() == theirs.sizes.tolist()  # type: ignore[union-attr]
     assert ours.root == theirs.root  # type: ignore[union-attr]
+
+
+def test_a_block_map_numbers_classes_as_dali_numbers_its_folder(folder: Path, tmp_path: Path) -> None:
+    """Classes without images are in no file's path, and yet they move the labels of those behind them."""
+    with loop_disk(tmp_path, "ext4") as disk:
+        root = disk.folder / "train"
+        shutil.copytree(folder, root)
+        for name in ("a_empty", "n01440764_only_a_folder/x.jpg", "~empty"):
+            (root / name).mkdir(parents=True)
+        (root / "n01443537" / "nested").mkdir()
+        (root / "n01443537" / "nested" / "no.JPEG").write_bytes(b"no")
+        (root / "b_notes").mkdir()
+        (root / "b_notes" / "readme.txt").write_bytes(b"no image")
+        (root / "stray.JPEG").write_bytes(b"stray")
+        os.mkdir(os.fsencode(root) + b"/\xff")
+        shutil.copytree(folder / "n01491361", disk.folder / "elsewhere")
+        (root / "c_linked").symlink_to(disk.folder / "elsewhere")
+        BlockMap.build(root).save(tmp_path / "map.json")
+        images = open_images(tmp_path / "map.json")
+        assert isinstance(images, listing.ImageList)
+        ours = [(Path(images.path(i)).read_bytes(), int(images.labels[i])) for i in range(len(images))]
+        assert ours == as_dali_sees_it(str(root))
+        assert list(images.classes) == list(list_folder(root).classes)
+        dataset = ImageNetDataset(tmp_path / "map.json", 4, reader="posix", device="cpu", decode=False)
+        assert [label for batch in dataset for label in batch["label"].tolist()] == [label for _, label in ours]
+        dataset.close()
 
 
 def test_a_file_that_is_no_block_map_is_refused(tmp_path: Path) -> None:
