@@ -18,12 +18,14 @@ from rich.table import Table
 import monai_gds
 from monai_gds.bench.cli import app as bench_app
 from monai_gds.blockmap_cli import app as blockmap_app
+from monai_gds.doctor.cli import app as doctor_app
 from monai_gds.errors import MonaiGdsError
 from monai_gds.imagenet.cli import app as imagenet_app
 
 app = typer.Typer(no_args_is_help=True, help="MONAI datasets whose cache moves at the speed of the drive and the link.")
 cache_app = typer.Typer(no_args_is_help=True, help="Look after cache directories.")
 
+app.add_typer(doctor_app)
 app.add_typer(cache_app, name="cache")
 app.add_typer(blockmap_app, name="blockmap")
 app.add_typer(bench_app, name="bench")

@@ -16,9 +16,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import select
 import struct
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +31,13 @@ __all__ = [
     "Disk",
     "Extent",
     "FileSystem",
+    "Mount",
     "MountedFileSystems",
     "disk_of",
     "extents_in",
     "look",
     "map_extents",
+    "mounts",
     "read_uuid",
     "uuid_in",
 ]
@@ -184,24 +188,49 @@ class MountedFileSystems:
         os.close(self._table)
 
 
-class _Mount(NamedTuple):
+class Mount(NamedTuple):
+    """A mounted file system, as in /proc/self/mountinfo, proc(5).
+
+    Attributes:
+        id: the kernel's number for this mount.
+        number: ``major:minor`` of its device; ``0:…`` where it has none.
+        point: where it is mounted.
+        kind: ``ext4``, ``xfs``, ``tmpfs``…
+        source: what is mounted, often a device node.
+        options: of the mount and of the file system, with commas between them.
+    """
+
+    id: str
+    number: str
+    point: str
     kind: str
+    source: str
     options: str
 
 
-def _mount_of(fd: int) -> _Mount:
+def mounts(proc: Path) -> Iterator[Mount]:
+    """What is mounted, in the kernel's order: of two at one point, the later one is seen."""
+    for line in (proc / "self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        number, _, number_of_device, _, point, own, *_ = left.split(" ")
+        kind, source, rest = right.split(" ", 2)
+        options = f"{own},{rest.split(' ')[-1]}"
+        yield Mount(number, number_of_device, _unescape(point), kind, _unescape(source), options)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)  # a space is \040
+
+
+def _mount_of(fd: int) -> Mount:
     """The mount that a descriptor was opened through: by its id, for st_dev is made up on btrfs and overlayfs."""
     info = (PROC / "self/fdinfo" / str(fd)).read_text()
     mount_id = next(line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
-    for line in (PROC / "self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        if left.split(" ", 1)[0] == mount_id:
-            kind, _, rest = right.split(" ", 2)
-            return _Mount(kind, rest.split(" ")[-1])  # a source may hold spaces only as \\040
-    return _Mount("unknown", "")
+    unknown = Mount(mount_id, "0:0", "", "unknown", "", "")
+    return next((mount for mount in mounts(PROC) if mount.id == mount_id), unknown)
 
 
-def _file_system(fd: int, mount: _Mount, path: str) -> FileSystem:
+def _file_system(fd: int, mount: Mount, path: str) -> FileSystem:
     device, kind = os.fstat(fd).st_dev, mount.kind
     if kind not in _UUID_AT:
         raise _refusal(path, f"it is on a {kind} file system: only ext4 and xfs keep files as plain blocks")

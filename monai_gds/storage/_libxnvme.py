@@ -171,6 +171,7 @@ class Library:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.path = _path_of(library)
+        self._library = library
         missing = [name for name in _FUNCTIONS if not hasattr(library, name)]
         if missing:
             raise BackendUnavailable(f"{self.path} is no libxnvme of 0.7.5 or later: it lacks {', '.join(missing)}")
@@ -218,8 +219,48 @@ class Library:
         return handle
 
     def describe(self) -> str:
-        """One line for ``doctor``."""
+        """One line: what was found, and how it is called."""
         return f"{self.path}, declared by {self.declared_by}, options as in {self.layout}"
+
+    def version(self) -> str:
+        """``0.7.5`` for instance; empty where the library does not say."""
+        parts = [getattr(self._library, f"xnvme_ver_{part}", None) for part in ("major", "minor", "patch")]
+        return ".".join(str(part()) for part in parts if part is not None)
+
+    def drivers(self) -> list[str]:
+        """What it was built to reach devices with, by xNVMe's names; empty where the library does not say."""
+        listing = _list_0_7 if self.layout == "0.7" else _list_next
+        return listing(self._library)
+
+
+class _Attribute(ctypes.Structure):
+    """``struct xnvme_be_attr``: of 0.7.5, and as far as the name also of the development branch."""
+
+    _fields_: ClassVar = [("name", c_char_p), ("enabled", c_uint8), ("rest", c_uint8 * 15)]
+
+
+class _Attributes(ctypes.Structure):
+    _fields_: ClassVar = [("capacity", c_uint32), ("count", c_int), ("item", _Attribute * 0)]
+
+
+def _list_0_7(library: ctypes.CDLL) -> list[str]:
+    found = POINTER(_Attributes)()
+    if library.xnvme_be_attr_list_bundled(ctypes.byref(found)) or not found:
+        return []
+    first = ctypes.addressof(found.contents) + _Attributes.item.offset
+    items = (_Attribute * found.contents.count).from_address(first)
+    return [os.fsdecode(item.name) for item in items if item.enabled]  # xNVMe's own program does not free it either
+
+
+def _list_next(library: ctypes.CDLL) -> list[str]:
+    get = getattr(library, "xnvme_be_attr_get", None)
+    if get is None:
+        return []
+    get.restype = POINTER(_Attribute)
+    names: list[str] = []
+    while attribute := get(len(names)):
+        names.append(os.fsdecode(attribute.contents.name))
+    return names
 
 
 class Completion(NamedTuple):

@@ -19,10 +19,24 @@ import torch
 
 from monai_gds.errors import FileChanged
 
-__all__ = ["ALIGNMENT", "Availability", "Buffer", "FileId", "Pending", "Read", "Storage", "completed", "naming"]
+__all__ = [
+    "ALIGNMENT",
+    "CUDA_ONLY",
+    "Availability",
+    "Buffer",
+    "FileId",
+    "Pending",
+    "Read",
+    "Storage",
+    "completed",
+    "naming",
+]
 
 #: Bytes. O_DIRECT, cuFile and NVMe blocks are all content with offsets, lengths and addresses that are multiples of it.
 ALIGNMENT = 4096
+
+#: Why a backend that reads into GPU memory does not work for a CPU target.
+CUDA_ONLY = "it serves CUDA targets only"
 
 #: What :meth:`Storage.write` takes: host bytes, or a 1-D contiguous uint8 tensor on the CPU or a CUDA device.
 Buffer: TypeAlias = "bytes | bytearray | memoryview | torch.Tensor"

@@ -32,7 +32,7 @@ import torch
 
 from monai_gds.errors import StorageError
 from monai_gds.storage import deepnvme_build, staging
-from monai_gds.storage.base import Availability
+from monai_gds.storage.base import CUDA_ONLY, Availability
 from monai_gds.storage.checked import CheckedStorage, Lane, OpenFile
 from monai_gds.storage.deepnvme import Settings
 from monai_gds.storage.deepnvme_gds_helper import MESSAGE_BYTES
@@ -196,7 +196,7 @@ class DeepNvmeGdsStorage(CheckedStorage):
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
         if device.type != "cuda":
-            return Availability(False, "it serves CUDA targets only", 'use backend="deepnvme" for a CPU target')
+            return Availability(False, CUDA_ONLY, 'use backend="deepnvme" for a CPU target')
         found = deepnvme_build.probe("gds")
         return Availability(True, f"{_how()}: {found.reason}") if found else found
 

@@ -29,7 +29,7 @@ import torch
 
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
-from monai_gds.storage.base import ALIGNMENT, Availability, Buffer, FileId, Pending, Read, naming
+from monai_gds.storage.base import ALIGNMENT, CUDA_ONLY, Availability, Buffer, FileId, Pending, Read, naming
 from monai_gds.storage.posix import PosixStorage, open_file
 from monai_gds.storage.threaded import as_bytes_view, create_file, write_all, write_file
 
@@ -109,7 +109,7 @@ class KvikioStorage(PosixStorage):
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
         if device.type != "cuda":
-            return Availability(False, "it serves CUDA targets only", 'use backend="posix" for a CPU target')
+            return Availability(False, CUDA_ONLY, 'use backend="posix" for a CPU target')
         if not torch.cuda.is_available():
             return Availability(False, "there is no CUDA device (KvikIO needs libcuda.so.1)", 'use device="cpu"')
         if importlib.util.find_spec("kvikio") is None:

@@ -10,7 +10,14 @@ import torch
 from monai_gds.errors import BackendUnavailable
 from monai_gds.storage.base import Availability, Storage
 
-__all__ = ["available_backends", "choose_backend", "open_storage", "resolve_device"]
+__all__ = [
+    "available_backends",
+    "backend_names",
+    "choose_backend",
+    "open_storage",
+    "probe_backend",
+    "resolve_device",
+]
 
 _BACKENDS = {
     "posix": "monai_gds.storage.posix:PosixStorage",
@@ -73,8 +80,21 @@ def available_backends(device: int | str | torch.device | None = None) -> dict[s
         >>> available_backends("cpu")["posix"].ok
         True
     """
-    target = resolve_device(device)
-    return {name: _backend(name).probe(target) for name in _BACKENDS}
+    return {name: probe_backend(name, device) for name in _BACKENDS}
+
+
+def backend_names() -> list[str]:
+    """The backends there are, whether they work here or not."""
+    return list(_BACKENDS)
+
+
+def probe_backend(name: str, device: int | str | torch.device | None = None) -> Availability:
+    """What :func:`available_backends` says of one backend.
+
+    Raises:
+        ValueError: no such backend or device.
+    """
+    return _backend(name).probe(resolve_device(device))
 
 
 def choose_backend(name: str, device: torch.device) -> tuple[str, str]:

@@ -31,6 +31,19 @@ def test_options_are_for_reading_only(kind: str) -> None:
         assert (opts.rdonly, opts.rdwr, opts.wronly, opts.direct, opts.create) == (1, 0, 0, 1, 0)
 
 
+def test_says_its_version_and_what_it_reaches_devices_with() -> None:
+    with libraries.using("real"):
+        library = _libxnvme.load()
+        assert library.version().startswith("0.7")
+        assert {"linux", "io_uring"} & set(library.drivers())
+
+
+def test_a_library_that_does_not_say_is_no_error() -> None:
+    for kind in ("double", "double next"):
+        with libraries.using(kind):
+            assert (_libxnvme.load().version(), _libxnvme.load().drivers()) == ("", [])
+
+
 def test_nothing_that_writes_to_a_device_is_even_declared() -> None:
     assert not [name for name in _libxnvme._FUNCTIONS if "nvm_write" in name or "adm" in name]
 

@@ -1,0 +1,101 @@
+"""The command ``monai-gds doctor``: arguments, the screen, JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from monai_gds.doctor import Finding, Report, Status, examine
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+_STYLES = {
+    Status.OK: "green", Status.NOTE: "yellow", Status.MISSING: "bright_black", Status.FAILED: "bold red",
+}  # fmt: skip
+
+
+class Buildable(StrEnum):
+    """What ``--build`` builds."""
+
+    DEEPNVME = "deepnvme"
+
+
+@app.command(epilog="Example: monai-gds doctor /nvme/cache --measure")
+def doctor(
+    directory: Annotated[Path, typer.Argument(help="Where the cache is or will be.", show_default="here")] = Path(),
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Also measure the drive, with a temporary file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    build: Annotated[
+        Buildable | None, typer.Option(help="Compile DeepSpeed's operators now instead of at their first use.")
+    ] = None,
+) -> None:
+    """Tells what this machine can do, and what to do about the rest; exit code 1 when the default does not work."""
+    if device is not None and not re.fullmatch(r"cpu|(cuda:)?\d+|cuda", device):
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint="--device")
+    if build is not None:
+        _build(as_json)
+        return
+    errors = Console(stderr=True)
+    try:
+        with errors.status("looking around…"):
+            report = examine(directory, device=device, measure=measure)
+    except NotADirectoryError as e:
+        raise typer.BadParameter(str(e), param_hint="DIRECTORY") from None
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        show(report, Console())
+    raise typer.Exit(0 if report.works else 1)
+
+
+def _build(as_json: bool) -> None:
+    from monai_gds.storage.deepnvme_build import build_ahead
+
+    def say(line: str) -> None:
+        Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+    built = [str(path) for path in build_ahead(say)]
+    print(json.dumps({"built": built}, indent=2) if as_json else "\n".join(built))
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints a report: a table on a terminal; where it is piped, one line a finding and one a remedy."""
+    rows = list(_merged(finding for finding in report.findings if finding.status is not Status.UNUSED))
+    heading = f"monai-gds doctor: {report.place.asked.absolute()}, to {report.target or 'no device'}"
+    console.print(heading, markup=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal and not console.is_jupyter:
+        for name, finding in rows:
+            print(f"{name}: {finding.status}: {finding.found}", file=console.file)
+            if finding.remedy:
+                print(f"{name}: to do: {finding.remedy}", file=console.file)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, finding in rows:
+        remedy = f"\n[cyan]→ {escape(finding.remedy)}[/cyan]" if finding.remedy else ""
+        status = f"[{_STYLES[finding.status]}]{finding.status}[/]"
+        table.add_row(name.replace(", ", "\n"), status, f"{escape(finding.found)}{remedy}")
+    console.print(table)
+
+
+def _merged(findings: Iterable[Finding]) -> Iterable[tuple[str, Finding]]:
+    """Findings that say the same in one row, by the place of the first."""
+    rows: dict[tuple[Status, str, str], list[Finding]] = {}
+    for finding in findings:
+        rows.setdefault((finding.status, finding.found, finding.remedy), []).append(finding)
+    for same in rows.values():
+        yield ", ".join(finding.name for finding in same), same[0]

@@ -1,0 +1,360 @@
+"""What it all means: from what the machine and the libraries said to findings, each with what to do about it.
+
+Every function here is told what was found and looks at nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from monai_gds.doctor.asking import Answer
+from monai_gds.doctor.machine import UDEV_PROPERTIES, Machine, Place
+
+__all__ = ["Finding", "Status", "collect"]
+
+_GUIDE = "https://docs.nvidia.com/gpudirect-storage/troubleshooting-guide/"
+
+#: File systems that lose what is in them, or that many machines share, and what that means for a cache.
+_IN_MEMORY = ("tmpfs", "ramfs")
+_OF_CONTAINERS = ("overlay", "aufs")
+_NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse", "fuse.sshfs", "fuse.s3fs")
+
+#: Those that cuFile takes files of, on a local drive.
+_OF_CUFILE = ("ext4", "xfs")
+
+
+class Status(StrEnum):
+    """How a finding is to be taken.
+
+    OK: it works. NOTE: it works, and something could be better. MISSING: it is not there, and need not be. FAILED: the
+    default does not work because of it. UNUSED: it is of no use on this machine.
+    """
+
+    OK = "ok"
+    NOTE = "note"
+    MISSING = "missing"
+    FAILED = "failed"
+    UNUSED = "unused"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row.
+
+    Args:
+        name: what JSON and the screen call it.
+        status: see Status.
+        found: what was found, in words.
+        remedy: what to do about it; empty where nothing needs doing.
+        details: the same for programs, JSON types.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+Answers = Mapping[str, Answer]
+
+_NOT_ASKED = Answer({}, "it was not asked")
+
+
+def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -> list[Finding]:
+    """All findings, in the order of the screen.
+
+    Args:
+        machine: what the kernel says.
+        place: where the cache directory is.
+        unwritable: why it takes no files; empty where it does.
+        answers: what the libraries said.
+    """
+    found = [gpu(machine, answers), torch(answers), directory(place, unwritable)]
+    found += _direct_storage(machine, place, answers)
+    found += [libxnvme(answers), blocks(place, answers), *backends(answers), dali(answers)]
+    found += [speed(answers["speed"])] if "speed" in answers else []
+    return [*found, container(machine, place, answers), default(answers, unwritable)]
+
+
+def _devices(answers: Answers) -> list[Mapping[str, Any]]:
+    return list(answers.get("torch", _NOT_ASKED).values.get("devices", []))
+
+
+def gpu(machine: Machine, answers: Answers) -> Finding:
+    """The GPUs that torch sees, and the driver."""
+    driver = machine.driver
+    kind = f"driver {driver.version}{', open kernel modules' if driver.is_open else ''}" if driver else ""
+    devices = _devices(answers)
+    version, is_open = (driver.version, driver.is_open) if driver else (None, False)
+    details = {"driver": version, "open_modules": is_open, "devices": devices}
+    if devices:
+        counted = Counter((of["name"], of["bytes"], of["capability"]) for of in devices)
+        names = [
+            f"{f'{count} of ' if count > 1 else ''}{name}, {nbytes / 2**30:.0f} GiB, compute capability {capability}"
+            for (name, nbytes, capability), count in counted.items()
+        ]
+        return Finding("gpu", Status.OK, "; ".join([*names, *([kind] if kind else [])]), details=details)
+    if driver is None:
+        return Finding("gpu", Status.MISSING, "no NVIDIA driver is loaded: everything runs on the CPU", "", details)
+    return Finding("gpu", Status.NOTE, f"{kind}, but torch sees no GPU", _why_no_gpu(machine, answers), details)
+
+
+def _why_no_gpu(machine: Machine, answers: Answers) -> str:
+    told = answers.get("torch", _NOT_ASKED).values
+    if not told:
+        return "see torch below"
+    if told["cuda"] is None:
+        return f"torch {told['version']} is built without CUDA: install one that is built with it"
+    if machine.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides all of them: unset it"
+    if not machine.exists("/dev/nvidiactl"):
+        return "/dev has no nvidiactl" + (": start the container with --gpus=all" if machine.container else "")
+    return f"torch says: {told['problem'] or 'nothing'}"
+
+
+def torch(answers: Answers) -> Finding:
+    """torch and its CUDA."""
+    answer = answers.get("torch", answers.get("start", _NOT_ASKED))
+    if not answer:
+        return Finding("torch", Status.FAILED, answer.error, "pip install --force-reinstall torch")
+    told = answer.values
+    built = f"built for CUDA {told['cuda']}" if told["cuda"] else "built without CUDA"
+    details = {"version": told["version"], "cuda": told["cuda"]}
+    return Finding("torch", Status.OK, f"{told['version']}, {built}", details=details)
+
+
+def directory(place: Place, unwritable: str) -> Finding:
+    """The cache directory's file system, and whether files can be made there."""
+    mount, drive = place.mount, place.drive
+    kind = mount.kind if mount else "unknown"
+    words = [f"{place.folder}: {kind}"]
+    if mount is not None:
+        model = f" ({drive.model})" if drive and drive.model else ""
+        words[0] += f" on {mount.source}{model}, mounted at {mount.point}"
+    words.append(f"{place.free_bytes / 1e9:.1f} of {place.nbytes / 1e9:.1f} GB free")
+    if place.asked.absolute() != place.folder:
+        words.insert(0, f"{place.asked} does not exist yet")
+    details = {**_about(place), "writable": not unwritable}
+    if unwritable:
+        advice = "name a directory that can be written to; records that are there can still be read"
+        return Finding(
+            "directory", Status.FAILED, f"{'; '.join(words)}; no file can be made: {unwritable}", advice, details
+        )
+    advice = _advice_on(place)
+    return Finding("directory", Status.NOTE if advice else Status.OK, "; ".join(words), advice, details)
+
+
+def _about(place: Place) -> dict[str, Any]:
+    mount, drive = place.mount, place.drive
+    return {
+        "asked": str(place.asked),
+        "looked_at": str(place.folder),
+        "free_bytes": place.free_bytes,
+        "bytes": place.nbytes,
+        "file_system": mount.kind if mount else None,
+        "source": mount.source if mount else None,
+        "mount_point": mount.point if mount else None,
+        "options": mount.options if mount else None,
+        "drive": drive.name if drive else None,
+        "nvme": bool(drive and drive.is_nvme),
+        "number": place.number or None,
+    }
+
+
+def _advice_on(place: Place) -> str:
+    kind = place.mount.kind if place.mount else ""
+    if kind in _IN_MEMORY:
+        return "it lies in memory: records are gone with a reboot, and take memory from the training"
+    if kind in _OF_CONTAINERS:
+        return "it belongs to the container and goes with it: mount a drive of the host, --volume /nvme/cache:/cache"
+    if kind in _NETWORKED:
+        return "it is on another machine: a local drive serves cached epochs better"
+    if place.drive is not None and place.drive.rotates and not place.drive.is_virtual:
+        return "it is on a spinning disk: what does not fit into the page cache is read slowly"
+    if place.free_bytes < 1 << 30:
+        return "it is nearly full: items that find no room are computed anew each time"
+    return ""
+
+
+def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterator[Finding]:
+    """cuFile, and the three things that decide how it goes about its work."""
+    if not _devices(answers):
+        for name in ("nvidia-fs", "p2pdma", "udev", "cufile"):
+            yield Finding(name, Status.UNUSED, "of use with a GPU only")
+        return
+    yield nvidia_fs(machine)
+    yield p2pdma(machine, place)
+    entry = udev(machine, place)
+    yield entry
+    yield cufile(answers.get("cufile"), place, entry)
+
+
+def nvidia_fs(machine: Machine) -> Finding:
+    """The kernel module that lets cuFile go straight to the GPU."""
+    details = {"version": machine.nvidia_fs, "nodes": machine.nvidia_fs_nodes}
+    if machine.nvidia_fs is None:
+        remedy = f"install NVIDIA's package nvidia-gds{' on the host' if machine.container else ''}: {_GUIDE}"
+        return Finding("nvidia-fs", Status.MISSING, "the kernel module is not loaded", remedy, details)
+    if not machine.nvidia_fs_nodes:
+        remedy = "start it with --env NVIDIA_GDS=enabled or --device=/dev/nvidia-fs0 and so on"
+        remedy = remedy if machine.container else "modprobe -r nvidia_fs && modprobe nvidia_fs"
+        return Finding("nvidia-fs", Status.NOTE, "loaded, but there is no /dev/nvidia-fs0", remedy, details)
+    return Finding("nvidia-fs", Status.OK, f"the kernel module is loaded, version {machine.nvidia_fs}", "", details)
+
+
+def p2pdma(machine: Machine, place: Place) -> Finding:
+    """cuFile's way to the GPU without that module."""
+    lacking = machine.lacks_for_p2pdma(place)
+    details = {"lacks": [{"what": what, "remedy": remedy} for what, remedy in lacking]}
+    if not lacking:
+        return Finding("p2pdma", Status.OK, "nothing that NVIDIA's guide asks for is missing", "", details)
+    what = "it lacks " + ", ".join(what for what, _ in lacking)
+    return Finding("p2pdma", Status.MISSING, what, "; ".join(remedy for _, remedy in lacking), details)
+
+
+def udev(machine: Machine, place: Place) -> Finding:
+    """udev's entry of the drive, without which libcufile refuses its files."""
+    if not place.number:
+        kind = place.mount.kind if place.mount else "this file system"
+        advice = "put the cache on ext4 or XFS on a local drive"
+        return Finding("udev", Status.MISSING, f"{kind} has no block device, and cuFile wants one", advice)
+    entry = machine.udev_entry(place.number)
+    details = {"number": place.number, "properties": entry}
+    if entry is not None and all(name in entry for name in UDEV_PROPERTIES):
+        return Finding("udev", Status.OK, f"it knows {place.number} as {entry['ID_FS_TYPE']}", "", details)
+    missing = "no /run/udev" if entry is None else f"udev does not say what file system is on {place.number}"
+    remedy = _entry_by_hand(place)
+    if machine.container:
+        remedy = f"start it with --volume /run/udev:/run/udev:ro; or {remedy}"
+    return Finding("udev", Status.MISSING, f"{missing}, so cuFile refuses files there", remedy, details)
+
+
+def _entry_by_hand(place: Place) -> str:
+    kind = place.mount.kind if place.mount else "ext4"
+    lines = rf"I:1\nE:ID_FS_TYPE={kind}\nE:ID_FS_USAGE=filesystem\n"
+    return f"as root: mkdir -p /run/udev/data && printf '{lines}' > /run/udev/data/b{place.number}"
+
+
+def cufile(answer: Answer | None, place: Place, entry: Finding) -> Finding:
+    """Whether cuFile takes files in this directory, tried."""
+    if answer is None:
+        return Finding("cufile", Status.MISSING, "not tried: that needs KvikIO, and a directory that takes files")
+    log = list(answer.values.get("log", []))
+    details = {"takes_files": bool(answer), "log": log}
+    if not answer:
+        last = next((line for line in reversed(log) if "ERROR" in line), "")
+        told = f"{answer.error}{f'; its log ends with: {last}' if last else ''}"
+        if entry.status is not Status.OK:
+            remedy = "see udev above"
+        elif place.mount is not None and place.mount.kind not in _OF_CUFILE:
+            remedy = "put the cache on ext4 or XFS on a local drive"
+        else:
+            remedy = f"look through {_GUIDE}"
+        return Finding("cufile", Status.MISSING, f"it refuses files here: {told}", remedy, details)
+    compatible = any("compat" in line.lower() for line in log)
+    details["compatibility_mode"] = compatible
+    if compatible:
+        remedy = "for the direct way: nvidia-fs or P2PDMA, see above"
+        return Finding("cufile", Status.NOTE, "it takes files here, in its compatibility mode", remedy, details)
+    return Finding("cufile", Status.OK, "it takes files here, and logs no compatibility mode", "", details)
+
+
+def libxnvme(answers: Answers) -> Finding:
+    """The library below both xNVMe backends."""
+    answer = answers.get("libxnvme", _NOT_ASKED)
+    if not answer:
+        told = answers.get("backend xnvme", _NOT_ASKED).values
+        return Finding("libxnvme", Status.MISSING, answer.error, str(told.get("remedy", "")))
+    values = answer.values
+    built = f"; built with {', '.join(values['drivers'])}" if values["drivers"] else ""
+    return Finding("libxnvme", Status.OK, f"{values['version']} at {values['found']}{built}", "", values)
+
+
+def blocks(place: Place, answers: Answers) -> Finding:
+    """Whether xnvme-block could read the directory's files from their device."""
+    answer = answers.get("blocks", _NOT_ASKED)
+    if not answers.get("libxnvme"):
+        return Finding("blocks", Status.UNUSED, "of use with libxnvme only", details=answer.values)
+    if not answer:
+        return Finding("blocks", Status.MISSING, f"xnvme-block: {answer.error}")
+    disk = answer.values["disk"]
+    if not answer.values["readable"]:
+        found = f"xnvme-block may not read {disk}"
+        return Finding("blocks", Status.MISSING, found, "as root, or as a member of the group disk", answer.values)
+    return Finding("blocks", Status.OK, f"xnvme-block can read files here from {disk}", "", answer.values)
+
+
+def backends(answers: Answers) -> Iterator[Finding]:
+    """A finding for each storage backend."""
+    for step, answer in answers.items():
+        prefix, _, name = step.partition(" ")
+        if prefix != "backend":
+            continue
+        if not answer:
+            yield Finding(name, Status.MISSING, f"asking it failed: {answer.error}", details={"ok": False})
+            continue
+        told = answer.values
+        status = Status.OK if told["ok"] else Status.MISSING if told["of_use"] else Status.UNUSED
+        yield Finding(name, status, told["reason"], told["remedy"], {"ok": told["ok"]})
+
+
+def dali(answers: Answers) -> Finding:
+    """NVIDIA DALI, for images."""
+    answer = answers.get("dali", _NOT_ASKED)
+    if not answer:
+        return Finding("dali", Status.MISSING, answer.error)
+    return Finding("dali", Status.OK, f"NVIDIA DALI {answer.values['version']}", "", answer.values)
+
+
+def speed(answer: Answer) -> Finding:
+    """What --measure measured."""
+    if not answer:
+        return Finding("speed", Status.NOTE, f"not measured: {answer.error}")
+    told = answer.values
+    words = [f"written {told['write']:.2f} GB/s (fsync included)"]
+    for name, how in (("cold", "from the drive (O_DIRECT)"), ("warm", f"from the page cache by {told['backend']}")):
+        figure = told[name]
+        words.append(f"{how} {figure:.2f} GB/s" if figure else f"{how}: not measured, {told[f'{name}_problem']}")
+    return Finding("speed", Status.OK, f"{told['bytes'] / 2**20:.0f} MiB: " + ", ".join(words), "", told)
+
+
+def container(machine: Machine, place: Place, answers: Answers) -> Finding:
+    """A container, and the options that it should have been started with."""
+    if machine.container is None:
+        return Finding("container", Status.UNUSED, "this is not a container")
+    flags = list(_missing_options(machine, place, bool(_devices(answers))))
+    remedy = f"start it with {' '.join(flags)}" if flags else ""
+    status = Status.NOTE if flags else Status.OK
+    return Finding("container", status, machine.container, remedy, {"kind": machine.container, "options": flags})
+
+
+def _missing_options(machine: Machine, place: Place, has_gpu: bool) -> Iterable[str]:
+    if not has_gpu and machine.driver:
+        yield "--gpus=all"
+    if has_gpu and machine.udev_entry("") is None:
+        yield "--volume /run/udev:/run/udev:ro"
+    if machine.nvidia_fs and not machine.nvidia_fs_nodes:
+        yield "--env NVIDIA_GDS=enabled"
+    if has_gpu and machine.locked_memory_is_limited:
+        yield "--ulimit memlock=-1"
+    if machine.shared_memory_is_small:
+        yield "--ipc=host"
+    if place.mount is not None and place.mount.kind in _OF_CONTAINERS:
+        yield "--volume /nvme/cache:/cache"
+
+
+def default(answers: Answers, unwritable: str) -> Finding:
+    """What ``backend="auto"`` takes, and whether it works."""
+    answer = answers.get("default", _NOT_ASKED)
+    told = {**answer.values, "works": bool(answer) and not unwritable}
+    if not answer:
+        return Finding("default", Status.FAILED, f"it does not work: {answer.error}", "", told)
+    found = f"{told['backend']} ({told['reason']})"
+    if unwritable:
+        return Finding("default", Status.FAILED, f"{found}, not tried: no file can be made", "see directory", told)
+    return Finding("default", Status.OK, f"{found}: wrote a file here and read it back", "", told)
