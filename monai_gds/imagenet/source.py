@@ -211,8 +211,8 @@ class ImageSource:
             images, batch_size, shuffle=shuffle, seed=seed, shard_id=shard_id, num_shards=num_shards,
             last_batch=last_batch, window=window,
         )  # fmt: skip
-        target = resolve_device(device)
-        self._reader = open_reader(reader, images, target, window=window, options=storage_options)
+        self._target = resolve_device(device)
+        self._reader = open_reader(reader, images, self._target, window=window, options=storage_options)
         self._keep = keep
         self._epoch = 0
 
@@ -220,20 +220,23 @@ class ImageSource:
         """Batches an epoch."""
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[tuple[list[Any], np.ndarray]]:
+    def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
         """One epoch.
 
         Yields:
-            ``(images, labels)``: 1-D uint8 arrays, NumPy on the CPU and torch on a CUDA device; int32 (batch, 1).
+            ``(images, labels)``: 1-D uint8 arrays, and int32 (batch, 1); NumPy on the CPU, torch on a CUDA device.
         """
         epoch, self._epoch = self._epoch, self._epoch + 1
         return self._batches(epoch)
 
-    def _batches(self, epoch: int) -> Iterator[tuple[list[Any], np.ndarray]]:
-        kept: deque[Batch] = deque(maxlen=self._keep)
+    def _batches(self, epoch: int) -> Iterator[tuple[list[Any], Any]]:
+        kept: deque[tuple[Batch, Any]] = deque(maxlen=self._keep)
         for batch in self._reader.read(self._sampler.epoch(epoch)):
-            kept.append(batch)
-            yield arrays_of(batch), batch.labels[:, None]
+            labels: Any = batch.labels[:, None]
+            if self._target.type == "cuda":  # DALI takes all outputs of a source from one kind of memory
+                labels = torch.from_numpy(labels).to(self._target)
+            kept.append((batch, labels))
+            yield arrays_of(batch), labels
 
     def close(self) -> None:
         """Frees threads and memory."""

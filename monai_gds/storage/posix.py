@@ -2,6 +2,11 @@
 
 On a CPU target :meth:`PosixStorage.map` hands out copy-on-write mappings, so that a crop touches only the pages it
 needs and an in-place transform never reaches the file.
+
+Reads go through the page cache, cold ones too: with the kernel told of a whole piece at once (:func:`expect_cold`),
+buffered reads were as fast as O_DIRECT ones (measured on a virtual disk, 16 threads, 1 MiB pieces: 3.4 GB/s buffered
+with the hint, 3.3 without, 3.2 direct), and they leave the bytes where the next epoch finds them. ``direct_io=True`` is
+for data that will never fit there.
 """
 
 from __future__ import annotations
@@ -17,13 +22,18 @@ import numpy as np
 import torch
 
 from monai_gds.errors import StorageError
-from monai_gds.storage.base import ALIGNMENT, Availability, FileId
+from monai_gds.storage.base import ALIGNMENT, Availability, FileId, naming
 from monai_gds.storage.threaded import ThreadedStorage
 
-__all__ = ["PosixStorage", "open_file", "pread_into"]
+__all__ = ["PosixStorage", "expect_cold", "open_file", "pread_into"]
 
 #: Ranges below this many bytes are read instead of mapped: a mapping costs two system calls and a fault a page.
 MAP_BYTES = 64 << 10
+
+#: Pieces of fewer bytes are left to the kernel's own reading ahead.
+EXPECT_BYTES = 512 << 10
+
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -81,7 +91,7 @@ def pread_into(fd: int, offset: int, view: memoryview, name: str) -> None:
 
 def open_file(path: str, expect: FileId | None) -> int:
     """Opens a file for reading; raises FileChanged when it is not the one expected."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO must not wait
+    fd = os.open(path, _FLAGS)
     if expect is not None:
         try:
             expect.check(FileId.of(fd), path)
@@ -91,8 +101,32 @@ def open_file(path: str, expect: FileId | None) -> int:
     return fd
 
 
+def expect_cold(fd: int, offset: int, nbytes: int) -> None:
+    """Has the kernel begin with all of a range that is about to be read, if its first byte is not in the page cache.
+
+    The question costs about 2 µs. The hint itself walks the cache, so it is not given for what is there already.
+    """
+    if nbytes < EXPECT_BYTES:
+        return
+    try:
+        os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+    except OSError:  # a file system that cannot tell
+        pass
+
+
 class PosixStorage(ThreadedStorage):
     """Reads with preadv; see the module's docstring. Works on every Linux machine, for CPU and CUDA targets.
+
+    Args:
+        device: where destinations live.
+        threads: reads in flight at once; default: one a core, 4 at least and 8 at most.
+        direct_io: reads with O_DIRECT, past the page cache, whatever is aligned to blocks of 4096 bytes. Nothing is
+            mapped then, and the next epoch reads from the drive again.
+
+    Raises:
+        ValueError: ``threads`` is not positive.
 
     Example::
 
@@ -102,6 +136,10 @@ class PosixStorage(ThreadedStorage):
 
     name = "posix"
 
+    def __init__(self, device: torch.device, threads: int | None = None, direct_io: bool = False) -> None:
+        super().__init__(device, threads)
+        self.direct_io = direct_io
+
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
         return Availability(True, "threads over preadv" + ("" if device.type == "cuda" else ", private mappings"))
@@ -109,7 +147,7 @@ class PosixStorage(ThreadedStorage):
     def map(
         self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None
     ) -> list[torch.Tensor] | None:
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or self.direct_io:
             return None
         fd = open_file(path, expect)
         try:
@@ -132,12 +170,34 @@ class PosixStorage(ThreadedStorage):
         pread_into(fd, offset, dest.numpy().data, path)
         return dest
 
-    def _open(self, path: str, expect: FileId | None) -> tuple[int, str]:
-        return open_file(path, expect), path
+    def _open(self, path: str, expect: FileId | None) -> tuple[int, int | None, str]:
+        fd = open_file(path, expect)
+        if not self.direct_io:
+            return fd, None, path
+        try:
+            with naming(path):  # by way of the descriptor: the path may name another file by now
+                return fd, os.open(f"/proc/self/fd/{fd}", _FLAGS | os.O_DIRECT), path
+        except OSError as e:
+            os.close(fd)
+            raise StorageError(
+                e.errno, f"direct_io=True, but it cannot be opened with O_DIRECT: {e.strerror}", path
+            ) from e
 
     def _close(self, handle: Any) -> None:
-        os.close(handle[0])
+        for fd in handle[:2]:
+            if fd is not None:
+                os.close(fd)
 
     def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
-        fd, path = handle
-        pread_into(fd, offset, dest.numpy().data, path)
+        fd, direct, path = handle
+        view = dest.numpy().data
+        if direct is not None and offset % ALIGNMENT == 0 and dest.data_ptr() % ALIGNMENT == 0:
+            whole = view.nbytes - view.nbytes % ALIGNMENT
+            pread_into(direct, offset, view[:whole], path)
+            offset, view = offset + whole, view[whole:]
+        else:
+            expect_cold(fd, offset, view.nbytes)
+        pread_into(fd, offset, view, path)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "direct_io": self.direct_io}

@@ -71,13 +71,30 @@ class TestKvikioStraight(CudaStorageContract):
         assert safe_from_another_backend(storage, blob, data, consumer)
 
     def test_says_how_it_reads(self, storage: Storage) -> None:
-        assert isinstance(storage.describe()["compatibility_mode"], bool)
+        assert isinstance(storage.describe()["cufile"], bool)
         assert "KvikIO" in available_backends("cuda")["kvikio"].reason
 
     def test_the_errors_of_kvikio_are_storage_errors(self, storage: Storage, folder: Path) -> None:
         path = self.make(folder, b"short")
         with pytest.raises(OSError, match=r"file\.bin"):
             storage.read([Read(str(path), 0, self.dest(storage, 4 << 20))])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("module", "forced", "expected"), [(False, False, False), (True, False, True), (False, True, True)]
+)
+def test_cufile_is_used_where_it_reaches_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: bool, forced: bool, expected: bool
+) -> None:
+    """Not wherever its library is: without nvidia-fs it copies through the host, more slowly than we do."""
+    kvikio = pytest.importorskip("kvikio", reason="KvikIO is not installed on this machine")
+    monkeypatch.setattr(kvikio.defaults, "is_compat_mode_preferred", lambda: False)
+    monkeypatch.setattr(kvikio_module, "NVIDIA_FS", "/" if module else str(tmp_path / "missing"))
+    mode = kvikio.CompatMode.OFF if forced else kvikio.CompatMode.AUTO
+    with kvikio.defaults.set("compat_mode", mode), opened("kvikio", "cuda") as storage:
+        assert storage.describe()["cufile"] is expected
+        assert ("cuFile" in available_backends("cuda")["kvikio"].reason) is expected
 
 
 def test_serves_cuda_targets_only() -> None:

@@ -6,7 +6,9 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -97,6 +99,83 @@ class TestPosixOnCpu(StorageContract):
     def test_refuses_no_threads(self, threads: int) -> None:
         with pytest.raises(ValueError, match="threads"), opened("posix", "cpu", threads=threads):
             pass
+
+
+class TestPosixPastThePageCache(StorageContract):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        with opened("posix", "cpu", direct_io=True) as storage:
+            yield storage
+
+    def test_reads_leave_no_page_behind(self, storage: Storage, blob: Path, data: bytes) -> None:
+        _drop(blob)
+        assert self.get(storage, blob, (0, 2 << 20), (4096, 10_000)) == [data[: 2 << 20], data[4096:14_096]]
+        assert not _is_cached(blob, 1 << 20)
+
+
+class TestPosixPastThePageCacheOnCuda(CudaStorageContract):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        with opened("posix", "cuda", direct_io=True) as storage:
+            yield storage
+
+
+def test_a_cold_file_is_asked_for_as_a_whole_and_stays_in_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(bytes(range(256)) * (8 << 12))
+    _drop(path)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        posix_module.expect_cold(fd, 0, 8 << 20)
+        deadline = time.monotonic() + 20
+        while not _is_cached(path, (8 << 20) - 4096):
+            assert time.monotonic() < deadline, "the kernel was not told of the end of the file"
+    finally:
+        os.close(fd)
+    _drop(path)
+    with opened("posix", "cpu") as storage:
+        dest = torch.empty(8 << 20, dtype=torch.uint8)
+        storage.read([Read(str(path), 0, dest)])
+    assert bytes_of(dest) == path.read_bytes()
+    assert _is_cached(path, 4 << 20)
+
+
+def test_direct_io_where_there_is_none_is_an_error_that_says_so(tmp_path: Path) -> None:
+    fd, path = tempfile.mkstemp(dir="/dev/shm")
+    os.close(fd)
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+        pytest.skip("this kernel's tmpfs takes O_DIRECT")
+    except OSError as e:
+        assert e.errno == errno.EINVAL
+    try:
+        with opened("posix", "cpu", direct_io=True) as storage, pytest.raises(OSError, match="direct_io"):
+            storage.read([Read(path, 0, torch.empty(0, dtype=torch.uint8))])
+    finally:
+        os.unlink(path)
+
+
+def _drop(path: Path) -> None:
+    """Takes a file out of the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    if _is_cached(path, 0):
+        pytest.skip(f"the file system of {path} keeps its files in memory")
+
+
+def _is_cached(path: Path, offset: int) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
 
 
 class TestPosixOnCuda(CudaStorageContract):

@@ -119,7 +119,9 @@ class TestBlocksToCudaBuffers(_OnTheDisk, CudaStorageContract):
             "if os.fork() == 0: sys.exit(0)\n"
             "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_no_copy_is_made(self, storage: Storage, blob: Path, data: bytes) -> None:
@@ -626,5 +628,7 @@ def test_reads_in_flight_at_exit_are_no_trouble(file: Path) -> None:
         f"late = [storage.load({str(file)!r}, [(0, 3_000_000)]) for _ in range(20)]\n"
     )
     with libraries.using("double"):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=False
+        )
     assert (done.returncode, done.stderr) == (0, "")

@@ -21,8 +21,9 @@
 #include <unistd.h>
 #ifdef CUDA /* declared here, so that no CUDA headers are needed; the library is the one that torch has loaded */
 extern int cudaMalloc(void **, size_t), cudaFree(void *), cudaStreamSynchronize(void *);
-extern int cudaMemcpy(void *, const void *, size_t, int);
-enum { cudaMemcpyHostToDevice = 1 };
+extern int cudaStreamCreateWithFlags(void **, unsigned), cudaMemcpyAsync(void *, const void *, size_t, int, void *);
+enum { cudaMemcpyHostToDevice = 1, cudaStreamNonBlocking = 1 };
+static void *copies; /* a drive that writes to GPU memory does not wait for what is queued there */
 #endif
 
 struct opts {
@@ -357,7 +358,8 @@ static ssize_t fill(struct dev *dev, void *buf, size_t n, uint64_t at)
 			return -1;
 		got = pread(dev->fd, host, n, at);
 		/* a copy from pageable memory may return before it is over */
-		if (got > 0 && (cudaMemcpy(buf, host, got, cudaMemcpyHostToDevice) || cudaStreamSynchronize(NULL)))
+		if (got > 0 && ((!copies && cudaStreamCreateWithFlags(&copies, cudaStreamNonBlocking)) ||
+				cudaMemcpyAsync(buf, host, got, cudaMemcpyHostToDevice, copies) || cudaStreamSynchronize(copies)))
 			got = -1;
 		free(host);
 		return got;
