@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from monai_gds.errors import BrokenImage, StorageError
+from monai_gds.imagenet.buffers import Buffers
 from monai_gds.imagenet.listing import ImageList
-from monai_gds.storage import Pending, Read, Storage
+from monai_gds.storage import ALIGNMENT, Pending, Read, Storage
 
 if TYPE_CHECKING:
     from monai_gds.imagenet.packed import PackedImages
@@ -86,11 +87,11 @@ class Reader(ABC):
     def _batch(self, indices: np.ndarray, images: Sequence[torch.Tensor], done: Callable[[], None] = _nothing) -> Batch:
         return Batch(indices, images, self.images.labels[indices], done)
 
-    def _sizes(self, indices: np.ndarray) -> list[int]:
-        sizes = self.images.sizes[indices]
+    def _sizes(self, indices: np.ndarray) -> np.ndarray:
+        sizes: np.ndarray = self.images.sizes[indices]
         if not sizes.all():
             raise BrokenImage(self.images.path(int(indices[np.flatnonzero(sizes == 0)[0]])), "it is empty")
-        return sizes.tolist()  # type: ignore[no-any-return]
+        return sizes
 
 
 class PlainReader(Reader):
@@ -98,7 +99,7 @@ class PlainReader(Reader):
 
     def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
         for indices in batches:
-            sizes = self._sizes(indices)
+            sizes = self._sizes(indices).tolist()
             yield self._batch(indices, [self._one(int(i), size) for i, size in zip(indices, sizes, strict=True)])
 
     def _one(self, index: int, size: int) -> torch.Tensor:
@@ -122,8 +123,7 @@ class FileReader(Reader):
     def __init__(self, images: ImageList, storage: Storage, *, pinned: bool = False) -> None:
         super().__init__(images, storage.device)
         self._storage = storage
-        self._pinned = pinned
-        self._free: list[torch.Tensor] = []
+        self._buffers = Buffers(storage, pinned=pinned)
 
     def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
         under_way: deque[tuple[np.ndarray, torch.Tensor, Pending]] = deque()
@@ -143,32 +143,19 @@ class FileReader(Reader):
     def _start(self, indices: np.ndarray) -> tuple[torch.Tensor, Pending]:
         try:
             sizes = self._sizes(indices)
-            buffer = self._buffer(sum(sizes))
-            path = self.images.path
-            parts = torch.split(buffer[: sum(sizes)], sizes)
-            reads = [Read(path(i), 0, part) for i, part in zip(indices.tolist(), parts, strict=True)]
-            return buffer, self._storage.submit(reads, fresh=True)
+            pitch = -(-sizes // ALIGNMENT) * ALIGNMENT
+            ends = np.cumsum(pitch)
+            buffer = self._buffers.take(int(ends[-1]))
+            paths = [self.images.path(i) for i in indices.tolist()]
+            return buffer, self._storage.submit_files(paths, sizes, ends - pitch, buffer, fresh=True)
         except (BrokenImage, OSError) as e:  # comes out in its turn, after the batches before it
             return torch.empty(0, dtype=torch.uint8), Pending(partial(_raise, e))
 
     def _finish(self, indices: np.ndarray, buffer: torch.Tensor, pending: Pending) -> Batch:
-        return self._batch(indices, pending.wait(), lambda: self._free.append(buffer))
-
-    def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory that nobody uses. A device buffer is always new: torch's allocator knows when it is free again."""
-        for i, buffer in enumerate(self._free):
-            if buffer.numel() >= nbytes:
-                return self._free.pop(i)
-        self._free.clear()  # all too small
-        if self.device.type == "cuda":
-            return self._storage.allocate(nbytes)
-        nbytes += nbytes // 4  # so that it fits the next batches too
-        if self._pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._storage.allocate(nbytes)
+        return self._batch(indices, pending.wait(), partial(self._buffers.give_back, buffer))
 
     def close(self) -> None:
-        self._free.clear()
+        self._buffers.clear()
         self._storage.close()
 
 
@@ -183,6 +170,27 @@ def _settle(pending: Pending) -> None:
         return
 
 
+class _Held:
+    """One large file's images in memory, for as long as batches need them.
+
+    Args:
+        begin: the first image of the list that was read.
+        images: the images from there on.
+        free: called when the reader and every batch have released it.
+    """
+
+    def __init__(self, begin: int, images: Sequence[torch.Tensor], free: Callable[[], None]) -> None:
+        self.begin = begin
+        self.images = images
+        self.users = 1  # the reader
+        self._free = free
+
+    def release(self) -> None:
+        self.users -= 1
+        if not self.users:
+            self._free()
+
+
 class PackedReader(Reader):
     """Images of a packed folder: each large file is read once an epoch, in one go, and kept while batches need it.
 
@@ -190,18 +198,20 @@ class PackedReader(Reader):
         images: a packed folder's.
         storage: who reads; its device is where the images go.
         ahead: files read before they are needed.
+        pinned: see FileReader.
     """
 
-    def __init__(self, images: PackedImages, storage: Storage, *, ahead: int = 8) -> None:
+    def __init__(self, images: PackedImages, storage: Storage, *, ahead: int = 8, pinned: bool = False) -> None:
         super().__init__(images.images, storage.device)
         self._packed = images
         self._storage = storage
         self._ahead = ahead
+        self._buffers = Buffers(storage, pinned=pinned)
 
     def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
         plan = _Plan(self._packed, batches)
-        under_way: deque[Pending] = deque()
-        held: dict[int, tuple[int, Sequence[torch.Tensor]]] = {}  # by file: its first image wanted, and the images
+        under_way: deque[tuple[torch.Tensor, Pending]] = deque()
+        held: dict[int, _Held] = {}
         started = finished = 0
         try:
             for number, indices in enumerate(batches):
@@ -210,25 +220,38 @@ class PackedReader(Reader):
                     started += 1
                 for nth in range(finished, finished + plan.new_files(number)):
                     file, begin, end = plan.span(nth)
-                    sizes = self.images.sizes[begin:end].tolist()
-                    held[file] = begin, torch.split(under_way[0].wait()[0], sizes)
+                    held[file] = self._finish(begin, end, *under_way[0])
                     under_way.popleft()
                     finished += 1
                 files = self._packed.file_of(indices).tolist()
-                images = [held[f][1][i - held[f][0]] for f, i in zip(files, indices.tolist(), strict=True)]
-                for file in plan.ending[number]:
-                    del held[file]
-                yield self._batch(indices, images)
+                images = [held[f].images[i - held[f].begin] for f, i in zip(files, indices.tolist(), strict=True)]
+                used = [held[f] for f in set(files)]
+                for one in used:
+                    one.users += 1
+                for ended in plan.ending[number]:
+                    held.pop(ended).release()
+                yield self._batch(indices, images, partial(_release, used))
         finally:
-            for pending in under_way:
+            for _, pending in under_way:
                 _settle(pending)
 
-    def _start(self, file: int, begin: int, end: int) -> Pending:
+    def _start(self, file: int, begin: int, end: int) -> tuple[torch.Tensor, Pending]:
         path, offset, nbytes = self._packed.extent(file, begin, end)
-        return self._storage.load(path, [(offset, nbytes)], mapped=False)
+        buffer = self._buffers.take(nbytes)
+        return buffer, self._storage.submit([Read(path, offset, buffer[:nbytes])], fresh=True)
+
+    def _finish(self, begin: int, end: int, buffer: torch.Tensor, pending: Pending) -> _Held:
+        images = torch.split(pending.wait()[0], self.images.sizes[begin:end].tolist())
+        return _Held(begin, images, partial(self._buffers.give_back, buffer))
 
     def close(self) -> None:
+        self._buffers.clear()
         self._storage.close()
+
+
+def _release(files: Sequence[_Held]) -> None:
+    for file in files:
+        file.release()
 
 
 class _Plan:

@@ -122,7 +122,7 @@ def open_reader(
         return PlainReader(list_of(images), device)
     storage = open_storage(backend, device, **(options or {}))
     if isinstance(images, PackedImages):
-        return PackedReader(images, storage, ahead=window)
+        return PackedReader(images, storage, ahead=window, pinned=pinned)
     return FileReader(images, storage, pinned=pinned)
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from monai_gds.errors import FileChanged
@@ -30,6 +31,7 @@ __all__ = [
     "Storage",
     "completed",
     "naming",
+    "places",
 ]
 
 #: Bytes. O_DIRECT, cuFile and NVMe blocks are all content with offsets, lengths and addresses that are multiples of it.
@@ -168,6 +170,26 @@ def completed(tensors: list[torch.Tensor]) -> Pending:
     return Pending(lambda: tensors)
 
 
+def places(dest: torch.Tensor, sizes: np.ndarray, starts: np.ndarray) -> list[torch.Tensor]:
+    """The parts ``dest[start : start + size]``.
+
+    Args:
+        dest: 1-D.
+        sizes, starts: int64; see :meth:`Storage.submit_files`.
+
+    Raises:
+        ValueError: they are not in order, overlap, or do not fit.
+    """
+    if not len(sizes):
+        return []
+    edges = np.empty(2 * len(sizes) + 2, np.int64)  # where a part begins and ends, in turn
+    edges[0], edges[1:-1:2], edges[2:-1:2], edges[-1] = 0, starts, starts + sizes, dest.numel()
+    lengths = np.diff(edges)
+    if (lengths < 0).any():
+        raise ValueError(f"{len(sizes)} files overlap, are out of order, or do not fit into {dest.numel()} bytes")
+    return list(torch.split(dest, lengths.tolist()))[1::2]
+
+
 class Storage(ABC):
     """Moves bytes between files and tensors of one target device.
 
@@ -215,6 +237,35 @@ class Storage(ABC):
             OSError: a file could not be opened or read (StorageError for a short read, FileChanged for another file).
         """
         self.submit(requests).wait()
+
+    def submit_files(
+        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, *, fresh: bool = False
+    ) -> Pending:
+        """Starts reading the beginnings of many files into one buffer, and returns at once.
+
+        For folders of small files, where what a call costs is more than what its bytes cost.
+
+        Args:
+            paths: the files.
+            sizes: bytes wanted of each, int64 (files,).
+            starts: where in ``dest`` each begins, int64 (files,), in rising order. What lies between the end of one and
+                the start of the next, and behind the last, may be overwritten: with starts at multiples of ALIGNMENT
+                a backend that reads whole blocks needs no detour.
+            dest: 1-D contiguous uint8 tensor on the CPU or on the storage's device.
+            fresh: see :meth:`submit`.
+
+        Returns:
+            Pending of one tensor a file, each a slice of ``dest``.
+
+        Raises:
+            ValueError: the places overlap or do not fit, or ``dest`` lies on another device.
+            OSError: as by ``wait()``, where it is known at once.
+        """
+        parts = places(dest, sizes, starts)
+        ends = np.append(starts[1:], dest.numel())
+        rooms = (ends - starts - sizes).tolist()
+        reads = [Read(path, 0, part, room=room) for path, part, room in zip(paths, parts, rooms, strict=True)]
+        return self.submit(reads, fresh=fresh)
 
     def load(
         self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None, *, mapped: bool = True

@@ -149,7 +149,7 @@ class KvikioStorage(PosixStorage):
         large = [r for r in requests if r.dest.is_cuda and r.dest.numel() >= SMALL]
         if not large:
             return super().submit(requests, fresh=fresh)
-        self._check_devices(requests)
+        self._check_devices([r.dest for r in requests])
         if not self._direct:
             return self._submit_staged(requests, large, fresh=fresh)
         if not fresh:  # KvikIO knows nothing of streams, so the host waits for the destinations' earlier users

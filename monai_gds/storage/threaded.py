@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 
 from monai_gds.storage import staging
 from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, Pending, Read, Storage, completed, naming
 
-__all__ = ["ThreadedStorage", "aligned_empty", "as_bytes_view", "create_file", "write_all", "write_file"]
+__all__ = ["ThreadedStorage", "Work", "aligned_empty", "as_bytes_view", "create_file", "write_all", "write_file"]
+
+T = TypeVar("T")
 
 #: Requests of together no more than this many bytes on a CPU target are read by the caller's own thread: handing them
 #: to another thread costs more than reading them.
@@ -133,8 +135,49 @@ class _File:
 _Piece: TypeAlias = "tuple[_File, int, torch.Tensor]"
 
 
-class _Submission:
-    """The pieces of one submission. Any number of threads :meth:`run` it, each taking one group after another.
+class Work(ABC, Generic[T]):
+    """Groups of reads of one submission. Any number of threads :meth:`run` it, each taking one group after another."""
+
+    def __init__(self) -> None:
+        self._groups: deque[T] = deque()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def run(self) -> None:
+        """Reads groups until none is left. After an error the rest is dropped.
+
+        Raises:
+            OSError: a file could not be opened or read.
+        """
+        try:
+            self._begin()
+            while (group := self._next()) is not None:
+                self._read(group)
+        except BaseException:
+            while (group := self._next()) is not None:
+                self._drop(group)
+            raise
+
+    def _next(self) -> T | None:
+        try:
+            return self._groups.popleft()
+        except IndexError:
+            return None
+
+    def _begin(self) -> None:
+        """Waits for what must have happened before the first byte is written."""
+
+    @abstractmethod
+    def _read(self, group: T) -> None:
+        """Reads a group."""
+
+    def _drop(self, group: T) -> None:
+        """Lets go of a group that is not read."""
+
+
+class _Submission(Work["list[_Piece]"]):
+    """The pieces of one submission.
 
     Pieces are taken file by file, and no more files are open at a time than threads are at work: a submission may name
     more files than a process may open.
@@ -146,9 +189,9 @@ class _Submission:
     """
 
     def __init__(self, storage: ThreadedStorage, requests: Sequence[Read], earlier: torch.cuda.Event | None) -> None:
+        super().__init__()
         self._storage = storage
         self._earlier = earlier
-        self._groups: deque[list[_Piece]] = deque()
         self._room = 0  # bytes that the last group still takes
         size = storage._piece_size(sum(request.dest.numel() for request in requests))
         by_file: dict[tuple[str, FileId | None], list[Read]] = {}
@@ -161,9 +204,6 @@ class _Submission:
                     self._add((file, offset, dest))
                     file.left += 1
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     def _add(self, piece: _Piece) -> None:
         nbytes = staging.footprint(piece[2])
         if not self._groups or nbytes > self._room or nbytes >= MIN_PIECE_BYTES:
@@ -172,28 +212,16 @@ class _Submission:
         self._groups[-1].append(piece)
         self._room -= nbytes
 
-    def run(self) -> None:
-        """Reads groups until none is left. After an error the rest is dropped.
+    def _begin(self) -> None:
+        if self._earlier is not None:
+            self._earlier.synchronize()
 
-        Raises:
-            OSError: a file could not be opened or read.
-        """
-        try:
-            if self._earlier is not None:
-                self._earlier.synchronize()
-            while group := self._next():
-                self._storage._read_group(group)
-        except BaseException:
-            while group := self._next():
-                for file, _, _ in group:
-                    file.done()
-            raise
+    def _read(self, group: list[_Piece]) -> None:
+        self._storage._read_group(group)
 
-    def _next(self) -> list[_Piece] | None:
-        try:
-            return self._groups.popleft()
-        except IndexError:
-            return None
+    def _drop(self, group: list[_Piece]) -> None:
+        for file, _, _ in group:
+            file.done()
 
 
 def _cut(request: Read, size: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -258,8 +286,8 @@ class ThreadedStorage(Storage):
     # What they all share.
 
     def submit(self, requests: Sequence[Read], *, fresh: bool = False) -> Pending:
-        self._check_devices(requests)
         dests = [r.dest for r in requests]
+        self._check_devices(dests)
         on_device = [d for d in dests if d.is_cuda]
         if on_device and not fresh:
             staging.adopt(on_device, self.device)
@@ -270,6 +298,16 @@ class ThreadedStorage(Storage):
         if self.device.type == "cpu" and sum(d.numel() for d in dests) <= INLINE_BYTES:
             work.run()
             return completed(dests)
+        return self._run(work, dests, on_device)
+
+    def _run(self, work: Work[Any], result: list[torch.Tensor], on_device: Sequence[torch.Tensor]) -> Pending:
+        """Has the threads do some work.
+
+        Args:
+            work: what.
+            result: what the Pending gives.
+            on_device: the CUDA tensors that are filled.
+        """
         futures = self._start(work)
 
         def finish() -> list[torch.Tensor]:
@@ -278,16 +316,16 @@ class ThreadedStorage(Storage):
             finally:
                 if on_device:  # after an error too: the copies of other pieces may be under way
                     staging.hand_off(on_device, self.device, arrived=self.reaches_gpu)
-            return dests
+            return result
 
         return Pending(finish)
 
-    def _check_devices(self, requests: Sequence[Read]) -> None:
-        for request in requests:
-            if request.dest.is_cuda and request.dest.device != self.device:
-                raise ValueError(f"a destination lies on {request.dest.device}, this storage serves {self.device}")
+    def _check_devices(self, dests: Sequence[torch.Tensor]) -> None:
+        for dest in dests:
+            if dest.is_cuda and dest.device != self.device:
+                raise ValueError(f"a destination lies on {dest.device}, this storage serves {self.device}")
 
-    def _start(self, work: _Submission) -> list[Future[None]]:
+    def _start(self, work: Work[Any]) -> list[Future[None]]:
         executor = self._threads()
         futures: list[Future[None]] = []
         try:

@@ -25,7 +25,7 @@ import pickle
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -336,6 +336,93 @@ class StorageContract:
         assert descriptors() <= before
         for i in (0, 1, 999, 2500, 4999):
             assert bytes_of(held[i]) == data[4096 * (i % 1000) :][:65_536]
+
+    # Many files at once.
+
+    def files(self, folder: Path, sizes: Sequence[int]) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """Files of these sizes; their paths, sizes, and starts a page apart or more."""
+        paths = [str(self.make(folder, content(size, i), f"many-{i}.bin")) for i, size in enumerate(sizes)]
+        lengths = np.asarray(sizes, dtype=np.int64)
+        pitch = -(-lengths // ALIGNMENT) * ALIGNMENT
+        return paths, lengths, np.cumsum(pitch) - pitch
+
+    @pytest.mark.parametrize("largest", [3000, 200_000, 3 << 20])
+    def test_many_files_into_one_buffer(self, storage: Storage, folder: Path, largest: int) -> None:
+        some = [(7919 * i) % 3000 if i % 10 else (104_729 * i) % largest for i in range(300)]
+        paths, sizes, starts = self.files(folder, [largest, 0, 1, 4095, 4096, 4097, *some, 0])
+        nbytes = int(starts[-1]) + ALIGNMENT
+        whole = self.dest(storage, nbytes + 200)
+        around = whole[:100], whole[100 + nbytes :]
+        parts = storage.submit_files(paths, sizes, starts, whole[100 : 100 + nbytes]).wait()
+        assert len(parts) == len(paths)
+        for i, (part, size, start) in enumerate(zip(parts, sizes.tolist(), starts.tolist(), strict=True)):
+            assert bytes_of(part) == content(size, i)
+            assert part.numel() == 0 or part.data_ptr() == whole.data_ptr() + 100 + start
+        assert all(bytes_of(outside) == b"\xa5" * 100 for outside in around)
+
+    def test_many_files_side_by_side_in_what_it_allocated(self, storage: Storage, folder: Path) -> None:
+        paths, sizes, _ = self.files(folder, [1000 + 13 * i for i in range(200)])
+        ends = np.cumsum(sizes)
+        parts = storage.submit_files(paths, sizes, ends - sizes, storage.allocate(int(ends[-1])), fresh=True).wait()
+        assert all(bytes_of(part) == content(1000 + 13 * i, i) for i, part in enumerate(parts))
+
+    def test_the_beginnings_of_many_files(self, storage: Storage, folder: Path) -> None:
+        paths, sizes, starts = self.files(folder, [9000] * 70)
+        parts = storage.submit_files(paths, sizes - 4000, starts, self.dest(storage, 70 * 3 * ALIGNMENT)).wait()
+        assert all(bytes_of(part) == content(9000, i)[:5000] for i, part in enumerate(parts))
+
+    def test_no_files_give_nothing(self, storage: Storage) -> None:
+        none = np.empty(0, np.int64)
+        assert storage.submit_files([], none, none, self.dest(storage, 10)).wait() == []
+
+    @pytest.mark.parametrize("kind", ["missing", "short", "folder", "fifo"])
+    def test_the_one_of_many_files_that_fails_is_named(self, storage: Storage, folder: Path, kind: str) -> None:
+        paths, sizes, starts = self.files(folder, [5000] * 150)
+        os.unlink(paths[77])
+        if kind == "short":
+            self.make(folder, content(4999), "many-77.bin")
+        elif kind == "folder":
+            os.mkdir(paths[77])
+        elif kind == "fifo":
+            os.mkfifo(paths[77])
+        dest = self.dest(storage, 150 * 2 * ALIGNMENT)
+        with pytest.raises(FileNotFoundError if kind == "missing" else OSError, match=r"many-77\.bin"):
+            storage.submit_files(paths, sizes, starts, dest).wait()
+        dest.fill_(7)
+        time.sleep(0.05)
+        assert bool((dest == 7).all()), "something was written after the error"
+        keep = [i for i in range(150) if i != 77]
+        parts = storage.submit_files([paths[i] for i in keep], sizes[keep], starts[keep], dest).wait()
+        assert all(bytes_of(part) == content(5000, i) for i, part in zip(keep, parts, strict=True))
+
+    def test_many_files_on_an_unreadable_disk(self, storage: Storage, folder: Path) -> None:
+        with broken_disk(folder, content(2 << 20)) as path:
+            paths, sizes, starts = self.files(folder, [5000] * 10)
+            dest = self.dest(storage, 11 * 2 * ALIGNMENT)
+            sizes, starts = np.append(sizes, 5000), np.append(starts, 10 * 2 * ALIGNMENT)
+            with pytest.raises(OSError, match=r"record\.bin") as caught:
+                storage.submit_files([*paths, str(path)], sizes, starts, dest).wait()
+            assert caught.value.errno == errno.EIO
+            del caught
+
+    def test_many_files_need_no_more_descriptors_than_there_are(self, storage: Storage, folder: Path) -> None:
+        before = descriptors()
+        paths, sizes, starts = self.files(folder, [100] * 600)
+        dest = self.dest(storage, 600 * ALIGNMENT)
+        self.get(storage, Path(paths[0]), (0, 10))  # what the backend opens for itself is open
+        with few_descriptors(descriptors() + 150):
+            parts = storage.submit_files(paths, sizes, starts, dest).wait()
+        assert all(bytes_of(part) == content(100, i) for i, part in enumerate(parts))
+        storage.close()
+        assert descriptors() <= before
+
+    @pytest.mark.parametrize("starts", [[0, 50], [100, 0], [0, 101], [-1, 100]])
+    def test_places_that_overlap_or_do_not_fit_are_refused(
+        self, storage: Storage, folder: Path, starts: list[int]
+    ) -> None:
+        paths, sizes, _ = self.files(folder, [100, 100])
+        with pytest.raises(ValueError, match="2 files overlap"):
+            storage.submit_files(paths, sizes, np.asarray(starts), self.dest(storage, 200))
 
     # Errors of reading.
 

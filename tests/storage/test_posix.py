@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,12 +14,25 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from monai_gds.storage import Read, Storage, open_storage
 from monai_gds.storage import posix as posix_module
-from tests.storage.contract import BLOB_BYTES, CudaStorageContract, StorageContract, bytes_of, opened
+from monai_gds.storage._uring import Ring
+from tests.storage.contract import BLOB_BYTES, CudaStorageContract, StorageContract, bytes_of, content, opened
+
+
+@pytest.fixture
+def no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that has no io_uring, or a container that does not let it through."""
+
+    def refuse() -> Ring:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(posix_module, "Ring", refuse)
+    monkeypatch.setattr(posix_module, "_local", threading.local())
 
 
 class TestPosixOnCpu(StorageContract):
@@ -53,6 +67,48 @@ class TestPosixOnCpu(StorageContract):
 
         monkeypatch.setattr(posix_module, "_Mapping", NoMapping)
         assert self.get(storage, blob, (4096, 1 << 20)) == [data[4096 : 4096 + (1 << 20)]]
+
+    def test_many_small_files_take_no_calls_of_their_own(
+        self, storage: Storage, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With several threads, each call into the kernel can mean a wait for the interpreter's lock."""
+        try:
+            Ring()
+        except OSError as e:
+            pytest.skip(f"this machine's kernel gives no io_uring that chains commands: {e}")
+        monkeypatch.setattr(posix_module, "open_file", lambda *_: pytest.fail("a file was opened by itself"))
+        paths, sizes, starts = self.files(folder, [20_000] * 100)
+        parts = storage.submit_files(paths, sizes, starts, torch.empty(100 * 20_480, dtype=torch.uint8)).wait()
+        assert [bytes_of(p) for p in parts] == [content(20_000, i) for i in range(100)]
+
+    def test_names_that_hold_anything(self, storage: Storage, folder: Path) -> None:
+        names = ["a b", "ü", os.fsdecode(b"\xff\xfe"), "\n", "x" * 200]
+        paths = [str(self.make(folder, content(50, i), name)) for i, name in enumerate(names)]
+        sizes, starts = np.full(5, 50), np.arange(5) * 50
+        parts = storage.submit_files(paths, sizes, starts, torch.empty(250, dtype=torch.uint8)).wait()
+        assert [bytes_of(p) for p in parts] == [content(50, i) for i in range(5)]
+        with pytest.raises(ValueError, match="null"):
+            storage.submit_files(["a\0b", *paths[1:]], sizes, starts, torch.empty(250, dtype=torch.uint8)).wait()
+
+    def test_a_forked_child_has_rings_of_its_own(self, storage: Storage, folder: Path) -> None:
+        paths, sizes, starts = self.files(folder, [3000] * 10)
+        dest = torch.empty(10 * 4096, dtype=torch.uint8)
+        posix_module.read_small_files(paths, sizes, starts, dest)  # in this thread, the one that the child has too
+
+        def child() -> None:
+            mine = torch.from_numpy(np.zeros(10 * 4096, np.uint8))  # OpenMP does not survive a fork
+            posix_module.read_small_files(paths, sizes, starts, mine)
+            same = all(bytes_of(mine[i * 4096 :][:3000]) == content(3000, i) for i in range(10))
+            os._exit(0 if same else 1)
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(30)
+        process.kill()
+        assert process.exitcode == 0
+        dest.zero_()
+        posix_module.read_small_files(paths, sizes, starts, dest)
+        assert bytes_of(dest[:3000]) == content(3000, 0)
 
     def test_small_files_are_shared_out_in_groups(self, tmp_path: Path) -> None:
         """A thread for each file would cost more than reading it: 64 files of 100 kB are work for four."""
@@ -176,6 +232,14 @@ def _is_cached(path: Path, offset: int) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+@pytest.mark.usefixtures("no_ring")
+class TestPosixWithoutIoUring(StorageContract):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        with opened("posix", "cpu") as storage:
+            yield storage
 
 
 class TestPosixOnCuda(CudaStorageContract):
