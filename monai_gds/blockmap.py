@@ -126,11 +126,16 @@ class BlockMap(Mapping[str, FileBlocks]):
     Raises:
         BlockMapError: extents overlap, lie beyond the disk, or are out of order.
 
-    Example::
+    Example:
+        Of a folder, ``blocks = BlockMap.build("/data/imagenet/train")``; by hand, a file of two blocks of 4096 bytes:
 
-        blocks = BlockMap.build("/data/imagenet/train")
-        blocks.save("train.json")
-        blocks["train/n01491361/n01491361_8657.JPEG"].extents
+        >>> from monai_gds.blockmap import FileBlocks
+        >>> from monai_gds.extents import Extent
+        >>> one = FileBlocks(size=5000, extents=(Extent(offset=0, start=1 << 20, nbytes=8192),))
+        >>> blocks = BlockMap({"train/n01491361/n01491361_8657.JPEG": one})
+        >>> blocks.save("train.json", plain=True)
+        >>> BlockMap.load("train.json")["train/n01491361/n01491361_8657.JPEG"].extents
+        (Extent(offset=0, start=1048576, nbytes=8192),)
     """
 
     def __init__(

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from monai_gds.blockmap import BlockMap, FileBlocks
+from monai_gds.terminal import progress_bar, say, show
 
-app = typer.Typer(no_args_is_help=True, help="Which blocks of a disk the files of a folder occupy.")
-
-console = Console()
-errors = Console(stderr=True)
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Which blocks of a disk the files of a folder occupy.",
+    epilog="Example: monai-gds blockmap build /data/imagenet/train --output train.json",
+)
 
 MapFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A saved block map.")]
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's standard error, to be told (files done, files in all)."""
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task(what)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @app.command("build", epilog="Example: monai-gds blockmap build /data/imagenet/train --output train.json")
@@ -40,11 +30,11 @@ def build(
     ] = False,
 ) -> None:
     """Maps every file below a folder."""
-    with _progress("mapping") as progress:
+    with progress_bar("mapping") as progress:
         blocks = BlockMap.build(root, progress)
     blocks.save(output, plain=plain)
     assert blocks.origin is not None, "built from a file system"
-    console.print(f"{len(blocks)} files on {blocks.origin.disk.path}: {output}", highlight=False, markup=False)
+    say(f"{len(blocks)} files on {blocks.origin.disk.path}: {output}")
 
 
 @app.command("verify", epilog="Example: monai-gds blockmap verify train.json --data")
@@ -59,16 +49,16 @@ def verify(
 ) -> None:
     """Compares a map with the files as they are now; exit code 1 when one is not where it says."""
     blocks = BlockMap.load(file)
-    with _progress("verifying") as progress:
+    with progress_bar("verifying") as progress:
         wrong = blocks.verify(parent, data=data, progress=progress)
     for path, problem in wrong.items():
-        console.print(f"{path}: {problem}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"{len(blocks)} files, {len(wrong)} of them not as mapped", highlight=False)
+        say(f"{path}: {problem}")
+    say(f"{len(blocks)} files, {len(wrong)} of them not as mapped")
     raise typer.Exit(1 if wrong else 0)
 
 
 @app.command("show", epilog="Example: monai-gds blockmap show train.json train/n01491361/n01491361_8657.JPEG")
-def show(
+def show_map(
     file: MapFile,
     path: Annotated[str | None, typer.Argument(help="A file in the map; default: what the map is of.")] = None,
 ) -> None:
@@ -79,7 +69,7 @@ def show(
             entry = blocks[path]
         except KeyError as e:
             raise typer.BadParameter(str(e.args[0]), param_hint="PATH") from None
-        console.print(_extents(blocks, entry))
+        show(_extents(blocks, entry))
         return
     table = Table(show_header=False)
     origin = blocks.origin
@@ -92,7 +82,7 @@ def show(
     table.add_row("block", f"{blocks.block_size} bytes")
     table.add_row("files", f"{len(blocks)}, {sum(b.size for b in blocks.values()) / 1e6:.1f} MB")
     table.add_row("extents", f"{sum(len(b.extents) for b in blocks.values())}")
-    console.print(table)
+    show(table)
 
 
 def _extents(blocks: BlockMap, entry: FileBlocks) -> Table:

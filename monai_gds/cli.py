@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import monai_gds
@@ -20,19 +19,23 @@ from monai_gds.bench.cli import app as bench_app
 from monai_gds.blockmap_cli import app as blockmap_app
 from monai_gds.doctor.cli import app as doctor_app
 from monai_gds.errors import MonaiGdsError
-from monai_gds.imagenet.cli import app as imagenet_app
+from monai_gds.pack_cli import app as pack_app
+from monai_gds.terminal import BackendOption, DeviceOption, console, errors, progress_bar, say, show
 
-app = typer.Typer(no_args_is_help=True, help="MONAI datasets whose cache moves at the speed of the drive and the link.")
-cache_app = typer.Typer(no_args_is_help=True, help="Look after cache directories.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="MONAI datasets whose cache moves at the speed of the drive and the link.",
+    epilog="Example: monai-gds doctor",
+)
+cache_app = typer.Typer(
+    no_args_is_help=True, help="Look after cache directories.", epilog="Example: monai-gds cache ls /nvme/cache"
+)
 
 app.add_typer(doctor_app)
 app.add_typer(cache_app, name="cache")
 app.add_typer(blockmap_app, name="blockmap")
 app.add_typer(bench_app, name="bench")
-app.add_typer(imagenet_app)
-
-console = Console()
-errors = Console(stderr=True)
+app.add_typer(pack_app)
 
 
 def _version(wanted: bool) -> None:
@@ -51,15 +54,20 @@ def options(
 @app.command(epilog="Example: monai-gds demo --volumes 8 --size 192 192 128")
 def demo(
     data: Annotated[
-        Path | None, typer.Option(help="A folder with imagesTr/ and labelsTr/ in place of made-up volumes.")
+        Path | None,
+        typer.Option(
+            help="A folder with imagesTr/ and labelsTr/ in place of made-up volumes.", exists=True, file_okay=False
+        ),
     ] = None,
     volumes: Annotated[int, typer.Option(min=1, help="How many volumes to make, or to take from --data.")] = 6,
     size: Annotated[tuple[int, int, int], typer.Option(help="Voxels of a made-up volume.")] = (160, 160, 96),
     crop: Annotated[tuple[int, int, int], typer.Option(help="Voxels at the end of the pipeline.")] = (128, 128, 96),
     epochs: Annotated[int, typer.Option(min=2, help="How many; the first one fills the cache.")] = 4,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
-    backend: Annotated[str, typer.Option(help="How bytes are moved; see the README.")] = "auto",
-    keep: Annotated[Path | None, typer.Option(help="A folder for volumes and caches, kept afterwards.")] = None,
+    device: DeviceOption = None,
+    backend: BackendOption = "auto",
+    keep: Annotated[
+        Path | None, typer.Option(help="A folder for volumes and caches, kept afterwards.", file_okay=False)
+    ] = None,
 ) -> None:
     """The main job: volumes, a MONAI pipeline, epochs with GDSDataset beside PersistentDataset."""
     from monai_gds import demo as job
@@ -67,6 +75,7 @@ def demo(
 
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-demo-")))
+        folder.mkdir(parents=True, exist_ok=True)
         if data is not None:
             items = find_pairs(data)[:volumes]
         else:
@@ -89,25 +98,25 @@ def cache_ls(directory: Annotated[Path, typer.Argument(exists=True, file_okay=Fa
         shapes = ", ".join(f"{name} {tuple(e.shape)} {str(e.dtype)[6:]}" for name, e in found.tensors.items())
         names = ", ".join(Path(path).name for path in found.sources)
         table.add_row(found.path.name, f"{found.nbytes / 1e6:.1f}", shapes or f"[red]{found.problem}", names)
-    console.print(table)
-    console.print(f"{table.row_count} records, {total / 1e6:.1f} MB", highlight=False)
+    show(table)
+    say(f"{table.row_count} records, {total / 1e6:.1f} MB")
 
 
 @cache_app.command("verify", epilog="Example: monai-gds cache verify /nvme/cache")
 def cache_verify(directory: Annotated[Path, typer.Argument(exists=True, file_okay=False)]) -> None:
     """Checks every byte of every record; exit code 1 when one is damaged."""
-    from rich.progress import track
-
     from monai_gds.cache import upkeep
 
     paths = upkeep.record_files(directory)
     damaged = 0
-    for path in track(paths, "checking", console=errors, transient=True, disable=not errors.is_terminal):
-        problem = upkeep.problem_of(path)
-        if problem:
-            damaged += 1
-            console.print(f"{path}: {problem}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"{len(paths)} records, {damaged} of them damaged", highlight=False)
+    with progress_bar("checking", len(paths)) as progress:
+        for done, path in enumerate(paths, 1):
+            problem = upkeep.problem_of(path)
+            progress(done)
+            if problem:
+                damaged += 1
+                say(f"{path}: {problem}")
+    say(f"{len(paths)} records, {damaged} of them damaged")
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -126,19 +135,19 @@ def cache_prune(
     doomed = list(upkeep.prunable(directory, missing_sources=missing_sources))
     for found in doomed:
         freed += found.nbytes
-        console.print(f"{found.path}: {found.problem}", highlight=False, soft_wrap=True, markup=False)
+        say(f"{found.path}: {found.problem}")
         if not dry_run:
             found.path.unlink(missing_ok=True)
     verb = "to delete" if dry_run else "deleted"
-    console.print(f"{len(doomed)} files, {freed / 1e6:.1f} MB {verb}", highlight=False)
+    say(f"{len(doomed)} files, {freed / 1e6:.1f} MB {verb}")
 
 
 def main() -> None:
     """Entry point: errors of this package and of the system end as one line and exit code 1, not as a traceback."""
     try:
-        app()
-    except (MonaiGdsError, OSError, ValueError) as e:
-        errors.print(f"monai-gds: {e}", highlight=False, soft_wrap=True, markup=False)
+        app(prog_name="monai-gds")  # also when it is run as python -m monai_gds
+    except (MonaiGdsError, OSError, ValueError, ImportError) as e:
+        say(f"monai-gds: {e}", errors)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -25,11 +25,11 @@ from monai.transforms import (
     Spacingd,
 )
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from monai_gds.dataset import GDSDataset
 from monai_gds.storage import resolve_device
+from monai_gds.terminal import progress, show
 
 __all__ = ["pipeline", "run"]
 
@@ -102,17 +102,17 @@ def run(
     console.print(f"target {target}, backend {dataset.backend} ({dataset.backend_reason})", highlight=False)
     times = {"PersistentDataset": Times(), "GDSDataset": Times()}
     steps = len(items) * epochs * 2 * len(times)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=steps)
+    with progress(console) as bars:
+        task = bars.add_task("", total=steps)
         for name, make in (("PersistentDataset", theirs), ("GDSDataset", ours)):
-            progress.update(task, description=name)
-            step = partial(progress.advance, task)
+            bars.update(task, description=name)
+            step = partial(bars.advance, task)
             whole, cached = make(pipeline(size)), make(pipeline(size, random=False))
             times[name].epochs = [_epoch(whole, target, step) for _ in range(epochs)]
             times[name].reading = [_epoch(cached, target, step) for _ in range(epochs)]
     cached_items = ours(pipeline(size, random=False))
     nbytes = sum(cached_items[i][key].nbytes for i in range(len(items)) for key in KEYS)
-    console.print(_table(times, nbytes, target))
+    show(_table(times, nbytes, target), console)
     same = _same(ours, theirs, size, target)
     console.print(
         "same volumes, value by value, under the same seed" if same else "[red]the two datasets gave different volumes",

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from monai_gds.blockmap import BlockMap
-from monai_gds.blockmap_cli import app
+from tests import commands
+from tests.commands import Done
 from tests.loopdisk import LoopDisk, loop_disk
 
 
@@ -22,8 +22,8 @@ def disk(tmp_path: Path) -> Iterator[LoopDisk]:
         yield disk
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+def run(*arguments: object) -> Done:
+    return commands.run("blockmap", *arguments)
 
 
 def test_build_verify_show(disk: LoopDisk, tmp_path: Path) -> None:

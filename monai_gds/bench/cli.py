@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
-from monai_gds.bench import tensor
 from monai_gds.bench.imagenet_cli import app as imagenet_app
-from monai_gds.bench.report import emit, machine
+from monai_gds.bench.tensor_cli import app as tensor_app
+from monai_gds.terminal import DeviceOption, JsonOption, PlotOption, progress
 
-app = typer.Typer(no_args_is_help=True, help="Measure, beside the peers, on this machine.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure, beside the peers, on this machine.",
+    epilog="Example: monai-gds bench dataset --only volumes",
+)
 app.add_typer(imagenet_app)
-app.add_typer(tensor.app, name="tensor")
+app.add_typer(tensor_app, name="tensor")
 
 
 @app.callback()
@@ -27,9 +29,12 @@ def options() -> None:
 @app.command("dataset", epilog="Example: monai-gds bench dataset --items 16 --side 210")
 def dataset(
     cache_dir: Annotated[
-        Path | None, typer.Option(help="A folder on the drive to measure; default: the system's temporary one.")
+        Path | None,
+        typer.Option(
+            help="A folder on the drive to measure; default: the system's temporary one.", exists=True, file_okay=False
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
     items: Annotated[int, typer.Option(min=1, help="How many items of two float32 volumes.")] = 6,
     side: Annotated[int, typer.Option(min=8, help="Voxels along each side of a volume.")] = 235,
     repeats: Annotated[int, typer.Option(min=1, help="Epochs of each peer that count.")] = 7,
@@ -37,11 +42,12 @@ def dataset(
     only: Annotated[
         list[str] | None, typer.Option(help="Of volumes, crops, hits, first: only these; may be repeated.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
 ) -> None:
     """Cached epochs, hits and the first epoch: GDSDataset beside MONAI's datasets."""
     from monai_gds.bench import dataset as bench
+    from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
 
     known = ("volumes", "crops", "hits", "first")
@@ -50,20 +56,16 @@ def dataset(
         if name not in known:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--only")
     target = resolve_device(device)
-    console = Console(stderr=True)
     reports = []
-    with (
-        tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder,
-        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
+    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder, progress() as bars:
 
         def settings(name: str, crops: int | None = None) -> bench.Settings:
             return bench.Settings(Path(folder) / name, target, items, side, repeats, batch_size, crops)
 
         if "volumes" in wanted:
-            reports.append(bench.epochs(settings("volumes"), progress))
+            reports.append(bench.epochs(settings("volumes"), bars))
         if "crops" in wanted:
-            reports.append(bench.epochs(settings("volumes", crops=min(96, side)), progress))
+            reports.append(bench.epochs(settings("volumes", crops=min(96, side)), bars))
         if "hits" in wanted:
             reports += [bench.hits(settings("hits"), kind) for kind in ("plain", "nifti")]
         if "first" in wanted:
@@ -80,11 +82,12 @@ def blocks(
     nbytes: Annotated[int, typer.Option(min=1, help="Mean bytes of a file.")] = 116_000,
     batch: Annotated[int, typer.Option(min=1, help="Files read together.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Passes of each peer that count.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
 ) -> None:
     """Many small files by their blocks: xnvme-block beside threads over O_DIRECT preads, and buffered reads."""
     from monai_gds.bench import blocks as bench
+    from monai_gds.bench.report import emit, machine
 
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=folder) as made:
         settings = bench.Settings(Path(made), files, nbytes, batch, repeats)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from monai_gds.bench.report import emit, machine
+from monai_gds.terminal import DeviceOption, JsonOption, PlotOption, errors, progress_bar
 
 __all__ = ["app"]
 
@@ -44,16 +43,16 @@ def loaders(
         list[int] | None, typer.Option(min=1, help="Try with; may be repeated; the best counts.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each reader.")] = 5,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
     uri: Annotated[str | None, typer.Option(help="Block readers: the drive.")] = None,
     mem: Annotated[Memory | None, typer.Option(help="Block readers: where their buffers are.")] = None,
     bmap: Annotated[Path | None, typer.Option(help="Block readers: a block map of DATADIR.", exists=True)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
 ) -> None:
     """Images a second: every reader beside DALI's own and plain Python."""
     from monai_gds.bench import loaders as bench
-    from monai_gds.imagenet.cli import progress_bar
+    from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.synthetic import write_image_folder
     from monai_gds.storage import resolve_device
 
@@ -77,8 +76,7 @@ def loaders(
             [t for t in (1, 2, 4, 8, 16) if t <= cores], repeats=repeats, block={k: v for k, v in block.items() if v},
         )  # fmt: skip
         bench.warm(datadir)
-        console = Console(stderr=True)
-        with console.status("measuring…") as status:
+        with errors.status("measuring…") as status:
 
             def tell(name: str, images: int, rate: float) -> None:
                 status.update(f"{name}: {images} images, {rate:,.0f} images/s")
@@ -104,13 +102,13 @@ def dali(
     batchsize: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
     threads: Annotated[int, typer.Option(min=1, help="DALI's, where they are not the question.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Epochs that count.")] = 5,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
 ) -> None:
     """Feeding DALI from a Squirrel store: batching, NumPy or CuPy, threads, and DALI against torch."""
     from monai_gds.bench import dali as bench
-    from monai_gds.imagenet.cli import progress_bar
+    from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.listing import list_folder
     from monai_gds.imagenet.squirrel import write_store
     from monai_gds.imagenet.synthetic import write_image_folder
@@ -129,6 +127,6 @@ def dali(
             with progress_bar("storing them", make) as progress:
                 write_store(list_folder(folder), store, progress=progress)
         settings = bench.Settings(store, target, batchsize, threads, repeats)
-        with Console(stderr=True).status("measuring…"):
+        with errors.status("measuring…"):
             reports = bench.measure(settings, wanted)
     emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batchsize})

@@ -27,6 +27,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from monai_gds.terminal import say, show
+
 __all__ = ["Report", "Row", "emit", "machine", "plot_reports"]
 
 
@@ -95,7 +97,7 @@ class Report:
         }
 
     def table(self) -> Table:
-        """The report for a terminal."""
+        """The figures for a terminal."""
         headings = list(dict.fromkeys(heading for row in self.rows for heading in row.notes))
         table = Table(title=escape(self.title), title_justify="left")
         if self.reference is not None:
@@ -107,8 +109,6 @@ class Report:
             table.add_column("ratio", justify="right")
         for heading in headings:
             table.add_column(heading)
-        if any(row.reason for row in self.rows):
-            table.add_column("why not")
         for row in self.rows:
             table.add_row(*self._cells(row, headings))
         return table
@@ -121,8 +121,6 @@ class Report:
         if self.reference is not None:
             cells.append("" if ratio is None else f"{ratio:.2f}")
         cells += [escape(row.notes.get(heading, "")) for heading in headings]
-        if any(r.reason for r in self.rows):
-            cells.append(escape(row.reason))
         return cells
 
 
@@ -178,8 +176,13 @@ def emit(
         return
     console = console or Console()
     for report in reports:
-        console.print(report.table())
-    console.print(escape(", ".join(f"{key}: {value}" for key, value in about.items())), style="dim")
+        show(report.table(), console)
+        for row in report.rows:
+            if row.reason:
+                say(f"{row.name}: {row.reason}", console)
+    console.print(
+        ", ".join(f"{key}: {value}" for key, value in about.items()), style="dim", markup=False, soft_wrap=True
+    )
 
 
 def plot_reports(reports: Sequence[Report], path: Path, caption: str = "") -> None:

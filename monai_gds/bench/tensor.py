@@ -1,4 +1,4 @@
-"""``monai-gds bench tensor``: one tensor to and from one file, by each method, beside plain Python.
+"""One tensor to and from one file, by each method, beside plain Python: what ``monai-gds bench tensor`` runs.
 
 The file operations of DeepSpeed's DeepNVMe examples
 (https://github.com/deepspeedai/DeepSpeedExamples/tree/master/deepnvme/file_access): load and store, CPU and GPU tensor.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import shutil
 import tempfile
 import time
 import warnings
@@ -21,17 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
 
-from monai_gds.bench.report import Report, Row, emit, machine
+from monai_gds.bench.report import Report, Row
 from monai_gds.errors import MonaiGdsError, StorageError
-from monai_gds.storage import FileId, Read, Storage, available_backends, open_storage, resolve_device
+from monai_gds.storage import FileId, Read, Storage, available_backends, open_storage
 
-__all__ = ["Job", "Tensors", "app", "cached", "load", "store"]
+__all__ = ["LOADS", "STORES", "Job", "Tensors", "cached", "load", "store"]
 
 _PIECE = 8 << 20
 
@@ -148,8 +145,9 @@ def store_storage(job: Job) -> Callable[[], None]:
     return run
 
 
-_LOADS: dict[str, Method] = {"python": load_python, "direct": load_direct}
-_STORES: dict[str, Method] = {"python": store_python}
+#: The methods that are no storage backend.
+LOADS: dict[str, Method] = {"python": load_python, "direct": load_direct}
+STORES: dict[str, Method] = {"python": store_python}
 
 
 def _opened(job: Job) -> Storage:
@@ -219,7 +217,7 @@ def load(path: Path, device: torch.device, asked: Tensors) -> Report:
     heading = "page cache before"
 
     def one(method: str, storage: Storage | None) -> Row:
-        operation = _LOADS.get(method, load_storage)(Job(path, device, before.size, storage=storage))
+        operation = LOADS.get(method, load_storage)(Job(path, device, before.size, storage=storage))
         rates, shares = [], []
         for _ in range(asked.loop + 1):
             shares.append(cached(path))
@@ -248,7 +246,7 @@ def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Re
         rates, shares = [], []
         with tempfile.TemporaryDirectory(prefix="monai-gds-tensor-", dir=folder) as private:
             path = Path(private) / "tensor.bin"
-            operation = _STORES.get(method, store_storage)(Job(path, device, nbytes, tensor, storage))
+            operation = STORES.get(method, store_storage)(Job(path, device, nbytes, tensor, storage))
             for _ in range(asked.loop + 1):
                 path.unlink(missing_ok=True)
                 seconds, _nothing = _timed(operation, device)
@@ -295,122 +293,3 @@ def _timed(operation: Callable[[], torch.Tensor | None], device: torch.device) -
 def _compare(right: bytes, got: bytes, method: str, path: Path) -> None:
     if got != right:
         raise StorageError(f"{method} got other bytes than plain Python: {path}")
-
-
-# The command.
-
-app = typer.Typer(no_args_is_help=True, help="One tensor to and from one file, by each method.")
-
-_MethodOption = Annotated[
-    list[str] | None, typer.Option("--method", help="Only this one; may be repeated. Default: all of them.")
-]
-_DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda:N; default: the CPU, and a GPU if there is one.")]
-_LoopOption = Annotated[int, typer.Option(min=1, help="How many times each method is timed.")]
-_ValidateOption = Annotated[bool, typer.Option("--validate", help="Compare with what plain Python reads or wrote.")]
-_BlockOption = Annotated[int | None, typer.Option(help="DeepNVMe: bytes of one transfer.")]
-_DepthOption = Annotated[int | None, typer.Option(help="DeepNVMe: transfers in flight, each thread.")]
-_TunedOption = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="DeepNVMe: what ds_nvme_tune printed.")
-]
-_JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_PlotOption = Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.")]
-
-
-@app.command("load", epilog="Example: monai-gds bench tensor load --input-file big.bin --loop 3 --validate")
-def load_command(
-    input_file: Annotated[Path, typer.Option(exists=True, dir_okay=False, readable=True, help="The file to load.")],
-    loop: _LoopOption = 3,
-    validate: _ValidateOption = False,
-    method: _MethodOption = None,
-    device: _DeviceOption = None,
-    block_size: _BlockOption = None,
-    queue_depth: _DepthOption = None,
-    tuned: _TunedOption = None,
-    as_json: _JsonOption = False,
-    plot: _PlotOption = None,
-) -> None:
-    """A file into a tensor: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
-    if input_file.stat().st_size == 0:
-        raise typer.BadParameter(f"{input_file} is empty", param_hint="--input-file")
-    devices = _devices(device)
-    asked = _asked(method, loop, validate, block_size, queue_depth, tuned, first=list(_LOADS))
-    _run(lambda target: load(input_file, target, asked), devices, as_json, plot)
-
-
-@app.command("store", epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme --mb-size 1024")
-def store_command(
-    nvme_folder: Annotated[Path, typer.Option(exists=True, file_okay=False, help="A folder on the drive to measure.")],
-    mb_size: Annotated[int, typer.Option(min=1, help="MiB of the tensor.")] = 1024,
-    loop: _LoopOption = 3,
-    validate: _ValidateOption = False,
-    method: _MethodOption = None,
-    device: _DeviceOption = None,
-    block_size: _BlockOption = None,
-    queue_depth: _DepthOption = None,
-    tuned: _TunedOption = None,
-    as_json: _JsonOption = False,
-    plot: _PlotOption = None,
-) -> None:
-    """A tensor into a file: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
-    _check_folder(nvme_folder, mb_size << 20)
-    devices = _devices(device)
-    asked = _asked(method, loop, validate, block_size, queue_depth, tuned, first=list(_STORES))
-    _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), devices, as_json, plot)
-
-
-def _check_folder(folder: Path, nbytes: int) -> None:
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as e:
-        raise typer.BadParameter(f"cannot write to {folder}: {e.strerror}", param_hint="--nvme-folder") from None
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise typer.BadParameter(
-            f"{folder} has {free >> 20} MiB free, and {nbytes >> 20} MiB are to be stored", param_hint="--nvme-folder"
-        )
-
-
-def _devices(device: str | None) -> list[torch.device]:
-    if device is None:
-        return [torch.device("cpu"), *([resolve_device("cuda")] if torch.cuda.is_available() else [])]
-    try:
-        return [resolve_device(device)]
-    except ValueError as e:
-        raise typer.BadParameter(str(e), param_hint="--device") from None
-
-
-def _asked(
-    methods: list[str] | None,
-    loop: int,
-    validate: bool,
-    block_size: int | None,
-    queue_depth: int | None,
-    tuned: Path | None,
-    *,
-    first: list[str],
-) -> Tensors:
-    from monai_gds.storage.deepnvme import Settings
-
-    known = [*first, *available_backends("cpu")]
-    for name in methods or []:
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--method")
-    given = {"block_size": block_size, "queue_depth": queue_depth}
-    try:
-        Settings.chosen(tuned, given)
-    except ValueError as e:
-        raise typer.BadParameter(str(e)) from None
-    options = {name: value for name, value in {**given, "tuned": tuned}.items() if value is not None}
-    return Tensors(methods or known, loop, validate, options)
-
-
-def _run(
-    measure: Callable[[torch.device], Report], devices: Sequence[torch.device], as_json: bool, plot: Path | None
-) -> None:
-    try:
-        reports = [measure(device) for device in devices]
-        emit(reports, as_json=as_json, plot=plot, about=machine(devices[-1]))
-    except (MonaiGdsError, OSError, ImportError) as e:
-        Console(stderr=True).print(f"monai-gds: {e}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None

@@ -103,6 +103,8 @@ def register_type(cls: type, name: str, encode: Callable[[Any], Any], decode: Ca
     Example:
         >>> from fractions import Fraction
         >>> register_type(Fraction, "fraction", lambda f: [f.numerator, f.denominator], lambda v: Fraction(*v))
+        >>> encode_item({"spacing": Fraction(1, 3)}).tensors  # no error, and nothing that needs a tensor
+        {}
     """
     if name in _by_name and _by_name[name].cls is not cls:
         raise ValueError(f"the name {name!r} is registered for {_by_name[name].cls.__qualname__} already")

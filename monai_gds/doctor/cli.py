@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from monai_gds.doctor import Finding, Report, Status, examine
+from monai_gds.terminal import JsonOption, console, errors, say
 
 __all__ = ["app"]
 
@@ -36,7 +36,7 @@ def doctor(
     directory: Annotated[Path, typer.Argument(help="Where the cache is or will be.", show_default="here")] = Path(),
     device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also measure the drive, with a temporary file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     build: Annotated[
         Buildable | None, typer.Option(help="Compile DeepSpeed's operators now instead of at their first use.")
     ] = None,
@@ -47,7 +47,6 @@ def doctor(
     if build is not None:
         _build(as_json)
         return
-    errors = Console(stderr=True)
     try:
         with errors.status("looking around…"):
             report = examine(directory, device=device, measure=measure)
@@ -56,30 +55,27 @@ def doctor(
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
-        show(report, Console())
+        show(report)
     raise typer.Exit(0 if report.works else 1)
 
 
 def _build(as_json: bool) -> None:
     from monai_gds.storage.deepnvme_build import build_ahead
 
-    def say(line: str) -> None:
-        Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
-
-    built = [str(path) for path in build_ahead(say)]
+    built = [str(path) for path in build_ahead(lambda line: say(line, errors))]
     print(json.dumps({"built": built}, indent=2) if as_json else "\n".join(built))
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report) -> None:
     """Prints a report: a table on a terminal; where it is piped, one line a finding and one a remedy."""
     rows = list(_merged(finding for finding in report.findings if finding.status is not Status.UNUSED))
     heading = f"monai-gds doctor: {report.place.asked.absolute()}, to {report.target or 'no device'}"
-    console.print(heading, markup=False, highlight=False, soft_wrap=True)
+    say(heading)
     if not console.is_terminal and not console.is_jupyter:
         for name, finding in rows:
-            print(f"{name}: {finding.status}: {finding.found}", file=console.file)
+            say(f"{name}: {finding.status}: {finding.found}")
             if finding.remedy:
-                print(f"{name}: to do: {finding.remedy}", file=console.file)
+                say(f"{name}: to do: {finding.remedy}")
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)

@@ -80,11 +80,15 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
     While iterating: BrokenImage names an image that is empty or cannot be decoded, OSError a file that is gone; the
     dataset can be iterated again.
 
-    Example::
-
-        train = ImageNetDataset("/data/imagenet/train", 64, shuffle=True, crop=(224, 224), flip=True, normalize=True)
-        for batch in train:
-            loss = criterion(model(batch["image"]), batch["label"])
+    Example:
+        >>> from pathlib import Path
+        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
+        >>> train = ImageNetDataset(folder, 2, device="cpu", crop=(224, 224), flip=True, normalize=True)
+        >>> for batch in train:
+        ...     print(tuple(batch["image"].shape), batch["label"].tolist())
+        (2, 3, 224, 224) [0, 0]
+        (1, 3, 224, 224) [0]
     """
 
     def __init__(

@@ -48,15 +48,15 @@ class DaliIterator:
     While iterating: TypeError or ValueError for an item unlike the first (it names the key), RuntimeError when the
     source has nothing left for another epoch, PipelineFailed for an error in the graph.
 
-    Example::
-
-        def augment(nodes):
-            images = fn.resize(nodes["image"].gpu(), size=(224, 224))
-            return {"image": images, "label": nodes["label"].gpu()}
-
-        loader = dali_iterator(squirrel_source(MessagepackDriver(url)), 64, augment, layouts={"image": "CHW"})
-        for batch in loader:
-            batch["image"]  # (64, 3, 224, 224) on the GPU
+    Example:
+        >>> import numpy as np
+        >>> from nvidia.dali import fn
+        >>> def augment(nodes):
+        ...     return {"image": fn.resize(nodes["image"], size=(224, 224)), "label": nodes["label"]}
+        >>> samples = [{"image": np.zeros((3, 300, 300), np.uint8), "label": i} for i in range(4)]
+        >>> loader = dali_iterator(samples, 2, augment, layouts={"image": "CHW"}, device="cpu")
+        >>> [tuple(batch["image"].shape) for batch in loader]
+        [(2, 3, 224, 224), (2, 3, 224, 224)]
     """
 
     def __init__(

@@ -134,6 +134,16 @@ def pack_folder(
         ImageListError: ``out`` holds something already.
         BrokenImage: an image file is empty.
         OSError: an image cannot be read, or the disk is full.
+        ValueError: ``file_bytes`` is not positive.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from monai_gds.imagenet import open_images
+        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
+        >>> packed = pack_folder(open_images(folder), "packed")
+        >>> len(open_images("packed").images)
+        3
     """
     if file_bytes < 1:
         raise ValueError(f"file_bytes={file_bytes}: must be positive")

@@ -46,8 +46,20 @@ Images: TypeAlias = "ImageList | PackedImages"
 def open_images(root: StrPath) -> ImageList | PackedImages:
     """Lists the images of an image folder, a packed folder or a block map (a JSON file).
 
+    Args:
+        root: its path.
+
     Raises:
         ImageListError: none of these, or one that cannot be used.
+        OSError: it cannot be read.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
+        >>> found = open_images(folder)
+        >>> len(found), list(found.classes)
+        (3, ['n01440764'])
     """
     if os.path.isfile(root):
         return list_block_map(root)
@@ -177,14 +189,18 @@ class ImageSource:
     Raises:
         BackendUnavailable, ImageListError, ValueError: see :func:`open_reader`, :func:`open_images` and Sampler.
 
-    Example::
-
-        source = ImageSource("/data/imagenet/train", 64, shuffle=True)
-
-        @pipeline_def(batch_size=64, num_threads=8, device_id=0)
-        def pipeline():
-            jpegs, labels = fn.external_source(source, num_outputs=2, cycle="raise")
-            return fn.decoders.image(jpegs, device="mixed"), labels
+    Example:
+        >>> from pathlib import Path
+        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
+        >>> from nvidia.dali import fn, pipeline_def
+        >>> @pipeline_def(batch_size=3, num_threads=1, device_id=None)  # device_id=0 and device="mixed" with a GPU
+        ... def pipeline(source):
+        ...     jpegs, labels = fn.external_source(source, num_outputs=2, cycle="raise")
+        ...     return fn.resize(fn.decoders.image(jpegs, device="cpu"), size=(224, 224)), labels
+        >>> images, labels = pipeline(ImageSource(folder, 3)).run()
+        >>> images.as_array().shape
+        (3, 224, 224, 3)
     """
 
     def __init__(

@@ -26,9 +26,15 @@ def squirrel_source(source: Squirrel, **options: Any) -> Iterable[Any]:
             Composable. Many Composables can be iterated only once: a second epoch then says so.
         options: for the driver's ``get_iter``, such as ``shuffle_key_buffer=10``.
 
-    Example::
+    Raises:
+        TypeError: options for something that is no driver.
 
-        loader = dali_iterator(squirrel_source(MessagepackDriver(url)), batch_size=64)
+    Example:
+        >>> from squirrel.iterstream import IterableSource
+        >>> from monai_gds.imagenet import dali_iterator
+        >>> source = squirrel_source(lambda: IterableSource([{"label": i} for i in range(4)]))
+        >>> [batch["label"].flatten().tolist() for batch in dali_iterator(source, batch_size=2, device="cpu")]
+        [[0, 1], [2, 3]]
     """
     return _Source(source, options)
 

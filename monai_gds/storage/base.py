@@ -45,7 +45,21 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview | torch.Tensor"
 
 
 class FileId(NamedTuple):
-    """Identity of a file's content: two equal ids are the same bytes, short of somebody setting the clock back."""
+    """Identity of a file's content: two equal ids are the same bytes, short of somebody setting the clock back.
+
+    Attributes:
+        device: ``st_dev`` of the file.
+        inode: its inode number.
+        size: its bytes.
+        mtime_ns: when it was last changed, in nanoseconds since 1970.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("file.bin").write_bytes(b"1234")
+        >>> before = FileId.of("file.bin")
+        >>> before.size, before == FileId.of("file.bin")
+        (4, True)
+    """
 
     device: int
     inode: int
@@ -54,7 +68,11 @@ class FileId(NamedTuple):
 
     @classmethod
     def of(cls, target: int | str | os.PathLike[str]) -> FileId:
-        """The id of a path or of an open descriptor."""
+        """The id of a path or of an open descriptor.
+
+        Raises:
+            OSError: there is no such file.
+        """
         return cls.from_stat(os.stat(target))
 
     @classmethod
@@ -93,6 +111,16 @@ class Read:
 
     Raises:
         ValueError: ``offset`` is negative, or ``dest`` is not as said above.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from monai_gds import open_storage
+        >>> _ = Path("file.bin").write_bytes(bytes(range(100)))
+        >>> dest = torch.empty(4, dtype=torch.uint8)
+        >>> open_storage("posix", "cpu").read([Read("file.bin", 10, dest)])
+        >>> dest
+        tensor([10, 11, 12, 13], dtype=torch.uint8)
     """
 
     path: str
@@ -114,7 +142,13 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a backend works here: ``ok``, what was found (``reason``), and what to do about it (``remedy``)."""
+    """Whether a backend works here: ``ok``, what was found (``reason``), and what to do about it (``remedy``).
+
+    Example:
+        >>> found = Availability(False, "the package kvikio is not installed", "pip install 'monai_gds[cuda13]'")
+        >>> found.remedy if not found else "nothing to do"
+        "pip install 'monai_gds[cuda13]'"
+    """
 
     ok: bool
     reason: str
@@ -132,6 +166,15 @@ class Pending:
     Args:
         finish: called once, by the first ``wait()``; returns the result or raises. On a CUDA target it makes the
             stream that is current *then* wait for the copies, without blocking the host on them.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from monai_gds import open_storage
+        >>> _ = Path("file.bin").write_bytes(bytes(range(100)))
+        >>> pending = open_storage("posix", "cpu").load("file.bin", [(0, 2), (98, 2)])
+        >>> head, tail = pending.wait()
+        >>> tail
+        tensor([98, 99], dtype=torch.uint8)
     """
 
     __slots__ = ("_error", "_finish", "_lock", "_result")
@@ -203,6 +246,17 @@ class Storage(ABC):
 
     Args:
         device: where destinations live, ``cpu`` or ``cuda:N``.
+
+    Example:
+        >>> import os, torch
+        >>> from monai_gds import open_storage
+        >>> storage = open_storage("auto", "cpu")
+        >>> storage.write("new.bin", [b"head", torch.arange(4, dtype=torch.uint8)])
+        >>> os.path.getsize("new.bin")
+        8
+        >>> storage.load("new.bin", [(4, 4)]).wait()
+        [tensor([0, 1, 2, 3], dtype=torch.uint8)]
+        >>> storage.close()
     """
 
     #: The name in the registry, which is what a user writes as ``backend="…"``.

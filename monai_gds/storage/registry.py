@@ -41,6 +41,10 @@ def resolve_device(device: int | str | torch.device | None) -> torch.device:
 
     Raises:
         ValueError: no such device on this machine, or a device that is neither CPU nor CUDA.
+
+    Example:
+        >>> resolve_device("cpu")
+        device(type='cpu')
     """
     if device is None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
@@ -76,6 +80,15 @@ def _backend(name: str) -> type[Storage]:
 def available_backends(device: int | str | torch.device | None = None) -> dict[str, Availability]:
     """Says for every backend whether it works here for ``device``, why not, and what to do about it.
 
+    Args:
+        device: see :func:`resolve_device`.
+
+    Returns:
+        By name, in the order in which the README lists them.
+
+    Raises:
+        ValueError: no such device.
+
     Example:
         >>> available_backends("cpu")["posix"].ok
         True
@@ -106,6 +119,10 @@ def choose_backend(name: str, device: torch.device) -> tuple[str, str]:
     Raises:
         BackendUnavailable: the backend named does not work here.
         ValueError: there is no backend of that name.
+
+    Example:
+        >>> choose_backend("auto", resolve_device("cpu"))
+        ('posix', 'auto: threads over preadv, private mappings')
     """
     if name != "auto":
         found = _backend(name).probe(device)

@@ -34,7 +34,8 @@ def test_a_row_shows_median_spread_and_ratio() -> None:
 
 
 def test_a_competitor_that_cannot_run_says_why() -> None:
-    assert "libfoo is missing" in line_of(text_of(REPORT), "absent")
+    assert "absent" in line_of(text_of(REPORT), "│ absent")
+    assert "\nabsent: libfoo is missing\n" in text_of(REPORT)
 
 
 def test_notes_become_columns_and_the_machine_is_named() -> None:

@@ -1,18 +1,16 @@
-"""The command ``monai-gds pack``."""
+"""The command ``monai-gds pack``: arguments and printing; the work is done in :mod:`monai_gds.imagenet`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["app", "pack", "progress_bar"]
+from monai_gds.terminal import progress_bar
+
+__all__ = ["app"]
 
 app = typer.Typer()
 
@@ -50,13 +48,3 @@ def pack(
     files = [file for file in out.iterdir() if file.is_file()]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     print(f"{len(images)} images of {len(images.classes)} classes in {len(files)} files, {megabytes:.1f} MB: {out}")
-
-
-@contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal; gives the function to call with what is done."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)

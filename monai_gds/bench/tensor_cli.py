@@ -1,0 +1,144 @@
+"""The command ``monai-gds bench tensor``: arguments and printing; the measuring is done in :mod:`.tensor`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from monai_gds.terminal import JsonOption, PlotOption, known_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from monai_gds.bench.report import Report
+    from monai_gds.bench.tensor import Tensors
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="One tensor to and from one file, by each method.",
+    epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme",
+)
+
+_MethodOption = Annotated[
+    list[str] | None, typer.Option("--method", help="Only this one; may be repeated. Default: all of them.")
+]
+_DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu or cuda:N; default: the CPU, and a GPU if there is one.", callback=known_device)
+]
+_LoopOption = Annotated[int, typer.Option(min=1, help="How many times each method is timed.")]
+_ValidateOption = Annotated[bool, typer.Option("--validate", help="Compare with what plain Python reads or wrote.")]
+_BlockOption = Annotated[int | None, typer.Option(help="DeepNVMe: bytes of one transfer.")]
+_DepthOption = Annotated[int | None, typer.Option(help="DeepNVMe: transfers in flight, each thread.")]
+_TunedOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="DeepNVMe: what ds_nvme_tune printed.")
+]
+
+
+@app.command("load", epilog="Example: monai-gds bench tensor load --input-file big.bin --loop 3 --validate")
+def load_command(
+    input_file: Annotated[Path, typer.Option(exists=True, dir_okay=False, readable=True, help="The file to load.")],
+    loop: _LoopOption = 3,
+    validate: _ValidateOption = False,
+    method: _MethodOption = None,
+    device: _DeviceOption = None,
+    block_size: _BlockOption = None,
+    queue_depth: _DepthOption = None,
+    tuned: _TunedOption = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """A file into a tensor: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
+    from monai_gds.bench.tensor import LOADS, load
+
+    if input_file.stat().st_size == 0:
+        raise typer.BadParameter(f"{input_file} is empty", param_hint="--input-file")
+    devices = _devices(device)
+    asked = _asked(method, loop, validate, block_size, queue_depth, tuned, first=list(LOADS))
+    _run(lambda target: load(input_file, target, asked), devices, as_json, plot)
+
+
+@app.command("store", epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme --mb-size 1024")
+def store_command(
+    nvme_folder: Annotated[Path, typer.Option(exists=True, file_okay=False, help="A folder on the drive to measure.")],
+    mb_size: Annotated[int, typer.Option(min=1, help="MiB of the tensor.")] = 1024,
+    loop: _LoopOption = 3,
+    validate: _ValidateOption = False,
+    method: _MethodOption = None,
+    device: _DeviceOption = None,
+    block_size: _BlockOption = None,
+    queue_depth: _DepthOption = None,
+    tuned: _TunedOption = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """A tensor into a file: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
+    from monai_gds.bench.tensor import STORES, store
+
+    _check_folder(nvme_folder, mb_size << 20)
+    devices = _devices(device)
+    asked = _asked(method, loop, validate, block_size, queue_depth, tuned, first=list(STORES))
+    _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), devices, as_json, plot)
+
+
+def _check_folder(folder: Path, nbytes: int) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise typer.BadParameter(f"cannot write to {folder}: {e.strerror}", param_hint="--nvme-folder") from None
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise typer.BadParameter(
+            f"{folder} has {free >> 20} MiB free, and {nbytes >> 20} MiB are to be stored", param_hint="--nvme-folder"
+        )
+
+
+def _devices(device: str | None) -> list[torch.device]:
+    from monai_gds.storage import resolve_device
+
+    if device is not None:
+        return [resolve_device(device)]
+    return sorted({resolve_device("cpu"), resolve_device(None)}, key=str)
+
+
+def _asked(
+    methods: list[str] | None,
+    loop: int,
+    validate: bool,
+    block_size: int | None,
+    queue_depth: int | None,
+    tuned: Path | None,
+    *,
+    first: list[str],
+) -> Tensors:
+    from monai_gds.bench.tensor import Tensors
+    from monai_gds.storage import available_backends
+    from monai_gds.storage.deepnvme import Settings
+
+    known = [*first, *available_backends("cpu")]
+    for name in methods or []:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--method")
+    given = {"block_size": block_size, "queue_depth": queue_depth}
+    try:
+        Settings.chosen(tuned, given)
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
+    options = {name: value for name, value in {**given, "tuned": tuned}.items() if value is not None}
+    return Tensors(methods or known, loop, validate, options)
+
+
+def _run(
+    measure: Callable[[torch.device], Report], devices: Sequence[torch.device], as_json: bool, plot: Path | None
+) -> None:
+    from monai_gds.bench.report import emit, machine
+
+    reports = [measure(device) for device in devices]
+    emit(reports, as_json=as_json, plot=plot, about=machine(devices[-1]))

@@ -1,0 +1,109 @@
+"""What the commands share: where they print, their progress bars, and the options that several of them take.
+
+Importing this imports neither torch nor MONAI, and a command's module must not either before the command runs: the
+shell's completion and ``--help`` wait for the imports.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segments
+from rich.table import Table
+
+__all__ = [
+    "BackendOption",
+    "DeviceOption",
+    "JsonOption",
+    "PlotOption",
+    "console",
+    "errors",
+    "known_device",
+    "progress",
+    "progress_bar",
+    "say",
+    "show",
+]
+
+_WIDE = 100_000
+
+#: Standard output, for results.
+console = Console()
+
+#: Standard error, for everything else.
+errors = Console(stderr=True)
+
+
+def say(line: str, to: Console = console) -> None:
+    """Prints a line as it is: no markup, no colours, and not broken where the terminal ends."""
+    to.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def show(table: Table, to: Console = console) -> None:
+    """Prints a table. Where there is no terminal whose width it must fit, nothing in it is cut or broken."""
+    if to.is_terminal or to.is_jupyter:
+        to.print(table)
+        return
+    to.print(Segments(to.render(table, to.options.update(width=_WIDE))), soft_wrap=True)
+
+
+def progress(to: Console = errors) -> Progress:
+    """A display of bars that shows itself on a terminal or in a notebook, and nowhere else."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=to, transient=True, disable=not (to.is_terminal or to.is_jupyter))
+
+
+@contextmanager
+def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """One bar of :func:`progress`; gives the function to call with what is done, and with the total if that changes."""
+    with progress() as bars:
+        task = bars.add_task(what, total=total)
+
+        def update(done: int, total: int | None = None) -> None:
+            bars.update(task, completed=done, total=total)
+
+        yield update
+
+
+def known_device(name: str | None) -> str | None:
+    """Refuses a device that this machine does not have."""
+    if name is not None:
+        from monai_gds.storage import resolve_device
+
+        try:
+            resolve_device(int(name) if name.isdecimal() else name)
+        except ValueError as e:
+            raise typer.BadParameter(str(e)) from None
+    return name
+
+
+def _known_backend(name: str) -> str:
+    """Refuses a backend that does not exist; one that does not work here is found out when it is opened."""
+    if name != "auto":
+        from monai_gds.storage.registry import backend_names
+
+        if name not in backend_names():
+            raise typer.BadParameter(f"{name!r} is not one of auto, {', '.join(backend_names())}")
+    return name
+
+
+def _plot(path: Path | None) -> Path | None:
+    """Says now, and not behind minutes of measuring, that there is nothing to draw with."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'")
+    return path
+
+
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.", callback=known_device)
+]
+BackendOption = Annotated[str, typer.Option(help="How bytes are moved; see the README.", callback=_known_backend)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.", callback=_plot)]

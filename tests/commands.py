@@ -1,0 +1,41 @@
+"""Running the command ``monai-gds`` in this process, as a user would find it behind a pipe."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+
+import pytest
+
+from monai_gds.cli import main
+
+__all__ = ["Done", "run"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and what it printed."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        """Both, without the frames and line breaks of usage errors."""
+        return " ".join((self.stdout + self.stderr).replace("│", " ").split())
+
+
+def run(*arguments: object) -> Done:
+    """``monai-gds ARGUMENTS…``; what :func:`main` lets through is raised."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["monai-gds", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    return Done(code, out.getvalue(), err.getvalue())

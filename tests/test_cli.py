@@ -1,0 +1,311 @@
+"""All commands together: help with examples, exit codes, no traceback, silence behind a pipe, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+import monai_gds
+from monai_gds import cli
+from monai_gds.dataset import GDSDataset
+from monai_gds.errors import StorageError
+from monai_gds.terminal import progress_bar
+from tests.commands import Done, run
+from tests.machines import ROOT
+
+SMALL_DEMO = ["demo", "--volumes", "1", "--size", "24", "24", "24", "--crop", "16", "16", "16", "--epochs", "2"]
+
+
+def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command and group, by its words."""
+    command = command or typer.main.get_command(cli.app)
+    yield path, command
+    for name, below in sorted(getattr(command, "commands", {}).items()):
+        yield from commands(below, (*path, name))
+
+
+ALL = dict(commands())
+LEAVES = {path: command for path, command in ALL.items() if not hasattr(command, "commands")}
+
+
+def words(path: tuple[str, ...]) -> str:
+    return " ".join(("monai-gds", *path))
+
+
+def test_there_are_the_commands_that_the_readme_names() -> None:
+    named = re.findall(r"(?<=[`\s])monai-gds ((?:[a-z]+ ?)+)", (ROOT / "README.md").read_text())
+    assert named
+    for words_of_one in named:
+        path = tuple(words_of_one.split())
+        assert any(path[:length] in LEAVES for length in range(1, len(path) + 1)) or path in ALL, words_of_one
+
+
+@pytest.mark.parametrize("path", ALL, ids=words)
+def test_help_explains_and_shows_an_example(path: tuple[str, ...]) -> None:
+    done = run(*path, "--help")
+    assert done.exit_code == 0
+    assert done.stderr == ""
+    example = f"Example: {words(path)}"
+    assert example in done.output
+    assert len(done.output.split("Usage:")[1]) > len(example) + 100
+
+
+@pytest.mark.parametrize("path", ALL, ids=words)
+def test_the_example_is_of_this_command_and_its_options_exist(path: tuple[str, ...]) -> None:
+    command = ALL[path]
+    example = shlex.split(command.epilog.removeprefix("Example: monai-gds "))
+    assert tuple(example[: len(path)]) == path
+    named = next(ALL[tuple(example[:n])] for n in range(len(example), -1, -1) if tuple(example[:n]) in ALL)
+    known = {opt for param in named.params for opt in (*param.opts, *param.secondary_opts)}
+    assert {word for word in example if word.startswith("-")} <= known
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=words)
+def test_every_option_and_command_is_explained(path: tuple[str, ...]) -> None:
+    command = LEAVES[path]
+    assert command.help
+    unexplained = [p.name for p in command.params if p.param_type_name == "option" and not p.help]
+    assert not unexplained
+
+
+@pytest.mark.parametrize("path", ALL, ids=words)
+def test_wrong_usage_is_exit_code_2(path: tuple[str, ...]) -> None:
+    done = run(*path, "--no-such-option")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert "No such option" in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("path", [path for path in ALL if path not in LEAVES], ids=words)
+def test_a_group_alone_shows_its_help(path: tuple[str, ...]) -> None:
+    done = run(*path)
+    assert f"Usage: {words(path)}" in done.output
+    assert done.exit_code == 2
+    assert run(*path, "no-such-command").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, c in LEAVES.items() if any(p.name == "device" for p in c.params)], ids=words
+)
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta"])
+def test_a_device_that_is_not_there_is_wrong_usage(path: tuple[str, ...], device: str, tmp_path: Path) -> None:
+    if path == ("doctor",) and device == "cuda:99":
+        pytest.skip("the doctor looks at it and says so")
+    (tmp_path / "file").write_bytes(b"x")
+    more = {"load": ["--input-file", tmp_path / "file"], "store": ["--nvme-folder", tmp_path]}.get(path[-1], [])
+    done = run(*path, *more, "--device", device)
+    assert done.exit_code == 2, done.output
+    assert device in done.output
+
+
+def test_a_backend_that_does_not_exist_is_wrong_usage_and_one_that_does_not_work_is_a_failure() -> None:
+    assert run(*SMALL_DEMO, "--backend", "nvme").exit_code == 2
+    done = run(*SMALL_DEMO, "--backend", "kvikio", "--device", "cpu")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("monai-gds: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert "posix" in done.stderr
+
+
+@pytest.mark.parametrize("error", [StorageError("disk gone"), OSError(5, "Input/output error", "/x"), ValueError("no")])
+def test_errors_are_one_line_and_exit_code_1(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from monai_gds.cache import upkeep
+
+    def fail(_: Path) -> list[Path]:
+        raise error
+
+    monkeypatch.setattr(upkeep, "record_files", fail)
+    done = run("cache", "verify", tmp_path)
+    assert (done.exit_code, done.stdout, done.stderr) == (1, "", f"monai-gds: {error}\n")
+
+
+def test_an_error_of_ours_that_nobody_foresaw_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from monai_gds.cache import upkeep
+
+    monkeypatch.setattr(upkeep, "record_files", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        run("cache", "verify", tmp_path)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run("bench", "dataset", "--plot", tmp_path / "x.png")
+    assert done.exit_code == 1
+    assert "monai_gds[bench]" in done.stderr
+
+
+# Behind a pipe.
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from monai.transforms import Compose, EnsureTyped
+
+    folder = tmp_path_factory.mktemp("cache")
+    items = [{"image": np.full((1, 64, 64, 64), i, dtype=np.float32)} for i in range(3)]
+    dataset = GDSDataset(items, Compose([EnsureTyped("image")]), folder, device="cpu")
+    _ = [dataset[i] for i in range(3)]
+    dataset.close() if hasattr(dataset, "close") else None
+    return folder
+
+
+def as_a_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own whose output is piped."""
+    return subprocess.run(
+        [sys.executable, "-m", "monai_gds", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+def control_characters(text: str) -> set[str]:
+    return set(re.findall(r"[\x00-\x09\x0b-\x1f\x7f]", text))
+
+
+def test_demo_is_quiet_behind_a_pipe(tmp_path: Path) -> None:
+    done = as_a_user(*SMALL_DEMO, "--device", "cpu", "--keep", tmp_path / "new" / "folder")
+    assert done.returncode == 0, done.stderr
+    assert control_characters(done.stdout + done.stderr) == set()
+    assert "same volumes" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "prune"])
+def test_the_cache_commands_are_quiet_behind_a_pipe(cache: Path, command: str) -> None:
+    done = run("cache", command, cache)
+    assert done.exit_code == 0
+    assert done.stderr == ""
+    assert control_characters(done.stdout) == set()
+    assert re.search(r"[03] (records|files)", done.stdout)
+
+
+def test_names_are_whole_behind_a_pipe(cache: Path) -> None:
+    """A terminal's table folds them; who pipes wants to cut and grep."""
+    listed = run("cache", "ls", cache).stdout
+    for record in cache.glob("*.safetensors"):
+        assert record.name in listed
+
+
+@pytest.mark.parametrize("of", ["dataset", "tensor"])
+def test_benchmarks_print_json_and_nothing_else(of: str, tmp_path: Path) -> None:
+    small = {
+        "dataset": ["dataset", "--items", 1, "--side", 8, "--repeats", 1, "--only", "volumes"],
+        "tensor": ["tensor", "store", "--nvme-folder", tmp_path, "--mb-size", 1, "--loop", 1, "--method", "posix"],
+    }[of]
+    done = run("bench", *small, "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["reports"]
+    assert control_characters(done.stdout + done.stderr) == set()
+
+
+def on_a_terminal(code: str) -> str:
+    """What a program prints on a terminal, where its standard output is one, too."""
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    os.close(theirs)
+    printed = b""
+    while True:
+        try:
+            block = os.read(ours, 1 << 16)
+        except OSError:  # EIO is how a terminal ends
+            break
+        printed += block
+    os.close(ours)
+    assert child.wait(60) == 0
+    return printed.decode()
+
+
+def test_bars_are_shown_on_a_terminal_and_not_behind_a_pipe(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "from monai_gds.terminal import progress_bar\nwith progress_bar('checking', 3) as update: update(2)"
+    assert "checking" in on_a_terminal(code)
+    with progress_bar("checking", 3) as update:
+        update(2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_bars_are_shown_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    from monai_gds import terminal
+
+    monkeypatch.setattr(terminal.errors, "is_jupyter", True)
+    assert not terminal.progress().disable
+    monkeypatch.setattr(terminal.errors, "is_jupyter", False)
+    assert terminal.progress().disable
+
+
+# How it starts.
+
+
+def test_version_is_that_of_the_package() -> None:
+    done = run("--version")
+    assert (done.exit_code, done.stdout) == (0, f"monai-gds {monai_gds.__version__}\n")
+    assert as_a_user("--version").stdout == done.stdout
+
+
+def test_starting_imports_neither_torch_nor_monai() -> None:
+    """What completion and --help wait for; the package's own ``__init__`` is left out of it."""
+    code = f"""
+import sys, types
+bare = types.ModuleType("monai_gds")
+bare.__path__ = [{str(ROOT / "monai_gds")!r}]
+sys.modules["monai_gds"] = bare
+import monai_gds.cli
+slow = {{"torch", "monai", "numpy", "safetensors", "nibabel"}} & set(sys.modules)
+sys.exit(f"imported: {{slow}}" if slow else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def complete(line: str, shell: str) -> str:
+    """What the shell is told when the user presses the tabulator behind ``line``."""
+    environment = {
+        "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)},
+        "zsh": {"_TYPER_COMPLETE_ARGS": line},
+        "fish": {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    code = "from monai_gds.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, **environment, "_MONAI_GDS_COMPLETE": f"complete_{shell}", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands_and_options(shell: str) -> None:
+    assert "cache" in complete("monai-gds ca", shell)
+    assert "verify" in complete("monai-gds cache ver", shell)
+    assert "--measure" in complete("monai-gds doctor --me", shell)
+
+
+def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
+    environment = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = as_a_user("--show-completion", "bash", **environment)
+    assert shown.returncode == 0, shown.stderr
+    assert "complete" in shown.stdout
+    installed = as_a_user("--install-completion", "bash", **environment)
+    assert installed.returncode == 0, installed.stderr
+    assert any(path.is_file() and "complet" in path.read_text() for path in tmp_path.rglob("*"))
+
+
+def test_done_joins_what_was_printed() -> None:
+    assert Done(0, "│ a\n│ b", "\nc").output == "a b c"
