@@ -11,6 +11,9 @@ EXTRAS ?=
 DEMO ?=
 PYTEST ?=
 
+# DeepNVMe's operators are compiled once, into the ignored folder of builds.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.build/torch_extensions
+
 comma := ,
 bin := $(VENV)/bin
 pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -20,7 +23,7 @@ pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if 
 demo: $(VENV)/.core
 	$(bin)/monai-gds demo $(DEMO)
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(VENV)/.deepnvme
 	$(bin)/python -m pytest $(PYTEST)
 
 test-nvme: $(VENV)/.test
@@ -37,6 +40,10 @@ $(VENV)/.core: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.core
 	$(pip_install) -e .[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]
+	touch $@
+
+$(VENV)/.deepnvme: $(VENV)/.test monai_gds/storage/deepnvme_build.py monai_gds/storage/deepnvme_results.h
+	$(bin)/python tools/prepare_deepnvme.py
 	touch $@
 
 clean:

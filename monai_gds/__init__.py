@@ -1,31 +1,37 @@
 """monai_gds: MONAI datasets whose cache moves at the speed of the drive and the link.
 
 ``GDSDataset`` is a drop-in for MONAI's ``PersistentDataset`` and ``GDSDataset``. ARCHITECTURE.md says where things are.
+
+Nothing is imported before it is used: MONAI and torch take seconds, which neither ``monai-gds --help`` nor a helper
+process should wait for.
 """
 
-from importlib.metadata import version as _version
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
-from monai_gds.blockmap import BlockMap
-from monai_gds.cache.tree import register_type
-from monai_gds.dataset import GDSDataset
-from monai_gds.errors import (
-    BackendUnavailable,
-    BlockMapError,
-    CacheWarning,
-    DamagedRecord,
-    FileChanged,
-    HashingError,
-    MonaiGdsError,
-    NewerRecord,
-    NotMappable,
-    RecordError,
-    StorageError,
-    UnsupportedType,
-)
-from monai_gds.loader import GDSDataLoader
-from monai_gds.storage import available_backends, open_storage
+if TYPE_CHECKING:
+    from monai_gds.blockmap import BlockMap
+    from monai_gds.cache.tree import register_type
+    from monai_gds.dataset import GDSDataset
+    from monai_gds.errors import (
+        BackendUnavailable,
+        BlockMapError,
+        CacheWarning,
+        DamagedRecord,
+        FileChanged,
+        HashingError,
+        MonaiGdsError,
+        NewerRecord,
+        NotMappable,
+        RecordError,
+        StorageError,
+        UnsupportedType,
+    )
+    from monai_gds.loader import GDSDataLoader
+    from monai_gds.storage import available_backends, open_storage
 
-__version__ = _version("monai_gds")
+    __version__: str
 
 __all__ = [
     "BackendUnavailable",
@@ -48,3 +54,32 @@ __all__ = [
     "open_storage",
     "register_type",
 ]
+
+#: Where the public names are; those that are not here are errors.
+_HOMES = {
+    "BlockMap": "blockmap",
+    "GDSDataLoader": "loader",
+    "GDSDataset": "dataset",
+    "available_backends": "storage",
+    "open_storage": "storage",
+    "register_type": "cache.tree",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    """Imports a public name when it is first asked for (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: _Any
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("monai_gds")
+    else:
+        value = getattr(_import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,12 +10,14 @@ destination) and returns the operation that is timed. Besides ``python`` the met
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
+import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +30,7 @@ from monai_gds.bench.report import Report, Row
 from monai_gds.errors import MonaiGdsError, StorageError
 from monai_gds.storage import FileId, Read, Storage, available_backends, open_storage
 
-__all__ = ["LOADS", "STORES", "Job", "Tensors", "cached", "load", "store"]
+__all__ = ["GRID", "LOADS", "STORES", "Job", "Tensors", "cached", "load", "store", "tune"]
 
 _PIECE = 8 << 20
 
@@ -257,6 +259,93 @@ def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Re
         return Row(method, tuple(rates[1:]), notes={heading: _in_words(shares[1:])})
 
     return _report(f"store, {device.type.upper()} tensor, {nbytes / 2**20:.0f} MiB", device, asked, one)
+
+
+#: What :func:`tune` tries: every combination. DeepSpeed's ds_nvme_tune has these, and transfers of 1 and 8 MiB only.
+GRID: dict[str, Sequence[Any]] = {
+    "block_size": (256 << 10, 1 << 20, 8 << 20),
+    "queue_depth": (8, 32, 128),
+    "single_submit": (False, True),
+    "intra_op_parallelism": (1, 2, 4, 8),
+}
+
+
+def tune(
+    folder: Path,
+    nbytes: int,
+    device: torch.device,
+    loop: int,
+    progress: Callable[[int, int], None],
+    grid: Mapping[str, Sequence[Any]] | None = None,
+) -> tuple[list[Report], dict[str, Any]]:
+    """Stores and loads a tensor with every combination of the ``deepnvme`` backend's settings.
+
+    Args:
+        folder: on the drive to tune for.
+        nbytes: of the tensor.
+        device: where it is.
+        loop: how often each combination is timed; all are tried once before any is tried again.
+        progress: called with what is done, and what there is to do.
+        grid: the values of each setting; default: :data:`GRID`.
+
+    Returns:
+        The tables of loads and stores, the combination first that has the greatest sum of both medians, and that one's
+        settings.
+
+    Raises:
+        BackendUnavailable: the backend does not work here.
+        StorageError: no combination works.
+    """
+    grid = grid or GRID
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    rates: list[tuple[list[float], list[float]]] = [([], []) for _ in combinations]
+    reasons = [""] * len(combinations)
+    tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+    for turn in range(loop):
+        for number, settings in enumerate(combinations):
+            progress(turn * len(combinations) + number, loop * len(combinations))
+            if reasons[number]:
+                continue
+            try:
+                stored, loaded = _store_and_load(folder, tensor, settings)
+            except StorageError as e:
+                reasons[number] = str(e)
+                continue
+            rates[number][0].append(loaded)
+            rates[number][1].append(stored)
+
+    def both(number: int) -> float:
+        return sum(statistics.median(r) if r else 0.0 for r in rates[number])
+
+    order = sorted(range(len(combinations)), key=both, reverse=True)
+    if reasons[order[0]]:
+        raise StorageError(reasons[order[0]])
+    reports = []
+    for which, verb in enumerate(("load", "store")):
+        rows = [Row(_named(combinations[n]), tuple(rates[n][which]), reasons[n]) for n in order]
+        reports.append(Report(f"{verb}, {device.type.upper()} tensor, {nbytes / 2**20:.0f} MiB", "GB/s", rows))
+    return reports, combinations[order[0]]
+
+
+def _store_and_load(folder: Path, tensor: torch.Tensor, settings: Mapping[str, Any]) -> tuple[float, float]:
+    """GB/s of both, with an untimed one of each before."""
+    storage = open_storage("deepnvme", tensor.device, **settings)
+    try:
+        with tempfile.TemporaryDirectory(prefix="monai-gds-tensor-", dir=folder) as private:
+            path = Path(private) / "tensor.bin"
+            job = Job(path, tensor.device, tensor.numel(), tensor, storage)
+            seconds = [0.0, 0.0]
+            for _ in range(2):
+                path.unlink(missing_ok=True)
+                seconds[0], _nothing = _timed(store_storage(job), tensor.device)
+                seconds[1], _loaded = _timed(load_storage(job), tensor.device)
+    finally:
+        storage.close()
+    return tensor.numel() / seconds[0] / 1e9, tensor.numel() / seconds[1] / 1e9
+
+
+def _named(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _report(title: str, device: torch.device, asked: Tensors, one: Callable[[str, Storage | None], Row]) -> Report:

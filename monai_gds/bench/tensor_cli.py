@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from monai_gds.terminal import JsonOption, PlotOption, known_device
+from monai_gds.terminal import DeviceOption, JsonOption, PlotOption, known_device, progress_bar, say
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,28 @@ def store_command(
     devices = _devices(device)
     asked = _asked(method, loop, validate, block_size, queue_depth, tuned, first=list(STORES))
     _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), devices, as_json, plot)
+
+
+@app.command("tune", epilog="Example: monai-gds bench tensor tune --nvme-folder /mnt/nvme > tuned.json")
+def tune_command(
+    nvme_folder: Annotated[Path, typer.Option(exists=True, file_okay=False, help="A folder on the drive to tune for.")],
+    mb_size: Annotated[int, typer.Option(min=1, help="MiB of the tensor.")] = 256,
+    loop: _LoopOption = 3,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """DeepNVMe's settings for a drive: tries all, and prints the best last, as ds_nvme_tune does, for --tuned."""
+    from monai_gds.bench.report import emit, machine
+    from monai_gds.bench.tensor import tune
+    from monai_gds.storage import resolve_device
+
+    _check_folder(nvme_folder, mb_size << 20)
+    target = resolve_device(device)
+    with progress_bar("tuning") as progress:
+        reports, best = tune(nvme_folder, mb_size << 20, target, loop, progress)
+    emit(reports, as_json=as_json, plot=None, about={**machine(target), "best": best} if as_json else machine(target))
+    if not as_json:
+        say(json.dumps({"aio": best}))
 
 
 def _check_folder(folder: Path, nbytes: int) -> None:

@@ -51,7 +51,8 @@ class Settings:
         block_size: bytes of one transfer, a multiple of 4096.
         queue_depth: transfers in flight, each thread of a handle.
         single_submit: one system call a transfer instead of one for many.
-        overlap_events: submit the next transfer as soon as one has finished instead of when all have.
+        overlap_events: submit the next transfer as soon as one has finished instead of when all have. Off by default:
+            DeepSpeed then fills its control blocks anew while the kernel is still at work for them.
         intra_op_parallelism: threads among which one operation is divided.
 
     Raises:
@@ -61,7 +62,7 @@ class Settings:
     block_size: int = 1 << 20
     queue_depth: int = 32
     single_submit: bool = False
-    overlap_events: bool = True
+    overlap_events: bool = False
     intra_op_parallelism: int = 1
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from monai_gds.bench import tensor
 from monai_gds.bench.tensor import Tensors, cached, load, store
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import available_backends
+from monai_gds.storage.deepnvme import Settings
 from monai_gds.storage.posix import PosixStorage
 from tests import commands
 from tests.commands import Done
@@ -196,3 +197,34 @@ def test_a_plot(file: Path, tmp_path: Path) -> None:
     result = run("load", "--input-file", file, "--device", "cpu", "--method", "python", "--loop", 1, "--plot", out)
     assert result.exit_code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+class TestTune:
+    @pytest.fixture(autouse=True)
+    def deepnvme(self) -> None:
+        found = available_backends("cpu")["deepnvme"]
+        if not found:
+            pytest.skip(f"{found.reason}; {found.remedy}")
+
+    def test_the_best_comes_first_and_can_be_passed_on(
+        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        grid = {"block_size": (1 << 20, 4096), "queue_depth": (32,), "intra_op_parallelism": (1, 2)}
+        monkeypatch.setattr(tensor, "GRID", grid)
+        done = run("tune", "--nvme-folder", tmp_path, "--mb-size", 8, "--loop", 2)
+        assert done.exit_code == 0, done.output
+        (tmp_path / "tuned.json").write_text(done.stdout)
+        assert sorted(os.listdir(tmp_path)) == ["input.bin", "tuned.json"]
+        settings = Settings.tuned(tmp_path / "tuned.json")
+        first = next(line for line in done.stdout.splitlines() if "block_size" in line)
+        assert f"block_size {settings.block_size}, queue_depth 32, intra_op_parallelism" in first
+        got = rows(run("load", "--input-file", file, "--method", "deepnvme", "--tuned", tmp_path / "tuned.json",
+                       "--device", "cpu", "--json"))  # fmt: skip
+        assert got["deepnvme"]["samples"]
+
+    def test_what_does_not_work_says_why_and_the_rest_is_tried(self, tmp_path: Path) -> None:
+        grid = {"block_size": (4096,), "queue_depth": (8, 500_000), "intra_op_parallelism": (1,)}
+        (loads, _), best = tensor.tune(tmp_path, 1 << 20, CPU, 1, lambda *_: None, grid)
+        assert best["queue_depth"] == 8
+        assert [bool(row.samples) for row in loads.rows] == [True, False]
+        assert "queue" in loads.rows[1].reason

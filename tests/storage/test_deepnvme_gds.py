@@ -38,7 +38,7 @@ def need_cufile(folder: Path) -> None:
 class WithHelper(StorageContract):
     """What both runs of the contract need."""
 
-    reads_while_closing = 4  # a close ends the helper, and the next read starts another
+    reads_while_closing = 2  # a close ends the helper, and the next read starts another
 
     @pytest.fixture
     def stable_descriptors(self, storage: Storage, blob: Path) -> Iterator[None]:
