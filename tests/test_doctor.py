@@ -231,7 +231,10 @@ def test_without_udev_its_entry_can_be_made_as_the_remedy_says(laid: Laid) -> No
     found = laid.findings(answers())["udev"]
     assert found.status is Status.MISSING
     assert "refuses" in found.found
-    command = found.remedy.removeprefix("as root: ").replace("/run/udev", f"{laid.root}/run/udev")
+    assert found.remedy.startswith("of use once there is nvidia-fs or P2PDMA: as root: ")
+    laid.file("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
+    remedy = laid.findings(answers())["udev"].remedy
+    command = remedy.removeprefix("as root: ").replace("/run/udev", f"{laid.root}/run/udev")
     subprocess.run(command, shell=True, check=True)
     assert laid.findings(answers())["udev"].status is Status.OK
 
@@ -306,7 +309,11 @@ def test_p2pdma_says_each_thing_that_is_missing(laid: Laid) -> None:
     laid.file("etc/cufile.json", '{"properties": {\n // "use_pci_p2pdma": true\n}}')
     assert "use_pci_p2pdma" in laid.findings(answers())["p2pdma"].remedy
     laid.environment["CUFILE_USE_PCIP2PDMA"] = "true"
-    assert laid.findings(answers())["p2pdma"].status is Status.OK
+    found = laid.findings(answers())["p2pdma"]
+    assert found.status is Status.OK
+    assert "KVIKIO_COMPAT_MODE=OFF" in found.remedy
+    laid.environment["KVIKIO_COMPAT_MODE"] = "off"
+    assert laid.findings(answers())["p2pdma"].remedy == ""
 
 
 def test_what_cufile_did_when_it_was_tried(laid: Laid) -> None:
