@@ -1,6 +1,7 @@
 # make demo   sets up and runs the main job on the CPU (or on a GPU: make demo EXTRAS=cuda12 CONSTRAINTS=)
 # make test   sets up and runs the tests
 # make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too)
+# make test-package  sdist and wheel, built, installed into an environment of their own, and tried there
 # make lint   ruff and mypy
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ comma := ,
 bin := $(VENV)/bin
 pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: demo test test-nvme lint clean
+.PHONY: demo test test-nvme test-package lint clean
 
 demo: $(VENV)/.core
 	$(bin)/monai-gds demo $(DEMO)
@@ -28,6 +29,9 @@ test: $(VENV)/.test $(VENV)/.deepnvme
 
 test-nvme: $(VENV)/.test
 	$(bin)/python tests/nvme/run.py $(PYTEST)
+
+test-package: $(VENV)/.test
+	CONSTRAINTS=$(abspath $(CONSTRAINTS)) $(bin)/python tests/package/run.py
 
 lint: $(VENV)/.test
 	$(bin)/ruff check . && $(bin)/ruff format --check . && $(bin)/mypy

@@ -187,11 +187,15 @@ def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterato
         for name in ("nvidia-fs", "p2pdma", "udev", "cufile"):
             yield Finding(name, Status.UNUSED, "of use with a GPU only")
         return
-    yield nvidia_fs(machine)
-    yield p2pdma(machine, place)
-    entry = udev(machine, place)
-    yield entry
-    yield cufile(answers.get("cufile"), place, entry)
+    module, peers = nvidia_fs(machine), p2pdma(machine, place)
+    entry = udev(machine, place, direct=_goes_straight(machine, place))
+    yield from (module, peers, entry)
+    yield cufile(answers.get("cufile"), machine, place, entry)
+
+
+def _goes_straight(machine: Machine, place: Place) -> bool:
+    """Whether cuFile has a way to the GPU that leaves the host's memory out: without one it is of no use here."""
+    return machine.nvidia_fs is not None or not machine.lacks_for_p2pdma(place)
 
 
 def nvidia_fs(machine: Machine) -> Finding:
@@ -212,12 +216,21 @@ def p2pdma(machine: Machine, place: Place) -> Finding:
     lacking = machine.lacks_for_p2pdma(place)
     details = {"lacks": [{"what": what, "remedy": remedy} for what, remedy in lacking]}
     if not lacking:
-        return Finding("p2pdma", Status.OK, "nothing that NVIDIA's guide asks for is missing", "", details)
+        return Finding(
+            "p2pdma", Status.OK, "nothing that NVIDIA's guide asks for is missing", _ask_for(machine), details
+        )
     what = "it lacks " + ", ".join(what for what, _ in lacking)
     return Finding("p2pdma", Status.MISSING, what, "; ".join(remedy for _, remedy in lacking), details)
 
 
-def udev(machine: Machine, place: Place) -> Finding:
+def _ask_for(machine: Machine) -> str:
+    """How the kvikio backend is made to take cuFile without nvidia-fs; empty where it takes it already."""
+    if machine.nvidia_fs is not None or machine.environment.get("KVIKIO_COMPAT_MODE", "").upper() in ("OFF", "0"):
+        return ""
+    return "the kvikio backend takes it when KVIKIO_COMPAT_MODE=OFF is set"
+
+
+def udev(machine: Machine, place: Place, *, direct: bool) -> Finding:
     """udev's entry of the drive, without which libcufile refuses its files."""
     if not place.number:
         kind = place.mount.kind if place.mount else "this file system"
@@ -231,6 +244,8 @@ def udev(machine: Machine, place: Place) -> Finding:
     remedy = _entry_by_hand(place)
     if machine.container:
         remedy = f"start it with --volume /run/udev:/run/udev:ro; or {remedy}"
+    if not direct:
+        remedy = f"of use once there is nvidia-fs or P2PDMA: {remedy}"
     return Finding("udev", Status.MISSING, f"{missing}, so cuFile refuses files there", remedy, details)
 
 
@@ -240,7 +255,7 @@ def _entry_by_hand(place: Place) -> str:
     return f"as root: mkdir -p /run/udev/data && printf '{lines}' > /run/udev/data/b{place.number}"
 
 
-def cufile(answer: Answer | None, place: Place, entry: Finding) -> Finding:
+def cufile(answer: Answer | None, machine: Machine, place: Place, entry: Finding) -> Finding:
     """Whether cuFile takes files in this directory, tried."""
     if answer is None:
         return Finding("cufile", Status.MISSING, "not tried: that needs KvikIO, and a directory that takes files")
@@ -259,9 +274,10 @@ def cufile(answer: Answer | None, place: Place, entry: Finding) -> Finding:
     compatible = any("compat" in line.lower() for line in log)
     details["compatibility_mode"] = compatible
     if compatible:
-        remedy = "for the direct way: nvidia-fs or P2PDMA, see above"
-        return Finding("cufile", Status.NOTE, "it takes files here, in its compatibility mode", remedy, details)
-    return Finding("cufile", Status.OK, "it takes files here, and logs no compatibility mode", "", details)
+        found = "it takes files here, but in its compatibility mode, through host memory"
+        return Finding("cufile", Status.NOTE, found, "for the direct way: nvidia-fs or P2PDMA, see above", details)
+    found = "it takes files here, and logs no compatibility mode"
+    return Finding("cufile", Status.OK, found, _ask_for(machine), details)
 
 
 def libxnvme(answers: Answers) -> Finding:
@@ -336,7 +352,7 @@ def container(machine: Machine, place: Place, answers: Answers) -> Finding:
 def _missing_options(machine: Machine, place: Place, has_gpu: bool) -> Iterable[str]:
     if not has_gpu and machine.driver:
         yield "--gpus=all"
-    if has_gpu and machine.udev_entry("") is None:
+    if has_gpu and _goes_straight(machine, place) and machine.udev_entry("") is None:
         yield "--volume /run/udev:/run/udev:ro"
     if machine.nvidia_fs and not machine.nvidia_fs_nodes:
         yield "--env NVIDIA_GDS=enabled"
