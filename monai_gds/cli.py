@@ -5,11 +5,13 @@ Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage.
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -21,6 +23,9 @@ from monai_gds.doctor.cli import app as doctor_app
 from monai_gds.errors import MonaiGdsError
 from monai_gds.pack_cli import app as pack_app
 from monai_gds.terminal import BackendOption, DeviceOption, console, errors, progress_bar, say, show
+
+if TYPE_CHECKING:
+    from monai_gds.dataset import GDSDataset
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -140,6 +145,43 @@ def cache_prune(
             found.path.unlink(missing_ok=True)
     verb = "to delete" if dry_run else "deleted"
     say(f"{len(doomed)} files, {freed / 1e6:.1f} MB {verb}")
+
+
+@cache_app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset --num-workers 8")
+def cache_warm(
+    function: Annotated[str, typer.Argument(help="module:function; it is called and returns a GDSDataset.")],
+    num_workers: Annotated[int, typer.Option(min=0, help="Processes that compute items; 0: this one.")] = 0,
+    progress: Annotated[bool, typer.Option(help="Show a bar, where there is a terminal.")] = True,
+) -> None:
+    """Computes every item of a dataset that is not cached yet; after a kill it goes on where it was.
+
+    Modules are looked for in the working directory first. Exit code 1 when items failed; they are named.
+    """
+    done = _dataset_from(function).populate(num_workers, progress)
+    say(f"{done.computed} items computed, {done.cached} were cached already")
+
+
+def _dataset_from(function: str) -> GDSDataset:
+    """Imports ``module:function``, calls it, and checks what it returns."""
+    module, colon, name = function.partition(":")
+    if not (module and colon and name):
+        raise typer.BadParameter(f"{function!r} is not of the form module:function", param_hint="FUNCTION")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+            raise  # the module is there, and imports one that is not
+        raise typer.BadParameter(f"no module {e.name!r} in {os.getcwd()} or installed", param_hint="FUNCTION") from None
+    if not callable(make):
+        raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
+    dataset = make()
+    from monai_gds.dataset import GDSDataset
+
+    if not isinstance(dataset, GDSDataset):
+        kind = type(dataset).__name__
+        raise typer.BadParameter(f"{function} returned a {kind}, not a GDSDataset", param_hint="FUNCTION")
+    return dataset
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -19,12 +19,14 @@ from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
-from monai_gds.cache.directory import CacheDirectory, Verify, prepare
+from monai_gds.cache.directory import CacheDirectory, Verify, explain, prepare
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.key import Key, KeyMaker
 from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
 from monai_gds.cache.writer import process_writer
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import CacheWarning, FileChanged, NotSaved
+from monai_gds.populate import Populated, populate
+from monai_gds.ranks import Ranks
 from monai_gds.storage import choose_backend, open_storage, resolve_device
 from monai_gds.transforms import Split
 
@@ -218,6 +220,93 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     def caches(self) -> bool:
         """Whether there is a cache directory, and something to cache before the first random transform."""
         return self.cache_dir is not None and bool(self._split_now().deterministic)
+
+    # Filling the cache ahead of training
+
+    def populate(
+        self,
+        num_workers: int = 0,
+        progress: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> Populated:
+        """Runs the deterministic transforms over every item that is not cached yet.
+
+        Records are published one by one: after a kill, call it again and it goes on. An item that fails is reported at
+        the end and does not stop the others.
+
+        Workers are forked while CUDA is not initialised, else spawned, and threads (with a warning) where the dataset
+        cannot be pickled. Transforms that use CUDA themselves need ``num_workers=0`` or an initialised CUDA.
+
+        Under torch.distributed every rank must call this: they share the items out, each waits until all have done
+        theirs, however long that takes, and what fails on one is raised by all. For cache directories that are local
+        to a node, give its local rank and world size.
+
+        Args:
+            num_workers: processes that compute items; 0 computes in this one.
+            progress: shows a bar on rank 0, where there is a terminal or a notebook.
+            rank: this process's; default: torch.distributed's where it is initialised, else 0.
+            world_size: how many processes share the items; default: torch.distributed's where it is initialised, else
+                1. With 1 the process waits for no other.
+
+        Returns:
+            How many items were cached already and how many were computed, on all ranks together.
+
+        Raises:
+            PopulateError: items failed, or another rank did; all items that did not fail are cached.
+            NotSaved: the cache directory takes no more.
+            WorkerDied: a worker was killed; what was finished is cached.
+            ValueError: there is no ``cache_dir``, or an argument is out of range.
+        """
+        if self.cache_dir is None:
+            raise ValueError("there is no cache to fill: the dataset was made with cache_dir=None")
+        ranks = Ranks(rank, world_size)
+        if not self.caches:
+            return Populated(0, 0)  # of which the user has been warned
+        self.flush()  # other processes do not know what waits to be saved here
+        return populate(self._for_saving(), num_workers, progress, ranks)
+
+    def _for_saving(self) -> GDSDataset:
+        """This dataset for a process that only makes records, which are the same for every target device."""
+        view = copy(self)
+        if self.device.type != "cpu":
+            view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
+        return view
+
+    def _is_cached(self, index: int) -> bool:
+        """Whether an item has a record; only its header is read."""
+        cache, key = self._place(self.data[index])
+        return cache.holds(key.digest)
+
+    def _save(self, index: int) -> bool:
+        """Sees to it that an item has a record.
+
+        Returns:
+            Whether it had to be computed.
+
+        Raises:
+            NotSaved: the record cannot be written.
+            FileChanged: a file that the item names changed while it was computed.
+            Exception: what the transforms raise.
+        """
+        item = self.data[index]
+        cache, key = self._place(item)
+        if cache.holds(key.digest):
+            return False
+        encoded = encode_item(self._compute(item))
+        if self._place(item)[1] != key:
+            raise FileChanged(f"a file that item {index} names changed while it was computed: populate again")
+        try:
+            cache.save(key, encoded)
+        except OSError as e:
+            raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {explain(e)}") from e
+        return True
+
+    def _place(self, item: Any) -> tuple[CacheDirectory, Key]:
+        self._split_now()
+        cache = self._cache()
+        assert cache is not None and self._state.keys is not None, "who asks has made sure that items are cached"
+        return cache, self._state.keys(item)
 
     # The cache
 

@@ -1,4 +1,4 @@
-"""Every error and warning the package raises on its own account. Importing this file imports nothing else.
+"""Every error and warning the package raises on its own account. Importing this file imports no library.
 
 Each error also derives from the built-in exception a caller would expect (``TypeError``, ``OSError``…), so code that
 does not know this package can still handle it.
@@ -6,21 +6,28 @@ does not know this package can still handle it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 __all__ = [
     "BackendUnavailable",
     "BlockMapError",
     "BrokenImage",
     "CacheWarning",
     "DamagedRecord",
+    "FailedItem",
     "FileChanged",
     "HashingError",
     "ImageListError",
     "MonaiGdsError",
     "NewerRecord",
     "NotMappable",
+    "NotSaved",
+    "PopulateError",
     "RecordError",
     "StorageError",
     "UnsupportedType",
+    "WorkerDied",
 ]
 
 
@@ -88,6 +95,19 @@ class NotMappable(StorageError):
         >>> BlockMap.build("/sys/kernel")
         Traceback (most recent call last):
         monai_gds.errors.NotMappable: [Errno 95] cannot be read from its device: it is on a sysfs file system: only ...
+    """
+
+
+class NotSaved(StorageError):
+    """A record cannot be written (full or read-only disk, no permission); the message says what to do.
+
+    An epoch warns of it and goes on; only who fills a cache and does nothing else is stopped by it.
+
+    Example:
+        >>> from monai_gds import NotSaved
+        >>> raise NotSaved("nothing more can be cached in /nvme/cache: No space left on device (free some space)")
+        Traceback (most recent call last):
+        monai_gds.errors.NotSaved: nothing more can be cached in /nvme/cache: No space left on device...
     """
 
 
@@ -196,6 +216,65 @@ class BrokenImage(MonaiGdsError, ValueError):
 
     def __reduce__(self) -> tuple[type[BrokenImage], tuple[str, str]]:
         return type(self), (self.path, self.why)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class FailedItem:
+    """An item of a dataset whose record could not be made.
+
+    Attributes:
+        index: of the item in ``dataset.data``.
+        path: the file that the item names first, or the item itself in short where it names none.
+        error: type and message of what was raised, and of what caused it.
+
+    Example:
+        >>> from monai_gds import FailedItem
+        >>> FailedItem(3, "/data/case_3.nii.gz", "RuntimeError: ...").index
+        3
+    """
+
+    index: int
+    path: str
+    error: str
+
+
+class PopulateError(MonaiGdsError, RuntimeError):
+    """A cache was not filled: items failed, or a rank did not come to its end.
+
+    Every item that did not fail is cached, but for those of such a rank.
+
+    Attributes:
+        failures: all the items that failed, in the order of their indices; the message names the first ten.
+
+    Example:
+        >>> from monai.transforms import Compose, LoadImaged
+        >>> from monai_gds import GDSDataset, PopulateError
+        >>> items = [{"image": "/no/such/file.nii"}]
+        >>> try:
+        ...     GDSDataset(items, Compose([LoadImaged("image")]), "cache", device="cpu").populate()
+        ... except PopulateError as e:
+        ...     print([(failure.index, failure.path) for failure in e.failures])
+        [(0, '/no/such/file.nii')]
+    """
+
+    def __init__(self, message: str, failures: Sequence[FailedItem] = ()) -> None:
+        super().__init__(message)
+        self.failures = list(failures)
+
+    def __reduce__(self) -> tuple[type[PopulateError], tuple[str, list[FailedItem]]]:
+        return type(self), (str(self), self.failures)
+
+
+class WorkerDied(MonaiGdsError, RuntimeError):
+    """A worker process ended without an answer: killed by a signal or for want of memory, or crashed.
+
+    Example:
+        >>> import os, signal
+        >>> from monai_gds.workers import Workers
+        >>> with Workers(lambda number: os.kill(os.getpid(), number), 1, "fork") as workers:
+        ...     print(type(workers.submit(signal.SIGKILL).exception()).__name__)
+        WorkerDied
+    """
 
 
 class CacheWarning(UserWarning):

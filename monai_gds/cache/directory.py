@@ -33,7 +33,17 @@ from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged, RecordError
 from monai_gds.storage import FileId, Pending, Storage
 
-__all__ = ["SUFFIX", "CacheDirectory", "PendingItem", "Verify", "abandoned", "prepare", "read_record", "records"]
+__all__ = [
+    "SUFFIX",
+    "CacheDirectory",
+    "PendingItem",
+    "Verify",
+    "abandoned",
+    "explain",
+    "prepare",
+    "read_record",
+    "records",
+]
 
 SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
@@ -201,6 +211,18 @@ class CacheDirectory:
         process_writer().wait_for(path)
         return self._start(path)
 
+    def holds(self, digest: str) -> bool:
+        """Whether there is a record with a sound header; its data is not read. A damaged one is reported."""
+        path = self.record_path(digest)
+        try:
+            read_record(path, self._storage)
+        except FileNotFoundError:
+            return False
+        except (RecordError, OSError) as e:
+            self.report_unusable(path, e)
+            return False
+        return True
+
     def reread(self, path: str, tries: int, error: FileChanged) -> Any:
         """Reads a record anew that was replaced while it was read; results as of :meth:`PendingItem.wait`."""
         pending = self._restart(path, tries, error)
@@ -282,32 +304,42 @@ class CacheDirectory:
     # Writing
 
     def publish(self, key: Key, item: EncodedItem) -> bool:
-        """Writes a record and makes it visible whole. A failure is reported once a kind, and leaves nothing behind.
+        """Saves a record where that is possible; a failure is reported once a kind.
+
+        Args and what is left after a failure as for :meth:`save`.
+
+        Returns:
+            Whether the record is there now.
+        """
+        try:
+            self.save(key, item)
+        except OSError as e:
+            self._warn(e.errno, f"nothing more is cached in {self.path} while this lasts: {explain(e)}")
+            return False
+        return True
+
+    def save(self, key: Key, item: EncodedItem) -> None:
+        """Writes a record and makes it visible whole. A failure leaves nothing behind.
 
         Args:
             key: the item's key.
             item: the item taken apart; must not change until this returns.
 
-        Returns:
-            Whether the record is there now.
+        Raises:
+            OSError: disk full, read-only, no permission, input/output error.
         """
         buffers = pack_record(item, key.ingredients())
         target = self.record_path(key.digest)
+        temporary = self._temporary(key.digest)
         try:
-            temporary = self._temporary(key.digest)
-            try:
-                self._storage.write(temporary, buffers, durable=self._durable)
-                os.rename(temporary, target)
-            except BaseException:
-                _remove(temporary)
-                raise
-            self._forget(target)
-            if self._durable:
-                _sync_directory(self.path)
-        except OSError as e:
-            self._warn(e.errno, f"nothing more is cached in {self.path} while this lasts: {_explain(e)}")
-            return False
-        return True
+            self._storage.write(temporary, buffers, durable=self._durable)
+            os.rename(temporary, target)
+        except BaseException:
+            _remove(temporary)
+            raise
+        self._forget(target)
+        if self._durable:
+            _sync_directory(self.path)
 
     def publish_behind(self, key: Key, item: EncodedItem) -> None:
         """As :meth:`publish`, in the background; waits only while too much is waiting to be written.
@@ -347,7 +379,7 @@ def prepare(path: str | os.PathLike[str]) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as e:
-        warnings.warn(f"cache_dir={path!r} cannot be made, so nothing is cached: {_explain(e)}", CacheWarning, 2)
+        warnings.warn(f"cache_dir={path!r} cannot be made, so nothing is cached: {explain(e)}", CacheWarning, 2)
         return
     for temporary in abandoned(path):
         _remove(temporary)
@@ -419,6 +451,7 @@ def _sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def _explain(error: OSError) -> str:
+def explain(error: OSError) -> str:
+    """An error of the disk in words, with what to do about it."""
     advice = _ADVICE.get(error.errno)
     return f"{error}" + (f" ({advice})" if advice else "")

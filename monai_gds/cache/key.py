@@ -19,7 +19,7 @@ from typing import Any
 import monai
 import numpy as np
 
-__all__ = ["Key", "KeyMaker", "source_stat"]
+__all__ = ["Key", "KeyMaker", "source_stat", "strings"]
 
 #: What is known of a source file: (size, mtime_ns); of a folder, (entries, a hash of their names, sizes and mtimes).
 Stat = tuple[int, int]
@@ -96,7 +96,7 @@ class KeyMaker:
         return found
 
     def _hash(self, item: Any) -> tuple[str, tuple[str, ...]]:
-        paths = tuple(dict.fromkeys(_strings(item))) if self._hash_sources else ()
+        paths = tuple(dict.fromkeys(strings(item))) if self._hash_sources else ()
         return self._hash_func(item).decode("utf-8"), paths
 
 
@@ -109,7 +109,7 @@ def _is_plain(value: Any) -> bool:
     return kind in (list, tuple) and all(map(_is_plain, value))
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings(value: Any) -> Iterator[str]:
     """Every string and path among the values of an item, nested ones too."""
     if isinstance(value, str):
         if 0 < len(value) < 4096 and "\0" not in value:
@@ -118,12 +118,12 @@ def _strings(value: Any) -> Iterator[str]:
         yield str(value)
     elif isinstance(value, Mapping):
         for v in value.values():
-            yield from _strings(v)
+            yield from strings(v)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for v in value:
-            yield from _strings(v)
+            yield from strings(v)
     elif isinstance(value, np.ndarray) and value.dtype.kind in "UO":
-        yield from _strings(value.ravel().tolist())
+        yield from strings(value.ravel().tolist())
 
 
 def source_stat(path: str) -> Stat | None:

@@ -1,0 +1,447 @@
+"""populate and `cache warm`: the whole cache is filled, by whatever processes, and whatever becomes of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import monai.transforms as mt
+import pytest
+import torch
+import torch.distributed as dist
+
+from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied, ranks
+from monai_gds.populate import Populated
+from tests.commands import run
+from tests.fixtures_nifti import pipeline, write_volumes
+from tests.machines import ROOT, in_child, mounted_tmpfs
+from tests.same import assert_same
+
+
+class Make(mt.Transform):
+    """A tensor for a number; notes which process made it, and does what the item asks for before."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = str(log)
+
+    def __cache_key__(self) -> str:
+        return "make"
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+        n = data["n"]
+        time.sleep(data.get("sleep", 0))
+        if data.get("fail"):
+            raise Fragile(data["fail"], n)
+        if "kill" in data and os.path.exists(data["kill"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(f"{self.log}/{n}.{os.getpid()}", "a") as f:
+            f.write("x")
+        return {"x": torch.full((20_000,), n)}
+
+
+class Fragile(Exception):
+    """Cannot be unpickled."""
+
+    def __init__(self, why: str, n: int) -> None:
+        super().__init__(f"{why} {n}")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    (tmp_path / "log").mkdir()
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def make(tmp_path: Path, log: Path) -> Callable[..., GDSDataset]:
+    def make_dataset(count: int = 8, cache: Any = tmp_path / "cache", **items: Any) -> GDSDataset:
+        data = [{"n": n, **items.get(f"item{n}", items.get("each", {}))} for n in range(count)]
+        return GDSDataset(data, mt.Compose([Make(log)]), cache, device="cpu")
+
+    return make_dataset
+
+
+def made(log: Path) -> dict[int, set[int]]:
+    """Which processes made each number."""
+    found: dict[int, set[int]] = {}
+    for name in os.listdir(log):
+        number, pid = map(int, name.split("."))
+        found.setdefault(number, set()).add(pid)
+    return found
+
+
+def processes(log: Path) -> set[int]:
+    return {pid for pids in made(log).values() for pid in pids}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Filling
+
+
+@pytest.mark.parametrize(
+    ("workers", "cuda", "elsewhere"),
+    [(0, False, False), (2, False, True), (2, True, True)],
+    ids=["here", "fork", "spawn"],
+)
+def test_fills_what_is_missing_and_nothing_twice(
+    make: Any, log: Path, monkeypatch: pytest.MonkeyPatch, workers: int, cuda: bool, elsewhere: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
+    dataset = make()
+    _ = dataset[1], dataset[6]
+    (log / f"1.{os.getpid()}").unlink()
+    (log / f"6.{os.getpid()}").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dataset.populate(workers) == Populated(cached=2, computed=6)
+        assert dataset.populate(workers) == Populated(cached=8, computed=0)
+    assert sorted(made(log)) == [0, 2, 3, 4, 5, 7]
+    assert all(len(pids) == 1 for pids in made(log).values())
+    assert (os.getpid() not in processes(log)) == elsewhere
+    before = made(log)
+    assert [float(dataset[i]["x"][0]) for i in range(8)] == list(range(8))
+    assert made(log) == before, "every item was read"
+
+
+def test_what_is_populated_is_what_an_access_gives(tmp_path: Path) -> None:
+    items = write_volumes(tmp_path, 3)
+    GDSDataset(items, pipeline(), tmp_path / "cache", device="cpu").populate(2)
+    filled, plain = (GDSDataset(items, pipeline(), cache, device="cpu") for cache in (tmp_path / "cache", None))
+    records = sorted((tmp_path / "cache").glob("*.safetensors"))
+    assert len(records) == 3
+    written = [path.stat().st_mtime_ns for path in records]
+    for i in range(3):
+        assert_same(plain[i], filled[i])
+    assert [path.stat().st_mtime_ns for path in records] == written
+
+
+def test_threads_are_said_and_do_the_same(make: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    dataset = make()
+    dataset.transform = mt.Compose([lambda_identity(), Make(log)])
+    with pytest.warns(UserWarning, match="2 threads do the work of processes: .*cannot be pickled") as said:
+        assert dataset.populate(2) == Populated(0, 8)
+    assert len(said) == 1
+    assert processes(log) == {os.getpid()}
+
+
+def lambda_identity() -> Any:
+    return mt.Lambda(lambda data: data)
+
+
+def test_a_damaged_header_is_made_anew(make: Any, tmp_path: Path, log: Path) -> None:
+    dataset = make()
+    dataset.populate()
+    record = sorted((tmp_path / "cache").glob("*.safetensors"))[0]
+    record.write_bytes(record.read_bytes()[:5000])
+    with pytest.warns(CacheWarning, match=record.name):
+        assert make().populate() == Populated(7, 1)
+    assert make().populate() == Populated(8, 0)
+
+
+def test_nothing_to_fill(make: Any, tmp_path: Path, log: Path) -> None:
+    with pytest.raises(ValueError, match="cache_dir=None"):
+        make(cache=None).populate()
+    assert make(0).populate(2) == Populated(0, 0)
+    with pytest.warns(CacheWarning, match="nothing is cached"):
+        dataset = GDSDataset([{"n": 1}], mt.Compose([mt.RandFlipd("x")]), tmp_path / "cache", device="cpu")
+    assert dataset.populate(2) == Populated(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"rank": 0}, "give both or neither"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not within 0 to world_size - 1 = 1"),
+    ],
+)
+def test_bad_arguments_name_themselves(make: Any, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make().populate(**arguments)
+
+
+def test_a_bar_on_a_terminal_only(
+    make: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make().populate()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it writes to for a terminal
+    make(9).populate(progress=False)
+    assert capsys.readouterr() == ("", "")
+    make(10).populate(2)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "filling the cache, 2 workers (fork)" in shown.err
+    assert "10/10" in shown.err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes wrong
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failing_items_are_named_and_do_not_stop_the_others(make: Any, workers: int, log: Path) -> None:
+    dataset = make(item2={"fail": "broken"}, item5={"fail": "strange", "file": "/data/five.nii"})
+    with pytest.raises(PopulateError) as caught:
+        dataset.populate(workers)
+    error = caught.value
+    assert [failure.index for failure in error.failures] == [2, 5]
+    assert [failure.path for failure in error.failures] == ["{'n': 2, 'fail': 'broken'}", "/data/five.nii"]
+    assert "Fragile: broken 2" in error.failures[0].error
+    assert "applying transform" in error.failures[0].error
+    assert "2 of 8 items failed" in str(error)
+    assert "5: /data/five.nii: " in str(error)
+    assert sorted(made(log)) == [0, 1, 3, 4, 6, 7]
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.failures) == (str(error), error.failures)
+
+
+def test_ten_of_many_failures_are_in_the_message(make: Any) -> None:
+    with pytest.raises(PopulateError) as caught:
+        make(13, each={"fail": "all"}).populate()
+    assert len(caught.value.failures) == 13
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 12
+    assert "and 3 more" in lines[-1]
+
+
+def test_items_that_cannot_be_saved_or_hashed_fail_by_themselves(tmp_path: Path) -> None:
+    handle = open("/dev/null")  # noqa: SIM115
+    transform = mt.Compose([mt.Lambda(lambda d: {**d, "x": d["n"] if d["n"] else object()})])
+    dataset = GDSDataset([{"n": 0}, {"n": 1}, {"n": handle}], transform, tmp_path / "cache", device="cpu")
+    with pytest.raises(PopulateError) as caught:
+        dataset.populate(2)
+    assert [failure.error.split(":")[0] for failure in caught.value.failures] == ["UnsupportedType", "HashingError"]
+    assert dataset._is_cached(1)
+
+
+def test_a_source_that_changes_meanwhile_is_a_failure(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+
+    def read(data: Any) -> Any:
+        file.write_text("newer")
+        return {"text": file.read_text()}
+
+    dataset = GDSDataset([{"file": str(file)}], mt.Compose([mt.Lambda(read)]), tmp_path / "cache", device="cpu")
+    with pytest.raises(PopulateError, match="changed while it was computed"):
+        dataset.populate()
+
+
+def test_a_full_disk_stops_it_with_an_error(make: Any, tmp_path: Path, log: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 300 << 10) as small, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for workers in (0, 2):
+            with pytest.raises(NotSaved, match=r"nothing more can be cached in .*small.*free some space"):
+                make(100, cache=small).populate(workers)
+        assert os.listdir(small / ".tmp") == []
+    assert len(made(log)) < 20, "nothing is computed in vain"
+
+
+def test_a_killed_worker_is_an_error_that_says_so(make: Any, tmp_path: Path, log: Path) -> None:
+    trap = tmp_path / "trap"
+    trap.touch()
+    dataset = make(20, each={"sleep": 0.05}, item7={"kill": str(trap)})
+    with pytest.raises(WorkerDied, match=r"was killed.*items .*7 \(/.*trap\).*populate goes on"):
+        dataset.populate(2)
+    done = set(made(log))
+    assert {0, 1, 2} <= done < set(range(20))
+    trap.unlink()
+    finished = dataset.populate(2)
+    assert finished.cached >= len(done) - 1  # one may have been killed behind its note and before its record
+    assert finished.cached + finished.computed == 20
+
+
+def test_goes_on_after_the_whole_run_was_killed(make: Any, tmp_path: Path, log: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+import monai.transforms as mt
+from monai_gds import GDSDataset
+from tests.test_populate import Make
+data = [{{"n": n, "sleep": 0.1}} for n in range(30)]
+GDSDataset(data, mt.Compose([Make(Path({str(log)!r}))]), {str(tmp_path / "cache")!r}, device="cpu").populate(2)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 100
+    while len(made(log)) < 6:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    while any(os.path.exists(f"/proc/{pid}") for pid in processes(log)):  # the workers end by themselves
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    done = set(made(log))
+    assert len(done) < 30
+    dataset = make(30, each={"sleep": 0.1})
+    assert os.listdir(tmp_path / "cache" / ".tmp") == []
+    finished = dataset.populate(2)
+    assert finished.cached >= len(done) - 2
+    assert finished.cached + finished.computed == 30
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def test_ranks_given_by_hand_share_the_items(make: Any, log: Path) -> None:
+    assert make().populate(rank=1, world_size=3) == Populated(0, 3)
+    assert sorted(made(log)) == [1, 4, 7]
+    assert make().populate(2, rank=0, world_size=3) == Populated(0, 3)
+    assert sorted(made(log)) == [0, 1, 3, 4, 6, 7]
+
+
+def on_ranks(*works: Callable[[], Any]) -> list[Any]:
+    """What each did in a process of its own, all of one gloo group whose collectives wait for a second only."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{s.getsockname()[1]}"
+
+    def on_rank(rank: int, work: Callable[[], Any]) -> Any:
+        dist.init_process_group(
+            "gloo", init_method=address, rank=rank, world_size=len(works), timeout=timedelta(seconds=5)
+        )
+        try:
+            return work()
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+
+    with ThreadPoolExecutor(len(works)) as threads:
+        futures = [threads.submit(in_child, partial(on_rank, rank, work)) for rank, work in enumerate(works)]
+        return [future.result() for future in futures]
+
+
+def test_every_rank_waits_for_the_slow_one_however_long(make: Any, log: Path) -> None:
+    slow = {f"item{n}": {"sleep": 3.5} for n in (1, 3, 5)}  # all of rank 1's share
+
+    def work() -> Any:
+        first = make(6, **slow).populate()
+        return first, make(6, **slow).populate(2)
+
+    start = time.monotonic()
+    assert on_ranks(work, work) == [(Populated(0, 6), Populated(6, 0))] * 2
+    assert time.monotonic() - start > 10, "longer than the collectives of the group would have waited"
+    by = made(log)
+    assert by[0] == by[2] == by[4] != by[1] == by[3] == by[5]
+
+
+def test_what_fails_on_one_rank_is_raised_by_all(make: Any) -> None:
+    said = on_ranks(*[lambda: make(6, item3={"fail": "broken"}).populate()] * 2)
+    assert said[0] == said[1]
+    assert said[0].startswith("PopulateError: 1 of 6 items failed")
+    assert "3: {'n': 3, 'fail': 'broken'}" in said[0]
+
+
+def test_a_rank_that_cannot_go_on_stops_all(make: Any, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 200 << 10) as small:
+        said = on_ranks(lambda: make(cache=tmp_path / "own").populate(), lambda: make(100, cache=small).populate())
+    assert said[0].startswith(
+        "PopulateError: not every rank has filled its share of the cache: rank 1 ended with NotSav"
+    )
+    assert said[1].startswith("NotSaved: nothing more can be cached")
+
+
+def test_a_rank_that_was_killed_is_given_up(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_SILENT_SECONDS", 1.5), ("_BEAT_SECONDS", 0.2), ("_ABSENT_SECONDS", 3.0)):
+        monkeypatch.setattr(ranks, name, seconds)
+
+    def stop(_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def silent() -> Any:  # a process that is stopped holds its connections, as one on a dead node does
+        pid = os.getpid()
+        helper = os.fork()
+        if helper == 0:
+            time.sleep(8)
+            os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        GDSDataset([{"n": n} for n in range(2)], mt.Compose([mt.Lambda(stop)]), tmp_path / "b", device="cpu").populate()
+
+    with pytest.raises(EOFError):  # the second has no answer to give
+        on_ranks(partial(_write_answer, tmp_path / "said", lambda: make().populate()), silent)
+    assert "rank 1 has said nothing for 2 s" in (tmp_path / "said").read_text()
+
+
+def test_a_rank_that_does_not_come_is_given_up(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_BEAT_SECONDS", 0.2), ("_ABSENT_SECONDS", 2.0)):
+        monkeypatch.setattr(ranks, name, seconds)
+    said = on_ranks(lambda: make().populate(), lambda: time.sleep(6))
+    assert "rank 1 has not come to do its share for 2 s" in said[0]
+
+
+def _write_answer(path: Path, work: Callable[[], Any]) -> None:
+    try:
+        path.write_text(str(work()))
+    except Exception as e:
+        path.write_text(f"{type(e).__name__}: {e}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+MODULE = """
+from pathlib import Path
+import monai.transforms as mt
+from monai_gds import GDSDataset
+from tests.test_populate import Make
+def good(fail=()):
+    data = [{"n": n, "fail": n in fail and "broken"} for n in range(5)]
+    return GDSDataset(data, mt.Compose([Make(Path("log"))]), "cache", device="cpu")
+def bad():
+    return good(fail=(3,))
+def wrong():
+    return 7
+"""
+
+
+def warm(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "monai_gds", "cache", "warm", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_cache_warm(tmp_path: Path, log: Path) -> None:
+    (tmp_path / "training.py").write_text(MODULE)
+    done = warm(tmp_path, "training:good", "--num-workers", "2")
+    assert (done.returncode, done.stdout) == (0, "5 items computed, 0 were cached already\n"), done.stderr
+    assert len(processes(log)) <= 2
+    again = warm(tmp_path, "training:good", "--num-workers", "2")
+    assert (again.returncode, again.stdout) == (0, "0 items computed, 5 were cached already\n"), again.stderr
+    failed = warm(tmp_path, "training:bad")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("monai-gds: 1 of 5 items failed, the others are cached:\n  3: {'n': 3, ")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("training", "not of the form module:function"),
+        ("training:", "not of the form module:function"),
+        ("trainin:good", "no module 'trainin'"),
+        ("training:goood", "has no function 'goood'"),
+        ("training:wrong", "returned a int, not a GDSDataset"),
+    ],
+)
+def test_cache_warm_used_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, message: str) -> None:
+    (tmp_path / "training.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "training", raising=False)
+    done = run("cache", "warm", function)
+    assert done.exit_code == 2
+    assert message in done.output

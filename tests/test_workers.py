@@ -1,0 +1,187 @@
+"""Workers: processes that run a function, however they are started, and whatever becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monai_gds import WorkerDied
+from monai_gds.workers import Workers
+from tests.machines import ROOT, python
+
+
+class Odd(Exception):
+    """Cannot be unpickled: it takes two arguments and keeps one."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(a + b)
+
+
+def process(_: Any) -> int:
+    return os.getpid()
+
+
+def fail(kind: str) -> None:
+    raise Odd("strange ", "thing") if kind == "odd" else KeyError(kind)
+
+
+def die(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02)
+    return number
+
+
+def sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def gone(pid: int, within: float) -> bool:
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+def test_runs_in_other_processes(context: str | None) -> None:
+    with Workers(process, 2, context) as workers:
+        pids = {workers.submit(i).result() for i in range(8)}
+        assert workers.kind == (context or "fork")
+    assert os.getpid() not in pids
+    assert all(gone(pid, 5) for pid in pids)
+
+
+def test_spawns_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with Workers(process, 1) as workers:
+        assert workers.kind == "spawn"
+        assert workers.submit(0).result() != os.getpid()
+
+
+def test_threads_where_the_work_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with (
+        pytest.warns(UserWarning, match="2 threads do the work of processes: .*cannot be pickled.*lambda"),
+        Workers(lambda n: (n, os.getpid()), 2) as workers,
+    ):
+        assert workers.kind == "threads"
+        assert workers.submit(5).result() == (5, os.getpid())
+
+
+def test_a_context_that_cannot_be_used_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"multiprocessing_context='spawn'.*pickled"):
+        Workers(lambda n: n, 1, "spawn")
+    with pytest.raises(ValueError, match="warp"):
+        Workers(process, 1, "warp")
+    with pytest.raises(ValueError, match="num_workers=0"):
+        Workers(process, 0)
+
+
+IN_MAIN = """
+import torch, warnings
+from monai_gds.workers import Workers
+def work(n): return n + 1
+torch.cuda.is_initialized = lambda: True
+{guard}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        workers = Workers(work, 1)
+    with workers:
+        print(workers.kind, workers.submit(1).result(), [str(w.message) for w in said])
+"""
+
+
+def test_threads_where_only_this_process_knows_the_function() -> None:
+    said = python(IN_MAIN.format(guard="if True:"))  # `python -c`, as in a notebook: no file to import
+    assert said.startswith("threads 2 ")
+    assert "cannot be unpickled in another process" in said
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    for guard, kind in (("if True:", None), ('if __name__ == "__main__":', "spawn 2")):
+        script.write_text(IN_MAIN.format(guard=guard))
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=100)
+        if kind is None:
+            assert done.returncode == 1
+            assert "behind `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
+        else:
+            assert done.stdout.startswith(kind), done.stderr
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_exceptions_arrive_with_the_traceback_of_the_worker(context: str) -> None:
+    with Workers(fail, 1, context) as workers:
+        error = workers.submit("missing").exception()
+        assert isinstance(error, KeyError)
+        assert "in fail" in str(error.__cause__)
+        odd = workers.submit("odd").exception()
+        assert isinstance(odd, RuntimeError)
+        assert "Odd: strange thing" in str(odd)
+        assert isinstance(workers.submit("x").exception(), KeyError), "the workers still work"
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
+    with Workers(die, 2, context) as workers:
+        futures = [workers.submit(i) for i in range(20)]
+        errors = [future.exception(timeout=30) for future in futures]
+        assert isinstance(errors[3], WorkerDied)
+        assert "was killed: by a signal" in str(errors[3])
+        assert futures[0].result() == 0
+        assert isinstance(workers.submit(1).exception(timeout=30), WorkerDied), "later ones too"
+
+
+@pytest.mark.parametrize(("grace", "finished"), [(5.0, True), (0.0, False)])
+def test_closing_half_way_drops_the_rest(grace: float, finished: bool) -> None:
+    workers = Workers(sleep, 1)
+    futures = [workers.submit(1.0) for _ in range(50)]
+    time.sleep(0.3)
+    start = time.monotonic()
+    workers.close(grace)
+    assert time.monotonic() - start < 4
+    assert (futures[0].exception() is None) == finished
+    assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from monai_gds.workers import Workers
+def work(n):
+    open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+    time.sleep(60)
+workers = Workers(work, 2)
+for i in range(2): workers.submit(i)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    _until(lambda: len(os.listdir(tmp_path)) == 2)
+    parent.kill()
+    parent.wait()
+    assert all(gone(int(pid), 10) for pid in os.listdir(tmp_path))
+
+
+def _until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
