@@ -264,9 +264,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         if not self.caches:
             return Populated(0, 0)  # of which the user has been warned
         self.flush()  # other processes do not know what waits to be saved here
-        return populate(self._for_saving(), num_workers, progress, ranks)
+        return populate(self.for_saving(), num_workers, progress, ranks)
 
-    def _for_saving(self) -> GDSDataset:
+    def for_saving(self) -> GDSDataset:
         """This dataset for a process that only makes records, which are the same for every target device."""
         view = copy(self)
         if self.device.type != "cpu":
@@ -278,7 +278,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         cache, key = self._place(self.data[index])
         return cache.holds(key.digest)
 
-    def _save(self, index: int) -> bool:
+    def save(self, index: int) -> bool:
         """Sees to it that an item has a record.
 
         Returns:

@@ -14,7 +14,9 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +28,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from monai_gds.collate import collate
 from monai_gds.dataset import Begun, GDSDataset
+from monai_gds.errors import FileChanged, NotSaved
+from monai_gds.workers import Workers
 
 __all__ = ["GDSDataLoader"]
 
@@ -91,16 +96,23 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI has no type hint
             raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
         if prefetch_bytes < 1:
             raise ValueError(f"prefetch_bytes={prefetch_bytes}: it must be positive (one record is always let in)")
+        if "collate_fn" not in kwargs and _resolver(dataset) is not None:
+            kwargs["collate_fn"] = collate
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch = prefetch
         self.prefetch_bytes = prefetch_bytes
 
     def __iter__(self) -> Iterator[Any]:
         resolve = _resolver(self.dataset)
-        device = _common_device(self.dataset) if resolve is not None else None
-        if resolve is None or device is None or (self.num_workers and device.type == "cpu"):
+        parts = _parts(self.dataset) if resolve is not None else []
+        devices = {part.target() for part in parts}
+        if resolve is None or len(devices) != 1:
             return super().__iter__()  # type: ignore[no-any-return]
-        return _Epoch(self, resolve, device)
+        device = devices.pop()
+        if self.num_workers and (device.type == "cpu" or not all(part.caches for part in parts)):
+            return super().__iter__()  # type: ignore[no-any-return]
+        helpers = _Helpers(parts, self.num_workers, self.multiprocessing_context) if self.num_workers else None
+        return _Epoch(self, resolve, device, helpers)
 
     def records_in_flight(self) -> int:
         """How many records may be in flight."""
@@ -160,13 +172,13 @@ def _in_turn(parts: Sequence[Any], ends: Sequence[int]) -> Resolve:
     return resolve
 
 
-def _common_device(dataset: Dataset[Any]) -> torch.device | None:
-    """The device of all GDSDatasets within; None when they have several."""
+def _parts(dataset: Any) -> list[GDSDataset]:
+    """The GDSDatasets within a dataset that :func:`_resolver` could resolve."""
     if isinstance(dataset, GDSDataset):
-        return dataset.target()
-    inside = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]  # type: ignore[attr-defined]
-    devices = {_common_device(part) for part in inside}
-    return devices.pop() if len(devices) == 1 else None
+        return [dataset]
+    if isinstance(dataset, Subset):
+        return _parts(dataset.dataset)
+    return list(dict.fromkeys(found for part in dataset.datasets for found in _parts(part)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,13 +186,61 @@ def _common_device(dataset: Dataset[Any]) -> torch.device | None:
 
 
 class _Record:
-    """One item of a batch on its way. ``begun`` is None as long as its read has not begun."""
+    """One item of a batch on its way.
 
-    __slots__ = ("begun", "dataset", "index")
+    Attributes:
+        begun: what the dataset began with; None as long as it has not.
+        saved: of an item that was not cached and that a helper computes: when its record is there.
+    """
+
+    __slots__ = ("begun", "dataset", "index", "saved")
 
     def __init__(self, dataset: GDSDataset, index: int) -> None:
         self.dataset, self.index = dataset, index
         self.begun: Begun | None = None
+        self.saved: Future[bool] | None = None
+
+
+class _Helpers:
+    """Processes that compute what is not cached; they are started for the first such item.
+
+    Args:
+        parts: the datasets whose items they compute.
+        num_workers: how many.
+        context: how they are started; None: see :class:`monai_gds.workers.Workers`.
+    """
+
+    def __init__(self, parts: Sequence[GDSDataset], num_workers: int, context: Any) -> None:
+        self._parts, self._num_workers, self._context = parts, num_workers, context
+        self._workers: Workers[bool] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def save(self, dataset: GDSDataset, index: int) -> Future[bool]:
+        """Has an item computed and saved. The future raises what its transforms raise, and WorkerDied."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the loop was left")
+            if self._workers is None:
+                work = partial(_save, [part.for_saving() for part in self._parts])
+                self._workers = Workers(work, self._num_workers, self._context)
+            return self._workers.submit((self._parts.index(dataset), index))
+
+    def close(self) -> None:
+        """Ends them; what they had begun is lost."""
+        with self._lock:
+            self._closed = True
+            if self._workers is not None:
+                self._workers.close(grace=0)
+
+
+def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> bool:
+    """What a helper runs."""
+    part, index = place
+    try:
+        return parts[part].save(index)
+    except (NotSaved, FileChanged):  # the loader's process computes it then, and warns
+        return False
 
 
 class _ReadAhead:
@@ -190,12 +250,16 @@ class _ReadAhead:
         batches: indices of the batches.
         resolve: finds an item.
         flight: what is in flight.
+        helpers: compute what is not cached; None: this thread does.
     """
 
-    def __init__(self, batches: Iterable[Sequence[int]], resolve: Resolve, flight: _Flight) -> None:
+    def __init__(
+        self, batches: Iterable[Sequence[int]], resolve: Resolve, flight: _Flight, helpers: _Helpers | None
+    ) -> None:
         self._batches = iter(batches)
         self._resolve = resolve
         self._flight = flight
+        self._helpers = helpers
         self._drawn: deque[list[_Record]] = deque()
         self._waiting: deque[_Record] = deque()  # of those drawn, the ones that are not begun
 
@@ -208,6 +272,10 @@ class _ReadAhead:
             self._begin_what_fits()
             begun = record.begun or self._begin_next()  # without room too: the batch has to be completed
             record.begun = None
+            if record.saved is not None:
+                record.saved.result()
+                begun = record.dataset.begin(record.index)
+                self._flight.add(0, begun.nbytes)
             items.append(record.dataset.end(begun))
             nbytes += begun.nbytes
         return items, len(items), nbytes
@@ -219,7 +287,9 @@ class _ReadAhead:
     def _begin_next(self) -> Begun:
         record = self._waiting.popleft()
         record.begun = record.dataset.begin(record.index)
-        self._flight.begun(record.begun.nbytes)
+        if self._helpers is not None and not record.begun.nbytes:
+            record.saved = self._helpers.save(record.dataset, record.index)
+        self._flight.add(1, record.begun.nbytes)
         return record.begun
 
     def _draw(self) -> bool:
@@ -257,9 +327,9 @@ class _Flight:
                 return True
             return self._records < self._most_records and self._bytes + self._last <= self._most_bytes
 
-    def begun(self, nbytes: int) -> None:
+    def add(self, records: int, nbytes: int) -> None:
         with self._changed:
-            self._records += 1
+            self._records += records
             self._bytes += nbytes
             self._last = nbytes
 
@@ -317,16 +387,16 @@ class _Epoch:
     The thread knows nothing of this object, so that it can be dropped half-way: that stops the thread.
     """
 
-    def __init__(self, loader: GDSDataLoader, resolve: Resolve, device: torch.device) -> None:
+    def __init__(self, loader: GDSDataLoader, resolve: Resolve, device: torch.device, helpers: _Helpers | None) -> None:
         self._process = os.getpid()
         self._flight = _Flight(loader.records_in_flight(), loader.prefetch_bytes)
         self._hand_over = _HandOver(device)
         # The first draw, in which a random sampler takes its seed, is made in this thread.
-        ahead = _ReadAhead(_first_drawn(loader.index_batches()), resolve, self._flight)
-        work = (self._flight, ahead, loader.assemble, self._hand_over)
+        ahead = _ReadAhead(_first_drawn(loader.index_batches()), resolve, self._flight, helpers)
+        work = (self._flight, ahead, loader.assemble, self._hand_over, helpers)
         thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         thread.start()
-        self._stop = weakref.finalize(self, _stop, self._flight, thread)
+        self._stop = weakref.finalize(self, _stop, self._flight, thread, helpers)
         self._stop.atexit = False
         _loops.add(self)
 
@@ -359,7 +429,13 @@ def _stop_all() -> None:
         loop.stop()
 
 
-def _produce(flight: _Flight, ahead: _ReadAhead, assemble: Callable[[list[Any]], Any], hand_over: _HandOver) -> None:
+def _produce(
+    flight: _Flight,
+    ahead: _ReadAhead,
+    assemble: Callable[[list[Any]], Any],
+    hand_over: _HandOver,
+    helpers: _Helpers | None,
+) -> None:
     """The loader's thread."""
     try:
         with hand_over.in_thread():
@@ -373,10 +449,15 @@ def _produce(flight: _Flight, ahead: _ReadAhead, assemble: Callable[[list[Any]],
         flight.end()
     except BaseException as e:
         flight.end(e)
+    finally:
+        if helpers is not None:
+            helpers.close()
 
 
-def _stop(flight: _Flight, thread: threading.Thread) -> None:
+def _stop(flight: _Flight, thread: threading.Thread, helpers: _Helpers | None) -> None:
     flight.stop()
+    if helpers is not None:  # the thread may be waiting for one
+        helpers.close()
     if thread is not threading.current_thread() and thread.is_alive():  # the collector may run anywhere
         thread.join()
 

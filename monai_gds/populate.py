@@ -149,7 +149,7 @@ def _attempt(dataset: GDSDataset, index: int) -> bool | FailedItem:
         NotSaved: the cache directory takes no more, so that to go on is of no use.
     """
     try:
-        return dataset._save(index)
+        return dataset.save(index)
     except NotSaved:
         raise
     except Exception as e:

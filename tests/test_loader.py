@@ -22,7 +22,8 @@ from monai.data import DataLoader, Dataset, PersistentDataset, ThreadDataLoader
 from monai.utils import set_determinism
 from torch.utils.data import ConcatDataset, RandomSampler, Subset, WeightedRandomSampler
 
-from monai_gds import GDSDataLoader, GDSDataset
+from monai_gds import GDSDataLoader, GDSDataset, WorkerDied
+from monai_gds import loader as loader_module
 from monai_gds.cache.writer import process_writer
 from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
 from tests.machines import in_child, python
@@ -177,6 +178,80 @@ def test_workers_on_a_cpu_target_are_monais(make: Make) -> None:
     dataset = make(*augment())
     expected = two_epochs(DataLoader, dataset, **settings)
     assert_same(two_epochs(GDSDataLoader, dataset, **settings), expected)
+
+
+class Pid(mt.Transform):  # type: ignore[misc]
+    """Notes in which process it ran."""
+
+    def __cache_key__(self) -> str:
+        return "pid"
+
+    def __call__(self, data: Any) -> Any:
+        if data["name"] == "case 3" and self.__dict__.get("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if data["name"] == "case 3" and self.__dict__.get("fail"):
+            raise KeyError("no good: case 3")
+        return {**data, "pid": os.getpid()}
+
+
+class ParentPid(mt.RandomizableTransform):  # type: ignore[misc]
+    def __call__(self, data: Any) -> Any:
+        return {**data, "parent": os.getpid()}
+
+
+def with_helpers(dataset: GDSDataset, context: str = "fork", **settings: Any) -> Any:
+    """The loop that workers and a CUDA target give, on the CPU."""
+    loader = GDSDataLoader(dataset, **settings)
+    resolve = loader_module._resolver(dataset)
+    assert resolve is not None
+    helpers = loader_module._Helpers(loader_module._parts(dataset), 2, context)
+    return loader_module._Epoch(loader, resolve, torch.device("cpu"), helpers)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_helpers_compute_what_is_not_cached_and_nothing_else(make: Make, context: str) -> None:
+    transform = mt.Compose([mt.LoadImaged(KEYS), Pid(), ParentPid()])
+    dataset = make(transform=transform)
+    _ = dataset[1]
+    dataset.flush()
+    batches = list(with_helpers(dataset, context, batch_size=2))
+    pids = [pid for batch in batches for pid in batch["pid"].tolist()]
+    assert pids[1] == os.getpid()
+    assert os.getpid() not in [pids[0], *pids[2:]]
+    assert all(pid == os.getpid() for batch in batches for pid in batch["parent"].tolist())
+    assert [name for batch in batches for name in batch["name"]] == [f"case {i}" for i in range(5)]
+    assert_same(list(GDSDataLoader(dataset, batch_size=2)), batches)
+
+
+@pytest.mark.parametrize("what", ["fail", "die"])
+def test_what_goes_wrong_in_a_helper_reaches_the_consumer(make: Make, what: str) -> None:
+    broken = Pid()
+    setattr(broken, what, True)
+    seen = []
+    with pytest.raises((RuntimeError, WorkerDied)) as caught:
+        for batch in with_helpers(make(transform=mt.Compose([broken])), batch_size=1, prefetch=1):
+            seen.append(batch["name"][0])
+    assert seen == ["case 0", "case 1", "case 2"]
+    text = "".join(traceback.format_exception(caught.value))
+    assert ("no good: case 3" if what == "fail" else "killed") in text
+    assert [batch["name"][0] for batch in GDSDataLoader(make(transform=mt.Compose([Pid()]))[:3])] == seen
+
+
+def test_leaving_the_loop_ends_the_helpers(make: Make) -> None:
+    class Slow(Pid):
+        def __call__(self, data: Any) -> Any:
+            time.sleep(30 if data["name"] != "case 0" else 0)
+            return super().__call__(data)
+
+    started = time.monotonic()
+    for batch in with_helpers(make(transform=mt.Compose([Slow()])), batch_size=1):
+        pid = int(batch["pid"][0])
+        break
+    del batch
+    gc.collect()
+    assert time.monotonic() - started < 20
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_without_a_cache_and_with_nothing_to_cache(make: Make, volumes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,3 +198,28 @@ def test_a_forked_child_loads_to_the_cpu(make: Make) -> None:
         return [str(batch["x"].device) for batch in GDSDataLoader(dataset, batch_size=6)]
 
     assert in_child(child) == ["cpu", "cpu"]
+
+
+class Pid(mt.Transform):  # type: ignore[misc]
+    """A volume, and in which process it was made."""
+
+    def __call__(self, n: int) -> dict[str, Any]:
+        return {"x": torch.full((1, 100_000), float(n)), "pid": os.getpid()}
+
+
+class Where(mt.RandomizableTransform):  # type: ignore[misc]
+    def __call__(self, data: Any) -> Any:
+        return {**data, "parent": os.getpid(), "device": str(data["x"].device)}
+
+
+def test_workers_compute_the_misses_and_the_parent_does_the_rest(tmp_path: Path, backend: str) -> None:
+    torch.cuda.init()
+    dataset = GDSDataset(list(range(6)), mt.Compose([Pid(), Where()]), tmp_path / "cache", 0, backend=backend)
+    loader = GDSDataLoader(dataset, num_workers=2, batch_size=2)
+    for epoch in range(2):
+        batches = list(loader)
+        assert torch.cat([batch["x"][:, 0, 0] for batch in batches]).tolist() == list(range(6))
+        assert all(batch["x"].is_cuda and batch["device"] == ["cuda:0"] * 2 for batch in batches)
+        assert all(pid == os.getpid() for batch in batches for pid in batch["parent"].tolist())
+        pids = {pid for batch in batches for pid in batch["pid"].tolist()}
+        assert os.getpid() not in pids, f"epoch {epoch}"

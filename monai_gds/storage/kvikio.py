@@ -45,8 +45,8 @@ THREADS = 16
 #: Bytes that one of KvikIO's threads reads at a time.
 TASK_BYTES = 1 << 20
 
-#: A submission has no more files open at a time (KvikIO opens each twice, and cuFile once more); with more, it waits for
-#: the first ones.
+#: A submission has no more files open at a time (KvikIO opens each twice, and cuFile once more); with more, it waits
+#: for the first ones.
 OPEN_FILES = 32
 
 #: Requests of fewer bytes are read as the posix backend does.
