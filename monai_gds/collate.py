@@ -140,12 +140,13 @@ class _Collation:
         common = set.intersection(*[set(meta.keys()) for meta in metas])  # written so, it has the order of MONAI's
         if not common:
             return None
+        meta = {key: self.column([meta[key] for meta in metas]) for key in common}
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.tensors(values)
             plain = torch_collate.collate_tensor_fn(values) if plain is None else plain
             out = plain.as_subclass(MetaTensor)
         out.copy_meta_from(values[0])
-        out.meta = {key: self.column([meta[key] for meta in metas]) for key in common}
+        out.meta = meta
         out.applied_operations = [t.applied_operations or TraceKeys.NONE for t in values]
         out.is_batch = True
         out.spatial_ndim = min(min(t.spatial_ndim for t in values), max(out.ndim - 1, 1))
@@ -153,6 +154,8 @@ class _Collation:
 
     def arrays(self, values: Sequence[np.ndarray]) -> torch.Tensor | None:
         """Arrays of one dtype and shape, joined byte by byte instead of by way of a torch tensor for each."""
+        if len(values) == 1:
+            return self._array(values)
         if set(map(type, values)) != {np.ndarray} or len({a.shape for a in values}) > 1:
             return None
         dtypes = {a.dtype for a in values}
@@ -164,6 +167,17 @@ class _Collation:
         except (BufferError, ValueError):  # an array that is not C-contiguous
             return None
         return joined.view(len(values), *values[0].shape) if values[0].ndim else joined
+
+    def _array(self, values: Sequence[np.ndarray]) -> torch.Tensor | None:
+        """The one array of a batch of one, without a copy if only the item knows it."""
+        known = sys.getrefcount(values[0])
+        array = values[0]
+        flags = array.flags
+        if type(array) is not np.ndarray or array.dtype not in _TORCH_DTYPES or not flags.c_contiguous:
+            return None
+        if known > _ONLY_THE_ITEM or not flags.owndata or not flags.writeable:
+            array = array.copy()
+        return torch.from_numpy(array[None])
 
     def numbers(self, values: Sequence[Any]) -> torch.Tensor | None:
         """Numbers of one type, Python's or NumPy's."""

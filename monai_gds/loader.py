@@ -131,7 +131,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI has no type hint
     def assemble(self, items: list[Any]) -> Any:
         """A batch of its items, as torch's loader would make it."""
         batch = self.collate_fn(items if self.batch_sampler is not None else items[0])
-        if not self.pin_memory or not torch.cuda.is_available() or any(t.is_cuda for t in tensors_of(batch)):
+        if not self.pin_memory or not torch.cuda.is_available() or cuda_tensors(batch):
             return batch
         return pin_memory(batch, "cuda")  # type: ignore[no-untyped-call]
 
@@ -500,7 +500,7 @@ class _HandOver:
     def give(self, batch: Any) -> _Parcel:
         if self._stream is None:
             return _Parcel(batch)
-        tensors = [tensor for tensor in tensors_of(batch) if tensor.device == self._device]
+        tensors = [tensor for tensor in cuda_tensors(batch) if tensor.device == self._device]
         return _Parcel(batch, self._stream.record_event(), tensors)
 
     def take(self, parcel: _Parcel) -> Any:
@@ -522,22 +522,31 @@ def _loader_stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor within containers and objects, as plain tensors, those in a MetaTensor's metadata included."""
+#: Types that hold no tensors.
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), np.ndarray, type, ModuleType})
+
+
+def cuda_tensors(value: Any) -> list[torch.Tensor]:
+    """Every CUDA tensor within containers and objects, as plain tensors; those in a MetaTensor's metadata included."""
+    found: list[torch.Tensor] = []
     seen: set[int] = set()
     left = [value]
     while left:
         part = left.pop()
-        if isinstance(part, (str, bytes, int, float, type(None))):
+        kind = type(part)
+        if kind is torch.Tensor:
+            if part.is_cuda:
+                found.append(part)
             continue
-        if id(part) in seen:
+        if kind in _PLAIN or id(part) in seen:
             continue
         seen.add(id(part))
         if isinstance(part, torch.Tensor):
-            yield part.as_subclass(torch.Tensor)
+            left.append(part.as_subclass(torch.Tensor))
         if isinstance(part, Mapping):
             left.extend(part.values())
         elif isinstance(part, (list, tuple, set, frozenset)):
             left.extend(part)
-        elif not isinstance(part, (type, np.ndarray, ModuleType)):
+        else:
             left.extend(getattr(part, "__dict__", {}).values())
+    return found
