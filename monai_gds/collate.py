@@ -177,7 +177,7 @@ class _Collation:
             return None
         if known > _ONLY_THE_ITEM or not flags.owndata or not flags.writeable:
             array = array.copy()
-        return torch.from_numpy(array[None])
+        return torch.from_numpy(array.reshape(1, *array.shape))
 
     def numbers(self, values: Sequence[Any]) -> torch.Tensor | None:
         """Numbers of one type, Python's or NumPy's."""
