@@ -639,7 +639,7 @@ class Engine:
 
     def _open_mapped(self, path: str, expect: FileId | None) -> _OpenFile:
         assert self._setup.blockmap is not None, "the backend asks for one"
-        blocks = entry_of(self._setup.blockmap, path)
+        blocks = mapped(self._setup.blockmap, path)
         if expect is not None and expect[1:] != (blocks.inode, blocks.size, blocks.mtime_ns):
             raise FileChanged(f"{path} is another file in the block map than was expected")
         return _OpenFile(path, blocks, self.drive(None))
@@ -722,6 +722,17 @@ def entry_of(blockmap: BlockMap, path: str) -> FileBlocks:
         return blockmap[path]
     except KeyError as e:
         raise StorageError(errno.ENOENT, str(e.args[0]), path) from e
+
+
+def mapped(blockmap: BlockMap, path: str) -> FileBlocks:
+    """As :func:`entry_of`, where the map is all that is known of the files: FileNotFoundError for one that it has not.
+
+    So a record that is not in the map is a plain miss for a cache.
+    """
+    try:
+        return blockmap[path]
+    except KeyError as e:
+        raise FileNotFoundError(errno.ENOENT, str(e.args[0]), path) from e
 
 
 def _check_uuid(drive: Drive, blockmap: BlockMap) -> None:

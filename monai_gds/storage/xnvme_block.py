@@ -22,7 +22,7 @@ from monai_gds.blockmap import BlockMap
 from monai_gds.errors import StorageError
 from monai_gds.extents import Disk, disk_of
 from monai_gds.storage import _libxnvme, staging
-from monai_gds.storage._engine import Engine, Job, Setup, entry_of
+from monai_gds.storage._engine import Engine, Job, Setup, mapped
 from monai_gds.storage._landing import host_tensor
 from monai_gds.storage._libxnvme import KERNEL_INTERFACES, PASSTHROUGH
 from monai_gds.storage.base import ALIGNMENT, Availability, Buffer, FileId, Pending, Read, Storage
@@ -150,7 +150,7 @@ class XnvmeBlockStorage(Storage):
         if not self._setup.user_space:
             return super().read_head(path, nbytes)
         assert self._setup.blockmap is not None, "the constructor asks for one"
-        blocks = entry_of(self._setup.blockmap, path)
+        blocks = mapped(self._setup.blockmap, path)
         head = torch.empty(min(nbytes, blocks.size), dtype=torch.uint8)
         self.read([Read(path, 0, head)])
         return head.numpy().tobytes(), FileId(0, blocks.inode or 0, blocks.size, blocks.mtime_ns or 0)

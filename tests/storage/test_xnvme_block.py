@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import errno
 import gc
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from monai.transforms import Transform
 
+from monai_gds import GDSDataset
 from monai_gds.blockmap import BlockMap, FileBlocks
-from monai_gds.errors import FileChanged, NotMappable, StorageError
+from monai_gds.errors import CacheWarning, FileChanged, NotMappable, StorageError
 from monai_gds.extents import Extent
 from monai_gds.storage import FileId, Read, Storage, _engine, _libxnvme
 from tests.loopdisk import LoopDisk, loop_disk, run
@@ -587,24 +591,31 @@ def test_options_that_make_no_sense(options: dict[str, Any], match: str) -> None
         pass
 
 
+class Volume(Transform):  # type: ignore[misc]
+    """Makes a volume, and notes for which item."""
+
+    def __call__(self, item: dict[str, int]) -> dict[str, Any]:
+        logging.getLogger("tests.volume").info("%d", item["n"])  # a list of calls would be part of the key
+        volume = torch.rand((1, 40, 50, 60), generator=torch.Generator().manual_seed(item["n"]))
+        return {"image": volume, "n": item["n"]}
+
+
+@pytest.fixture
+def calls(caplog: pytest.LogCaptureFixture) -> Callable[[], list[int]]:
+    """For which items volumes were made."""
+    caplog.set_level(logging.INFO, "tests.volume")
+    return lambda: [int(record.getMessage()) for record in caplog.records if record.name == "tests.volume"]
+
+
+def _dataset(cache_dir: Path, items: list[dict[str, int]], **options: Any) -> GDSDataset:
+    return GDSDataset(items, Volume(), cache_dir, device="cpu", backend="xnvme-block", **options)
+
+
 @pytest.mark.parametrize("kind", ["real", "double next"])
-def test_a_cache_over_it(disk: LoopDisk, kind: str) -> None:
+def test_a_cache_over_it(disk: LoopDisk, kind: str, calls: Callable[[], list[int]]) -> None:
     """GDSDataset gives the same on a miss and on a hit, also for a record that was written anew elsewhere."""
-    from monai.transforms import Transform
-
-    from monai_gds import GDSDataset
-
-    calls: list[int] = []
-
-    class Volume(Transform):  # type: ignore[misc]
-        def __call__(self, item: dict[str, int]) -> dict[str, Any]:
-            calls.append(item["n"])
-            volume = torch.rand((1, 40, 50, 60), generator=torch.Generator().manual_seed(item["n"]))
-            return {"image": volume, "n": item["n"]}
-
-    items = [{"n": n} for n in range(4)]
     with libraries.using(kind):
-        dataset = GDSDataset(items, Volume(), disk.folder / "cache", device="cpu", backend="xnvme-block")
+        dataset = _dataset(disk.folder / "cache", [{"n": n} for n in range(4)])
         missed = [dataset[i] for i in range(4)]
         hit = [dataset[i] for i in range(4)]
         for record in [p for p in (disk.folder / "cache").rglob("*") if p.suffix == ".safetensors"]:
@@ -612,11 +623,47 @@ def test_a_cache_over_it(disk: LoopDisk, kind: str) -> None:
             record.with_suffix(".new").write_bytes(data)
             os.replace(record.with_suffix(".new"), record)
         again = [dataset[i] for i in range(4)]
-    assert calls == [0, 1, 2, 3]
+    assert calls() == [0, 1, 2, 3]
     for first, *others in zip(missed, hit, again, strict=True):
         for other in others:
             assert other["n"] == first["n"]
             assert torch.equal(other["image"], first["image"])
+
+
+@pytest.mark.parametrize("kind", ["double", "double next"])
+def test_a_cache_on_a_drive_taken_from_the_kernel(
+    disk: LoopDisk, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, calls: Callable[[], list[int]]
+) -> None:
+    """Filled and mapped while it is mounted; then hits are read by the map, and misses are computed and not cached."""
+    folder = disk.folder / "cache"
+    items = [{"n": n} for n in range(6)]
+    monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
+    with libraries.using(kind):
+        with _dataset(folder, items[:4]) as dataset:
+            filled = [dataset[i] for i in range(4)]
+        BlockMap.build(folder).save(tmp_path / "cache.json")
+        os.sync()
+        run("umount", "-l", str(disk.folder))
+        try:
+            drive = {"uri": "0000:01:00.0", "be": "upcie", "blockmap": tmp_path / "cache.json"}
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                with _dataset(folder, items, backend_options=drive) as dataset:
+                    batch = dataset.__getitems__([5, 0, 1, 2, 3])
+                    epochs = [[dataset[i] for i in range(6)] for _ in range(2)]
+            assert not list(folder.rglob("*.safetensors"))
+        finally:
+            run("mount", disk.device, str(disk.folder))
+    assert calls() == [0, 1, 2, 3, 5, 4, 5, 4, 5]
+    for got in (batch[1:], *epochs):
+        for expected, item in zip(filled, got[:4], strict=True):
+            assert torch.equal(item["image"], expected["image"])
+            assert item["n"] == expected["n"]
+    assert [item["n"] for item in epochs[0]] == list(range(6))
+    messages = [str(w.message) for w in said if issubclass(w.category, CacheWarning)]
+    assert len(messages) == 1, messages
+    assert "nothing more is cached" in messages[0]
+    assert "no file system to write through" in messages[0]
 
 
 def test_reads_in_flight_at_exit_are_no_trouble(file: Path) -> None:
