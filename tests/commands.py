@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -10,8 +13,9 @@ from dataclasses import dataclass
 import pytest
 
 from monai_gds.cli import main
+from tests.machines import ROOT
 
-__all__ = ["Done", "run"]
+__all__ = ["Done", "on_a_terminal", "run"]
 
 
 @dataclass(frozen=True)
@@ -39,3 +43,22 @@ def run(*arguments: object) -> Done:
         except SystemExit as e:
             code = e.code if isinstance(e.code, int) else int(e.code is not None)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def on_a_terminal(command: list[str]) -> str:
+    """What a program prints that succeeds, on a terminal of its own with colours."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    environment.pop("NO_COLOR", None)
+    child = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    printed = b""
+    while True:
+        try:
+            block = os.read(ours, 1 << 16)
+        except OSError:  # EIO is how a terminal ends
+            break
+        printed += block
+    os.close(ours)
+    assert child.wait(60) == 0
+    return printed.decode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shlex
 import subprocess
@@ -22,7 +21,7 @@ from monai_gds import cli
 from monai_gds.dataset import GDSDataset
 from monai_gds.errors import StorageError
 from monai_gds.terminal import progress_bar
-from tests.commands import Done, run
+from tests.commands import Done, on_a_terminal, run
 from tests.machines import ROOT
 
 SMALL_DEMO = ["demo", "--volumes", "1", "--size", "24", "24", "24", "--crop", "16", "16", "16", "--epochs", "2"]
@@ -217,29 +216,9 @@ def test_benchmarks_print_json_and_nothing_else(of: str, tmp_path: Path) -> None
     assert control_characters(done.stdout + done.stderr) == set()
 
 
-def on_a_terminal(code: str) -> str:
-    """What a program prints on a terminal, where its standard output is one, too."""
-    ours, theirs = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    os.close(theirs)
-    printed = b""
-    while True:
-        try:
-            block = os.read(ours, 1 << 16)
-        except OSError:  # EIO is how a terminal ends
-            break
-        printed += block
-    os.close(ours)
-    assert child.wait(60) == 0
-    return printed.decode()
-
-
 def test_bars_are_shown_on_a_terminal_and_not_behind_a_pipe(capfd: pytest.CaptureFixture[str]) -> None:
     code = "from monai_gds.terminal import progress_bar\nwith progress_bar('checking', 3) as update: update(2)"
-    assert "checking" in on_a_terminal(code)
+    assert "checking" in on_a_terminal([sys.executable, "-c", code])
     with progress_bar("checking", 3) as update:
         update(2)
     assert capfd.readouterr() == ("", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from monai_gds.doctor.machine import Machine
 from monai_gds.errors import BackendUnavailable
 from monai_gds.storage import deepnvme_build
 from tests import commands
-from tests.commands import Done
+from tests.commands import Done, on_a_terminal
 from tests.machines import ROOT, mounted_tmpfs, read_only
 
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
@@ -572,27 +571,9 @@ def test_piped_it_is_one_line_a_finding_and_on_a_terminal_a_table(tmp_path: Path
     assert "posix: ok: threads over preadv" in piped.stdout
     assert "\x1b" not in piped.stdout + piped.stderr
     assert "\r" not in piped.stdout + piped.stderr
-    shown = _on_a_terminal(command)
+    shown = on_a_terminal(command)
     assert "\x1b[32mok" in shown
     assert "looking around" in shown
-
-
-def _on_a_terminal(command: list[str]) -> str:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
-    environment.pop("NO_COLOR", None)
-    child = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    printed = b""
-    while True:
-        try:
-            block = os.read(ours, 1 << 16)
-        except OSError:  # EIO is how a terminal ends
-            break
-        printed += block
-    os.close(ours)
-    assert child.wait(60) == 0
-    return printed.decode()
 
 
 @pytest.mark.gpu
