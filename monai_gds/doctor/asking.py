@@ -92,7 +92,6 @@ def _ask_once(
         step = "start"
         for line in _until(lines, limit):
             if line is None:
-                child.kill()
                 return step, f"it gave no answer within {limit:g} seconds{_last_words(printed)}"
             message = json.loads(line)
             if "end" in message:

@@ -76,7 +76,7 @@ def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -
     """
     found = [gpu(machine, answers), torch(answers), directory(place, unwritable)]
     found += _direct_storage(machine, place, answers)
-    found += [libxnvme(answers), blocks(place, answers), *backends(answers), dali(answers)]
+    found += [io_uring(machine, answers), libxnvme(answers), blocks(place, answers), *backends(answers), dali(answers)]
     found += [speed(answers["speed"])] if "speed" in answers else []
     return [*found, container(machine, place, answers), default(answers, unwritable)]
 
@@ -278,6 +278,22 @@ def cufile(answer: Answer | None, machine: Machine, place: Place, entry: Finding
         return Finding("cufile", Status.NOTE, found, "for the direct way: nvidia-fs or P2PDMA, see above", details)
     found = "it takes files here, and logs no compatibility mode"
     return Finding("cufile", Status.OK, found, _ask_for(machine), details)
+
+
+def io_uring(machine: Machine, answers: Answers) -> Finding:
+    """Whether the posix backend reads many small files with one system call."""
+    answer = answers.get("io_uring", _NOT_ASKED)
+    if answer:
+        found = f"small files are read {answer.values['files']} a system call"
+        return Finding("io_uring", Status.OK, found, "", answer.values)
+    switched_off = machine.io_uring_disabled
+    remedy = "use Linux 5.17 or later"
+    if machine.container:
+        remedy = "allow io_uring in the container's seccomp profile (--security-opt seccomp=PROFILE)"
+    if switched_off:
+        remedy = "as root: sysctl kernel.io_uring_disabled=0"
+    found = f"small files are read by threads, one system call each: {answer.error}"
+    return Finding("io_uring", Status.MISSING, found, remedy, {"switched_off": switched_off})
 
 
 def libxnvme(answers: Answers) -> Finding:

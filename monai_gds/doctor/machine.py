@@ -186,6 +186,11 @@ class Machine:
         """Whether /dev/shm, through which workers of a DataLoader send items, has docker's default of 64 MiB."""
         return any(mount.point == "/dev/shm" and "size=65536k" in mount.options for mount in self._mounts)
 
+    @property
+    def io_uring_disabled(self) -> bool:
+        """Whether the administrator switched io_uring off (Linux 6.6 and later)."""
+        return (self._text("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0"
+
     @cached_property
     def nvidia_fs(self) -> str | None:
         """Version of the kernel module nvidia-fs ("loaded" where it does not say); None where it is not loaded."""

@@ -36,6 +36,7 @@ def steps(request: Request) -> Iterator[tuple[str, Probe]]:
     """Every step by its name, in order. What is needed to list them is imported when its turn comes."""
     yield "torch", functools.partial(_torch, request.device)
     yield "dali", _dali
+    yield "io_uring", _io_uring
     yield "libxnvme", _libxnvme
     yield "blocks", functools.partial(_blocks, request.directory)
     if not request.only or any(name.startswith("backend ") for name in request.only):
@@ -101,6 +102,13 @@ def _dali() -> dict[str, Any]:
     from monai_gds.imagenet.pipeline import dali
 
     return {"version": str(dali().__version__)}
+
+
+def _io_uring() -> dict[str, Any]:
+    from monai_gds.storage._uring import FILES, Ring
+
+    Ring()
+    return {"files": FILES}
 
 
 def _libxnvme() -> dict[str, Any]:
