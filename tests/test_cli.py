@@ -163,9 +163,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("cache")
     items = [{"image": np.full((1, 64, 64, 64), i, dtype=np.float32)} for i in range(3)]
-    dataset = GDSDataset(items, Compose([EnsureTyped("image")]), folder, device="cpu")
-    _ = [dataset[i] for i in range(3)]
-    dataset.close() if hasattr(dataset, "close") else None
+    with GDSDataset(items, Compose([EnsureTyped("image")]), folder, device="cpu") as dataset:
+        _ = [dataset[i] for i in range(3)]
     return folder
 
 
