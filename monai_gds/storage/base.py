@@ -344,7 +344,8 @@ class Storage(ABC):
         tensors = self.map(path, ranges, expect) if mapped else None
         if tensors is not None:
             return completed(tensors)
-        requests = [Read(path, offset, self.allocate(nbytes), expect) for offset, nbytes in ranges]
+        dests = self.allocate_all([nbytes for _, nbytes in ranges])
+        requests = [Read(path, offset, dest, expect) for (offset, _), dest in zip(ranges, dests, strict=True)]
         return self.submit(requests, fresh=True)
 
     def map(
@@ -376,6 +377,10 @@ class Storage(ABC):
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A new 1-D uint8 tensor on the device, uninitialised, of the kind that this backend fills fastest."""
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """As :meth:`allocate`, for several, each with a storage of its own."""
+        return [self.allocate(nbytes) for nbytes in sizes]
 
     @abstractmethod
     def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool = False) -> None:

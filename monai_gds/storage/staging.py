@@ -81,19 +81,28 @@ def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> None:
         dest.record_stream(stream)
 
 
-def hand_off(dests: Sequence[torch.Tensor], device: torch.device, *, arrived: bool = False) -> None:
+def hand_off(
+    dests: Sequence[torch.Tensor],
+    device: torch.device,
+    *,
+    arrived: bool = False,
+    behind: torch.cuda.Event | None = None,
+) -> None:
     """Gives ``dests`` to the current stream: it waits for their copies, and they are kept until it has used them.
 
     Args:
         dests: CUDA tensors.
         device: where they are.
         arrived: they are filled already, so there is no copy to wait for.
+        behind: an event behind their copies; without one, all copies queued so far are waited for.
     """
     stream = copy_stream(device)
     current = torch.cuda.current_stream(device)
     if current == stream:
         return
-    if not arrived:
+    if behind is not None:
+        current.wait_event(behind)
+    elif not arrived:
         current.wait_stream(stream)
     for dest in dests:
         dest.record_stream(current)
@@ -104,10 +113,10 @@ class StagingSlot:
 
     Attributes:
         buffer: 1-D uint8 pinned CPU tensor of ``SLOT_BYTES``.
-        view: the same memory as a writable memoryview.
+        array, view: the same memory as a NumPy array and as a writable memoryview.
     """
 
-    __slots__ = ("buffer", "event", "view")
+    __slots__ = ("array", "buffer", "event", "view")
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -115,7 +124,8 @@ class StagingSlot:
             raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
             start = -raw.data_ptr() % ALIGNMENT
             self.buffer = raw[start : start + nbytes]
-        self.view = self.buffer.numpy().data
+        self.array = self.buffer.numpy()
+        self.view = self.array.data
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -222,6 +232,14 @@ class StagingPool:
                 for offset, dest in parts:
                     dest.copy_(slot.buffer[offset : offset + dest.numel()], non_blocking=True)
                 slot.event.record(stream)
+        finally:
+            self._free.put(slot)
+
+    def upload_here(self, slot: StagingSlot, dest: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """As :meth:`upload`, for a thread that has made ``stream``, the copy stream, its current one."""
+        try:
+            dest.copy_(slot.buffer[: dest.numel()], non_blocking=True)
+            slot.event.record(stream)
         finally:
             self._free.put(slot)
 

@@ -376,6 +376,15 @@ class ThreadedStorage(Storage):
             return staging.allocate_on_copy_stream(nbytes, self.device)
         return aligned_empty(nbytes)
 
+    def allocate_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        if self.device.type != "cuda" or type(self).allocate is not ThreadedStorage.allocate:
+            return super().allocate_all(sizes)
+        return self._allocate_on_copy_stream(sizes)
+
+    def _allocate_on_copy_stream(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        with torch.cuda.stream(staging.copy_stream(self.device)):  # making it current costs as much as allocating
+            return [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in sizes]
+
     def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool = False) -> None:
         write_file(path, buffers, durable=durable)
 

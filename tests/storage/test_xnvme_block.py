@@ -93,6 +93,8 @@ class TestBlocksToCudaThroughPinnedMemory(_OnTheDisk, CudaStorageContract):
 class TestBlocksToCudaBuffers(_OnTheDisk, CudaStorageContract):
     """The drive writes to GPU memory by itself: buffers of cudaMalloc, wrapped as tensors."""
 
+    test_loads_while_the_default_stream_is_busy = None  # cudaMalloc and cudaFree wait for the whole device
+
     @pytest.fixture
     def storage(self, place: Place) -> Iterator[Storage]:
         with opened("xnvme-block", "cuda", **place.options) as storage:
