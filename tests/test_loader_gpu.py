@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from monai.utils import set_determinism
 
 from monai_gds import GDSDataLoader, GDSDataset, available_backends
 from monai_gds.cache.writer import process_writer
-from tests.machines import in_child
+from tests.machines import ROOT, in_child
 from tests.same import assert_same
 
 pytestmark = pytest.mark.gpu
@@ -223,3 +225,20 @@ def test_workers_compute_the_misses_and_the_parent_does_the_rest(tmp_path: Path,
         assert all(pid == os.getpid() for batch in batches for pid in batch["parent"].tolist())
         pids = {pid for batch in batches for pid in batch["pid"].tolist()}
         assert os.getpid() not in pids, f"epoch {epoch}"
+
+
+def test_an_error_in_the_loop_ends_the_process_as_it_should(tmp_path: Path, backend: str) -> None:
+    """Reads are under way then, in threads that are not Python's."""
+    code = f"""
+import torch
+from monai.transforms import Compose, Lambda
+from monai_gds import GDSDataLoader, GDSDataset
+dataset = GDSDataset(list(range(8)), Compose([Lambda(lambda n: {{"x": torch.full((9_000_000,), float(n))}})]),
+                     {str(tmp_path / "cache")!r}, 0, backend={backend!r})
+list(GDSDataLoader(dataset))
+dataset.flush()
+for batch in GDSDataLoader(dataset):
+    raise SystemExit(f"step {{int(batch['x'][0, 0])}}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr.strip().splitlines()[-1:]) == (1, ["step 0"]), done.stderr

@@ -16,6 +16,7 @@ this backend sets it to 16, for the whole process. A number of your own is left 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import importlib.util
@@ -23,6 +24,7 @@ import os
 import queue
 import stat
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -433,6 +435,15 @@ class _Job:
             self.done.set()
 
 
+_pumps: weakref.WeakSet[_Pump] = weakref.WeakSet()
+
+
+@atexit.register  # the interpreter would end the thread inside of KvikIO, and with it the process, by SIGABRT
+def _close_pumps() -> None:
+    for pump in list(_pumps):
+        pump.close()
+
+
 class _Pump:
     """One thread that keeps KvikIO's threads busy with slots to fill, and sends those that are full to the device.
 
@@ -446,15 +457,28 @@ class _Pump:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._backlog: deque[_Job] = deque()
         self._filling: deque[tuple[_Job, Read, torch.Tensor, staging.StagingSlot, Any]] = deque()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="monai-gds-kvikio", daemon=True)
         self._thread.start()
+        _pumps.add(self)
 
     def submit(self, job: _Job) -> None:
-        self._jobs.put(job)
+        with self._lock:
+            if not self._closed:
+                self._jobs.put(job)
+                return
+        job.error = StorageError(errno.EBADF, "this storage is closed")
+        job.done.set()
 
     def close(self) -> None:
         """Ends the thread when everything submitted so far is through."""
-        self._jobs.put(None)
+        if self._process != os.getpid():  # the thread is the parent's
+            return
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
