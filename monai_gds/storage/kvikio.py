@@ -11,7 +11,8 @@ lock. KvikIO's threads do not.) Small reads go the way of the ``posix`` backend.
 
 **What is changed in your process:** KvikIO has one thread unless told otherwise, which leaves most of the link idle. If
 ``kvikio.defaults.get("num_threads")`` is that default of 1 and neither KVIKIO_NTHREADS nor KVIKIO_NUM_THREADS is set,
-this backend sets it to the number of cores less 4 (4 to 16), for the whole process. A number of your own is left alone. Nothing else is changed.
+this backend sets it to the number of cores less 4 (4 to 16), for the whole process. A number of your own is left alone.
+Nothing else is changed.
 """
 
 from __future__ import annotations
