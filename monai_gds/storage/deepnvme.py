@@ -173,27 +173,28 @@ class _AioLane(Lane):
 
 
 _making = threading.Lock()
+_TRIES = 5
 
 
 def _new_handle(module: ModuleType, settings: Settings) -> Any:
     """Makes a handle and sees that the kernel gave it its queues: a handle without ends the process when it is used."""
-    with _making:
-        before = _contexts()
-        handle = module.aio_handle(
-            settings.block_size, settings.queue_depth, settings.single_submit, settings.overlap_events,
-            settings.intra_op_parallelism,
-        )  # fmt: skip
-        made = _contexts() - before
-    if made < settings.intra_op_parallelism + 1:
-        del handle
-        limit = _AIO_MAX.read_text().strip()
-        raise StorageError(
-            errno.EAGAIN,
-            f"the kernel has no room for {settings.intra_op_parallelism + 1} more queues of {settings.queue_depth} "
-            f"transfers (fs.aio-max-nr is {limit} for the whole machine): use a smaller queue_depth or fewer threads, "
-            "or raise it with sysctl",
-        )
-    return handle
+    needed = settings.intra_op_parallelism + 1
+    for _ in range(_TRIES):  # a storage that nobody closed may be freed meanwhile, and its queues with it
+        with _making:
+            before = _contexts()
+            handle = module.aio_handle(
+                settings.block_size, settings.queue_depth, settings.single_submit, settings.overlap_events,
+                settings.intra_op_parallelism,
+            )  # fmt: skip
+            if _contexts() - before >= needed:
+                return handle
+            del handle
+    limit = _AIO_MAX.read_text().strip()
+    raise StorageError(
+        errno.EAGAIN,
+        f"the kernel has no room for {needed} more queues of {settings.queue_depth} transfers (fs.aio-max-nr is "
+        f"{limit} for the whole machine): use a smaller queue_depth or fewer threads, or raise it with sysctl",
+    )
 
 
 def _contexts() -> int:

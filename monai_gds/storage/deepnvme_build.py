@@ -11,8 +11,9 @@ doing. Here that is a step of its own:
 
 What was built is loaded from its file, without going through torch's locking again.
 
-DeepSpeed's source is compiled as it is, but for three things (:func:`_compile_here`):
+DeepSpeed's source is compiled as it is, but for four things (:func:`_compile_here`):
 
+* Its twelve files are compiled as three, for nearly all of the time goes into torch's headers.
 * The results of the single transfers, which DeepSpeed drops, are kept for the backend to ask for: the first lines of
   ``deepnvme_results.h`` say how.
 * One file is compiled without assertions. ``aio_handle.pread`` asserts that the range lies inside the file, and ends
@@ -43,7 +44,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -75,7 +76,14 @@ _SHARED = "_deepspeed_pin_memory_op_module"
 _REMEDY = "pip install 'monai_gds[deepnvme]'"
 _AHEAD = "monai-gds doctor --build deepnvme"
 _LOG_LINES = 25
-_RECIPE = 1  #: to be raised with every change of what `_compile_here` builds, so that older builds are not used
+
+#: What stands before a file of DeepSpeed's; see the module's docstring.
+_PREFIXES = {
+    "csrc/aio/py_lib/deepspeed_py_io_handle.cpp": "#define NDEBUG",
+    "csrc/aio/common/deepspeed_aio_common.cpp": f'#include "{Path(__file__).with_name("deepnvme_results.h")}"',
+}
+
+_RECIPE = 2  #: to be raised with every change of what `_compile_here` builds, so that older builds are not used
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -270,28 +278,54 @@ def _run_child(operator: Operator, work: Path, log: Path) -> int:
                 child.wait()
 
 
-def _compile_here(operator: Operator, work: Path) -> None:
-    """The child's part: lets DeepSpeed compile into ``TORCH_EXTENSIONS_DIR``, which the parent has set."""
+def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
+    """The child's part: lets DeepSpeed compile into ``TORCH_EXTENSIONS_DIR``, which the parent has set.
+
+    Args:
+        operator: what.
+        work: a folder of its own.
+        joined: few groups of files. If they do not compile, each file is tried for itself.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: do not outlive a parent that was killed
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
     builder: Any = AsyncIOBuilder() if operator == "aio" else GDSBuilder()
-    results = Path(__file__).with_name("deepnvme_results.h")
-    prefixes = {
-        "csrc/aio/py_lib/deepspeed_py_io_handle.cpp": "#define NDEBUG",
-        "csrc/aio/common/deepspeed_aio_common.cpp": f'#include "{results}"',
-    }
-    sources, flags = list(builder.sources()), builder.cxx_args()
-    for number, (source, prefix) in enumerate(prefixes.items()):
-        shim = work / f"shim{number}.cpp"
-        shim.write_text(f'{prefix}\n#include "{builder.deepspeed_src_path(source)}"\n')
-        sources[sources.index(source)] = str(shim)
+    _copy_source(Path(builder.deepspeed_src_path("csrc")), work / "csrc")
+    groups = _groups(builder.sources()) if joined else [[source] for source in builder.sources()]
+    sources = [work / f"group{number}.cpp" for number in range(len(groups))]
+    for path, members in zip(sources, groups, strict=True):
+        lines = [line for source in members for line in (_PREFIXES.get(source, ""), f'#include "{work / source}"')]
+        path.write_text("\n".join([*lines, ""]))
+    folders = [str(work / path) if path.startswith("csrc/") else path for path in builder.include_paths()]
+    flags = [flag for flag in builder.cxx_args() if flag != "-g"]
     flags += [f"-D{name}=monai_gds_{name}" for name in ("deepspeed_aio_handle_t", "deepspeed_gds_handle_t")]
-    builder.sources, builder.cxx_args = (lambda: sources), (lambda: flags)
+    builder.sources, builder.include_paths = (lambda: [str(path) for path in sources]), (lambda: folders)
+    builder.cxx_args = lambda: flags
     try:
         builder.load(verbose=True)
-    except Exception as e:  # a traceback would push the compiler's lines out of sight
+    except Exception as e:
+        if joined and (work / _MODULE[operator]).is_dir():  # it came as far as this one
+            print("not so; each file for itself", flush=True)
+            shutil.rmtree(work / _MODULE[operator])
+            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, operator, str(work), "single"])
+        # a traceback would push the compiler's lines out of sight
         sys.exit(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+
+
+def _groups(sources: Sequence[str]) -> list[list[str]]:
+    """Files to be compiled as one: those with a line of our own before them apart, and the one whose names clash."""
+    apart = [source for source in sources if source in _PREFIXES]
+    others = [source for source in sources if source not in _PREFIXES]
+    first = [source for source in others if source.endswith("/deepspeed_aio_types.cpp")]
+    return [[apart[0], *first], *([source] for source in apart[1:]), [s for s in others if s not in first]]
+
+
+def _copy_source(csrc: Path, to: Path) -> None:
+    """Copies DeepSpeed's source, with a guard in every header: most have none, and files that share them are joined."""
+    for name in ("aio", "gds", "pin_memory"):
+        shutil.copytree(csrc / name, to / name, dirs_exist_ok=True)
+    for header in to.rglob("*.h"):
+        header.write_text("#pragma once\n" + header.read_text())
 
 
 def load(operator: Operator) -> ModuleType:
@@ -376,4 +410,4 @@ def writing() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    _compile_here("gds" if sys.argv[1] == "gds" else "aio", Path(sys.argv[2]))
+    _compile_here("gds" if sys.argv[1] == "gds" else "aio", Path(sys.argv[2]), joined=sys.argv[3:] != ["single"])
