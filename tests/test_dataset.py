@@ -466,6 +466,7 @@ def test_read_only_cache_is_used(make: Make, tmp_path: Path) -> None:
         assert Count.calls == 1
         with pytest.warns(CacheWarning, match="mount it writable") as caught:
             _ = dataset[1], dataset[2]
+            dataset.flush()
         assert len(caught) == 1
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied, ranks
+from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied, ranks, terminal
 from monai_gds.populate import Populated
 from tests.commands import run
 from tests.fixtures_nifti import pipeline, write_volumes
@@ -179,6 +179,7 @@ def test_a_bar_on_a_terminal_only(
     make().populate()
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it writes to for a terminal
+    monkeypatch.setattr(terminal.errors, "is_interactive", True)
     make(9).populate(progress=False)
     assert capsys.readouterr() == ("", "")
     make(10).populate(2)
