@@ -2,6 +2,7 @@
 # make test   sets up and runs the tests
 # make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too)
 # make test-package  sdist and wheel, built, installed into an environment of their own, and tried there
+# make notebooks  executes tutorials/ and saves the outputs in them (NOTEBOOKS="block_map tensor_io": only these)
 # make lint   ruff and mypy
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ CONSTRAINTS ?= constraints.txt
 EXTRAS ?=
 DEMO ?=
 PYTEST ?=
+NOTEBOOKS ?=
 
 # DeepNVMe's operators are compiled once, into the ignored folder of builds.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.build/torch_extensions
@@ -19,7 +21,7 @@ comma := ,
 bin := $(VENV)/bin
 pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: demo test test-nvme test-package lint clean
+.PHONY: demo test test-nvme test-package notebooks lint clean
 
 demo: $(VENV)/.core
 	$(bin)/monai-gds demo $(DEMO)
@@ -32,6 +34,9 @@ test-nvme: $(VENV)/.test
 
 test-package: $(VENV)/.test
 	CONSTRAINTS=$(abspath $(CONSTRAINTS)) $(bin)/python tests/package/run.py
+
+notebooks: $(VENV)/.test
+	$(bin)/python tools/notebooks.py $(NOTEBOOKS)
 
 lint: $(VENV)/.test
 	$(bin)/ruff check . && $(bin)/ruff format --check . && $(bin)/mypy

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from monai_gds.terminal import say, show
 
-__all__ = ["Report", "Row", "emit", "machine", "plot_reports"]
+__all__ = ["Report", "Row", "draw", "emit", "machine", "plot_reports"]
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ def _figure(value: float) -> str:
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """What a figure depends on: the date (UTC), the command, the machine and the versions, for captions and JSON.
 
+    In a notebook there is no command.
+
     Args:
         device: a CUDA device whose name belongs in it.
     """
@@ -143,6 +145,8 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
+    if Path(sys.argv[0]).name == "ipykernel_launcher.py":
+        del found["command"]
     if device is not None and device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
     return found
@@ -185,8 +189,11 @@ def emit(
     )
 
 
-def plot_reports(reports: Sequence[Report], path: Path, caption: str = "") -> None:
+def draw(reports: Sequence[Report], caption: str = "") -> Any:
     """Draws one panel a report: a bar a row at the median, a whisker from the lowest to the highest sample.
+
+    Returns:
+        A ``matplotlib.figure.Figure``, which a notebook shows as it is.
 
     Raises:
         ImportError: matplotlib is missing; the message names the extra that installs it.
@@ -203,9 +210,21 @@ def plot_reports(reports: Sequence[Report], path: Path, caption: str = "") -> No
         below = [median - min(row.samples) if median is not None else 0.0 for row, median in rows]
         above = [max(row.samples) - median if median is not None else 0.0 for row, median in rows]
         axes.barh([row.name for row, _ in rows], medians, xerr=[below, above], capsize=3)
+        for place, median in enumerate(median for _, median in rows):
+            if median is None:  # no bar, and not a bar of length zero
+                axes.text(0, place, " not here", va="center", fontsize=8)
         axes.invert_yaxis()
         axes.set_title(report.title, fontsize=10)
         axes.set_xlabel(report.unit)
     if caption:
         figure.supxlabel(caption, fontsize=8)
-    figure.savefig(path, dpi=150)
+    return figure
+
+
+def plot_reports(reports: Sequence[Report], path: Path, caption: str = "") -> None:
+    """Writes what :func:`draw` draws to a file; its ending says which format.
+
+    Raises:
+        ImportError: as by :func:`draw`.
+    """
+    draw(reports, caption).savefig(path, dpi=150)

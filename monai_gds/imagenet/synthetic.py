@@ -14,10 +14,8 @@ __all__ = ["MEAN_BYTES", "jpeg", "write_image_folder"]
 #: Of a JPEG of ImageNet's training set: 138 GB over 1,281,167 files.
 MEAN_BYTES = 110_000
 
-_PER_CLASS = 100
 
-
-def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | None = None) -> bytes:
+def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | None = None, text: str = "") -> bytes:
     """A JPEG of smooth colours under noise.
 
     Args:
@@ -25,11 +23,19 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
         height: in pixels.
         width: in pixels.
         nbytes: about how large the file is to be, within 5%; None for whatever comes out.
+        text: written across the middle, so that a viewer knows the picture again, and sees when it is mirrored.
     """
-    from PIL import Image
+    from PIL import Image, ImageDraw, ImageFont
 
     small = Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8))
-    smooth = np.asarray(small.resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
+    canvas = small.resize((width, height), Image.Resampling.BICUBIC)
+    if text:
+        font = ImageFont.load_default(size=height / 6)
+        middle = (width / 2, height / 2)
+        ImageDraw.Draw(canvas).text(
+            middle, text, "white", font, "mm", align="center", stroke_width=4, stroke_fill="black"
+        )
+    smooth = np.asarray(canvas, dtype=np.float32)
     noise = random.standard_normal((height, width, 1), dtype=np.float32) if nbytes else np.float32(0)
     low, high, data = 0.0, 80.0, b""
     for _ in range(10):  # more noise makes a larger file
@@ -50,15 +56,17 @@ def write_image_folder(
     *,
     seed: int = 0,
     mean_bytes: int = MEAN_BYTES,
+    per_class: int = 100,
     progress: Callable[[int], None] | None = None,
 ) -> Path:
-    """Writes JPEGs of about 500 by 375 pixels, 100 a class, in classes named as ImageNet's are.
+    """Writes JPEGs of about 500 by 375 pixels, in classes named as ImageNet's are; each shows its name.
 
     Args:
         root: a new folder.
         count: images.
         seed: equal seeds give equal files.
         mean_bytes: of a file, on average.
+        per_class: images a class.
         progress: called with the number of images written so far.
 
     Raises:
@@ -67,14 +75,16 @@ def write_image_folder(
     root.mkdir(parents=True)
 
     def write(index: int) -> None:
-        number, name = index // _PER_CLASS, f"n{1440764 + 3 * (index // _PER_CLASS):08d}"
+        number, of_class = divmod(index, per_class)
+        name = f"n{1440764 + 3 * number:08d}"
         random = np.random.default_rng([seed, index])
         size = int(np.clip(random.normal(1, 0.25), 0.4, 1.8) * mean_bytes)
         height, width = (375, 500) if random.random() < 0.75 else (500, 375)
         folder = root / name
         folder.mkdir(exist_ok=True)
-        data = jpeg(random, height - int(random.integers(50)), width - int(random.integers(50)), size)
-        (folder / f"{name}_{index - number * _PER_CLASS}.JPEG").write_bytes(data)
+        text = f"{name}\n{of_class}"
+        data = jpeg(random, height - int(random.integers(50)), width - int(random.integers(50)), size, text)
+        (folder / f"{name}_{of_class}.JPEG").write_bytes(data)
 
     with ThreadPoolExecutor() as pool:
         for done, _ in enumerate(pool.map(write, range(count)), start=1):

@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from monai_gds.bench.report import Report, Row, emit
+from monai_gds.bench.report import Report, Row, draw, emit, machine
 
 ROWS = [
     Row("python", (1.0, 0.5, 2.0), notes={"page cache": "warm"}),
@@ -69,3 +69,16 @@ def test_plot_writes_an_image(tmp_path, capsys: pytest.CaptureFixture[str]) -> N
     pytest.importorskip("matplotlib")
     emit([REPORT, REPORT], as_json=True, plot=tmp_path / "bars.png", about=ABOUT)
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_bar_a_row_and_a_word_where_there_is_none() -> None:
+    pytest.importorskip("matplotlib")
+    (axes,) = draw([REPORT]).axes
+    assert [bar.get_width() for bar in axes.patches] == [1.0, 4.0, 0.0]
+    assert [(text.get_text().strip(), text.get_position()[1]) for text in axes.texts] == [("not here", 2)]
+
+
+def test_a_notebook_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "command" in machine()
+    monkeypatch.setattr("sys.argv", ["/lib/ipykernel_launcher.py", "-f", "/tmp/some.json"])
+    assert "command" not in machine()

@@ -105,15 +105,32 @@ def test_validate_finds_a_method_that_reads_something_else(file: Path, monkeypat
 
     monkeypatch.setitem(tensor.LOADS, "direct", wrong)
     load(file, CPU, Tensors(["direct"]))
-    with pytest.raises(StorageError, match="direct got other bytes"):
+    with pytest.raises(tensor.WrongBytes, match="direct got other bytes"):
         load(file, CPU, Tensors(["direct"], validate=True))
 
 
 def test_validate_finds_a_method_that_writes_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PosixStorage, "write", lambda self, path, buffers, **_: Path(path).write_bytes(bytes(100)))
-    with pytest.raises(StorageError, match="posix got other bytes"):
+    with pytest.raises(tensor.WrongBytes, match="posix got other bytes"):
         store(tmp_path, 100, CPU, Tensors(["posix"], validate=True))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_a_method_that_refuses_this_file_keeps_its_row_and_says_why(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refuse(self: object, *_: object, **__: object) -> None:
+        raise StorageError(1, "the device may not be read", "/dev/some")
+
+    monkeypatch.setattr(PosixStorage, "submit", refuse)
+    monkeypatch.setattr(PosixStorage, "write", refuse)
+    asked = Tensors(["python", "posix"], validate=True)
+    python, posix = (load(file, CPU, asked) if what == "load" else store(tmp_path, 100, CPU, asked)).rows
+    assert python.median
+    assert posix.samples == ()
+    assert "the device may not be read" in posix.reason
+    assert os.listdir(tmp_path) == ["input.bin"]
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

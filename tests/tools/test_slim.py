@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import shutil
 import struct
 import subprocess
@@ -13,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-_SCRIPT = Path(__file__).parents[2] / "tools" / "slim.py"
-_spec = importlib.util.spec_from_file_location("slim", _SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-slim = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(slim)
+from tests.tools import load_tool
+
+slim = load_tool("slim")
 
 _NOISE = bytes(i * i * 31 % 251 for i in range(3 << 20))
 

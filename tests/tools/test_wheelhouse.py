@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,12 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-_SCRIPT = Path(__file__).parents[2] / "tools" / "wheelhouse.py"
-_spec = importlib.util.spec_from_file_location("wheelhouse", _SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-wheelhouse = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(wheelhouse)
+from tests.tools import load_tool
+
+wheelhouse = load_tool("wheelhouse")
 
 
 @pytest.fixture
@@ -87,7 +83,7 @@ def test_collects_the_project_with_its_extras_and_tries_it(
     assert wheelhouse.main(arguments) == 0
     build, download, install = pip
     assert build[0] == "wheel"
-    assert build[-1] == str(_SCRIPT.parents[1])
+    assert build[-1] == str(wheelhouse.ROOT)
     assert download[0] == "download"
     assert download[-1] == str(dest / "monai_gds-9.9-py3-none-any.whl") + "[cuda13,test]"
     assert {"--python-version=3.12", "--platform=manylinux_2_28_x86_64", "--constraint=c.txt"} <= set(download)

@@ -1,0 +1,94 @@
+"""The notebooks of tutorials/: they run from clean, also where libraries are missing, and are saved with their outputs.
+
+They run on the CPU, on small data, also where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools import load_tool
+
+nbformat = pytest.importorskip("nbformat", reason="this machine has no nbformat")
+pytest.importorskip("nbclient", reason="this machine has no nbclient to execute notebooks with")
+pytest.importorskip("ipykernel", reason="this machine has no ipykernel to execute notebooks with")
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+each = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+
+#: Libraries that no notebook may take for granted, and what makes a Python start without them.
+OPTIONAL = ("matplotlib", "nilearn", "nvidia.dali", "squirrel")
+NOT_INSTALLED = f"""
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *where: None if name in {OPTIONAL} else find(name, *where))
+"""
+
+tool = load_tool("notebooks")
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MONAI_DATA_DIRECTORY", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_all_of_them_are_here() -> None:
+    names = {path.stem for path in NOTEBOOKS}
+    assert names == {
+        "block_map", "gds_dataset", "imagenet_dali", "squirrel_dali", "tensor_io", "train_segmentation",
+    }  # fmt: skip
+
+
+@each
+@pytest.mark.timeout(900)
+def test_runs_from_clean_without_a_warning_and_leaves_nothing_behind(notebook: Path, tmp_path: Path) -> None:
+    node, error = tool.execute(notebook, tmp_path)
+    assert not error, error
+    assert tool.text_of(node, "stderr") == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+#: What is left in MONAI_DATA_DIRECTORY for the next time.
+KEPT = {"gds_dataset": ["made_volumes"], "train_segmentation": ["deformed_template_2mm_5"]}
+
+
+@each
+@pytest.mark.timeout(900)
+def test_says_what_is_missing_instead_of_failing_and_keeps_data_where_told(
+    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, data, work = (tmp_path / name for name in ("site", "data", "work"))
+    for folder in (site, data, work):
+        folder.mkdir()
+    (site / "sitecustomize.py").write_text(NOT_INSTALLED)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("MONAI_DATA_DIRECTORY", str(data))
+    node, error = tool.execute(notebook, work)
+    assert not error, error
+    said = tool.text_of(node, "stdout")
+    assert "matplotlib is missing" in said
+    assert "DALI is missing" in said or "dali" not in notebook.stem
+    assert "Squirrel is missing" in said or "squirrel" not in notebook.stem
+    assert "nilearn is missing" in said or notebook.stem != "train_segmentation"
+    assert "No CUDA device here" in said or notebook.stem == "block_map"
+    assert tool.text_of(node, "stderr") == ""
+    assert list(work.iterdir()) == []
+    assert [path.name for path in data.iterdir()] == KEPT.get(notebook.stem, [])
+
+
+@each
+def test_is_saved_with_outputs_and_pictures_and_small(notebook: Path) -> None:
+    node = nbformat.read(notebook, as_version=4)
+    assert notebook.stat().st_size < 1_000_000
+    code = [cell for cell in node.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in code), "a cell was not executed"
+    outputs = [output for cell in code for output in cell.outputs]
+    assert [o.ename for o in outputs if o.output_type == "error"] == []
+    assert any({"image/png", "image/jpeg"} & o.get("data", {}).keys() for o in outputs)
+    assert node.cells[0].source.startswith("# ")
+    assert "**What you need.**" in node.cells[0].source

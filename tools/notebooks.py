@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Executes the notebooks of tutorials/ from clean, and saves in them what they print and draw.
+
+    python tools/notebooks.py                      # all of them, in place
+    python tools/notebooks.py block_map tensor_io  # these
+    python tools/notebooks.py --output DIR         # leaves tutorials/ as it is and writes copies to DIR
+
+Each runs in an empty folder, in a new kernel of the Python that runs this, with this checkout's package. It needs
+``pip install nbclient ipykernel`` beside what the notebooks need. A notebook that fails is saved up to the failure; the
+others are still executed, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellControlSignal, CellTimeoutError, DeadKernelError
+
+__all__ = ["TUTORIALS", "execute", "main", "text_of"]
+
+ROOT = Path(__file__).resolve().parent.parent
+TUTORIALS = ROOT / "tutorials"
+
+#: Seconds for one cell.
+TIMEOUT = 600
+
+
+def execute(notebook: Path, folder: Path) -> tuple[Any, str]:
+    """Executes a notebook in ``folder``, which is its working directory and where its temporary files go.
+
+    Args:
+        notebook: the file; it is not changed.
+        folder: an empty folder.
+
+    Returns:
+        The notebook with its outputs, and what went wrong (empty when nothing did).
+    """
+    node = nbformat.read(notebook, as_version=4)
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    with tempfile.TemporaryDirectory() as private:  # for the kernel's sockets, IPython's history, torch's compiler
+        # Without a folder of kernels to look in, what is left is a kernel of this very Python.
+        specs = KernelSpecManager(kernel_dirs=[])
+        client = NotebookClient(
+            node,
+            km=AsyncKernelManager(kernel_spec_manager=specs, transport="ipc", ip=f"{private}/kernel"),
+            timeout=TIMEOUT,
+            record_timing=False,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        client.owns_km = True  # it shuts the kernel down in the end
+        settings = {"PYTHONPATH": path, "TMPDIR": str(folder), "IPYTHONDIR": private}
+        try:
+            client.execute(env={"TORCHINDUCTOR_CACHE_DIR": private, **os.environ, **settings})
+        except (CellControlSignal, CellTimeoutError, DeadKernelError) as e:
+            return _tidy(node), str(e)
+    return _tidy(node), ""
+
+
+def _tidy(node: Any) -> Any:
+    """Drops what differs from machine to machine without saying anything about it."""
+    node.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in node.cells:
+        cell.metadata = {}
+    return node
+
+
+def text_of(node: Any, name: str) -> str:
+    """What the cells of an executed notebook wrote to one stream, ``stdout`` or ``stderr``."""
+    outputs = [o for cell in node.cells for o in cell.get("outputs", ())]
+    return "".join(o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == name)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = sorted(path.stem for path in TUTORIALS.glob("*.ipynb"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(known)}")
+    parser.add_argument("--output", type=Path, help="folder for the executed notebooks (default: in place)")
+    options = parser.parse_args(arguments)
+    options.names = [name.removesuffix(".ipynb") for name in options.names] or known
+    for name in options.names:
+        if name not in known:
+            parser.error(f"there is no notebook {name!r} in {TUTORIALS}; there are: {', '.join(known)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Executes and saves. Returns the exit code."""
+    options = parse(arguments)
+    target = options.output or TUTORIALS
+    target.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for name in options.names:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
+            node, error = execute(TUTORIALS / f"{name}.ipynb", Path(folder))
+        path = target / f"{name}.ipynb"
+        nbformat.write(node, path)
+        failed += bool(error)
+        seconds, kb = time.monotonic() - start, path.stat().st_size / 1000
+        print(f"{name}: {'FAILED' if error else 'done'} in {seconds:.0f} s, {kb:.0f} kB", flush=True)
+        for text in (error, text_of(node, "stderr")):
+            if text:
+                print(text, file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
