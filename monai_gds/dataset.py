@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -19,7 +20,7 @@ from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
-from monai_gds.cache.directory import CacheDirectory, Verify, explain, prepare
+from monai_gds.cache.directory import CacheDirectory, PendingItem, Verify, explain, prepare
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.key import Key, KeyMaker
 from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
@@ -185,7 +186,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return self._split_now().after(item_transformed)
 
     def _cachecheck(self, item_transformed: Any) -> Any:
-        return self._begin(item_transformed).finish()
+        return self._begin([item_transformed])[0].finish()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Several items at once: all reads are under way before the first is waited for.
@@ -194,8 +195,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         """
         if self.changes_items():
             return [self[i] for i in indices]
-        begun = [self.begin(i) for i in indices]
-        return [self.end(b) for b in begun]
+        return [self.end(begun) for begun in self.begin(indices)]
 
     @classmethod
     def changes_items(cls) -> bool:
@@ -204,13 +204,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
 
     # For loaders that read ahead
 
-    def begin(self, index: int) -> Begun:
-        """Starts reading an item, if it is cached.
+    def begin(self, indices: Sequence[int]) -> list[Begun]:
+        """Starts reading those items that are cached.
 
         Returns:
-            What :meth:`end` takes, in the same process and thread.
+            What :meth:`end` takes, in the same process and thread, for each of the indices.
         """
-        return self._begin(self.data[index])
+        return self._begin([self.data[i] for i in indices])
 
     def end(self, begun: Begun) -> Any:
         """The item, on the device, behind its random transforms. What was not cached is computed here, and saved."""
@@ -310,21 +310,24 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
 
     # The cache
 
-    def _begin(self, item: Any) -> Begun:
+    def _begin(self, items: Sequence[Any]) -> list[Begun]:
         split = self._split_now()
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
-            return Begun(lambda: self._assemble(encode_item(self._compute(item), strict=False)))
-        key = self._state.keys(item)
-        pending = cache.start(key.digest)
-        if pending is None:
-            return Begun(lambda: self._fill(cache, key, item))
+            return [Begun(partial(self._only_compute, item)) for item in items]
+        keys = [self._state.keys(item) for item in items]
+        pendings = cache.start_all([key.digest for key in keys])
+        return [
+            Begun(partial(self._finish, cache, key, item, pending), 0 if pending is None else pending.nbytes)
+            for key, item, pending in zip(keys, items, pendings, strict=True)
+        ]
 
-        def finish() -> Any:
-            found = pending.wait()
-            return self._fill(cache, key, item) if found is None else found[0]
+    def _finish(self, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None) -> Any:
+        found = None if pending is None else pending.wait()
+        return self._fill(cache, key, item) if found is None else found[0]
 
-        return Begun(finish, pending.nbytes)
+    def _only_compute(self, item: Any) -> Any:
+        return self._assemble(encode_item(self._compute(item), strict=False))
 
     def _compute(self, item: Any) -> Any:
         return self._pre_transform(deepcopy(item))  # transforms write into what they are given

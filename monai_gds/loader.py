@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -270,27 +271,32 @@ class _ReadAhead:
         items, nbytes = [], 0
         for record in self._drawn.popleft():
             self._begin_what_fits()
-            begun = record.begun or self._begin_next()  # without room too: the batch has to be completed
-            record.begun = None
+            if record.begun is None:  # without room too: the batch has to be completed
+                self._begin(1)
+            begun, record.begun = record.begun, None
+            assert begun is not None
             if record.saved is not None:
                 record.saved.result()
-                begun = record.dataset.begin(record.index)
+                begun = record.dataset.begin([record.index])[0]
                 self._flight.add(0, begun.nbytes)
             items.append(record.dataset.end(begun))
             nbytes += begun.nbytes
         return items, len(items), nbytes
 
     def _begin_what_fits(self) -> None:
-        while self._flight.has_room() and (self._waiting or self._draw()):
-            self._begin_next()
+        while (room := self._flight.room()) and (self._waiting or self._draw()):
+            self._begin(min(room, len(self._waiting)))
 
-    def _begin_next(self) -> Begun:
-        record = self._waiting.popleft()
-        record.begun = record.dataset.begin(record.index)
-        if self._helpers is not None and not record.begun.nbytes:
-            record.saved = self._helpers.save(record.dataset, record.index)
-        self._flight.add(1, record.begun.nbytes)
-        return record.begun
+    def _begin(self, count: int) -> None:
+        """Begins the first records of those that wait, all of one dataset at once."""
+        records = [self._waiting.popleft() for _ in range(count)]
+        for dataset, of_one in groupby(records, attrgetter("dataset")):
+            together = list(of_one)
+            for record, begun in zip(together, dataset.begin([r.index for r in together]), strict=True):
+                record.begun = begun
+                if self._helpers is not None and not begun.nbytes:
+                    record.saved = self._helpers.save(dataset, record.index)
+                self._flight.add(1, begun.nbytes)
 
     def _draw(self) -> bool:
         indices = next(self._batches, None)
@@ -320,12 +326,11 @@ class _Flight:
 
     # The loader's thread
 
-    def has_room(self) -> bool:
-        """Whether one more record, as large as the last one, may be begun."""
+    def room(self) -> int:
+        """How many more records, as large as the last one, may be begun."""
         with self._changed:
-            if not self._records:
-                return True
-            return self._records < self._most_records and self._bytes + self._last <= self._most_bytes
+            fit = (self._most_bytes - self._bytes) // max(1, self._last)
+            return max(min(self._most_records - self._records, fit), 0 if self._records else 1)
 
     def add(self, records: int, nbytes: int) -> None:
         with self._changed:

@@ -144,7 +144,7 @@ def test_subsets_and_concatenations_are_read_ahead(make: Make, wrap: Any, monkey
     expected = [batch["name"] for batch in DataLoader(wrap(make()), batch_size=2)]
     seen = []
     begin = GDSDataset.begin
-    monkeypatch.setattr(GDSDataset, "begin", lambda self, index: seen.append(index) or begin(self, index))
+    monkeypatch.setattr(GDSDataset, "begin", lambda self, indices: seen.extend(indices) or begin(self, indices))
     assert [batch["name"] for batch in GDSDataLoader(wrap(make()), batch_size=2)] == expected
     assert len(seen) == sum(map(len, expected))
 
@@ -269,10 +269,10 @@ class Watched(GDSDataset):
 
     in_flight = most = 0
 
-    def begin(self, index: int) -> Any:
-        type(self).in_flight += 1
+    def begin(self, indices: Any) -> Any:
+        type(self).in_flight += len(indices)
         type(self).most = max(self.most, self.in_flight)
-        return super().begin(index)
+        return super().begin(indices)
 
     def end(self, begun: Any) -> Any:
         type(self).in_flight -= 1
@@ -306,9 +306,9 @@ def test_a_slow_consumer_is_waited_for(tmp_path: Path) -> None:
     begun: list[int] = []
 
     class Noted(GDSDataset):
-        def begin(self, index: int) -> Any:
-            begun.append(index)
-            return super().begin(index)
+        def begin(self, indices: Any) -> Any:
+            begun.extend(indices)
+            return super().begin(indices)
 
     dataset = Noted(list(range(20)), transform, tmp_path / "cache", "cpu")
     loop = iter(GDSDataLoader(dataset, prefetch=4))

@@ -48,10 +48,10 @@ def make(tmp_path: Path, backend: str) -> Make:
             list(range(COUNT)), mt.Compose([numbered, *random]), tmp_path / "cache", 0, backend=backend
         )
         for i in range(COUNT if fill else 0):
-            dataset.begin(i).finish()
+            dataset.begin([i])[0].finish()
         dataset.flush()
         for i in range(COUNT if fill else 0):
-            dataset.begin(i).finish()
+            dataset.begin([i])[0].finish()
         return dataset
 
     return make_dataset
@@ -187,7 +187,7 @@ def test_misses_are_saved_behind_the_training_as_they_were(make: Make, backend: 
         for batch in GDSDataLoader(spoiling, batch_size=1):
             assert float(batch["x"].max()) == -1
     clean = GDSDataset(list(range(COUNT)), mt.Compose([on_gpu]), tmp_path / "spoiled", 0, backend=backend)
-    assert all(clean.begin(i).nbytes for i in range(COUNT)), "all are cached"
+    assert all(clean.begin([i])[0].nbytes for i in range(COUNT)), "all are cached"
     for i, batch in enumerate(GDSDataLoader(clean, batch_size=1)):
         assert float(batch["x"].min()) == float(batch["x"].max()) == i
 

@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +57,9 @@ _HEADERS_BYTES = 12 << 20
 
 #: Numbers the temporary files of this process, which may have several caches over one directory.
 _counter = itertools.count()
+
+#: Records of no more bytes are read together.
+_SMALL = 1 << 20
 
 #: How often a record that is replaced whenever it is read is tried again.
 _TRIES = 5
@@ -116,6 +119,10 @@ def read_record(path: str, storage: Storage) -> tuple[Record, FileId, bytes]:
 def _check(name: str, entry: Entry, data: torch.Tensor) -> None:
     if checksum(data) != entry.checksum:
         raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
+
+
+def _ranges(head: _Head) -> list[tuple[int, int]]:
+    return [(entry.offset, entry.nbytes) for entry in head.record.tensors.values()]
 
 
 class PendingItem:
@@ -223,6 +230,25 @@ class CacheDirectory:
             return False
         return True
 
+    def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
+        """As :meth:`start`, for several: small records are read together."""
+        paths = [self.record_path(digest) for digest in digests]
+        found: list[PendingItem | None] = [None] * len(paths)
+        small: dict[bool, list[tuple[int, _Head]]] = {True: [], False: []}
+        for i, path in enumerate(paths):
+            process_writer().wait_for(path)
+            head = self._heads.get(path)
+            if head is None or head.record.nbytes > _SMALL:
+                found[i] = self._start(path)
+            else:
+                small[self._must_verify(path, head.file)].append((i, head))
+        for verify, members in small.items():
+            files = [(paths[i], _ranges(head), head.file) for i, head in members]
+            pendings = self._storage.load_all(files, mapped=not verify) if files else []
+            for (i, head), pending in zip(members, pendings, strict=True):
+                found[i] = PendingItem(self, paths[i], head, pending, verify, _TRIES)
+        return found
+
     def reread(self, path: str, tries: int, error: FileChanged) -> Any:
         """Reads a record anew that was replaced while it was read; results as of :meth:`PendingItem.wait`."""
         pending = self._restart(path, tries, error)
@@ -240,10 +266,9 @@ class CacheDirectory:
             head = self._head(path)
             if head is None:
                 return None
-            ranges = [(e.offset, e.nbytes) for e in head.record.tensors.values()]
             verify = self._must_verify(path, head.file)
             # What is verified is read, not mapped: on a failing disk a read is an error, touching a mapping is death.
-            pending = self._storage.load(path, ranges, head.file, mapped=not verify)
+            pending = self._storage.load(path, _ranges(head), head.file, mapped=not verify)
         except FileNotFoundError:
             return None
         except FileChanged as e:
