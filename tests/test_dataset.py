@@ -483,6 +483,7 @@ def test_someone_elses_cache_is_read_and_not_written(make: Make) -> None:
                 same = [float(dataset[i]["image"].sum()) for i in (0, 1, 1)]
             return same, Count.calls, [str(w.message) for w in caught if w.category is CacheWarning]
 
+        process_writer().flush()
         sums, calls, said = in_child(read, nobody=True)
         assert sums[0] == float(expected["image"].sum())
         assert calls == 3, "the first from the cache, the second computed twice"
