@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,12 +65,14 @@ class Report:
         unit: of every sample, ``GB/s`` for instance; a rate, so more is better.
         rows: in the order they are shown.
         reference: the name of the row that the others are compared with.
+        ceilings: what the machine allows, in the same unit; below the others in the table, lines in the plot.
     """
 
     title: str
     unit: str
     rows: Sequence[Row]
     reference: str | None = None
+    ceilings: Sequence[Row] = ()
 
     def ratio(self, row: Row) -> float | None:
         """The row's median over the reference's; None when either did not run."""
@@ -81,19 +85,20 @@ class Report:
             "title": self.title,
             "unit": self.unit,
             "reference": self.reference,
-            "rows": [
-                {
-                    "name": row.name,
-                    "median": row.median,
-                    "lowest": min(row.samples, default=None),
-                    "highest": max(row.samples, default=None),
-                    "ratio": self.ratio(row),
-                    "samples": list(row.samples),
-                    "reason": row.reason,
-                    "notes": dict(row.notes),
-                }
-                for row in self.rows
-            ],
+            "rows": [self._row_as_dict(row) for row in self.rows],
+            "ceilings": [self._row_as_dict(row) for row in self.ceilings],
+        }
+
+    def _row_as_dict(self, row: Row) -> dict[str, Any]:
+        return {
+            "name": row.name,
+            "median": row.median,
+            "lowest": min(row.samples, default=None),
+            "highest": max(row.samples, default=None),
+            "ratio": self.ratio(row),
+            "samples": list(row.samples),
+            "reason": row.reason,
+            "notes": dict(row.notes),
         }
 
     def table(self) -> Table:
@@ -111,6 +116,10 @@ class Report:
             table.add_column(heading)
         for row in self.rows:
             table.add_row(*self._cells(row, headings))
+        if self.ceilings:
+            table.add_section()
+        for row in self.ceilings:
+            table.add_row(*self._cells(row, headings), style="dim")
         return table
 
     def _cells(self, row: Row, headings: Sequence[str]) -> list[str]:
@@ -181,7 +190,7 @@ def emit(
     console = console or Console()
     for report in reports:
         show(report.table(), console)
-        for row in report.rows:
+        for row in (*report.rows, *report.ceilings):
             if row.reason:
                 say(f"{row.name}: {row.reason}", console)
     console.print(
@@ -191,6 +200,8 @@ def emit(
 
 def draw(reports: Sequence[Report], caption: str = "") -> Any:
     """Draws one panel a report: a bar a row at the median, a whisker from the lowest to the highest sample.
+
+    Ceilings are dashed lines at their medians.
 
     Returns:
         A ``matplotlib.figure.Figure``, which a notebook shows as it is.
@@ -202,23 +213,36 @@ def draw(reports: Sequence[Report], caption: str = "") -> Any:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'") from e
-    figure = Figure(figsize=(4.5 * max(1, len(reports)), 3.6), layout="constrained")
+    tallest = max((len(report.rows) + len(report.ceilings) for report in reports), default=0)
+    columns = max(1, math.ceil(math.sqrt(len(reports))))
+    lines = max(1, math.ceil(len(reports) / columns))
+    figure = Figure(figsize=(5.5 * columns, (1.6 + 0.35 * tallest) * lines), layout="constrained")
     for index, report in enumerate(reports):
-        axes = figure.add_subplot(1, len(reports), index + 1)
-        rows = [(row, row.median) for row in report.rows]
-        medians = [median or 0.0 for _, median in rows]
-        below = [median - min(row.samples) if median is not None else 0.0 for row, median in rows]
-        above = [max(row.samples) - median if median is not None else 0.0 for row, median in rows]
-        axes.barh([row.name for row, _ in rows], medians, xerr=[below, above], capsize=3)
-        for place, median in enumerate(median for _, median in rows):
-            if median is None:  # no bar, and not a bar of length zero
-                axes.text(0, place, " not here", va="center", fontsize=8)
-        axes.invert_yaxis()
-        axes.set_title(report.title, fontsize=10)
-        axes.set_xlabel(report.unit)
+        _draw(report, figure.add_subplot(lines, columns, index + 1))
     if caption:
         figure.supxlabel(caption, fontsize=8)
     return figure
+
+
+def _draw(report: Report, axes: Any) -> None:
+    rows = [(row, row.median) for row in report.rows]
+    medians = [median or 0.0 for _, median in rows]
+    below = [median - min(row.samples) if median is not None else 0.0 for row, median in rows]
+    above = [max(row.samples) - median if median is not None else 0.0 for row, median in rows]
+    axes.barh([row.name for row, _ in rows], medians, xerr=[below, above], capsize=3)
+    for place, median in enumerate(median for _, median in rows):
+        if median is None:  # no bar, and not a bar of length zero
+            axes.text(0, place, " not here", va="center", fontsize=8)
+    axes.invert_yaxis()
+    for number, row in enumerate(report.ceilings):
+        if row.median is not None:
+            label = f"{row.name}: {_figure(row.median)}"
+            axes.axvline(row.median, color=f"C{number + 1}", linestyle="--", linewidth=1, label=label)
+    if any(row.samples for row in report.ceilings):
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes.set_title(textwrap.fill(report.title, 60), fontsize=9)
+    axes.set_xlabel(report.unit)
+    axes.tick_params(labelsize=8)
 
 
 def plot_reports(reports: Sequence[Report], path: Path, caption: str = "") -> None:

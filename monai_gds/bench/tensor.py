@@ -9,7 +9,6 @@ destination) and returns the operation that is timed. Besides ``python`` the met
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 import os
@@ -26,11 +25,12 @@ from typing import Any
 
 import torch
 
+from monai_gds.bench.pagecache import cached, in_words
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import FileChanged, MonaiGdsError, StorageError
 from monai_gds.storage import FileId, Read, Storage, available_backends, open_storage
 
-__all__ = ["GRID", "LOADS", "STORES", "Job", "Tensors", "WrongBytes", "cached", "load", "store", "tune"]
+__all__ = ["GRID", "LOADS", "STORES", "Job", "Tensors", "WrongBytes", "load", "store", "tune"]
 
 _PIECE = 8 << 20
 
@@ -180,37 +180,6 @@ def _descriptor(path: Path, flags: int) -> Iterator[int]:
 # Measuring.
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-
-
-def cached(path: Path) -> float:
-    """The share of a file that lies in the page cache, without touching it.
-
-    Returns:
-        0 to 1. The kernel tells only who may write to the file; to others all of it seems cached.
-    """
-    size = path.stat().st_size
-    pages = -(-size // mmap.PAGESIZE)
-    with open(path, "rb") as f, mmap.mmap(f.fileno(), size, access=mmap.ACCESS_COPY) as mapping:
-        anchor = ctypes.c_char.from_buffer(mapping)
-        flags = (ctypes.c_ubyte * pages)()
-        code = _libc.mincore(ctypes.addressof(anchor), size, flags)
-        del anchor
-    if code:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-    return sum(flag & 1 for flag in flags) / pages
-
-
-def _in_words(shares: Sequence[float]) -> str:
-    low, high = min(shares), max(shares)
-    if high < 0.02:
-        return "cold"
-    if low > 0.98:
-        return "warm"
-    return f"{low:.0%} to {high:.0%} warm"
-
-
 def load(path: Path, device: torch.device, asked: Tensors) -> Report:
     """Times loading ``path`` into a tensor on ``device`` by each method.
 
@@ -232,7 +201,7 @@ def load(path: Path, device: torch.device, asked: Tensors) -> Report:
             rates.append(before.size / seconds / 1e9)
         if right is not None and tensor is not None:
             _compare(right, tensor.cpu().numpy().tobytes(), method, path)
-        return Row(method, tuple(rates[1:]), notes={heading: _in_words(shares[1:])})
+        return Row(method, tuple(rates[1:]), notes={heading: in_words(shares[1:])})
 
     return _report(f"load, {device.type.upper()} tensor, {before.size / 2**20:.0f} MiB", device, asked, one)
 
@@ -260,7 +229,7 @@ def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Re
                 rates.append(nbytes / seconds / 1e9)
             if asked.validate:
                 _compare(tensor.cpu().numpy().tobytes(), path.read_bytes(), method, path)
-        return Row(method, tuple(rates[1:]), notes={heading: _in_words(shares[1:])})
+        return Row(method, tuple(rates[1:]), notes={heading: in_words(shares[1:])})
 
     return _report(f"store, {device.type.upper()} tensor, {nbytes / 2**20:.0f} MiB", device, asked, one)
 

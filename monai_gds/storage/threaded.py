@@ -394,7 +394,8 @@ class ThreadedStorage(Storage):
             executor.shutdown(wait=True)
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes}
+        staged = {"pinned_bytes": staging.pinned_bytes(self.device)} if self.device.type == "cuda" else {}
+        return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes, **staged}
 
 
 def _raise_first(futures: list[Future[None]]) -> None:

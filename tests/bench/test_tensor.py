@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from monai_gds.bench import tensor
-from monai_gds.bench.tensor import Tensors, cached, load, store
+from monai_gds.bench.pagecache import cached
+from monai_gds.bench.tensor import Tensors, load, store
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import available_backends
 from monai_gds.storage.deepnvme import Settings

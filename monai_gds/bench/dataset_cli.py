@@ -1,0 +1,102 @@
+"""The command ``monai-gds bench dataset``: arguments and printing; the measuring is done in the modules beside this."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from monai_gds.terminal import DeviceOption, JsonOption, PlotOption, progress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from monai_gds.bench.dataset import Settings
+    from monai_gds.bench.report import Report
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+#: What ``--only`` takes, in the order in which they run: populate forks, so it comes before anything uses CUDA.
+_WORKLOADS = ("populate", "volumes", "crops", "hits", "small", "first", "memory")
+
+#: What runs when nothing is asked for.
+_USUAL = ("volumes", "crops", "hits", "first")
+
+
+def _workloads(only: list[str] | None) -> list[str]:
+    for name in only or []:
+        if name not in _WORKLOADS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(_WORKLOADS)}")
+    return only or []
+
+
+@app.command("dataset", epilog="Example: monai-gds bench dataset --items 16 --side 210 --loader --plot epochs.png")
+def dataset(
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder on the drive to measure; default: the system's temporary one.", exists=True, file_okay=False
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    items: Annotated[int, typer.Option(min=1, help="How many items of two float32 volumes.")] = 6,
+    side: Annotated[int, typer.Option(min=8, help="Voxels along each side of a volume.")] = 235,
+    records: Annotated[int, typer.Option(min=1, help="How many small records.")] = 10_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Epochs of each peer that count.")] = 7,
+    batch_size: Annotated[int, typer.Option(min=1, help="Items a batch; of small records it is 256.")] = 1,
+    loader: Annotated[
+        bool, typer.Option("--loader", help="Add a row for GDSDataset through GDSDataLoader beside ThreadDataLoader.")
+    ] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Drop each peer's own files from the page cache before each of its epochs.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Of {', '.join(_WORKLOADS)}; may be repeated. Default: {', '.join(_USUAL)}.", callback=_workloads
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """GDSDataset beside MONAI's datasets: cached epochs, hits, the first epoch, filling, memory.
+
+    volumes: epochs over whole volumes. crops: over 4 random crops of 96³ from each. hits: items of 64 kB without a
+    loader. small: thousands of records of 64 kB, batch 256, plain and as NIfTI MetaTensors. first: the epoch that fills
+    the cache, and what saving adds to it. populate: filling it ahead, with one process and more. memory: 20 epochs
+    through GDSDataLoader, in a process of its own.
+
+    Peers take turns epoch by epoch. Every batch is counted and brought to the device, every byte is compared once with
+    what the transforms give. The machine's ceilings (copy to the device, page cache, disk) are measured in turn with
+    them. With --cold a table says what of the files was in the page cache all the same.
+    """
+    from monai_gds.bench import dataset as bench
+    from monai_gds.bench.report import emit, machine
+    from monai_gds.storage import resolve_device
+
+    target = resolve_device(device)
+    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder, progress() as bars:
+        settings = bench.Settings(Path(folder), target, items, side, repeats, batch_size, records, loader, cold)
+        measure = _measurements(settings, bars)
+        reports = [report for name in _WORKLOADS if name in (only or _USUAL) for report in measure[name]()]
+    emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batch_size})
+
+
+def _measurements(settings: Settings, bars: Progress) -> dict[str, Callable[[], list[Report]]]:
+    from monai_gds.bench import dataset as bench
+    from monai_gds.bench import first, memory
+
+    return {
+        "populate": lambda: [first.filling(settings, bars)],
+        "volumes": lambda: [bench.epochs(settings, None, bars)],
+        "crops": lambda: [bench.epochs(settings, min(96, settings.side), bars)],
+        "hits": lambda: [bench.hits(settings, nifti, bars) for nifti in (False, True)],
+        "small": lambda: [bench.small(settings, nifti, bars) for nifti in (False, True)],
+        "first": lambda: [first.medium_items(settings, bars), first.large_items(settings, bars)],
+        "memory": lambda: memory.memory(settings),
+    }
