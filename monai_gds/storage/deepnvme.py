@@ -47,6 +47,11 @@ _libc.mlock.argtypes = _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_
 class Settings:
     """The settings of a handle, by DeepSpeed's names.
 
+    The defaults were measured with ``monai-gds bench tensor tune --mb-size 256`` on a virtual disk and 2 cores, beside
+    other work (2026-11-21). Only ``block_size`` stood out, and only for stores: of 8 MiB they ran at 1.72 GB/s in the
+    median of eleven turns, of 1 MiB at 1.33. Over all 72 combinations the values of every other setting, and of this
+    one for loads, differed by no more than a tenth. The command finds what suits another drive.
+
     Args:
         block_size: bytes of one transfer, a multiple of 4096.
         queue_depth: transfers in flight, each thread of a handle.
@@ -59,7 +64,7 @@ class Settings:
         ValueError: a value that DeepNVMe does not work with; the message names it.
     """
 
-    block_size: int = 1 << 20
+    block_size: int = 8 << 20
     queue_depth: int = 32
     single_submit: bool = False
     overlap_events: bool = False
