@@ -36,7 +36,7 @@ import torch
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
 from monai_gds.storage.base import ALIGNMENT, CUDA_ONLY, Availability, Buffer, FileId, Pending, Read, naming
-from monai_gds.storage.posix import PosixStorage, expect_cold, open_file
+from monai_gds.storage.posix import PosixStorage, is_cold, open_file
 from monai_gds.storage.threaded import as_bytes_view, create_file, write_all, write_file
 
 __all__ = ["KvikioStorage"]
@@ -377,6 +377,7 @@ class _Job:
         self._storage = storage
         self._requests: dict[_FileKey, list[Read]] = {}
         self._files: dict[_FileKey, tuple[int, Any]] = {}
+        self._cold: set[_FileKey] = set()
         self._pieces_of: Counter[_FileKey] = Counter()
         for request in requests:
             self._requests.setdefault((request.path, request.expect), []).append(request)
@@ -392,7 +393,10 @@ class _Job:
         key = (request.path, request.expect)
         if key not in self._files:
             self._files[key] = self._open(key)
-        return self._files[key][1].pread(slot.array[:nbytes], nbytes, offset, TASK_BYTES)
+        fd, file = self._files[key]
+        if key in self._cold:  # the kernel begins with the piece as a whole; see posix.py
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        return file.pread(slot.array[:nbytes], nbytes, offset, TASK_BYTES)
 
     def _open(self, key: _FileKey) -> tuple[int, Any]:
         """Opens a file and has the kernel look at what will be read of it.
@@ -407,7 +411,8 @@ class _Job:
                 end = request.offset + request.dest.numel()
                 if end > size:
                     raise StorageError(errno.EIO, f"file ends at byte {size}, before byte {end}", path)
-                expect_cold(fd, request.offset, request.dest.numel())
+                if is_cold(fd, request.offset):
+                    self._cold.add(key)
             # By way of the descriptor, since the path may name another file by now.
             return fd, self._storage.open_file(f"/proc/self/fd/{fd}", "r")
         except BaseException:

@@ -29,7 +29,7 @@ from monai_gds.storage._uring import FILES, Ring
 from monai_gds.storage.base import ALIGNMENT, Availability, FileId, Pending, naming, places
 from monai_gds.storage.threaded import GROUP_BYTES, MIN_PIECE_BYTES, ThreadedStorage, Work
 
-__all__ = ["PosixStorage", "expect_cold", "open_file", "pread_into"]
+__all__ = ["PosixStorage", "expect_cold", "is_cold", "open_file", "pread_into"]
 
 #: Ranges below this many bytes are read instead of mapped: a mapping costs two system calls and a fault a page.
 MAP_BYTES = 64 << 10
@@ -105,19 +105,25 @@ def open_file(path: str, expect: FileId | None) -> int:
     return fd
 
 
-def expect_cold(fd: int, offset: int, nbytes: int) -> None:
-    """Has the kernel begin with all of a range that is about to be read, if its first byte is not in the page cache.
-
-    The question costs about 2 µs. The hint itself walks the cache, so it is not given for what is there already.
-    """
-    if nbytes < EXPECT_BYTES:
-        return
+def is_cold(fd: int, offset: int) -> bool:
+    """Whether a byte would have to be read from the drive. The question costs about 2 µs."""
     try:
         os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
     except BlockingIOError:
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        return True
     except OSError:  # a file system that cannot tell
         pass
+    return False
+
+
+def expect_cold(fd: int, offset: int, nbytes: int) -> None:
+    """Has the kernel begin with all of a range that is about to be read, if its first byte is not in the page cache.
+
+    The hint itself walks the cache, so it is not given for what is there already. It is for pieces, not for whole
+    volumes: a disk that reads many files at once reads all of them more slowly.
+    """
+    if nbytes >= EXPECT_BYTES and is_cold(fd, offset):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 _local = threading.local()
