@@ -23,7 +23,7 @@ import torch
 from monai_gds.bench.report import Report, Row
 from monai_gds.blockmap import BlockMap
 from monai_gds.errors import BackendUnavailable, StorageError
-from monai_gds.storage import ALIGNMENT, Read, open_storage
+from monai_gds.storage import open_storage
 
 __all__ = ["PEERS", "Settings", "look_up", "measure"]
 
@@ -58,12 +58,13 @@ class Files:
 
     def __init__(self, settings: Settings) -> None:
         self.paths = _make_files(settings)
-        self.sizes = [os.path.getsize(path) for path in self.paths]
+        self.sizes = np.asarray([os.path.getsize(path) for path in self.paths])
         self.blocks = BlockMap.build(settings.folder)
-        room = -(-max(self.sizes) // 4096) * 4096
+        room = -(-int(self.sizes.max()) // 4096) * 4096
         self._memory = mmap.mmap(-1, settings.batch * room)
-        whole = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
-        self.dests = [whole[i * room : (i + 1) * room] for i in range(settings.batch)]
+        self.whole = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
+        self.starts = np.arange(settings.batch) * room
+        self.dests = list(torch.split(self.whole, room))
 
     def batch(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """A destination of the right length for each of these files."""
@@ -114,11 +115,9 @@ def _backend(name: str, **options: object) -> Callable[[Files, ExitStack], ReadB
         stack.callback(storage.close)
 
         def read(numbers: Sequence[int]) -> list[torch.Tensor]:
-            dests = files.batch(numbers)
-            storage.read(
-                [Read(files.paths[n], 0, d, room=-d.numel() % ALIGNMENT) for n, d in zip(numbers, dests, strict=True)]
-            )
-            return dests
+            paths = [files.paths[n] for n in numbers]
+            starts = files.starts[: len(numbers)]
+            return storage.submit_files(paths, files.sizes[list(numbers)], starts, files.whole).wait()
 
         return read
 

@@ -14,6 +14,7 @@ import ctypes
 import errno
 import mmap
 import os
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -145,6 +146,7 @@ class Ring:
             except OSError as e:
                 if e.errno not in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     raise
+                time.sleep(0.001)  # the kernel is short of memory
             come = (int(self._come[0]) - seen) & 0xFFFFFFFF
         completions = self._completions[(np.uint32(seen) + numbers) % len(self._completions)]
         self._seen[0] += np.uint32(count)

@@ -37,7 +37,7 @@ READERS = {
 def namespace(request: pytest.FixtureRequest) -> Iterator[tuple[int, Path]]:
     """Number of a namespace (1: blocks of 512 bytes, 2: of 4096) and a folder of files on a new file system there."""
     number, kind = request.param
-    where = Path("/tmp/drive")
+    where = Path(os.environ["TMPDIR"]) / "drive"
     where.mkdir(exist_ok=True)
     subprocess.run([*MAKE[kind], f"/dev/nvme0n{number}"], check=True)
     subprocess.run(["mount", "-t", kind, f"/dev/nvme0n{number}", where], check=True)

@@ -9,8 +9,8 @@ mount -t devtmpfs devtmpfs /dev
 for module in /lib/*.ko; do insmod $module; done
 mount -t 9p -o trans=virtio,version=9p2000.L,msize=524288,cache=loose,ro host /host || echo "guest: no 9p"
 for folder in proc sys dev; do mount --rbind /$folder /host/$folder; done
-for folder in tmp run; do mount -t tmpfs tmpfs /host/$folder; done
-mkdir -p /host/dev/shm
+mount -t tmpfs tmpfs /host/run # and not /tmp, where the project may be
+mkdir -p /host/run/scratch /host/dev/shm
 mount -t tmpfs tmpfs /host/dev/shm
 ip link set lo up
 eval "$(sed -n 's/.*guest_env=\([^ ]*\).*/\1/p' /proc/cmdline | base64 -d)"

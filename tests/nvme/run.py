@@ -43,7 +43,8 @@ def _qemu(drives: list[Path]) -> list[str]:
         "GUEST_COMMAND": f"cd {shlex.quote(str(PROJECT))} && exec {shlex.quote(sys.executable)} -m pytest -q -x "
         f"-p no:cacheprovider --timeout 0 {' '.join(map(shlex.quote, sys.argv[1:]))} tests/nvme/guest.py",
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
-        "HOME": "/tmp",
+        "HOME": "/run/scratch",
+        "TMPDIR": "/run/scratch",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": str(PROJECT),
         "OMP_NUM_THREADS": "1",
