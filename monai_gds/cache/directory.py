@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import threading
 import time
 import warnings
-from collections import OrderedDict
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from monai_gds.cache.checksum import checksum
 from monai_gds.cache.key import Key
-from monai_gds.cache.record import ARRAYS, HEAD_BYTES, Entry, Record, header_length, pack_record, parse_header
-from monai_gds.cache.tree import Builder, EncodedItem, compile_tree, tensor_of
+from monai_gds.cache.record import ARRAYS, HEAD_BYTES, Record, header_length, pack_record, parse_header
+from monai_gds.cache.tree import EncodedItem, Plan, Recipe, compile_tree, tensor_of
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged, RecordError
 from monai_gds.storage import FileId, Pending, Storage
@@ -52,8 +52,12 @@ _TEMPORARY = ".tmp"
 #: or never. The header's is compared always.
 Verify = Literal["first", "always", "never"]
 
-#: Parsed headers kept, in bytes of their text. Python objects take about five times as much.
-_HEADERS_BYTES = 12 << 20
+#: Bytes of memory for what is kept of records that were read. An epoch comes by every record once, so when it is full,
+#: the ones that it holds are worth as much as any that could take their place.
+_HEADS_BYTES = 32 << 20
+
+#: Bytes that a record with one tensor takes there besides its recipe and its path: ids, checksums, places in dicts.
+_HEAD_BYTES = 800
 
 #: Numbers the temporary files of this process, which may have several caches over one directory.
 _counter = itertools.count()
@@ -80,14 +84,42 @@ _ADVICE: dict[Any, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """What is kept of a record that was read once: enough to read it again in one request."""
+class _Layout:
+    """Where the tensors of a record lie: the same for many records.
+
+    Attributes:
+        tensors: name, dtype and shape of each.
+        ranges: offset and bytes of each.
+    """
+
+    def __init__(self, entries: Sequence[tuple[str, torch.dtype, tuple[int, ...], int, int]]) -> None:
+        self.tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in entries]
+        self.ranges = [(offset, nbytes) for *_, offset, nbytes in entries]
+
+
+_shared_layout = functools.lru_cache(maxsize=256)(_Layout)
+
+
+class _Head(NamedTuple):
+    """What is kept of a record that was read once: enough to read it again in one request.
+
+    Attributes:
+        file: identity of the file that it was read from.
+        recipe: puts the item together.
+        layout: where its tensors lie.
+        checksums: of each tensor.
+    """
 
     file: FileId
-    record: Record
-    build: Builder
-    nbytes: int
+    recipe: Recipe
+    layout: _Layout
+    checksums: tuple[int, ...]
+
+    @classmethod
+    def of(cls, record: Record, file: FileId, arrays: bytes, track_meta: bool) -> _Head:
+        recipe = compile_tree(record.tree, arrays, record.tensors, track_meta=track_meta)
+        entries = [(name, e.dtype, tuple(e.shape), e.offset, e.nbytes) for name, e in record.tensors.items()]
+        return cls(file, recipe, _shared_layout(tuple(entries)), tuple(e.checksum for e in record.tensors.values()))
 
 
 def read_record(path: str, storage: Storage) -> tuple[Record, FileId, bytes]:
@@ -112,17 +144,13 @@ def read_record(path: str, storage: Storage) -> tuple[Record, FileId, bytes]:
         head, again = storage.read_head(path, arrays.offset + arrays.nbytes)
         file.check(again, path)
     block = head[arrays.offset : arrays.offset + arrays.nbytes]
-    _check(ARRAYS, arrays, torch.frombuffer(bytearray(block), dtype=torch.uint8))
+    _check(ARRAYS, arrays.checksum, torch.frombuffer(bytearray(block), dtype=torch.uint8))
     return record, file, block
 
 
-def _check(name: str, entry: Entry, data: torch.Tensor) -> None:
-    if checksum(data) != entry.checksum:
+def _check(name: str, expected: int, data: torch.Tensor) -> None:
+    if checksum(data) != expected:
         raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
-
-
-def _ranges(head: _Head) -> list[tuple[int, int]]:
-    return [(entry.offset, entry.nbytes) for entry in head.record.tensors.values()]
 
 
 class PendingItem:
@@ -137,7 +165,7 @@ class PendingItem:
     ) -> None:
         self._cache, self._path, self._tries = cache, path, tries
         self._head, self._pending, self._verify = head, pending, verify
-        self.nbytes = head.record.nbytes
+        self.nbytes = head.file.size
 
     def wait(self) -> Any:
         """Waits for the reads. The item's tensors may be used at once on the CUDA stream that is current.
@@ -145,13 +173,13 @@ class PendingItem:
         Returns:
             ``(item,)``, since an item may be None itself; or None.
         """
+        head = self._head
         try:
             raw = self._pending.wait()
-            entries = self._head.record.tensors
             if self._verify:
-                for (name, entry), data in zip(entries.items(), raw, strict=True):
-                    _check(name, entry, data)
-                self._cache.mark_verified(self._path, self._head.file)
+                for (name, _, _), expected, data in zip(head.layout.tensors, head.checksums, raw, strict=True):
+                    _check(name, expected, data)
+                self._cache.mark_verified(self._path, head.file)
         except FileChanged as e:  # replaced by another process while it was read: read the new one
             return self._cache.reread(self._path, self._tries, e)
         except FileNotFoundError:  # deleted by another process
@@ -159,11 +187,8 @@ class PendingItem:
         except (RecordError, OSError) as e:
             self._cache.report_unusable(self._path, e)
             return None
-        tensors = {
-            name: tensor_of(data, entry.dtype, entry.shape)
-            for (name, entry), data in zip(entries.items(), raw, strict=True)
-        }
-        return (self._head.build(tensors),)
+        parts = zip(head.layout.tensors, raw, strict=True)
+        return (head.recipe({name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in parts}),)
 
 
 class CacheDirectory:
@@ -195,8 +220,9 @@ class CacheDirectory:
         self._durable = durable
         self._verify = verify
         self._track_meta = track_meta
-        self._heads: OrderedDict[str, _Head] = OrderedDict()
+        self._heads: dict[str, tuple[_Head, int]] = {}  # with the bytes that each takes
         self._heads_bytes = 0
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         self._verified: dict[str, FileId] = {}
         self._reported: set[Any] = set()
         self._lock = threading.Lock()
@@ -237,13 +263,13 @@ class CacheDirectory:
         small: dict[bool, list[tuple[int, _Head]]] = {True: [], False: []}
         for i, path in enumerate(paths):
             process_writer().wait_for(path)
-            head = self._heads.get(path)
-            if head is None or head.record.nbytes > _SMALL:
+            head, _ = self._heads.get(path, (None, 0))
+            if head is None or head.file.size > _SMALL:
                 found[i] = self._start(path)
             else:
                 small[self._must_verify(path, head.file)].append((i, head))
         for verify, members in small.items():
-            files = [(paths[i], _ranges(head), head.file) for i, head in members]
+            files = [(paths[i], head.layout.ranges, head.file) for i, head in members]
             pendings = self._storage.load_all(files, mapped=not verify) if files else []
             for (i, head), pending in zip(members, pendings, strict=True):
                 found[i] = PendingItem(self, paths[i], head, pending, verify, _TRIES)
@@ -264,11 +290,9 @@ class CacheDirectory:
     def _start(self, path: str, tries: int = _TRIES) -> PendingItem | None:
         try:
             head = self._head(path)
-            if head is None:
-                return None
             verify = self._must_verify(path, head.file)
             # What is verified is read, not mapped: on a failing disk a read is an error, touching a mapping is death.
-            pending = self._storage.load(path, _ranges(head), head.file, mapped=not verify)
+            pending = self._storage.load(path, head.layout.ranges, head.file, mapped=not verify)
         except FileNotFoundError:
             return None
         except FileChanged as e:
@@ -278,24 +302,25 @@ class CacheDirectory:
             return None
         return PendingItem(self, path, head, pending, verify, tries)
 
-    def _head(self, path: str) -> _Head | None:
+    def _head(self, path: str) -> _Head:
         known = self._heads.get(path)
         if known is not None:
-            return known  # whether the file is still the same is checked when it is opened to be read
-        record, file, arrays = read_record(path, self._storage)
-        build = compile_tree(record.tree, arrays, record.tensors, track_meta=self._track_meta)
-        start = min((e.offset for e in record.tensors.values()), default=file.size)
-        head = _Head(file, record, build, min(start, HEAD_BYTES))
+            return known[0]  # whether the file is still the same is checked when it is opened to be read
+        head = _Head.of(*read_record(path, self._storage), self._track_meta)
         self._remember(path, head)
         return head
 
     def _remember(self, path: str, head: _Head) -> None:
+        plan = head.recipe.plan
+        nbytes = head.recipe.nbytes + _HEAD_BYTES + len(path)
         with self._lock:
             self._drop(path)
-            self._heads[path] = head
-            self._heads_bytes += head.nbytes
-            while self._heads_bytes > _HEADERS_BYTES:
-                self._drop(next(iter(self._heads)))
+            if plan not in self._plans:  # the first record of a form pays for what they share
+                nbytes += plan.nbytes
+            if self._heads_bytes + nbytes <= _HEADS_BYTES:
+                self._plans.add(plan)
+                self._heads[path] = head, nbytes
+                self._heads_bytes += nbytes
 
     def _forget(self, path: str) -> None:
         with self._lock:
@@ -303,9 +328,8 @@ class CacheDirectory:
             self._verified.pop(path, None)
 
     def _drop(self, path: str) -> None:
-        head = self._heads.pop(path, None)
-        if head is not None:
-            self._heads_bytes -= head.nbytes
+        _, nbytes = self._heads.pop(path, (None, 0))
+        self._heads_bytes -= nbytes
 
     def _must_verify(self, path: str, file: FileId) -> bool:
         if self._verify == "first":

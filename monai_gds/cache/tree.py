@@ -15,14 +15,17 @@ from :func:`register_type`.
 
 from __future__ import annotations
 
+import ast
 import base64
 import bisect
 import enum
+import functools
 import importlib
 import math
 import pathlib
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -34,8 +37,9 @@ from monai_gds.cache.dtypes import DTYPE_NAMES
 from monai_gds.errors import DamagedRecord, UnsupportedType
 
 __all__ = [
-    "Builder",
     "EncodedItem",
+    "Plan",
+    "Recipe",
     "compile_tree",
     "encode_item",
     "register_type",
@@ -43,10 +47,7 @@ __all__ = [
     "tensor_of",
 ]
 
-#: Puts one node together from the record's tensors by name. Calling it twice shares nothing mutable.
-Builder: TypeAlias = Callable[[Mapping[str, torch.Tensor]], Any]
-
-#: Small arrays begin at multiples of this many bytes in the packed block.
+#: Small arrays begin at a multiple of their element size in the packed block if it divides this, else at one of this.
 ARRAY_ALIGNMENT = 16
 
 _BUILTIN_TYPES: dict[str, type] = {t.__name__: t for t in (bool, int, float, complex, str, bytes)}
@@ -261,7 +262,8 @@ class _Encoder:
         return {"$array": self._array(value, path)} if tensor is None else self.tensor(tensor, path)
 
     def _array(self, value: np.ndarray, path: tuple[Any, ...]) -> list[Any]:
-        return [_describe(value.dtype, value, path), list(value.shape), self._pack(value.tobytes())]
+        offset = self._pack(value.tobytes(), value.dtype.itemsize)
+        return [_describe(value.dtype, value, path), list(value.shape), offset]
 
     def tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
         if value.layout != torch.strided or value.is_nested or value.is_quantized or value.device.type == "meta":
@@ -270,7 +272,8 @@ class _Encoder:
         value = value.detach().resolve_conj().resolve_neg()
         if self._on_host:
             data = bytes(tensor_bytes(value.cpu().contiguous()).numpy().data)
-            return {"$small_tensor": [_dtype_name(value.dtype), list(value.shape), self._pack(data), flags]}
+            offset = self._pack(data, value.element_size())
+            return {"$small_tensor": [_dtype_name(value.dtype), list(value.shape), offset, flags]}
         if value.dtype in _STORED_AS_REAL:  # safetensors has no such dtype: a last axis of (real, imaginary) instead
             value, flags = torch.view_as_real(value), {"complex": True, **flags}
         if value.dtype not in DTYPE_NAMES:
@@ -311,9 +314,10 @@ class _Encoder:
             name = f"{base}#{n}"
         return name
 
-    def _pack(self, data: bytes) -> int:
+    def _pack(self, data: bytes, itemsize: int) -> int:
         block = self.out.arrays
-        block.extend(bytes(-len(block) % ARRAY_ALIGNMENT))
+        alignment = itemsize if itemsize and ARRAY_ALIGNMENT % itemsize == 0 else ARRAY_ALIGNMENT
+        block.extend(bytes(-len(block) % alignment))
         offset = len(block)
         block.extend(data)
         return offset
@@ -418,25 +422,43 @@ def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: list[int] | tuple[in
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Putting together
+#
+# A record's tree is split into its values, a flat list, and its form: all the rest, which is the same for every record
+# of a pipeline. A form is made into a plan, once for all of these records. So what has to be kept of a record is its
+# values and small arrays, and a hit parses nothing.
+
+#: Nested tuples that begin with a word, see _PLANS and _CONTAINERS; a number stands for the value of that index.
+_Form: TypeAlias = "int | tuple[Any, ...]"
+
+#: Puts one node together from the tensors by name, the values, and the packed block of small arrays: seen as each of
+#: the plan's dtypes, and at the end as it is.
+_Build: TypeAlias = "Callable[[Mapping[str, torch.Tensor], Sequence[Any], Sequence[Any]], Any]"
 
 
-class _Constant:
-    """A builder whose result is immutable, so that containers can hold it ready-made."""
+class Recipe:
+    """Puts an item together from its tensors by name, as often as it is called. Two items share nothing mutable.
 
-    __slots__ = ("value",)
+    Attributes:
+        plan: what all recipes of one form have in common.
+        nbytes: bytes of memory that this recipe takes besides its plan, about.
+    """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    __slots__ = ("_arrays", "_values", "nbytes", "plan")
+
+    def __init__(self, plan: Plan, values: Sequence[Any], arrays: bytes) -> None:
+        if plan.end > len(arrays):
+            raise DamagedRecord("its small arrays are not all there")
+        self.plan = plan
+        self._values = plan.share(values)
+        self._arrays = arrays + bytes(-len(arrays) % ARRAY_ALIGNMENT)  # so that it can be seen as any dtype
+        self.nbytes = plan.own_bytes(self._values) + sys.getsizeof(self._arrays)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        return self.value
+        return self.plan.build(tensors, self._values, self._arrays)
 
 
-def compile_tree(tree: Any, arrays: bytes | bytearray, names: Container[str], *, track_meta: bool = True) -> Builder:
-    """Turns a tree into a function that puts the item together, as often as it is called.
-
-    Parsing is done here, once; a call only copies what is mutable. Nothing is shared between the items that two calls
-    give: inverting a transform changes ``applied_operations`` in place.
+def compile_tree(tree: Any, arrays: bytes | bytearray, names: Container[str], *, track_meta: bool = True) -> Recipe:
+    """Turns a tree into something that puts the item together.
 
     Args:
         tree: as :func:`encode_item` gave it.
@@ -447,158 +469,287 @@ def compile_tree(tree: Any, arrays: bytes | bytearray, names: Container[str], *,
     Raises:
         DamagedRecord: the tree names something unknown or is not well-formed.
     """
+    reader = _Reader(names, track_meta)
     try:
-        return _Compiler(bytes(arrays), names, track_meta).node(tree)
+        return Recipe(_plan(reader.form(tree)), reader.values, bytes(arrays))
     except DamagedRecord:
         raise
     except Exception as e:
         raise DamagedRecord(f"its item tree cannot be read: {e!r}") from e
 
 
-class _Compiler:
-    def __init__(self, arrays: bytes, names: Container[str], track_meta: bool) -> None:
-        self._arrays = arrays
+class _Reader:
+    """Splits a tree into its form, which :meth:`form` gives, and its ``values``, which are immutable."""
+
+    def __init__(self, names: Container[str], track_meta: bool) -> None:
+        self.values: list[Any] = []
         self._names = names
         self._track_meta = track_meta
 
-    def node(self, node: Any) -> Builder:
-        if isinstance(node, dict):
+    def form(self, node: Any) -> _Form:
+        kind = type(node)
+        if kind is dict:
             if len(node) == 1:
-                (tag, payload), *_ = node.items()
+                tag = next(iter(node))
+                read = _READERS.get(tag)
+                if read is not None:
+                    return read(self, node[tag])
                 if tag.startswith("$"):
-                    return self._tagged(tag, payload)
-            return self._dict(list(node), [self.node(v) for v in node.values()])
-        if isinstance(node, list):
-            return self._list(node)
-        return _Constant(node)
+                    raise DamagedRecord(f"its item tree holds {tag}, which this version does not know")
+            return "dict", tuple(node), tuple([self.form(v) for v in node.values()])
+        if kind is list:
+            return self.container("$list", node)
+        return self.value(node)
 
-    def _tagged(self, tag: str, payload: Any) -> Builder:
-        compile_ = _COMPILERS.get(tag)
-        if compile_ is None:
-            raise DamagedRecord(f"its item tree holds {tag}, which this version does not know")
-        return compile_(self, payload)
-
-    def value(self, node: Any) -> Any:
-        """A node that holds no tensors, put together now."""
-        return self.node(node)({})
+    def value(self, value: Any) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
 
     # Containers
 
-    def _list(self, nodes: list[Any]) -> Builder:
-        builders = [self.node(n) for n in nodes]
-        if all(isinstance(b, _Constant) for b in builders):
-            constants = [b(_NO_TENSORS) for b in builders]
-            return lambda tensors: constants[:]
-        return lambda tensors: [b(tensors) for b in builders]
+    def container(self, tag: str, nodes: list[Any]) -> _Form:
+        """A container made from the list of its members. Where they are values only, they become one value."""
+        start = len(self.values)
+        forms = tuple([self.form(node) for node in nodes])
+        if not {int}.issuperset(map(type, forms)):
+            return tag, forms
+        members = self.values[start:]
+        del self.values[start:]
+        if tag in _IMMUTABLE:
+            return self.value(_CONTAINERS[tag](members))
+        return "made of", tag, self.value(tuple(members))
 
-    def _dict(self, keys: list[Any], builders: list[Builder]) -> Builder:
-        base = {k: b(_NO_TENSORS) if isinstance(b, _Constant) else None for k, b in zip(keys, builders, strict=True)}
-        made = [(k, b) for k, b in zip(keys, builders, strict=True) if not isinstance(b, _Constant)]
+    def pairs(self, pairs: list[list[Any]]) -> _Form:
+        keys = [key for key, _ in pairs]
+        forms = tuple([self.form(node) for _, node in pairs])
+        if {str}.issuperset(map(type, keys)):
+            return "dict", tuple(keys), forms
+        return "pairs", repr(keys), forms  # as text, because 1, 1.0 and True are the same key
 
-        def build(tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-            out = base.copy()
-            for key, builder in made:
-                out[key] = builder(tensors)
+    def registered(self, payload: list[Any]) -> _Form:
+        name, node = payload
+        if name not in _by_name:
+            raise DamagedRecord(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
+        return "registered", name, self.form(node)
+
+    def opaque(self, payload: _Opaque) -> _Form:
+        if not isinstance(payload, _Opaque):
+            raise DamagedRecord("it holds a value that cannot come from a file")
+        return self.value(payload.value)
+
+    # Arrays and tensors
+
+    def array(self, payload: list[Any]) -> _Form:
+        descr, shape, offset = payload
+        return "array", descr if isinstance(descr, str) else repr(descr), tuple(shape), offset
+
+    def objects(self, payload: list[Any]) -> _Form:
+        shape, nodes = payload
+        return "objects", tuple(shape), self.container("$list", nodes)
+
+    def small_tensor(self, payload: list[Any]) -> _Form:
+        name, shape, offset, flags = payload
+        return "small tensor", name, tuple(shape), offset, bool(flags.get("requires_grad"))
+
+    def tensor(self, payload: dict[str, Any]) -> _Form:
+        name = payload["name"]
+        unknown = payload.keys() - {"name", "complex", "requires_grad"}
+        if unknown or name not in self._names:
+            raise DamagedRecord(f"its tensor {name!r} is not there, or stored in an unknown way: {sorted(unknown)}")
+        return "tensor", name, bool(payload.get("complex")), bool(payload.get("requires_grad"))
+
+    def metatensor(self, payload: list[Any]) -> _Form:
+        data, attributes = payload
+        if not self._track_meta:
+            return self.form(data)
+        return "metatensor", self.form(data), self.pairs(attributes)
+
+
+class Plan:
+    """Puts items of one form together.
+
+    Attributes:
+        end: bytes of the packed block of small arrays that such items have.
+        nbytes: bytes of memory that the plan takes, about.
+    """
+
+    #: Bytes of memory that a node takes, about: a function with what it is about.
+    _NODE_BYTES = 100
+
+    def __init__(self, form: _Form) -> None:
+        self.end = 0
+        self.nbytes = 0
+        self._common: list[str | None] = []
+        self._dtypes: dict[np.dtype[Any], int] = {}
+        self._build = self._node(form)
+
+    def build(self, tensors: Mapping[str, torch.Tensor], values: Sequence[Any], arrays: bytes) -> Any:
+        """An item. Its small arrays lie in one block of memory, which is theirs alone."""
+        block = bytearray(arrays)
+        views: list[Any] = [np.frombuffer(block, dtype) for dtype in self._dtypes]
+        views.append(block)
+        return self._build(tensors, values, views)
+
+    def share(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values of a record, with the strings of the first one in place of equal ones."""
+        if not self._common:
+            self._common = [v if type(v) is str else None for v in values]
+        pairs = zip(self._common, values, strict=True)
+        return tuple([a if a is not None and type(b) is str and a == b else b for a, b in pairs])
+
+    def own_bytes(self, values: Sequence[Any]) -> int:
+        """Bytes of memory that the values of one record take, about."""
+        own = [b for a, b in zip(self._common, values, strict=True) if a is not b]
+        return sys.getsizeof(values) + sum(map(_size, own))
+
+    def _node(self, form: _Form) -> _Build:
+        self.nbytes += self._NODE_BYTES
+        if isinstance(form, int):
+            return lambda t, v, a: v[form]
+        kind, *parts = form
+        if kind in _CONTAINERS:
+            return self._container(_CONTAINERS[kind], *parts)
+        return _PLANS[kind](self, *parts)
+
+    # Containers
+
+    def _container(self, make: Callable[[Any], Any], forms: Sequence[_Form]) -> _Build:
+        builds = [self._node(form) for form in forms]
+        return lambda t, v, a: make([build(t, v, a) for build in builds])
+
+    def made_of(self, tag: str, index: int) -> _Build:
+        make = _CONTAINERS[tag]
+        return lambda t, v, a: make(v[index])
+
+    def dict_(self, keys: Sequence[Any], forms: Sequence[_Form]) -> _Build:
+        """Metadata are values and small arrays for the most part: these are put in without a call for each."""
+        base = dict.fromkeys(keys)
+        values, arrays, others = [], [], []
+        for key, form in zip(keys, forms, strict=True):
+            place = self._place(form)
+            if isinstance(form, int):
+                values.append((key, form))
+            elif place is not None:
+                arrays.append((key, *place))
+            else:
+                others.append((key, self._node(form)))
+        self.nbytes += self._NODE_BYTES * len(base)
+
+        def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> dict[Any, Any]:
+            out: dict[Any, Any] = base.copy()
+            for key, index in values:
+                out[key] = v[index]
+            for key, view, where in arrays:
+                out[key] = a[view][where]
+            for key, other in others:
+                out[key] = other(t, v, a)
             return out
 
         return build
 
-    def pairs(self, pairs: list[list[Any]]) -> Builder:
-        return self._dict([self.value(k) for k, _ in pairs], [self.node(v) for _, v in pairs])
+    def pairs(self, keys: str, forms: Sequence[_Form]) -> _Build:
+        return self.dict_([_without_tensors(node) for node in ast.literal_eval(keys)], forms)
 
-    def through(self, make: Callable[[Any], Any], nodes: list[Any]) -> Builder:
-        """A container made from the list of its members; immutable members make an immutable whole."""
-        builders = [self.node(n) for n in nodes]
-        if make in _IMMUTABLE and all(isinstance(b, _Constant) for b in builders):
-            return _Constant(make([b(_NO_TENSORS) for b in builders]))
-        return lambda tensors: make([b(tensors) for b in builders])
-
-    def opaque(self, payload: _Opaque) -> Builder:
-        if not isinstance(payload, _Opaque):
-            raise DamagedRecord("it holds a value that cannot come from a file")
-        return _Constant(payload.value)
-
-    def registered(self, payload: list[Any]) -> Builder:
-        name, node = payload
-        if name not in _by_name:
-            raise DamagedRecord(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
-        decode, inner = _by_name[name].decode, self.node(node)
-        return lambda tensors: decode(inner(tensors))
+    def registered(self, name: str, form: _Form) -> _Build:
+        inner = self._node(form)
+        return lambda t, v, a: _by_name[name].decode(inner(t, v, a))
 
     # Arrays and tensors
 
-    def array(self, payload: list[Any]) -> Builder:
-        descr, shape, offset = payload
-        dtype = np.lib.format.descr_to_dtype(_as_descr(descr))
+    def _take(self, dtype: np.dtype[Any] | torch.dtype, shape: Sequence[int], offset: int) -> int:
+        """Checks what a small array or tensor says of itself, and notes where it ends; gives the number of elements."""
+        if not all(type(n) is int and n >= 0 for n in (*shape, offset)):
+            raise DamagedRecord(f"it holds an array of shape {shape} at {offset}")
         count = math.prod(shape)
-        if not count * dtype.itemsize:
-            return _copier(np.ndarray(shape, dtype))
-        if min(shape, default=0) < 0:  # frombuffer takes it for "all there is"
-            raise DamagedRecord(f"it holds an array of shape {shape}")
-        return _copier(np.frombuffer(self._arrays, dtype, count, offset).reshape(shape).copy())
+        self.end = max(self.end, offset + count * dtype.itemsize)
+        return count
 
-    def void(self, payload: list[Any]) -> Builder:
-        array = self.array(payload)
-        return lambda tensors: array(tensors)[()]
+    def _place(self, form: _Form) -> tuple[int, Any] | None:
+        """Of an array with no more than one axis: which of the views it is in, and where."""
+        if isinstance(form, int) or form[0] != "array" or len(form[2]) > 1:
+            return None
+        _, descr, shape, offset = form
+        dtype = _array_dtype(descr)
+        if not self._take(dtype, shape, offset) or not dtype.itemsize or ARRAY_ALIGNMENT % dtype.itemsize:
+            return None
+        if offset % dtype.itemsize:
+            return None
+        first = offset // dtype.itemsize
+        view = self._dtypes.setdefault(dtype, len(self._dtypes))
+        return view, slice(first, first + shape[0]) if shape else (first, ...)
 
-    def objects(self, payload: list[Any]) -> Builder:
-        shape, nodes = payload
-        inner = self._list(nodes)
+    def array(self, descr: str, shape: tuple[int, ...], offset: int) -> _Build:
+        dtype = _array_dtype(descr)
+        if not self._take(dtype, shape, offset) or not dtype.itemsize:
+            return lambda t, v, a: np.ndarray(shape, dtype)
+        return lambda t, v, a: np.ndarray(shape, dtype, a[-1], offset)
 
-        def build(tensors: Mapping[str, torch.Tensor]) -> Any:
+    def void(self, form: _Form) -> _Build:
+        array = self._node(form)
+        return lambda t, v, a: array(t, v, a)[()]
+
+    def objects(self, shape: tuple[int, ...], form: _Form) -> _Build:
+        inner = self._node(form)
+
+        def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> Any:
             out = np.empty(math.prod(shape), dtype=object)
-            for i, v in enumerate(inner(tensors)):  # out[:] = … would look into lists
-                out[i] = v
+            for i, member in enumerate(inner(t, v, a)):  # out[:] = … would look into lists
+                out[i] = member
             return out.reshape(shape)
 
         return build
 
-    def small_tensor(self, payload: list[Any]) -> Builder:
-        name, shape, offset, flags = payload
+    def small_tensor(self, name: str, shape: tuple[int, ...], offset: int, grad: bool) -> _Build:
         dtype = _torch_dtype(name)
-        nbytes = math.prod(shape) * dtype.itemsize
-        raw = torch.frombuffer(bytearray(self._arrays[offset : offset + nbytes]), dtype=torch.uint8) if nbytes else None
-        template = torch.empty(shape, dtype=dtype) if raw is None else tensor_of(raw, dtype, shape)
-        if flags.get("requires_grad"):
-            return lambda tensors: template.clone().requires_grad_()
-        return lambda tensors: template.clone()
+        count = self._take(dtype, shape, offset)
 
-    def tensor(self, payload: dict[str, Any]) -> Builder:
-        name, is_complex, grad = payload["name"], payload.get("complex"), payload.get("requires_grad")
-        unknown = payload.keys() - {"name", "complex", "requires_grad"}
-        if unknown or name not in self._names:
-            raise DamagedRecord(f"its tensor {name!r} is not there, or stored in an unknown way: {sorted(unknown)}")
-        if not is_complex and not grad:
-            return lambda tensors: tensors[name]
-
-        def build(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            out = torch.view_as_complex(tensors[name]) if is_complex else tensors[name]
+        def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> torch.Tensor:
+            if not count:
+                return torch.empty(shape, dtype=dtype).requires_grad_(grad)
+            out = torch.frombuffer(a[-1], dtype=dtype, count=count, offset=offset).view(shape)
             return out.requires_grad_() if grad else out
 
         return build
 
-    def metatensor(self, payload: list[Any]) -> Builder:
-        data = self.node(payload[0])
-        if not self._track_meta:
-            return data
-        attributes = self.pairs(payload[1])
+    def tensor(self, name: str, is_complex: bool, grad: bool) -> _Build:
+        if not is_complex and not grad:
+            return lambda t, v, a: t[name]
 
-        def build(tensors: Mapping[str, torch.Tensor]) -> MetaTensor:
+        def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> torch.Tensor:
+            out = torch.view_as_complex(t[name]) if is_complex else t[name]
+            return out.requires_grad_() if grad else out
+
+        return build
+
+    def metatensor(self, data: _Form, attributes: _Form) -> _Build:
+        plain_of, attributes_of = self._node(data), self._node(attributes)
+
+        def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> MetaTensor:
             # as_subclass and the attributes as they were: constructing one costs twenty times as much, and would
             # derive anew what the record holds.
-            plain = data(tensors)
+            plain = plain_of(t, v, a)
             out = plain.detach().as_subclass(MetaTensor)
             if plain.requires_grad:
                 out.requires_grad_()
-            out.__dict__ = attributes(tensors)
+            out.__dict__ = attributes_of(t, v, a)
             return out
 
         return build
 
 
-def _copier(template: np.ndarray) -> Builder:
-    copy = template.copy
-    return lambda tensors: copy()
+@functools.lru_cache(maxsize=64)
+def _plan(form: _Form) -> Plan:
+    return Plan(form)
+
+
+def _without_tensors(node: Any) -> Any:
+    """What a node stands for that holds neither tensors nor arrays."""
+    return compile_tree(node, b"", ())({})
+
+
+def _size(value: Any) -> int:
+    members = sum(map(_size, value)) if type(value) in (tuple, frozenset) else 0
+    return sys.getsizeof(value) + members
 
 
 def _as_descr(descr: Any) -> Any:
@@ -609,6 +760,14 @@ def _as_descr(descr: Any) -> Any:
         (tuple(name) if isinstance(name, list) else name, _as_descr(kind), *map(tuple, shape))
         for name, kind, *shape in descr
     ]
+
+
+def _array_dtype(descr: str) -> np.dtype[Any]:
+    """The dtype of an array in a form, where the description of a structured one is text."""
+    dtype = np.lib.format.descr_to_dtype(_as_descr(ast.literal_eval(descr) if descr.startswith("[") else descr))
+    if dtype.hasobject:
+        raise DamagedRecord("it holds an array of pointers")
+    return dtype
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -625,6 +784,7 @@ def _numpy_type(name: str) -> type:
     return found
 
 
+@functools.lru_cache(maxsize=256)
 def _enum_member(cls: str, member: str) -> enum.Enum:
     found = _monai_enum(cls)
     if found is None or member not in found.__members__:
@@ -636,39 +796,65 @@ def _np_scalar(descr: Any, data: str) -> Any:
     return np.frombuffer(base64.b64decode(data), np.lib.format.descr_to_dtype(_as_descr(descr)), 1)[0]
 
 
-_NO_TENSORS: Mapping[str, torch.Tensor] = {}
-_IMMUTABLE: tuple[Callable[[Any], Any], ...] = (tuple, frozenset, torch.Size)
+def _constant(decode: Callable[[_Reader, Any], Any]) -> Callable[[_Reader, Any], _Form]:
+    """Reader of a tag that stands for an immutable value."""
+    return lambda reader, payload: reader.value(decode(reader, payload))
 
-_COMPILERS: dict[str, Callable[[_Compiler, Any], Builder]] = {
-    "$int": lambda c, p: _Constant(int(p, 16)),
-    "$float": lambda c, p: _Constant(float(p)),
-    "$complex": lambda c, p: _Constant(complex(c.value(p[0]), c.value(p[1]))),
-    "$bytes": lambda c, p: _Constant(base64.b64decode(p)),
-    "$bytearray": lambda c, p: lambda tensors: bytearray(base64.b64decode(p)),
-    "$enum": lambda c, p: _Constant(_enum_member(*p)),
-    "$path": lambda c, p: _Constant(pathlib.Path(p)),
-    "$type": lambda c, p: _Constant(_BUILTIN_TYPES[p]),
-    "$numpy_type": lambda c, p: _Constant(_numpy_type(p)),
-    "$scalar": lambda c, p: _Constant(_np_scalar(*p)),
-    "$str": lambda c, p: _Constant(np.str_(p)),
-    "$numpy_bytes": lambda c, p: _Constant(np.bytes_(base64.b64decode(p))),
-    "$void": _Compiler.void,
-    "$dtype": lambda c, p: _Constant(np.lib.format.descr_to_dtype(_as_descr(p))),
-    "$torch_dtype": lambda c, p: _Constant(_torch_dtype(p)),
-    "$device": lambda c, p: _Constant(torch.device(p)),
-    "$slice": lambda c, p: _Constant(slice(*map(c.value, p))),
-    "$range": lambda c, p: _Constant(range(*p)),
-    "$tuple": lambda c, p: c.through(tuple, p),
-    "$set": lambda c, p: c.through(set, p),
-    "$frozenset": lambda c, p: c.through(frozenset, p),
-    "$size": lambda c, p: c.through(torch.Size, p),
-    "$dict": _Compiler.pairs,
-    "$ordered_dict": lambda c, p: c.through(OrderedDict, [{"$tuple": pair} for pair in p]),
-    "$opaque": _Compiler.opaque,
-    "$registered": _Compiler.registered,
-    "$array": _Compiler.array,
-    "$objects": _Compiler.objects,
-    "$small_tensor": _Compiler.small_tensor,
-    "$tensor": _Compiler.tensor,
-    "$metatensor": _Compiler.metatensor,
+
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "$list": list,
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$size": torch.Size,
+    "$ordered_dict": OrderedDict,
+}
+_IMMUTABLE = frozenset({"$tuple", "$frozenset", "$size"})
+
+_READERS: dict[str, Callable[[_Reader, Any], _Form]] = {
+    "$int": _constant(lambda r, p: int(p, 16)),
+    "$float": _constant(lambda r, p: float(p)),
+    "$complex": _constant(lambda r, p: complex(*map(_without_tensors, p))),
+    "$bytes": _constant(lambda r, p: base64.b64decode(p)),
+    "$bytearray": lambda r, p: ("bytearray", r.value(base64.b64decode(p))),
+    "$enum": _constant(lambda r, p: _enum_member(*p)),
+    "$path": _constant(lambda r, p: pathlib.Path(p)),
+    "$type": _constant(lambda r, p: _BUILTIN_TYPES[p]),
+    "$numpy_type": _constant(lambda r, p: _numpy_type(p)),
+    "$scalar": _constant(lambda r, p: _np_scalar(*p)),
+    "$str": _constant(lambda r, p: np.str_(p)),
+    "$numpy_bytes": _constant(lambda r, p: np.bytes_(base64.b64decode(p))),
+    "$void": lambda r, p: ("void", r.array(p)),
+    "$dtype": _constant(lambda r, p: np.lib.format.descr_to_dtype(_as_descr(p))),
+    "$torch_dtype": _constant(lambda r, p: _torch_dtype(p)),
+    "$device": _constant(lambda r, p: torch.device(p)),
+    "$slice": _constant(lambda r, p: slice(*map(_without_tensors, p))),
+    "$range": _constant(lambda r, p: range(*p)),
+    "$tuple": lambda r, p: r.container("$tuple", p),
+    "$set": lambda r, p: r.container("$set", p),
+    "$frozenset": lambda r, p: r.container("$frozenset", p),
+    "$size": lambda r, p: r.container("$size", p),
+    "$ordered_dict": lambda r, p: r.container("$ordered_dict", [{"$tuple": pair} for pair in p]),
+    "$dict": _Reader.pairs,
+    "$opaque": _Reader.opaque,
+    "$registered": _Reader.registered,
+    "$array": _Reader.array,
+    "$objects": _Reader.objects,
+    "$small_tensor": _Reader.small_tensor,
+    "$tensor": _Reader.tensor,
+    "$metatensor": _Reader.metatensor,
+}
+
+_PLANS: dict[str, Callable[..., _Build]] = {
+    "dict": Plan.dict_,
+    "pairs": Plan.pairs,
+    "made of": Plan.made_of,
+    "bytearray": lambda plan, index: lambda t, v, a: bytearray(v[index]),
+    "registered": Plan.registered,
+    "array": Plan.array,
+    "void": Plan.void,
+    "objects": Plan.objects,
+    "small tensor": Plan.small_tensor,
+    "tensor": Plan.tensor,
+    "metatensor": Plan.metatensor,
 }

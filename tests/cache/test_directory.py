@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import threading
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from monai.data import MetaTensor
 
 from monai_gds.cache import directory
 from monai_gds.cache.directory import CacheDirectory, abandoned, prepare, records
@@ -150,17 +153,43 @@ def test_a_file_system_without_stable_ids_costs_the_cache_only(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("no_warning")
-def test_forgets_headers_beyond_its_limit(cache: CacheDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_of_records_is_bounded(cache: CacheDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     put(cache, "0", 0, 8)
     get(cache, "0")
-    monkeypatch.setattr(directory, "_HEADERS_BYTES", cache._heads_bytes * 3)
+    monkeypatch.setattr(directory, "_HEADS_BYTES", cache._heads_bytes * 3)
     for round_ in range(2):
         for i in range(10):
             if round_ == 0:
                 put(cache, str(i), i, 8)
             assert get(cache, str(i)) == i
-            assert len(cache._heads) <= 3
-    assert cache._heads_bytes == sum(h.nbytes for h in cache._heads.values())
+            assert 1 <= len(cache._heads) <= 3 * 3  # the first one pays for what they share
+            assert cache._heads_bytes <= directory._HEADS_BYTES
+    for i in range(10):
+        cache._forget(cache.record_path(key(str(i)).digest))
+    assert (cache._heads, cache._heads_bytes) == ({}, 0)
+
+
+def test_thousands_of_records_of_one_pipeline_are_kept_in_little_memory(tmp_path: Path) -> None:
+    writer, reader = opened(tmp_path), opened(tmp_path, verify="never")
+    rng = np.random.default_rng(0)
+    count = 200
+    for i in range(-1, count):
+        meta = {name: rng.random(n) for name, n in (("affine", 16), ("pixdim", 8))}
+        meta |= {f"field{j}": np.array(j, np.int16) for j in range(30)}
+        meta |= {"filename_or_obj": f"/data/case{i}.nii.gz", "space": "RAS", "original_channel_dim": float("nan")}
+        writer.publish(key(str(i)), encode_item({"image": MetaTensor(torch.zeros(3), meta=meta), "id": i}))
+    assert reader.start(key("-1").digest) is not None  # pays for what they share
+    gc.collect()
+    tracemalloc.start()
+    before, counted = tracemalloc.get_traced_memory()[0], reader._heads_bytes
+    for i in range(count):
+        reader.start(key(str(i)).digest)
+    gc.collect()
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(reader._heads) == count + 1
+    assert 0.7 < (reader._heads_bytes - counted) / taken < 1.5, "what is counted is what it takes"
+    assert taken / count < 3000
 
 
 def test_tensors_share_no_storage(cache: CacheDirectory) -> None:

@@ -445,6 +445,32 @@ def test_what_contains_itself_is_refused(kind: str) -> None:
         encode_item([item])
 
 
+def test_records_of_one_form_do_not_mix_up_their_values(round_trip: RoundTrip) -> None:
+    """Putting an item together is worked out once for all items that look alike; equal is not the same."""
+    alike = [1, True, 1.0, np.float64(1), np.int8(1), "1", b"1", 0.0, -0.0, None, "RAS", SpaceKeys.RAS]
+    alike += [np.str_("RAS"), (1, "a"), (True, "a"), (1.0, "a"), (1, "b"), frozenset({1}), frozenset({1.0}), 2**70]
+    for _ in range(2):
+        for value in alike:
+            meta = {"x": value, "list": [value, "RAS"], "set": {value}, value: "key", "n": np.array([3])}
+            for item in (meta, [value, [value]], MetaTensor(torch.ones(1), meta=meta)):
+                assert_same(item if not isinstance(item, dict) else as_returned(item), round_trip(item))
+
+
+def test_small_arrays_of_one_form_do_not_mix_up(round_trip: RoundTrip) -> None:
+    for dtype in ("<i2", ">i2", "<u2", "f2", "f4", "c16", "M8[D]", "M8[s]", "U3", "S3", [("a", "u1"), ("b", "<i2")]):
+        for shape in ((), (2,), (1, 2), (2, 1), (0,)):
+            for fill in (1, 2):
+                array = np.full(shape, fill, np.uint8).astype(dtype)
+                image = MetaTensor(
+                    torch.ones(1), meta={"odd": np.array(7, np.uint8), "x": array, "t": torch.ones(2) * fill}
+                )
+                back = round_trip(image)
+                assert_same(image, back)
+                back.meta["x"][...] = np.zeros((), array.dtype)  # it can be written to, and next to nothing else
+                assert back.meta["odd"] == 7
+                assert back.meta["t"].tolist() == [fill, fill]
+
+
 def test_what_is_there_twice_is_no_cycle(round_trip: RoundTrip) -> None:
     inner = [1, {"a": 2}]
     assert_same([inner, inner], round_trip([inner, inner]))
