@@ -6,6 +6,7 @@ They run on the CPU, on small data, also where there is a GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,13 @@ PathFinder.find_spec = staticmethod(lambda name, *where: None if name in {OPTION
 tool = load_tool("notebooks")
 
 
+def warnings_in(node: Any) -> list[str]:
+    """What came on standard error, but for DeepSpeed's operators, which say that they are compiled on first use."""
+    return [
+        line for line in tool.text_of(node, "stderr").splitlines() if not line.startswith(("compiling ", "compiled"))
+    ]
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONAI_DATA_DIRECTORY", raising=False)
@@ -49,7 +57,7 @@ def test_all_of_them_are_here() -> None:
 def test_runs_from_clean_without_a_warning_and_leaves_nothing_behind(notebook: Path, tmp_path: Path) -> None:
     node, error = tool.execute(notebook, tmp_path)
     assert not error, error
-    assert tool.text_of(node, "stderr") == ""
+    assert warnings_in(node) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,7 +84,7 @@ def test_says_what_is_missing_instead_of_failing_and_keeps_data_where_told(
     assert "Squirrel is missing" in said or "squirrel" not in notebook.stem
     assert "nilearn is missing" in said or notebook.stem != "train_segmentation"
     assert "No CUDA device here" in said or notebook.stem == "block_map"
-    assert tool.text_of(node, "stderr") == ""
+    assert warnings_in(node) == []
     assert list(work.iterdir()) == []
     assert [path.name for path in data.iterdir()] == KEPT.get(notebook.stem, [])
 
