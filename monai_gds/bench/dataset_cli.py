@@ -66,14 +66,19 @@ def dataset(
 ) -> None:
     """GDSDataset beside MONAI's datasets: cached epochs, hits, the first epoch, filling, memory.
 
-    volumes: epochs over whole volumes. crops: over 4 random crops of 96³ from each. hits: items of 64 kB without a
-    loader. small: thousands of records of 64 kB, batch 256, plain and as NIfTI MetaTensors. first: the epoch that fills
-    the cache, and what saving adds to it. populate: filling it ahead, with one process and more. memory: 20 epochs
-    through GDSDataLoader, in a process of its own.
+    \b
+    volumes   epochs over whole volumes
+    crops     epochs over 4 random crops of 96³ from each volume
+    hits      items of 64 kB, one by one, without a loader
+    small     many records of 64 kB, batch 256: plain, and NIfTI MetaTensors
+    first     the epoch that fills the cache, and what saving adds to it
+    populate  filling the cache ahead, with one process and more
+    memory    20 epochs through GDSDataLoader, in a process of its own
 
-    Peers take turns epoch by epoch. Every batch is counted and brought to the device, every byte is compared once with
-    what the transforms give. The machine's ceilings (copy to the device, page cache, disk) are measured in turn with
-    them. With --cold a table says what of the files was in the page cache all the same.
+    Peers take turns epoch by epoch, and the machine's ceilings with them: copy
+    to the device, page cache, disk. Every batch is counted and brought to the
+    device; every byte is compared once with what the transforms give. With
+    --cold a table says which peers' files were in the page cache all the same.
     """
     from monai_gds.bench import dataset as bench
     from monai_gds.bench.report import emit, machine
