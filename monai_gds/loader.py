@@ -463,7 +463,8 @@ def _stop(flight: _Flight, thread: threading.Thread, helpers: _Helpers | None) -
     flight.stop()
     if helpers is not None:  # the thread may be waiting for one
         helpers.close()
-    if thread is not threading.current_thread() and thread.is_alive():  # the collector may run anywhere
+    # The collector may run anywhere, also in this thread, or in one for which it waits.
+    if not threading.current_thread().name.startswith("monai-gds"):
         thread.join()
 
 

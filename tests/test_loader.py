@@ -403,6 +403,26 @@ def test_leaving_the_loop_stops_the_thread_and_frees_the_batches(make: Make) -> 
     assert kept() is None
 
 
+def test_a_loop_may_be_collected_in_a_thread_for_which_it_waits(make: Make) -> None:
+    go_on = threading.Event()
+
+    class Waits(mt.RandomizableTransform):  # type: ignore[misc]
+        def __call__(self, data: Any) -> Any:
+            assert data["name"] == "case 0" or go_on.wait(30)
+            return data
+
+    loop = iter(GDSDataLoader(make(Waits())))
+    next(loop)
+    collector = threading.Thread(target=loop.stop, name="monai-gds-kvikio")
+    collector.start()
+    collector.join(20)
+    stopped = not collector.is_alive()
+    go_on.set()
+    assert stopped
+    for thread in threads():
+        thread.join(20)
+
+
 def test_a_loop_that_was_never_finished_does_not_keep_the_interpreter(tmp_path: Path) -> None:
     printed = python(
         """
