@@ -177,7 +177,8 @@ def test_default_device_is_the_current_one(tmp_path: Path) -> None:
 
 
 def test_damage_is_found_on_the_gpu(make: Make, tmp_path: Path) -> None:
-    expected = make()[0]
+    with make() as dataset:
+        expected = dataset[0]
     (path,) = (tmp_path / "cache").glob("*.safetensors")
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1

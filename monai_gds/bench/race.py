@@ -7,6 +7,7 @@ give without a cache.
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 import zlib
@@ -152,6 +153,8 @@ def race(contest: Contest, progress: Progress | None = None) -> Report:
         epoch(racer, contest)  # fills the cache
         verify(racer, contest, expected)
         tick()
+    if contest.cold:
+        os.sync()  # the disk is not to be writing yet what filled the caches
     scale = contest.amount / (contest.nbytes / 1e9)
     with Ceilings(contest.folder, contest.device, contest.nbytes, scale) if contest.ceilings else _NONE as ceilings:
         for _ in range(contest.repeats):

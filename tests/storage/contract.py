@@ -353,7 +353,6 @@ class StorageContract:
             assert all(t.untyped_storage().nbytes() <= t.numel() + ALIGNMENT for t in got)
         assert storage.load_all([]) == []
 
-    @pytest.mark.usefixtures("stable_descriptors")
     def test_each_of_many_loaded_files_has_its_own_error(self, storage: Storage, folder: Path) -> None:
         paths, _, _ = self.files(folder, [5000] * 100)
         asked = [(path, [(100, 4900)], FileId.of(path)) for path in paths]
