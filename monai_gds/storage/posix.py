@@ -146,15 +146,16 @@ class _Files(Work[slice]):
     """Small files on their way into one buffer, in groups of neighbours.
 
     Args:
-        paths, sizes, starts, dest: see :meth:`Storage.submit_files`.
+        paths, sizes, starts, dest, whole: see :meth:`Storage.submit_files`.
         device: where ``dest`` is.
     """
 
     def __init__(
-        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, device: torch.device
-    ) -> None:
+        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, device: torch.device,
+        whole: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._paths, self._sizes, self._starts = paths, sizes, starts
+        self._paths, self._sizes, self._starts, self._whole = paths, sizes, starts, whole
         self._dest = dest
         self._device = device
         ends = starts + sizes
@@ -168,30 +169,36 @@ class _Files(Work[slice]):
     def _read(self, group: slice) -> None:
         sizes, begin = self._sizes[group], int(self._starts[group.start])
         starts = self._starts[group] - begin
-        part = self._dest[begin : begin + int(starts[-1] + sizes[-1])]
+        end = int(self._starts[group.stop]) if group.stop < len(self._paths) else self._dest.numel()
+        part = self._dest[begin : min(begin + int(starts[-1] + sizes[-1]) + self._whole, end)]
         if not part.is_cuda:
-            read_small_files(self._paths[group], sizes, starts, part)
+            read_small_files(self._paths[group], sizes, starts, part, self._whole)
             return
         with staging.staging_pool(self._device).lend([part]) as (host,):
-            read_small_files(self._paths[group], sizes, starts, host)
+            read_small_files(self._paths[group], sizes, starts, host, self._whole)
 
 
-def read_small_files(paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor) -> None:
-    """Reads the beginnings of files into a CPU tensor.
+def read_small_files(
+    paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, whole: bool = False
+) -> None:
+    """Reads the beginnings of files into a CPU tensor, or, if so it is, ``whole`` files of these sizes.
 
     Raises:
-        OSError: a file could not be opened or read (StorageError for a short one).
+        OSError: a file could not be opened or read (StorageError for a short one, FileChanged for another size).
     """
     ring = ring_of_this_thread()
     if ring is None:
         left = list(range(len(paths)))
     else:
-        got = ring.read([os.fsencode(path) for path in paths], sizes, dest.data_ptr() + starts)
-        left = np.flatnonzero(got != sizes).tolist()  # also those that failed: the plain calls say why
+        # One byte more than a whole file has, where there is room for it, shows that it has become longer.
+        more = whole & (np.append(starts[1:], dest.numel()) > starts + sizes)
+        got = ring.read([os.fsencode(path) for path in paths], sizes + more, dest.data_ptr() + starts)
+        unsure = (got != sizes) | (more != whole)
+        left = np.flatnonzero(unsure).tolist()  # also those that failed: the plain calls say why
     view = dest.numpy().data
     for i in left:
         size, start = int(sizes[i]), int(starts[i])
-        fd = open_file(paths[i], None)
+        fd = open_file(paths[i], FileId.sized(size) if whole else None)
         try:
             pread_into(fd, 0, view[start : start + size], paths[i])
         finally:
@@ -227,10 +234,11 @@ class PosixStorage(ThreadedStorage):
         return Availability(True, "threads over preadv" + ("" if device.type == "cuda" else ", private mappings"))
 
     def submit_files(
-        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, *, fresh: bool = False
-    ) -> Pending:
+        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, *, fresh: bool = False,
+        whole: bool = False,
+    ) -> Pending:  # fmt: skip
         if self.direct_io or not len(paths) or sizes.max() > MIN_PIECE_BYTES:
-            return super().submit_files(paths, sizes, starts, dest, fresh=fresh)
+            return super().submit_files(paths, sizes, starts, dest, fresh=fresh, whole=whole)
         parts = places(dest, sizes, starts)
         on_device = [dest] if dest.is_cuda else []
         if on_device:
@@ -239,7 +247,7 @@ class PosixStorage(ThreadedStorage):
                 dest.record_stream(staging.copy_stream(self.device))
             else:
                 staging.adopt(on_device, self.device)
-        return self._run(_Files(paths, sizes, starts, dest, self.device), parts, on_device)
+        return self._run(_Files(paths, sizes, starts, dest, self.device, whole), parts, on_device)
 
     def map(
         self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None
