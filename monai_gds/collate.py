@@ -9,7 +9,8 @@ that errors are MONAI's too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     )
 }
 
+_NUMPY_DTYPES = {kind: dtype for dtype, kind in _TORCH_DTYPES.items()}
+
 #: The dtypes that torch gives to columns of numbers, as NumPy has them. (Of uint64 it makes none.)
 _NUMBERS: dict[type, np.dtype[Any]] = {
     bool: np.dtype(np.bool_),
@@ -42,6 +45,9 @@ _NUMBERS: dict[type, np.dtype[Any]] = {
 
 #: Bytes by which a storage may be larger than the one tensor that it is handed on for: backends allocate whole pages.
 _SLACK = 8192
+
+#: Arrays of no more bytes are joined, for all keys of one kind.
+_SMALL_ARRAY = 1024
 
 #: References to a tensor of which only its item knows: the item's, its column's, and the one under which it is asked.
 _ONLY_THE_ITEM = 3
@@ -104,16 +110,56 @@ class _Collation:
     def _container(self, values: Sequence[Any]) -> Any:
         first = values[0]
         if type(first) is dict:
-            return {key: self.column([v[key] for v in values]) for key in first}
+            return self._mapping(first, values)
         if type(first) in (list, tuple):
             return [self.column(column) for column in zip(*values, strict=True)]
         return torch_collate.collate(values, collate_fn_map=default_collate_fn_map)
 
-    def tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """A batch of one without a copy; None where there has to be one."""
-        if len(values) > 1 or type(values[0]) not in (torch.Tensor, MetaTensor) or not self._may_hand_on(values):
+    def _mapping(self, keys: Iterable[Any], values: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+        """The columns of dicts, with small arrays of one kind made in one go: NIfTI metadata has 39, of 8 kinds."""
+        out = dict.fromkeys(keys)
+        kinds: dict[tuple[Any, ...], list[Any]] = {}
+        for key in out:
+            first = values[0][key]
+            if type(first) is np.ndarray and first.nbytes <= _SMALL_ARRAY:
+                kinds.setdefault((first.dtype, first.shape), []).append(key)
+            else:
+                out[key] = self.column([value[key] for value in values])
+        for (dtype, shape), of_one in kinds.items():
+            columns = [[value[key] for value in values] for key in of_one]
+            made = self._alike(columns, dtype, shape) or map(self.column, columns)
+            out.update(zip(of_one, made, strict=True))
+        return out
+
+    def _alike(self, columns: Sequence[Sequence[Any]], dtype: Any, shape: Any) -> Sequence[torch.Tensor] | None:
+        """Columns of arrays of one dtype and shape."""
+        arrays = list(chain.from_iterable(columns))
+        several = len(arrays) > len(columns)
+        if several and any(type(a) is not np.ndarray or a.dtype != dtype or a.shape != shape for a in arrays):
             return None
-        return values[0].unsqueeze(0)
+        joined = _joined(arrays, dtype)
+        return None if joined is None else list(map(torch.from_numpy, joined.reshape(len(columns), -1, *shape)))
+
+    def tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """A batch of one without a copy, or of small tensors; None for others."""
+        if len(values) == 1 and type(values[0]) in (torch.Tensor, MetaTensor) and self._may_hand_on(values):
+            return values[0].unsqueeze(0)
+        if type(values[0]) is torch.Tensor and 0 < values[0].nbytes <= _SMALL_ARRAY:
+            return self._small_tensors(values)
+        return None
+
+    def _small_tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Affine matrices, for example. NumPy joins them: torch would let go of the interpreter's lock at each step."""
+        first = values[0]
+        if first.is_cuda or first.dtype not in _NUMPY_DTYPES:
+            return None
+        for t in values:
+            if type(t) is not torch.Tensor or t.dtype != first.dtype or t.shape != first.shape or t.requires_grad:
+                return None
+            if t.layout != torch.strided or t.device != first.device or t.is_conj() or t.is_neg():
+                return None
+        joined = _joined([t.numpy() for t in values], _NUMPY_DTYPES[first.dtype])
+        return None if joined is None else torch.from_numpy(joined.reshape(len(values), *first.shape))
 
     def _may_hand_on(self, values: Sequence[torch.Tensor]) -> bool:
         known = sys.getrefcount(values[0])
@@ -140,7 +186,7 @@ class _Collation:
         common = set.intersection(*[set(meta.keys()) for meta in metas])  # written so, it has the order of MONAI's
         if not common:
             return None
-        meta = {key: self.column([meta[key] for meta in metas]) for key in common}
+        meta = self._mapping(common, metas)
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.tensors(values)
             plain = torch_collate.collate_tensor_fn(values) if plain is None else plain
@@ -159,14 +205,8 @@ class _Collation:
         if set(map(type, values)) != {np.ndarray} or len({a.shape for a in values}) > 1:
             return None
         dtypes = {a.dtype for a in values}
-        dtype = _TORCH_DTYPES.get(dtypes.pop())
-        if dtype is None or dtypes or not values[0].size:
-            return None
-        try:
-            joined = torch.frombuffer(bytearray().join(values), dtype=dtype)  # type: ignore[arg-type]
-        except (BufferError, ValueError):  # an array that is not C-contiguous
-            return None
-        return joined.view(len(values), *values[0].shape) if values[0].ndim else joined
+        joined = _joined(values, dtypes.pop()) if len(dtypes) == 1 else None
+        return None if joined is None else torch.from_numpy(joined.reshape(len(values), *values[0].shape))
 
     def _array(self, values: Sequence[np.ndarray]) -> torch.Tensor | None:
         """The one array of a batch of one, without a copy if only the item knows it."""
@@ -187,6 +227,16 @@ class _Collation:
             return None
         array = np.array(values)
         return torch.from_numpy(array) if array.dtype == dtype else None  # an int may be too large
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: np.dtype[Any]) -> np.ndarray | None:
+    """The elements of arrays of one dtype and shape, one after the other; None for what torch or this cannot do."""
+    if dtype not in _TORCH_DTYPES or not arrays[0].size:
+        return None
+    try:
+        return np.frombuffer(bytearray().join(arrays), dtype)  # type: ignore[arg-type]
+    except (BufferError, ValueError):  # an array that is not C-contiguous
+        return None
 
 
 _FASTER: dict[Callable[..., Any], Callable[[_Collation, Any], Any]] = {

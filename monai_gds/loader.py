@@ -536,23 +536,25 @@ def cuda_tensors(value: Any) -> list[torch.Tensor]:
     """Every CUDA tensor within containers and objects, as plain tensors; those in a MetaTensor's metadata included."""
     found: list[torch.Tensor] = []
     seen: set[int] = set()
-    left = [value]
+    left: list[Iterable[Any]] = [(value,)]
     while left:
-        part = left.pop()
-        kind = type(part)
-        if kind is torch.Tensor:
-            if part.is_cuda:
-                found.append(part)
-            continue
-        if kind in _PLAIN or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, torch.Tensor):
-            left.append(part.as_subclass(torch.Tensor))
-        if isinstance(part, Mapping):
-            left.extend(part.values())
-        elif isinstance(part, (list, tuple, set, frozenset)):
-            left.extend(part)
-        else:
-            left.extend(getattr(part, "__dict__", {}).values())
+        for part in left.pop():
+            kind = type(part)
+            if kind is torch.Tensor:
+                if part.is_cuda:
+                    found.append(part)
+            elif kind not in _PLAIN and id(part) not in seen:
+                seen.add(id(part))
+                left.extend(_members(part))
     return found
+
+
+def _members(value: Any) -> Iterator[Iterable[Any]]:
+    if isinstance(value, torch.Tensor):
+        yield (value.as_subclass(torch.Tensor),)
+    if isinstance(value, Mapping):
+        yield value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield value
+    else:
+        yield getattr(value, "__dict__", {}).values()

@@ -160,6 +160,8 @@ class PendingItem:
         nbytes: size of the record.
     """
 
+    __slots__ = ("_cache", "_head", "_path", "_pending", "_tries", "_verify", "nbytes")
+
     def __init__(
         self, cache: CacheDirectory, path: str, head: _Head, pending: Pending, verify: bool, tries: int
     ) -> None:
@@ -261,8 +263,9 @@ class CacheDirectory:
         paths = [self.record_path(digest) for digest in digests]
         found: list[PendingItem | None] = [None] * len(paths)
         small: dict[bool, list[tuple[int, _Head]]] = {True: [], False: []}
+        writer = process_writer()
         for i, path in enumerate(paths):
-            process_writer().wait_for(path)
+            writer.wait_for(path)
             head, _ = self._heads.get(path, (None, 0))
             if head is None or head.file.size > _SMALL:
                 found[i] = self._start(path)

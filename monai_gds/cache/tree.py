@@ -417,7 +417,8 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: list[int] | tuple[int, ...]) -> torch.Tensor:
     """A 1-D uint8 tensor seen as ``dtype`` and ``shape``, over the same memory."""
-    return raw.view(dtype).view(shape)
+    flat = raw.view(dtype)
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

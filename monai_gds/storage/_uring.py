@@ -37,9 +37,9 @@ _FEAT_LINKED_FILE = 1 << 12
 #: ``struct io_uring_sqe`` as far as it is used, ``struct io_uring_cqe``.
 _SQE = np.dtype(
     {
-        "names": ["opcode", "flags", "fd", "addr", "len", "open_flags", "user_data", "file_index"],
-        "formats": ["u1", "u1", "i4", "u8", "u4", "u4", "u8", "u4"],
-        "offsets": [0, 1, 4, 16, 24, 28, 32, 44],
+        "names": ["opcode", "flags", "fd", "off", "addr", "len", "open_flags", "user_data", "file_index"],
+        "formats": ["u1", "u1", "i4", "u8", "u8", "u4", "u4", "u8", "u4"],
+        "offsets": [0, 1, 4, 8, 16, 24, 28, 32, 44],
         "itemsize": 64,
     }
 )
@@ -107,11 +107,14 @@ class Ring:
         chains["user_data"] = np.arange(3 * FILES).reshape(FILES, 3)
         return chains
 
-    def read(self, paths: Sequence[bytes], sizes: np.ndarray, addresses: np.ndarray) -> np.ndarray:
-        """Reads the beginning of each file to where it is wanted, and returns when all have been tried.
+    def read(
+        self, paths: Sequence[bytes], offsets: np.ndarray | int, sizes: np.ndarray, addresses: np.ndarray
+    ) -> np.ndarray:
+        """Reads a part of each file to where it is wanted, and returns when all have been tried.
 
         Args:
             paths: at most :data:`FILES`.
+            offsets: where the part of each begins.
             sizes: bytes of each that are wanted.
             addresses: where to; who owns the memory keeps it until this returns.
 
@@ -130,6 +133,7 @@ class Ring:
         chains = self._chains[:count]
         chains["addr"][:, 0] = begin + np.cumsum(lengths) - lengths
         chains["addr"][:, 1] = addresses
+        chains["off"][:, 1] = offsets
         chains["len"][:, 1] = sizes
         opened, got, _ = self._run(3 * count).reshape(count, 3).T
         return np.where(opened < 0, opened, got)

@@ -96,6 +96,12 @@ class FileId(NamedTuple):
         elif now != self:
             raise FileChanged(f"{path} was replaced or changed while it was being read")
 
+    def check_open(self, fd: int, path: str) -> None:
+        """Raises FileChanged when an open descriptor is of another file than this one."""
+        st = os.fstat(fd)
+        if (st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns) != self:  # no FileId is made: this is done for every hit
+            self.check(FileId.from_stat(st), path)
+
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
@@ -190,8 +196,8 @@ class Pending:
 
     __slots__ = ("_error", "_finish", "_lock", "_result")
 
-    def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
-        self._finish: Callable[[], list[torch.Tensor]] | None = finish
+    def __init__(self, finish: Callable[[], list[torch.Tensor]] | None) -> None:
+        self._finish = finish
         self._lock = threading.Lock()
         self._result: list[torch.Tensor] = []
         self._error: Exception | None = None
@@ -204,6 +210,8 @@ class Pending:
         Raises:
             OSError: a file could not be opened or read (StorageError for a short read).
         """
+        if self._finish is None and self._error is None:  # seen without the lock: it is the last to change
+            return self._result
         with self._lock:
             if self._finish is not None:
                 try:
@@ -221,10 +229,18 @@ class Pending:
 
 def completed(tensors: list[torch.Tensor]) -> Pending:
     """A Pending whose result is already there."""
-    return Pending(lambda: tensors)
+    pending = Pending(None)
+    pending._result = tensors
+    return pending
 
 
-def _later(begin: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
+def check_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError when one of a file's (offset, bytes) is negative."""
+    if ranges and min(map(min, ranges)) < 0:
+        raise ValueError(f"{path}: negative offset or length in the ranges {list(ranges)}")
+
+
+def later(begin: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
     """What ``begin`` gives; an error that it raises at once is raised by ``wait()``."""
     try:
         return begin(*args, **kwargs)
@@ -368,8 +384,7 @@ class Storage(ABC):
             ValueError: a range is negative.
             OSError: as by ``wait()``, where it is known at once.
         """
-        if any(offset < 0 or nbytes < 0 for offset, nbytes in ranges):
-            raise ValueError(f"{path}: negative offset or length in the ranges {list(ranges)}")
+        check_ranges(path, ranges)
         tensors = self.map(path, ranges, expect) if mapped else None
         if tensors is not None:
             return completed(tensors)
@@ -390,11 +405,11 @@ class Storage(ABC):
             One Pending a file. What goes wrong with a file is raised by its own.
         """
         if mapped and self.device.type == "cpu":
-            return [_later(self.load, *file, mapped=True) for file in files]
+            return [later(self.load, *file, mapped=True) for file in files]
         sizes = [nbytes for _, ranges, _ in files for _, nbytes in ranges]
         dests = iter(self.allocate_all(sizes))
         requests = [[Read(path, at, next(dests), expect) for at, _ in ranges] for path, ranges, expect in files]
-        together = _later(self.submit, [read for reads in requests for read in reads], fresh=True)
+        together = later(self.submit, [read for reads in requests for read in reads], fresh=True)
 
         def one(file: tuple[str, Sequence[tuple[int, int]], FileId | None], reads: list[Read]) -> Pending:
             def finish() -> list[torch.Tensor]:

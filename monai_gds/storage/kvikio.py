@@ -11,7 +11,7 @@ lock. KvikIO's threads do not.) Small reads go the way of the ``posix`` backend.
 
 **What is changed in your process:** KvikIO has one thread unless told otherwise, which leaves most of the link idle. If
 ``kvikio.defaults.get("num_threads")`` is that default of 1 and neither KVIKIO_NTHREADS nor KVIKIO_NUM_THREADS is set,
-this backend sets it to the number of cores less 4 (4 to 16), for the whole process. A number of your own is left alone.
+this backend sets it to five eighths of the cores (4 to 16), for the whole process. A number of your own is left alone.
 Nothing else is changed.
 """
 
@@ -41,13 +41,13 @@ from monai_gds.storage.threaded import as_bytes_view, create_file, write_all, wr
 
 __all__ = ["KvikioStorage"]
 
-#: KvikIO's threads where nobody set any: as many cores as there are but four, which Python's own threads need (the
-#: loader's, the training's, and the one that keeps KvikIO's busy), and no more than this. Measured on an H100 with 16
-#: cores, records of 74 MB one by one: 16 threads moved 35 GB/s to the consumer, 14 moved 38, 12 moved 43.
+#: KvikIO's threads where nobody set any: five eighths of the cores, and no more than this. The others are for Python's
+#: own threads (the loader's, the training's, and the one that keeps KvikIO's busy). Measured on an H100 with 16 cores,
+#: records of 74 MB one by one: 14 threads moved 23 GB/s to the consumer, 12 moved 33, 10 moved 43, 8 moved 42.
 MOST_THREADS = 16
 
-#: Bytes that one of KvikIO's threads reads at a time.
-TASK_BYTES = 1 << 20
+#: Bytes that one of KvikIO's threads reads at a time. For each of them one is woken up, at the pump's expense.
+TASK_BYTES = 2 << 20
 
 #: A submission has no more files open at a time (KvikIO opens each twice, and cuFile once more); with more, it waits
 #: for the first ones.
@@ -56,11 +56,13 @@ OPEN_FILES = 32
 #: Requests of fewer bytes are read as the posix backend does.
 SMALL = 1 << 20
 
-#: Bytes that are read into one staging slot, and slots that are being filled at a time. Together they are what the
-#: processor's cache has to hold between KvikIO's threads and the copy to the device: measured on an H100 whose host has
-#: 300 MiB of it, 8 slots of 12 MiB moved 35 GB/s, 8 of 8 MiB or 4 of 12 MiB moved 52, which is what the link takes.
-PIECE_BYTES = 8 << 20
+#: Bytes that are read into one staging slot, slots that are being filled at a time, and these with those that are full
+#: or on their way to the device. All slots together are what the processor's cache has to hold between KvikIO's threads
+#: and the copy: measured on an H100 whose host has 300 MiB of it, 8 of 12 MiB moved 35 GB/s, 8 of 8 MiB or 4 of 12 MiB
+#: moved 52, which is what the link takes. Fewer and larger pieces leave more of the interpreter's time to the loader.
+PIECE_BYTES = 12 << 20
 SLOTS_IN_FLIGHT = 4
+SLOTS = 6
 
 #: There where the kernel module nvidia-fs is loaded.
 NVIDIA_FS = "/proc/driver/nvidia-fs/version"
@@ -71,7 +73,7 @@ _lock = threading.Lock()
 
 def default_threads() -> int:
     """How many threads KvikIO gets where nobody set any."""
-    return max(4, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 4))
+    return max(4, min(MOST_THREADS, len(os.sched_getaffinity(0)) * 5 // 8))
 
 
 def through_cufile() -> bool:
@@ -363,6 +365,30 @@ class _Transfers:
 _FileKey: TypeAlias = "tuple[str, FileId | None]"
 
 
+class _Part(NamedTuple):
+    """As much of a request as one staging slot takes.
+
+    Attributes:
+        offset: within the file.
+        nbytes: how many.
+        address: of the device memory that they go to.
+    """
+
+    request: Read
+    offset: int
+    nbytes: int
+    address: int
+
+
+def _parts(request: Read) -> Iterator[_Part]:
+    """Cuts a request into even parts of whole blocks."""
+    left, address = request.dest.numel(), request.dest.data_ptr()
+    count = -(-left // PIECE_BYTES)
+    size = -(-left // (count * ALIGNMENT)) * ALIGNMENT
+    for done in range(0, left, size):
+        yield _Part(request, request.offset + done, min(size, left - done), address + done)
+
+
 class _Job:
     """The large reads of one submission on their way through slots, and the files they come from.
 
@@ -373,35 +399,35 @@ class _Job:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.arrived: torch.cuda.Event | None = None
-        self.pieces: deque[tuple[Read, int, torch.Tensor]] = deque()
+        self.parts: deque[_Part] = deque()
         self._storage = storage
         self._requests: dict[_FileKey, list[Read]] = {}
         self._files: dict[_FileKey, tuple[int, Any]] = {}
         self._cold: set[_FileKey] = set()
-        self._pieces_of: Counter[_FileKey] = Counter()
+        self._parts_of: Counter[_FileKey] = Counter()
         for request in requests:
-            self._requests.setdefault((request.path, request.expect), []).append(request)
-            count = -(-request.dest.numel() // PIECE_BYTES)
-            size = -(-request.dest.numel() // (count * ALIGNMENT)) * ALIGNMENT
-            for i, part in enumerate(torch.split(request.dest, size)):
-                self.pieces.append((request, request.offset + i * size, part))
-                self._pieces_of[request.path, request.expect] += 1
-        self.left = len(self.pieces)
+            key = (request.path, request.expect)
+            self._requests.setdefault(key, []).append(request)
+            parts = list(_parts(request))
+            self.parts.extend(parts)
+            self._parts_of[key] += len(parts)
+        self.left = len(self.parts)
 
-    def read(self, request: Read, slot: staging.StagingSlot, offset: int, nbytes: int) -> Any:
+    def read(self, part: _Part, slot: staging.StagingSlot) -> Any:
         """Has KvikIO fill the beginning of a slot; returns its future. After an error see :meth:`settle`."""
+        request, offset, nbytes, _ = part
         key = (request.path, request.expect)
         if key not in self._files:
             self._files[key] = self._open(key)
         fd, file = self._files[key]
-        if key in self._cold:  # the kernel begins with the piece as a whole; see posix.py
+        if key in self._cold:  # the kernel begins with the part as a whole; see posix.py
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
         return file.pread(slot.array[:nbytes], nbytes, offset, TASK_BYTES)
 
     def _open(self, key: _FileKey) -> tuple[int, Any]:
         """Opens a file and has the kernel look at what will be read of it.
 
-        Once for all pieces: at every system call this thread lets go of the interpreter's lock, and may wait for it.
+        Once for all parts: at every system call this thread lets go of the interpreter's lock, and may wait for it.
         """
         path, expect = key
         fd = open_file(path, expect)
@@ -434,11 +460,11 @@ class _Job:
         kvikio.defaults.set("num_threads", kvikio.defaults.get("num_threads"))
 
     def finished(self, request: Read, error: BaseException | None = None) -> None:
-        """A piece of the request is through, or failed."""
+        """A part of the request is through, or failed."""
         self.error = self.error or error
         key = (request.path, request.expect)
-        self._pieces_of[key] -= 1
-        if not self._pieces_of[key] and key in self._files:
+        self._parts_of[key] -= 1
+        if not self._parts_of[key] and key in self._files:
             fd, file = self._files.pop(key)
             file.close()
             os.close(fd)
@@ -468,7 +494,8 @@ class _Pump:
         self._stream = staging.copy_stream(device)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._backlog: deque[_Job] = deque()
-        self._filling: deque[tuple[_Job, Read, torch.Tensor, staging.StagingSlot, Any]] = deque()
+        self._filling: deque[tuple[_Job, _Part, staging.StagingSlot, Any]] = deque()
+        self._sent: deque[staging.StagingSlot] = deque()  # their copies to the device are queued
         self._closed = False
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -501,56 +528,81 @@ class _Pump:
         open_ = True
         while open_ or self._backlog or self._filling:
             idle = not (self._backlog or self._filling)
-            try:
-                job = self._jobs.get(block=idle)
+            if idle or not self._jobs.empty():
+                if idle and self._jobs.empty():
+                    self._give_back()
+                job = self._jobs.get()
                 if job is None:
                     open_ = False
                 else:
                     self._backlog.append(job)
+            elif self._backlog and len(self._filling) < SLOTS_IN_FLIGHT and self._fill_next():
                 continue
-            except queue.Empty:
-                pass
-            if self._backlog and len(self._filling) < SLOTS_IN_FLIGHT:
-                self._fill_next()
-            else:
+            elif self._filling:
                 self._send_oldest()
+            else:
+                self._sent[0].event.synchronize()
+        self._give_back()
 
-    def _fill_next(self) -> None:
+    def _slot(self) -> staging.StagingSlot | None:
+        """A slot to fill; None as long as all that this pump may have are in use.
+
+        Who holds slots does not wait here for another: several pumps that did so could wait for each other for ever.
+        """
+        if self._sent and self._sent[0].event.query():  # type: ignore[no-untyped-call]
+            return self._sent.popleft()
+        if not self._filling and not self._sent:
+            return self._pool.acquire()
+        return self._pool.try_acquire() if len(self._filling) + len(self._sent) < SLOTS else None
+
+    def _give_back(self) -> None:
+        while self._sent:
+            self._pool.release(self._sent.popleft())
+
+    def _fill_next(self) -> bool:
+        """Has KvikIO fill a slot with the next part; False as long as there is no slot for it."""
         job = self._backlog[0]
-        request, offset, part = job.pieces.popleft()
-        if not job.pieces:
+        slot, error = None, job.error
+        if error is None:
+            try:
+                slot = self._slot()
+            except BaseException as e:  # no more memory can be pinned
+                error = e
+            if slot is None and error is None:
+                return False
+        part = job.parts.popleft()
+        if not job.parts:
             self._backlog.popleft()
-        if job.error is not None:
-            job.finished(request)
-            return
-        slot = None
+        if slot is None:
+            job.finished(part.request, error)
+            return True
         try:
-            slot = self._pool.acquire()
-            future = job.read(request, slot, offset, part.numel())
+            future = job.read(part, slot)
         except BaseException as e:
-            if slot is not None:
-                self._pool.release(slot)
-            job.finished(request, e)
-            return
-        self._filling.append((job, request, part, slot, future))
+            self._sent.append(slot)
+            job.finished(part.request, e)
+            return True
+        self._filling.append((job, part, slot, future))
+        return True
 
     def _send_oldest(self) -> None:
-        job, request, part, slot, future = self._filling.popleft()
+        job, part, slot, future = self._filling.popleft()
+        request = part.request
+        error: BaseException | None = None
         try:
             count = future.get()
         except BaseException as e:
             job.settle(request)
-            self._pool.release(slot)
-            job.finished(request, StorageError(errno.EIO, f"KvikIO could not read it: {e}", request.path))
-            return
-        error: BaseException | None = None
-        try:
-            if count != part.numel():
-                raise StorageError(errno.EIO, f"read {count} of {part.numel()} bytes", request.path)
-            self._pool.upload_here(slot, part, self._stream)
-            job.arrived = slot.event  # recorded behind this copy; if the slot is used again, behind a later one
-        except BaseException as e:
-            error = e
+            error = StorageError(errno.EIO, f"KvikIO could not read it: {e}", request.path)
+        else:
+            try:
+                if count != part.nbytes:
+                    raise StorageError(errno.EIO, f"read {count} of {part.nbytes} bytes", request.path)
+                slot.send(part.address, part.nbytes, self._stream)
+                job.arrived = slot.event  # recorded behind this copy; if the slot is used again, behind a later one
+            except BaseException as e:
+                error = e
+        self._sent.append(slot)
         job.finished(request, error)
 
 

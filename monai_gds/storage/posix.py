@@ -17,16 +17,18 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
+from monai_gds.storage._statx import identities
 from monai_gds.storage._uring import FILES, Ring
-from monai_gds.storage.base import ALIGNMENT, Availability, FileId, Pending, naming, places
+from monai_gds.storage.base import ALIGNMENT, Availability, FileId, Pending, check_ranges, later, naming, places
 from monai_gds.storage.threaded import GROUP_BYTES, MIN_PIECE_BYTES, ThreadedStorage, Work
 
 __all__ = ["PosixStorage", "expect_cold", "is_cold", "open_file", "pread_into"]
@@ -98,7 +100,7 @@ def open_file(path: str, expect: FileId | None) -> int:
     fd = os.open(path, _FLAGS)
     if expect is not None:
         try:
-            expect.check(FileId.of(fd), path)
+            expect.check_open(fd, path)
         except BaseException:
             os.close(fd)
             raise
@@ -148,14 +150,26 @@ class _Files(Work[slice]):
     Args:
         paths, sizes, starts, dest, whole: see :meth:`Storage.submit_files`.
         device: where ``dest`` is.
+        offsets: where in each file the bytes begin.
+        expects: the files that they have to be.
     """
 
     def __init__(
-        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, device: torch.device,
+        self,
+        paths: Sequence[str],
+        sizes: np.ndarray,
+        starts: np.ndarray,
+        dest: torch.Tensor,
+        device: torch.device,
+        offsets: np.ndarray | None = None,
+        expects: Sequence[FileId | None] | None = None,
         whole: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        self._paths, self._sizes, self._starts, self._whole = paths, sizes, starts, whole
+        self._paths, self._sizes, self._starts = paths, sizes, starts
+        self._offsets = np.zeros_like(sizes) if offsets is None else offsets
+        self._expects = [None] * len(paths) if expects is None else expects
+        self._whole = whole
         self._dest = dest
         self._device = device
         ends = starts + sizes
@@ -171,38 +185,124 @@ class _Files(Work[slice]):
         starts = self._starts[group] - begin
         end = int(self._starts[group.stop]) if group.stop < len(self._paths) else self._dest.numel()
         part = self._dest[begin : min(begin + int(starts[-1] + sizes[-1]) + self._whole, end)]
+        where = self._offsets[group], sizes, starts
         if not part.is_cuda:
-            read_small_files(self._paths[group], sizes, starts, part, self._whole)
+            read_small_files(self._paths[group], *where, part, self._expects[group], self._whole)
             return
         with staging.staging_pool(self._device).lend([part]) as (host,):
-            read_small_files(self._paths[group], sizes, starts, host, self._whole)
+            read_small_files(self._paths[group], *where, host, self._expects[group], self._whole)
 
 
 def read_small_files(
-    paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, whole: bool = False
+    paths: Sequence[str],
+    offsets: np.ndarray,
+    sizes: np.ndarray,
+    starts: np.ndarray,
+    dest: torch.Tensor,
+    expects: Sequence[FileId | None],
+    whole: bool = False,
 ) -> None:
-    """Reads the beginnings of files into a CPU tensor, or, if so it is, ``whole`` files of these sizes.
+    """Reads a part of each file into a CPU tensor, or, if so it is, ``whole`` files of these sizes.
 
     Raises:
-        OSError: a file could not be opened or read (StorageError for a short one, FileChanged for another size).
+        OSError: a file could not be opened or read (StorageError for a short one, FileChanged for another one).
     """
     ring = ring_of_this_thread()
     if ring is None:
         left = list(range(len(paths)))
     else:
+        names = [os.fsencode(path) for path in paths]
         # One byte more than a whole file has, where there is room for it, shows that it has become longer.
         more = whole & (np.append(starts[1:], dest.numel()) > starts + sizes)
-        got = ring.read([os.fsencode(path) for path in paths], sizes + more, dest.data_ptr() + starts)
-        unsure = (got != sizes) | (more != whole)
-        left = np.flatnonzero(unsure).tolist()  # also those that failed: the plain calls say why
+        got = ring.read(names, offsets, sizes + more, dest.data_ptr() + starts)
+        # Those that failed too: the plain calls say why. A file that the path names now is the one that was read.
+        left = np.flatnonzero((got != sizes) | (more != whole)).tolist()
+        if any(expect is not None for expect in expects):
+            seen = zip(expects, identities(names), strict=True)
+            left += [i for i, (expect, now) in enumerate(seen) if expect is not None and now != expect]
     view = dest.numpy().data
     for i in left:
         size, start = int(sizes[i]), int(starts[i])
-        fd = open_file(paths[i], FileId.sized(size) if whole else None)
+        fd = open_file(paths[i], FileId.sized(size) if whole else expects[i])
         try:
-            pread_into(fd, 0, view[start : start + size], paths[i])
+            pread_into(fd, int(offsets[i]), view[start : start + size], paths[i])
         finally:
             os.close(fd)
+
+
+def _span(path: str, ranges: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Where ranges of a file begin and end; None if they overlap or are in no order."""
+    check_ranges(path, ranges)
+    end = begin = ranges[0][0] if ranges else 0
+    for at, nbytes in ranges:
+        if at < end:
+            return None
+        end = at + nbytes
+    return begin, end
+
+
+def _with_gaps(places: Iterable[tuple[int, int]], end: int) -> Iterator[int]:
+    """Bytes of the gap before each place, and of the place; and of the gap behind them all."""
+    done = 0
+    for at, nbytes in places:
+        yield at - done
+        yield nbytes
+        done = at + nbytes
+    yield end - done
+
+
+def _blocks(sizes: Sequence[int]) -> Iterator[slice]:
+    """Cuts a list of files into neighbours of at most FILES and, in whole pages, GROUP_BYTES."""
+    first, room = 0, GROUP_BYTES
+    for i, size in enumerate(sizes):
+        size += -size % ALIGNMENT
+        if i - first == FILES or (size > room and i > first):
+            yield slice(first, i)
+            first, room = i, GROUP_BYTES
+        room -= size
+    yield slice(first, len(sizes))
+
+
+#: What :meth:`Storage.load_all` is told of a file.
+_Asked: TypeAlias = "tuple[str, Sequence[tuple[int, int]], FileId | None]"
+
+
+class _Block:
+    """Small files on a CUDA device: their bytes come in one copy, and one kernel makes the files' tensors of them.
+
+    Args:
+        pending: gives the block that the bytes are read into.
+        sizes: bytes of the gap before each tensor and, in turn with these, of the tensor; and of the last gap.
+    """
+
+    def __init__(self, pending: Pending, sizes: Sequence[int]) -> None:
+        self._pending: Pending | None = pending
+        self._sizes = sizes
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._made_on: torch.cuda.Stream | None = None
+        self._lock = threading.Lock()
+
+    def tensors(self, which: slice) -> list[torch.Tensor]:
+        """Some of its tensors, for the current stream. Each owns its memory.
+
+        Raises:
+            OSError: one of the files could not be read.
+        """
+        with self._lock:
+            if self._pending is not None:
+                (block,) = self._pending.wait()
+                self._made_on = torch.cuda.current_stream(block.device)
+                parts = block.split_with_sizes(self._sizes)[1::2]
+                self._tensors = torch._foreach_add(parts, 0) if parts else ()  # there is no foreach function to clone
+                self._pending = None
+        found = list(self._tensors[which])
+        if found:
+            current = torch.cuda.current_stream(found[0].device)
+            if current != self._made_on:
+                current.wait_stream(self._made_on)  # type: ignore[arg-type]  # it was made
+                for tensor in found:
+                    tensor.record_stream(current)
+        return found
 
 
 class PosixStorage(ThreadedStorage):
@@ -247,7 +347,43 @@ class PosixStorage(ThreadedStorage):
                 dest.record_stream(staging.copy_stream(self.device))
             else:
                 staging.adopt(on_device, self.device)
-        return self._run(_Files(paths, sizes, starts, dest, self.device, whole), parts, on_device)
+        return self._run(_Files(paths, sizes, starts, dest, self.device, whole=whole), parts, on_device)
+
+    def load_all(self, files: Sequence[_Asked], *, mapped: bool = True) -> list[Pending]:
+        if self.device.type == "cpu" or self.direct_io or not files:
+            return super().load_all(files, mapped=mapped)
+        spans = [span for path, ranges, _ in files if (span := _span(path, ranges)) is not None]
+        if len(spans) < len(files) or max(end - begin for begin, end in spans) > GROUP_BYTES:
+            return super().load_all(files, mapped=mapped)
+        blocks = _blocks([end - begin for begin, end in spans])
+        return [pending for block in blocks for pending in self._load_block(files[block], spans[block])]
+
+    def _load_block(self, files: Sequence[_Asked], spans: Sequence[tuple[int, int]]) -> Iterator[Pending]:
+        begins, ends = np.array(spans, np.int64).T
+        sizes = ends - begins
+        ends = np.cumsum(sizes + -sizes % ALIGNMENT)  # within the block from here on
+        starts = np.concatenate([[0], ends[:-1]])
+        dest = staging.allocate_on_copy_stream(int(ends[-1]), self.device)
+        paths, expects = [path for path, _, _ in files], [expect for _, _, expect in files]
+        work = _Files(paths, sizes, starts, dest, self.device, begins, expects)
+        pending = later(self._run, work, [dest], [dest])
+        places = [
+            (at + shift, nbytes)
+            for (_, ranges, _), shift in zip(files, (starts - begins).tolist(), strict=True)
+            for at, nbytes in ranges
+        ]
+        block = _Block(pending, list(_with_gaps(places, dest.numel())))
+        first = 0
+        for file in files:
+            which = slice(first, first + len(file[1]))
+            first = which.stop
+            yield Pending(partial(self._of_block, block, which, file))
+
+    def _of_block(self, block: _Block, which: slice, file: _Asked) -> list[torch.Tensor]:
+        try:
+            return block.tensors(which)
+        except OSError:  # of any of its files
+            return self.load(*file, mapped=False).wait()
 
     def map(
         self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None
@@ -256,7 +392,7 @@ class PosixStorage(ThreadedStorage):
             return None
         fd = open_file(path, expect)
         try:
-            size = os.fstat(fd).st_size
+            size = os.fstat(fd).st_size if expect is None else expect.size
             for offset, nbytes in ranges:
                 if nbytes and offset + nbytes > size:  # touching a mapped page beyond the end would kill the process
                     raise StorageError(errno.EIO, f"file ends at byte {size}, before byte {offset + nbytes}", path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from monai.data.utils import json_hashing, pickle_hashing
 
+from monai_gds.cache import key
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.key import KeyMaker, source_stat
 
@@ -225,8 +226,35 @@ def test_transform_is_part_of_the_key() -> None:
 def test_monai_version_is_part_of_the_key(keys: KeyMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     before = keys({"a": 1}).digest
     monkeypatch.setattr("monai.__version__", "0.0.1")
-    assert keys({"a": 1}).digest != before
-    assert keys({"a": 1}).ingredients()["monai"] == "0.0.1"
+    other = KeyMaker(canonical_hash, "transforms", True)  # as in another process
+    assert other({"a": 1}).digest != before
+    assert other({"a": 1}).ingredients()["monai"] == "0.0.1"
+
+
+def test_a_file_that_appears_and_goes_again_changes_the_key(keys: KeyMaker, tmp_path: Path) -> None:
+    item = {"image": str(tmp_path / "a.nii")}
+    without = keys(item)
+    (tmp_path / "a.nii").write_bytes(b"1")
+    there = keys(item)
+    assert there.digest != without.digest
+    assert list(there.sources) == [item["image"]]
+    (tmp_path / "a.nii").unlink()
+    assert keys(item) == without
+
+
+def test_remembers_no_more_items_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def counting(item: Any) -> bytes:
+        hashed.append(item)
+        return canonical_hash(item)
+
+    monkeypatch.setattr(key, "_MOST_SEEN", 3)
+    keys = KeyMaker(counting, "", True)
+    digests = [keys({"n": n}).digest for n in range(5)]
+    assert [keys({"n": n}).digest for n in range(5)] == digests
+    assert len(keys._seen) == 3
+    assert len(hashed) == 7
 
 
 @pytest.mark.parametrize("hash_func", [pickle_hashing, json_hashing, lambda item: b"always the same"])

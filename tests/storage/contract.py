@@ -337,6 +337,42 @@ class StorageContract:
         for i in (0, 1, 999, 2500, 4999):
             assert bytes_of(held[i]) == data[4096 * (i % 1000) :][:65_536]
 
+    def test_loads_many_files_each_with_its_ranges(self, storage: Storage, folder: Path) -> None:
+        sizes = [0, 1, 511, 4096, 4097, 10_000, *[65_536 + 4096] * 150, 300_000, (1 << 20) - 1, 77]
+        paths, _, _ = self.files(folder, sizes)
+        asked = []
+        for i, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+            kinds = ([], [(0, size)], [(size // 3, size // 3), (size // 3 * 2, 5 % (size + 1))], [(size, 0), (0, size)])
+            asked.append((path, kinds[i % 4], FileId.of(path) if i % 2 else None))
+        pendings = storage.load_all(asked, mapped=False)
+        assert len(pendings) == len(paths)
+        for i, ((_, ranges, _), pending) in enumerate(zip(asked, pendings, strict=True)):
+            got = pending.wait()
+            assert [t.device for t in got] == [storage.device] * len(ranges)
+            assert [bytes_of(t) for t in got] == [content(sizes[i], i)[at : at + n] for at, n in ranges], f"file {i}"
+            assert all(t.untyped_storage().nbytes() <= t.numel() + ALIGNMENT for t in got)
+        assert storage.load_all([]) == []
+
+    @pytest.mark.usefixtures("stable_descriptors")
+    def test_each_of_many_loaded_files_has_its_own_error(self, storage: Storage, folder: Path) -> None:
+        paths, _, _ = self.files(folder, [5000] * 100)
+        asked = [(path, [(100, 4900)], FileId.of(path)) for path in paths]
+        os.replace(self.make(folder, content(5000, seed=1), "new.bin"), paths[3])
+        os.unlink(paths[40])
+        with open(paths[70], "r+b") as f:
+            f.write(b"changed in place")
+        os.truncate(paths[99], 3000)
+        asked[99] = (paths[99], [(100, 4900)], FileId.of(paths[99]))
+        wrong: dict[int, type[Exception]] = {3: FileChanged, 40: FileNotFoundError, 70: FileChanged, 99: StorageError}
+        for i, pending in enumerate(storage.load_all(asked, mapped=False)):
+            if i not in wrong:
+                assert bytes_of(pending.wait()[0]) == content(5000, i)[100:]
+                continue
+            with pytest.raises(wrong[i], match=f"many-{i}\\.bin"):
+                pending.wait()
+        with pytest.raises(ValueError, match="negative"):
+            storage.load_all([(paths[0], [(-1, 5)], None)], mapped=False)
+
     # Many files at once.
 
     def files(self, folder: Path, sizes: Sequence[int]) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -848,6 +884,27 @@ def handed_over(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.
     return [bytes_of(t) for t in seen] == [data[1 : 1 + nbytes], data[5:105], data[2 : 2 + nbytes]]
 
 
+def many_slow_consumers_keep_their_data(storage: Storage, paths: Sequence[str], consumer: torch.cuda.Stream) -> bool:
+    """The same for many small files: those of a block are waited for on two streams, and freed at once."""
+    sizes = [os.path.getsize(path) for path in paths]
+    streams = (consumer, torch.cuda.Stream(storage.device))
+    seen = []
+    for _ in range(4):
+        pendings = storage.load_all([(p, [(0, n)], None) for p, n in zip(paths, sizes, strict=True)])
+        with torch.cuda.stream(staging.copy_stream(storage.device)):
+            torch.cuda._sleep(LONG // 8)
+        for i, pending in enumerate(pendings):
+            with torch.cuda.stream(streams[i % 2]):
+                (tensor,) = pending.wait()
+                if i < 2:
+                    torch.cuda._sleep(LONG // 8)
+                seen.append((i, tensor.clone()))
+                del tensor
+        del pendings
+    torch.cuda.synchronize(storage.device)
+    return all(bytes_of(t) == content(sizes[i], i) for i, t in seen)
+
+
 def slow_consumer_keeps_its_data(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.Stream) -> bool:
     """Whether a consumer that uses and frees each tensor late sees its own bytes and not those of the next load.
 
@@ -943,6 +1000,12 @@ class CudaStorageContract(StorageContract):
         self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream
     ) -> None:
         assert slow_consumer_keeps_its_data(storage, blob, data, consumer)
+
+    def test_slow_consumers_of_many_files_keep_their_data(
+        self, storage: Storage, folder: Path, consumer: torch.cuda.Stream
+    ) -> None:
+        paths, _, _ = self.files(folder, [20_000 + i for i in range(150)])
+        assert many_slow_consumers_keep_their_data(storage, paths, consumer)
 
     def test_a_destination_is_filled_only_after_its_last_use(
         self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from monai_gds.storage import Read, Storage, open_storage
+from monai_gds.errors import FileChanged
+from monai_gds.storage import FileId, Read, Storage, open_storage
 from monai_gds.storage import posix as posix_module
 from monai_gds.storage._uring import Ring
 from tests.storage.contract import BLOB_BYTES, CudaStorageContract, StorageContract, bytes_of, content, opened
@@ -93,11 +94,13 @@ class TestPosixOnCpu(StorageContract):
     def test_a_forked_child_has_rings_of_its_own(self, storage: Storage, folder: Path) -> None:
         paths, sizes, starts = self.files(folder, [3000] * 10)
         dest = torch.empty(10 * 4096, dtype=torch.uint8)
-        posix_module.read_small_files(paths, sizes, starts, dest)  # in this thread, the one that the child has too
+        posix_module.read_small_files(
+            paths, 0 * sizes, sizes, starts, dest, [None] * 10
+        )  # in this thread, the one that the child has too
 
         def child() -> None:
             mine = torch.from_numpy(np.zeros(10 * 4096, np.uint8))  # OpenMP does not survive a fork
-            posix_module.read_small_files(paths, sizes, starts, mine)
+            posix_module.read_small_files(paths, 0 * sizes, sizes, starts, mine, [None] * 10)
             same = all(bytes_of(mine[i * 4096 :][:3000]) == content(3000, i) for i in range(10))
             os._exit(0 if same else 1)
 
@@ -107,8 +110,22 @@ class TestPosixOnCpu(StorageContract):
         process.kill()
         assert process.exitcode == 0
         dest.zero_()
-        posix_module.read_small_files(paths, sizes, starts, dest)
+        posix_module.read_small_files(paths, 0 * sizes, sizes, starts, dest, [None] * 10)
         assert bytes_of(dest[:3000]) == content(3000, 0)
+
+    def test_parts_of_small_files_and_only_of_those_expected(self, storage: Storage, folder: Path) -> None:
+        paths, sizes, starts = self.files(folder, [3000] * 10)
+        offsets = np.arange(10) * 7
+        dest = torch.empty(10 * 4096, dtype=torch.uint8)
+        expects = [FileId.of(path) if i % 2 else None for i, path in enumerate(paths)]
+        posix_module.read_small_files(paths, offsets, sizes - offsets, starts, dest, expects)
+        for i in range(10):
+            assert bytes_of(dest[i * 4096 :][: 3000 - 7 * i]) == content(3000, i)[7 * i :]
+        os.utime(paths[4])
+        posix_module.read_small_files(paths, offsets, sizes - offsets, starts, dest, expects)  # nobody minds
+        os.utime(paths[5])
+        with pytest.raises(FileChanged, match="many-5"):
+            posix_module.read_small_files(paths, offsets, sizes - offsets, starts, dest, expects)
 
     def test_small_files_are_shared_out_in_groups(self, tmp_path: Path) -> None:
         """A thread for each file would cost more than reading it: 64 files of 100 kB are work for four."""
