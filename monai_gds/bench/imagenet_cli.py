@@ -26,11 +26,28 @@ class Memory(StrEnum):
     GPU = "gpu"
 
 
+_DatadirOption = Annotated[
+    Path | None, typer.Option(help="A folder of images, DATADIR/CLASS/FILE; with --make, where to.")
+]
+
+#: Images that ``bench dali`` makes when it is told nothing.
+_IMAGES = 1000
+
+
+def _image_folder(datadir: Path | None, make: int | None, temporary: Path) -> Path:
+    """The folder of images to measure with, made first if so asked."""
+    from monai_gds.imagenet.synthetic import write_image_folder
+
+    datadir = datadir or temporary / "images"
+    if make is not None:
+        with progress_bar("making JPEGs", make) as progress:
+            write_image_folder(datadir, make, progress=progress)
+    return datadir
+
+
 @app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --plot loaders.png")
 def loaders(
-    datadir: Annotated[
-        Path | None, typer.Option(help="A folder of images, DATADIR/CLASS/FILE; with --make, where to.")
-    ] = None,
+    datadir: _DatadirOption = None,
     make: Annotated[int | None, typer.Option(min=1, help="Make so many JPEGs like ImageNet's first.")] = None,
     packed: Annotated[Path | None, typer.Option(help="The same, packed; default: packed for the occasion.")] = None,
     reader: Annotated[list[str] | None, typer.Option(help="Only this; may be repeated. Default: all.")] = None,
@@ -53,7 +70,6 @@ def loaders(
     """Images a second: every reader beside DALI's own and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
-    from monai_gds.imagenet.synthetic import write_image_folder
     from monai_gds.storage import resolve_device
 
     wanted = reader or [name for name in bench.PEERS if name != "xnvme-gds"]
@@ -66,10 +82,7 @@ def loaders(
     cores = os.cpu_count() or 1
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-bench-")))
-        datadir = datadir or temporary / "images"
-        if make is not None:
-            with progress_bar("making JPEGs", make) as progress:
-                write_image_folder(datadir, make, progress=progress)
+        datadir = _image_folder(datadir, make, temporary)
         block: dict[str, Any] = {"uri": uri, "mem": "gpu" if mem is Memory.GPU else None, "blockmap": bmap}
         settings = bench.Settings(
             datadir, packed or temporary / "packed", target, batchsize, batches, threads=threads or
@@ -95,7 +108,15 @@ def dali(
     store: Annotated[
         Path | None, typer.Option(help="A Messagepack store, as `monai-gds pack --format squirrel` writes it.")
     ] = None,
-    make: Annotated[int, typer.Option(min=1, help="Without --store: images of a made-up one.")] = 1000,
+    datadir: _DatadirOption = None,
+    make: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Make so many JPEGs first; default without --store and --datadir: {_IMAGES}.",
+            show_default=False,
+        ),
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Of batching, threads, torch: only these; may be repeated.")
     ] = None,
@@ -111,21 +132,22 @@ def dali(
     from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.listing import list_folder
     from monai_gds.imagenet.squirrel import write_store
-    from monai_gds.imagenet.synthetic import write_image_folder
     from monai_gds.storage import resolve_device
 
     wanted = only or list(bench.QUESTIONS)
     for name in wanted:
         if name not in bench.QUESTIONS:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(bench.QUESTIONS)}", param_hint="--only")
+    if store is not None and not (datadir is None and make is None):
+        raise typer.BadParameter("it holds its own images: leave --datadir and --make out", param_hint="--store")
     target = resolve_device(device)
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-") as temporary:
         if store is None:
             store = Path(temporary) / "store"
-            with progress_bar("making images", make) as progress:
-                folder = write_image_folder(Path(temporary) / "images", make, progress=progress)
-            with progress_bar("storing them", make) as progress:
-                write_store(list_folder(folder), store, progress=progress)
+            make = _IMAGES if datadir is None and make is None else make
+            images = list_folder(_image_folder(datadir, make, Path(temporary)))
+            with progress_bar("storing them", len(images)) as progress:
+                write_store(images, store, progress=progress)
         settings = bench.Settings(store, target, batchsize, threads, repeats)
         with errors.status("measuring…"):
             reports = bench.measure(settings, wanted)

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,9 @@ def load_python(job: Job) -> Callable[[], torch.Tensor]:
 
 def load_direct(job: Job) -> Callable[[], torch.Tensor]:
     """Threads over O_DIRECT into page-aligned memory: what the drive gives. The tail goes through the page cache."""
-    room = mmap.mmap(-1, job.nbytes + mmap.PAGESIZE)
+    room = mmap.mmap(-1, job.nbytes + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        room.madvise(mmap.MADV_HUGEPAGE)  # memory that is contiguous is read in larger requests
     view = memoryview(room)
     pages = job.nbytes - job.nbytes % mmap.PAGESIZE
 

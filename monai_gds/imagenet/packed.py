@@ -34,7 +34,7 @@ from monai_gds.cache.record import pack_record, parse_header
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
 from monai_gds.errors import BrokenImage, DamagedRecord, ImageListError, RecordError
 from monai_gds.imagenet.listing import ImageList, StrPath, check_classes
-from monai_gds.storage import Read, Storage, open_storage
+from monai_gds.storage import FileId, Read, Storage, open_storage
 
 __all__ = ["FILE_BYTES", "INDEX", "PackedImages", "is_packed", "open_packed", "pack_folder"]
 
@@ -78,6 +78,10 @@ class PackedImages:
         skip = self.offsets[begin] - self.offsets[self.bounds[file]]
         nbytes = self.offsets[end] - self.offsets[begin]
         return f"{self.images.root}/{_file_name(file)}", int(self.files[file, 2] + skip), int(nbytes)
+
+    def identity(self, file: int) -> FileId:
+        """What one file has to be."""
+        return FileId.sized(int(self.files[file, 3]))
 
 
 def is_packed(root: StrPath) -> bool:
@@ -205,7 +209,12 @@ def _write_file(storage: Storage, images: ImageList, begin: int, end: int, path:
     sizes = images.sizes[begin:end].tolist()
     data = storage.allocate(sum(sizes))
     parts = torch.split(data, sizes)
-    storage.read([Read(images.path(i), 0, part) for i, part in zip(range(begin, end), parts, strict=True)])
+    storage.read(
+        [
+            Read(images.path(i), 0, part, FileId.sized(part.numel()))
+            for i, part in zip(range(begin, end), parts, strict=True)
+        ]
+    )
     head = _write(storage, path, {**_FORMAT, **_describe(images, begin, end), "images": data})
     size = path.stat().st_size
     return [end - begin, sum(sizes), parse_header(head, size).tensors["images"].offset, size]

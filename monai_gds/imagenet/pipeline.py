@@ -119,11 +119,17 @@ class FedPipeline(Generic[T]):
             memory that was fed without a copy is free again.
 
         Raises:
-            PipelineFailed: DALI gave up; the next run builds a new pipeline.
+            PipelineFailed: DALI gave up, or refused the graph; the next run builds a new pipeline. Its cause is what
+                DALI raised: often a RuntimeError, but also a ValueError for a layout, a KeyError for an argument…
             Exception: whatever ``feeds`` or ``arrays`` raised, once everything fed before has come out.
         """
         if self._pipe is None:
-            self._pipe = self._build()
+            try:
+                self._pipe = self._build()
+            except Exception as e:
+                if not _by_dali(e):  # the user's function may have errors of its own
+                    raise
+                raise PipelineFailed(e, []) from e
         pipe = self._pipe
         under_way: deque[T] = deque()
         pipe.source = _Source(iter(feeds), arrays, under_way)
@@ -146,7 +152,7 @@ class FedPipeline(Generic[T]):
             self._pipe = None
             traceback.clear_frames(e.__traceback__)
             del pipe
-            if not isinstance(e, RuntimeError):
+            if not isinstance(e, RuntimeError) and not _by_dali(e):
                 raise
             raise PipelineFailed(e, list(under_way)) from e
         finally:
@@ -207,6 +213,12 @@ class _Source(Generic[T]):
 
     def stop(self) -> None:
         self._feeds = iter(())
+
+
+def _by_dali(error: Exception) -> bool:
+    """Whether an error was raised within DALI."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__", "").startswith("nvidia.dali") for frame in frames)
 
 
 def _pipeline_class() -> Any:

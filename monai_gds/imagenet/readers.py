@@ -20,7 +20,7 @@ import torch
 from monai_gds.errors import BrokenImage, StorageError
 from monai_gds.imagenet.buffers import Buffers
 from monai_gds.imagenet.listing import ImageList
-from monai_gds.storage import ALIGNMENT, Pending, Read, Storage
+from monai_gds.storage import ALIGNMENT, FileId, Pending, Read, Storage
 
 if TYPE_CHECKING:
     from monai_gds.imagenet.packed import PackedImages
@@ -78,7 +78,8 @@ class Reader(ABC):
 
         Raises:
             BrokenImage: an image has no bytes.
-            OSError: a file could not be opened or read; the error names it.
+            OSError: a file could not be opened or read; the error names it. FileChanged: it has another size by now
+                than in the list.
         """
 
     def close(self) -> None:  # noqa: B027 (optional: a reader may hold nothing)
@@ -106,6 +107,7 @@ class PlainReader(Reader):
         path = self.images.path(index)
         data = np.empty(size, dtype=np.uint8)
         with open(path, "rb") as file:
+            FileId.sized(size).check(FileId.of(file.fileno()), path)
             if file.readinto(data.data) != size:
                 raise StorageError(errno.EIO, f"it has become shorter than {size} bytes", path)
         return torch.from_numpy(data).to(self.device)
@@ -143,11 +145,11 @@ class FileReader(Reader):
     def _start(self, indices: np.ndarray) -> tuple[torch.Tensor, Pending]:
         try:
             sizes = self._sizes(indices)
-            pitch = -(-sizes // ALIGNMENT) * ALIGNMENT
+            pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a byte more than the file at least, see submit_files
             ends = np.cumsum(pitch)
             buffer = self._buffers.take(int(ends[-1]))
             paths = [self.images.path(i) for i in indices.tolist()]
-            return buffer, self._storage.submit_files(paths, sizes, ends - pitch, buffer, fresh=True)
+            return buffer, self._storage.submit_files(paths, sizes, ends - pitch, buffer, fresh=True, whole=True)
         except (BrokenImage, OSError) as e:  # comes out in its turn, after the batches before it
             return torch.empty(0, dtype=torch.uint8), Pending(partial(_raise, e))
 
@@ -238,7 +240,9 @@ class PackedReader(Reader):
     def _start(self, file: int, begin: int, end: int) -> tuple[torch.Tensor, Pending]:
         path, offset, nbytes = self._packed.extent(file, begin, end)
         buffer = self._buffers.take(nbytes)
-        return buffer, self._storage.submit([Read(path, offset, buffer[:nbytes])], fresh=True)
+        return buffer, self._storage.submit(
+            [Read(path, offset, buffer[:nbytes], self._packed.identity(file))], fresh=True
+        )
 
     def _finish(self, begin: int, end: int, buffer: torch.Tensor, pending: Pending) -> _Held:
         images = torch.split(pending.wait()[0], self.images.sizes[begin:end].tolist())

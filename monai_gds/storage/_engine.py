@@ -640,8 +640,8 @@ class Engine:
     def _open_mapped(self, path: str, expect: FileId | None) -> _OpenFile:
         assert self._setup.blockmap is not None, "the backend asks for one"
         blocks = mapped(self._setup.blockmap, path)
-        if expect is not None and expect[1:] != (blocks.inode, blocks.size, blocks.mtime_ns):
-            raise FileChanged(f"{path} is another file in the block map than was expected")
+        if expect is not None:
+            expect.check(FileId(expect.device, blocks.inode or 0, blocks.size, blocks.mtime_ns or 0), path)
         return _OpenFile(path, blocks, self.drive(None))
 
     # Devices.

@@ -80,9 +80,20 @@ class FileId(NamedTuple):
         """The id held in an ``os.stat_result``."""
         return cls(st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns)
 
+    @classmethod
+    def sized(cls, size: int) -> FileId:
+        """Stands for any file of this size: for what was listed with its size and is read as a whole."""
+        return cls(-1, -1, size, -1)
+
     def check(self, now: FileId, path: str) -> None:
         """Raises FileChanged when ``now`` is another file than this one."""
-        if now != self:
+        if self.inode == -1:
+            if now.size != self.size:
+                raise FileChanged(
+                    f"{path} has {now.size} bytes, and had {self.size} when it was listed: it was replaced or changed; "
+                    "list the files again"
+                )
+        elif now != self:
             raise FileChanged(f"{path} was replaced or changed while it was being read")
 
     def check_open(self, fd: int, path: str) -> None:
@@ -322,8 +333,9 @@ class Storage(ABC):
         self.submit(requests).wait()
 
     def submit_files(
-        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, *, fresh: bool = False
-    ) -> Pending:
+        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, *, fresh: bool = False,
+        whole: bool = False,
+    ) -> Pending:  # fmt: skip
         """Starts reading the beginnings of many files into one buffer, and returns at once.
 
         For folders of small files, where what a call costs is more than what its bytes cost.
@@ -336,6 +348,9 @@ class Storage(ABC):
                 a backend that reads whole blocks needs no detour.
             dest: 1-D contiguous uint8 tensor on the CPU or on the storage's device.
             fresh: see :meth:`submit`.
+            whole: ``sizes`` are those of the whole files: one that is shorter or longer by now fails with FileChanged.
+                With a byte at least between the end of a file and the start of the next, finding that out costs no
+                system call of its own.
 
         Returns:
             Pending of one tensor a file, each a slice of ``dest``.
@@ -347,7 +362,8 @@ class Storage(ABC):
         parts = places(dest, sizes, starts)
         ends = np.append(starts[1:], dest.numel())
         rooms = (ends - starts - sizes).tolist()
-        reads = [Read(path, 0, part, room=room) for path, part, room in zip(paths, parts, rooms, strict=True)]
+        expects = [FileId.sized(size) if whole else None for size in sizes.tolist()]
+        reads = [Read(path, 0, *rest) for path, *rest in zip(paths, parts, expects, rooms, strict=True)]
         return self.submit(reads, fresh=fresh)
 
     def load(

@@ -91,6 +91,9 @@ _loaded: dict[Operator, ModuleType] = {}
 _first_write = threading.Lock()
 _has_written = False
 
+#: Whether DeepSpeed's C++ code has warned in this process: an attribute of the module ``deepspeed.utils``.
+_WARNED = "_deepspeed_nvme_write_warning_emitted"
+
 
 def build_directory(operator: Operator) -> Path:
     """Where the built operator lies: one directory for each combination that needs its own.
@@ -394,19 +397,49 @@ def taker_of_errors(module: ModuleType) -> Callable[[torch.Tensor], tuple[int, i
 def writing() -> Iterator[None]:
     """Surrounds every write through a handle; the first one of the process has it to itself.
 
-    That one warns, through DeepSpeed's logger, that writing wears drives out. Two threads in it at once wait for each
-    other for ever: one has the interpreter's lock and wants the C++ once-flag, the other has the flag and wants the
-    lock. And the logger writes to whatever standard output is when deepspeed is imported, where JSON may be going.
+    That one imports deepspeed to warn that writing wears drives out. Two threads in it at once wait for each other for
+    ever: one has the interpreter's lock and wants the C++ once-flag, the other has the flag and wants the lock. And
+    deepspeed's logger writes to whatever standard output is when it is imported, where JSON may be going.
+
+    The warning is left out: who stores tensors here asked for that. A handle of the user's own still gives it.
     """
     global _has_written
     if _has_written:
         yield
         return
     with _first_write:
-        with contextlib.redirect_stdout(sys.stderr):
-            importlib.import_module("deepspeed.utils")
-        yield
+        with contextlib.redirect_stdout(sys.stderr), _quietly_importing():
+            utils = importlib.import_module("deepspeed.utils")
+        warned = hasattr(utils, _WARNED)
+        setattr(utils, _WARNED, True)
+        try:
+            yield
+        finally:
+            if not warned:
+                delattr(utils, _WARNED)
         _has_written = True
+
+
+@contextlib.contextmanager
+def _quietly_importing() -> Iterator[None]:
+    """Turns what this thread has deepspeed log, but for errors, into lines of our own log's level INFO.
+
+    It warns when it is imported where there is no GPU, which is how half of this package is used.
+    """
+    here = threading.get_ident()
+
+    def turn_down(record: logging.LogRecord) -> bool:
+        if record.thread != here or record.levelno >= logging.ERROR:
+            return True
+        _log.info("deepspeed: %s", record.getMessage())
+        return False
+
+    logger = logging.getLogger("DeepSpeed")  # the filter stays when deepspeed gives it its level and handler
+    logger.addFilter(turn_down)
+    try:
+        yield
+    finally:
+        logger.removeFilter(turn_down)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class _Files(Work[slice]):
     """Small files on their way into one buffer, in groups of neighbours.
 
     Args:
-        paths, sizes, starts, dest: see :meth:`Storage.submit_files`.
+        paths, sizes, starts, dest, whole: see :meth:`Storage.submit_files`.
         device: where ``dest`` is.
         offsets: where in each file the bytes begin.
         expects: the files that they have to be.
@@ -163,11 +163,13 @@ class _Files(Work[slice]):
         device: torch.device,
         offsets: np.ndarray | None = None,
         expects: Sequence[FileId | None] | None = None,
+        whole: bool = False,
     ) -> None:
         super().__init__()
         self._paths, self._sizes, self._starts = paths, sizes, starts
         self._offsets = np.zeros_like(sizes) if offsets is None else offsets
         self._expects = [None] * len(paths) if expects is None else expects
+        self._whole = whole
         self._dest = dest
         self._device = device
         ends = starts + sizes
@@ -181,13 +183,14 @@ class _Files(Work[slice]):
     def _read(self, group: slice) -> None:
         sizes, begin = self._sizes[group], int(self._starts[group.start])
         starts = self._starts[group] - begin
-        part = self._dest[begin : begin + int(starts[-1] + sizes[-1])]
+        end = int(self._starts[group.stop]) if group.stop < len(self._paths) else self._dest.numel()
+        part = self._dest[begin : min(begin + int(starts[-1] + sizes[-1]) + self._whole, end)]
         where = self._offsets[group], sizes, starts
         if not part.is_cuda:
-            read_small_files(self._paths[group], *where, part, self._expects[group])
+            read_small_files(self._paths[group], *where, part, self._expects[group], self._whole)
             return
         with staging.staging_pool(self._device).lend([part]) as (host,):
-            read_small_files(self._paths[group], *where, host, self._expects[group])
+            read_small_files(self._paths[group], *where, host, self._expects[group], self._whole)
 
 
 def read_small_files(
@@ -197,8 +200,9 @@ def read_small_files(
     starts: np.ndarray,
     dest: torch.Tensor,
     expects: Sequence[FileId | None],
+    whole: bool = False,
 ) -> None:
-    """Reads a part of each file into a CPU tensor.
+    """Reads a part of each file into a CPU tensor, or, if so it is, ``whole`` files of these sizes.
 
     Raises:
         OSError: a file could not be opened or read (StorageError for a short one, FileChanged for another one).
@@ -208,16 +212,18 @@ def read_small_files(
         left = list(range(len(paths)))
     else:
         names = [os.fsencode(path) for path in paths]
-        got = ring.read(names, offsets, sizes, dest.data_ptr() + starts)
+        # One byte more than a whole file has, where there is room for it, shows that it has become longer.
+        more = whole & (np.append(starts[1:], dest.numel()) > starts + sizes)
+        got = ring.read(names, offsets, sizes + more, dest.data_ptr() + starts)
         # Those that failed too: the plain calls say why. A file that the path names now is the one that was read.
-        left = np.flatnonzero(got != sizes).tolist()
+        left = np.flatnonzero((got != sizes) | (more != whole)).tolist()
         if any(expect is not None for expect in expects):
             seen = zip(expects, identities(names), strict=True)
             left += [i for i, (expect, now) in enumerate(seen) if expect is not None and now != expect]
     view = dest.numpy().data
     for i in left:
         size, start = int(sizes[i]), int(starts[i])
-        fd = open_file(paths[i], expects[i])
+        fd = open_file(paths[i], FileId.sized(size) if whole else expects[i])
         try:
             pread_into(fd, int(offsets[i]), view[start : start + size], paths[i])
         finally:
@@ -328,10 +334,11 @@ class PosixStorage(ThreadedStorage):
         return Availability(True, "threads over preadv" + ("" if device.type == "cuda" else ", private mappings"))
 
     def submit_files(
-        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, *, fresh: bool = False
-    ) -> Pending:
+        self, paths: Sequence[str], sizes: np.ndarray, starts: np.ndarray, dest: torch.Tensor, *, fresh: bool = False,
+        whole: bool = False,
+    ) -> Pending:  # fmt: skip
         if self.direct_io or not len(paths) or sizes.max() > MIN_PIECE_BYTES:
-            return super().submit_files(paths, sizes, starts, dest, fresh=fresh)
+            return super().submit_files(paths, sizes, starts, dest, fresh=fresh, whole=whole)
         parts = places(dest, sizes, starts)
         on_device = [dest] if dest.is_cuda else []
         if on_device:
@@ -340,7 +347,7 @@ class PosixStorage(ThreadedStorage):
                 dest.record_stream(staging.copy_stream(self.device))
             else:
                 staging.adopt(on_device, self.device)
-        return self._run(_Files(paths, sizes, starts, dest, self.device), parts, on_device)
+        return self._run(_Files(paths, sizes, starts, dest, self.device, whole=whole), parts, on_device)
 
     def load_all(self, files: Sequence[_Asked], *, mapped: bool = True) -> list[Pending]:
         if self.device.type == "cpu" or self.direct_io or not files:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 
-from monai_gds.storage import staging
+from monai_gds.storage import _huge_pages, staging
 from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, Pending, Read, Storage, completed, naming
 
 __all__ = ["ThreadedStorage", "Work", "aligned_empty", "as_bytes_view", "create_file", "write_all", "write_file"]
@@ -37,12 +37,14 @@ GROUP_BYTES = 2 << 20
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
-    """A 1-D uint8 CPU tensor whose first byte lies at a multiple of ALIGNMENT.
+    """A 1-D uint8 CPU tensor whose first byte lies at a multiple of ALIGNMENT, if it is large on huge pages.
 
     For backends that read with O_DIRECT. The storage is a page larger than the tensor.
     """
     raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
     start = -raw.data_ptr() % ALIGNMENT
+    if nbytes >= 2 * _huge_pages.HUGE:
+        _huge_pages.prefer(raw)
     return raw[start : start + nbytes]
 
 

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from monai_gds.cli import app
+from monai_gds.imagenet import synthetic
 from tests.imagenet.conftest import folder  # noqa: F401
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
@@ -56,10 +57,24 @@ def test_loaders_make_their_images() -> None:
         (["loaders", "--make", "4", "--reader", "nvme"], "'nvme' is not one of dali"),
         (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),
         (["dali", "--only", "speed"], "'speed' is not one of"),
+        (["dali", "--store", "s", "--datadir", "d"], "leave --datadir and --make out"),
     ],
 )
 def test_wrong_usage_is_code_two(arguments: list[str], message: str) -> None:
     assert message in " ".join(run(*arguments, code=2).replace("│", " ").split())
+
+
+def test_dali_on_images_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made where it is told and kept, then used as they are."""
+    pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+    where = tmp_path / "images"
+    arguments = ("dali", "--datadir", str(where), "--only", "torch", "--batchsize", "4", "--repeats", "1",
+                 "--device", "cpu", "--json")  # fmt: skip
+    ran = [rows(run(*arguments, "--make", "5"))]
+    assert len(list(where.glob("*/*.JPEG"))) == 5
+    monkeypatch.setattr(synthetic, "write_image_folder", lambda *_, **__: pytest.fail("made again"))
+    ran.append(rows(run(*arguments)))
+    assert all(len(found["DALI against torch", "DALI"]["samples"]) == 1 for found in ran)
 
 
 def test_dali_on_a_squirrel_store() -> None:

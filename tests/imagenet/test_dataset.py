@@ -8,6 +8,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from monai_gds.errors import BackendUnavailable, BrokenImage, ImageListError
+from monai_gds.errors import BackendUnavailable, BrokenImage, FileChanged, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
 from monai_gds.imagenet.pipeline import PipelineFailed
 from tests.imagenet.conftest import COUNT
@@ -54,6 +55,47 @@ def test_the_same_as_dalis_reader(folder: Path, reader: str, decode: bool) -> No
     ours = dataset(folder, reader=reader, decode=decode)
     assert samples(ours) == expected
     assert samples(ours) == expected  # and in the next epoch
+
+
+@pytest.mark.parametrize("by", [-1, 1, 5000])
+@pytest.mark.parametrize("reader", [*READERS, "dali", "deepnvme", "xnvme-file", "xnvme-block"])
+def test_an_image_that_changed_its_size_since_it_was_listed(tmp_path: Path, folder: Path, reader: str, by: int) -> None:
+    """Never the wrong bytes: it is refused by name, or, by DALI's own reader, read as it is now."""
+    with small_disk(tmp_path, 64 << 20) if reader == "xnvme-block" else nullcontext(tmp_path) as where:
+        root = where / "train"
+        shutil.copytree(folder, root)
+        os.sync()
+        try:
+            ours = dataset(root, reader=reader, decode=False)
+        except BackendUnavailable as e:
+            pytest.skip(f"{reader} does not work on this machine: {e}")
+        image = Path(ours.images.path(5))
+        before = image.read_bytes()
+        now = before[:by] if by < 0 else before + bytes(by)
+        image.write_bytes(now)
+        os.sync()
+        if reader == "dali":
+            assert samples(ours)[5][0] == now
+        else:
+            with pytest.raises(FileChanged, match=f"{image.name} has {len(now)} bytes.*list the files again"):
+                list(ours)
+        again = dataset(root, reader=reader, decode=False)
+        assert samples(again)[5][0] == now
+        image.write_bytes(before)
+        os.sync()
+        if reader != "dali":
+            assert samples(ours)[5][0] == before  # the dataset is as good as it was
+        ours.close()
+        again.close()
+
+
+def test_a_packed_file_that_changed_its_size(packed: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed, tmp_path / "packed")
+    ours = dataset(tmp_path / "packed", decode=False)
+    with open(tmp_path / "packed" / "images-00002.safetensors", "ab") as f:
+        f.write(bytes(4096))
+    with pytest.raises(FileChanged, match="images-00002"):
+        list(ours)
 
 
 def same_over(reader: str, folder: Path, packed: Path) -> None:

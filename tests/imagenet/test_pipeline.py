@@ -67,6 +67,38 @@ def test_no_more_is_taken_from_the_source_than_is_under_way(count: int) -> None:
     assert len(taken) == count
 
 
+def to_chw(nodes: dict[str, Any]) -> dict[str, Any]:
+    return {"x": fn.crop_mirror_normalize(nodes["x"], output_layout="CHW")}
+
+
+@pytest.mark.parametrize(
+    ("graph", "layout", "cause", "message"),
+    [
+        (to_chw, "XYZ", ValueError, "XYZ"),
+        (lambda nodes: {"x": fn.resize(nodes["x"], sizes=(2, 2))}, "HWC", KeyError, "sizes"),
+        (lambda nodes: {"x": nodes["x"] + "one"}, "HWC", TypeError, "got <class 'str'>"),
+        (lambda nodes: {"x": fn.reshape(nodes["x"], shape=[7, 7])}, "HWC", RuntimeError, "7"),
+    ],
+)
+def test_whatever_dali_raises_is_a_failed_pipeline(graph: Any, layout: str, cause: type, message: str) -> None:
+    """When it is built, and when it runs; with what DALI raised as the cause."""
+    ours: FedPipeline[int] = FedPipeline(
+        {"x": Input(options={"layout": layout})}, graph, batch_size=2, device=torch.device("cpu"), threads=1
+    )
+    for _ in range(2):
+        with pytest.raises(PipelineFailed, match=message) as e:
+            list(ours.run(range(5), lambda _: {"x": [np.zeros((4, 4, 3), np.uint8)]}))
+        assert type(e.value.__cause__) is cause
+
+
+def test_errors_in_the_users_function_stay_as_they_are() -> None:
+    ours: FedPipeline[int] = FedPipeline(
+        {"x": Input()}, lambda nodes: {"x": nodes["y"]}, batch_size=2, device=torch.device("cpu"), threads=1
+    )
+    with pytest.raises(KeyError, match="y"):
+        list(ours.run(range(5), lambda _: {"x": [np.zeros(3)]}))
+
+
 def test_arrays_that_dali_refuses_leave_it_usable() -> None:
     ours: FedPipeline[int] = FedPipeline(
         {"x": Input()}, lambda nodes: nodes, batch_size=2, device=torch.device("cpu"), threads=1

@@ -430,6 +430,27 @@ class StorageContract:
         parts = storage.submit_files([paths[i] for i in keep], sizes[keep], starts[keep], dest).wait()
         assert all(bytes_of(part) == content(5000, i) for i, part in zip(keep, parts, strict=True))
 
+    @pytest.mark.parametrize("apart", [1, 0])
+    @pytest.mark.parametrize("by", [1, -1, 5000])
+    def test_whole_files_that_have_another_size_by_now(
+        self, storage: Storage, folder: Path, by: int, apart: int
+    ) -> None:
+        """Also where there is no room for another byte behind a file."""
+        paths, sizes, _ = self.files(folder, [4096, 5000, 100_000, *[3000] * 147])
+        starts = np.cumsum(sizes + apart) - sizes - apart
+        dest = self.dest(storage, int(starts[-1] + sizes[-1]))
+        for _ in range(2):
+            parts = storage.submit_files(paths, sizes, starts, dest, whole=True).wait()
+            assert [bytes_of(part) for part in parts] == [content(size, i) for i, size in enumerate(sizes.tolist())]
+        for number in (0, 77, 149):
+            whole = content(int(sizes[number]), number)
+            Path(paths[number]).write_bytes((whole + bytes(5000))[: len(whole) + by])
+            os.sync()
+            with pytest.raises(FileChanged, match=rf"many-{number}\.bin.* has {len(whole) + by} bytes.*list the files"):
+                storage.submit_files(paths, sizes, starts, dest, whole=True).wait()
+            Path(paths[number]).write_bytes(whole)
+            os.sync()
+
     def test_many_files_on_an_unreadable_disk(self, storage: Storage, folder: Path) -> None:
         with broken_disk(folder, content(2 << 20)) as path:
             paths, sizes, starts = self.files(folder, [5000] * 10)

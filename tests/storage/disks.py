@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+UDEV = Path("/run/udev")
+
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -37,9 +39,29 @@ def _mounted(image: Path, where: Path, options: str) -> Iterator[Path]:
     except subprocess.CalledProcessError as e:
         pytest.skip(f"this machine does not mount loop devices: {e.stderr.strip()}")
     try:
-        yield where
+        with _known_to_udev(where):
+            yield where
     finally:
         _run("umount", "-l", str(where))
+
+
+@contextmanager
+def _known_to_udev(where: Path) -> Iterator[None]:
+    """An entry for the file system's device in udev's database, as udevd makes one; without it cuFile takes no file.
+
+    Only where there is such a database and no udevd that keeps it: on a machine on which somebody wrote the entries of
+    the real drives by hand. Elsewhere nothing is written.
+    """
+    number = where.stat().st_dev
+    entry = UDEV / "data" / f"b{os.major(number)}:{os.minor(number)}"
+    if (UDEV / "control").exists() or entry.exists() or not os.access(entry.parent, os.W_OK):
+        yield
+        return
+    entry.write_text("I:1\nE:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\n")
+    try:
+        yield
+    finally:
+        entry.unlink()
 
 
 @contextmanager

@@ -363,14 +363,27 @@ for i in range(3):
             path.unlink()
 
 
-def test_nothing_is_printed_to_standard_output(tmp_path: Path) -> None:
-    """DeepSpeed logs there, and a benchmark's JSON goes there."""
+@pytest.mark.parametrize("warned", [False, True])
+def test_nothing_is_printed_and_deepspeed_stays_as_it_is(tmp_path: Path, warned: bool) -> None:
+    """It warns that there is no GPU and that drives wear, to the users of its own handles too, once."""
     need_deepnvme()
     script = f"""
+import contextlib, io, logging
+if {warned}:
+    with contextlib.redirect_stdout(io.StringIO()):
+        import deepspeed.utils
+    deepspeed.utils._deepspeed_nvme_write_warning_emitted = True  # what its C++ code does
 from monai_gds.storage import open_storage
 storage = open_storage("deepnvme", "cpu")
 storage.write({str(tmp_path / "file.bin")!r}, [bytes(1 << 20)])
 storage.load({str(tmp_path / "file.bin")!r}, [(0, 1 << 20)]).wait()
+import sys, deepspeed.utils
+assert deepspeed.utils.logger.level == logging.WARNING
+deepspeed.utils.logger.handlers[0].setFormatter(logging.Formatter("%(message)s"))
+deepspeed.utils.logger.handlers[0].setStream(sys.stderr)
+deepspeed.utils.logger.warning("still there")
+print(hasattr(deepspeed.utils, "_deepspeed_nvme_write_warning_emitted"), file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == ""
+    assert done.stderr.splitlines() == ["still there", str(warned)]

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds.storage import FileId, Read
+from monai_gds.storage import ALIGNMENT, FileId, Read, _huge_pages
 from monai_gds.storage.posix import PosixStorage
+from monai_gds.storage.threaded import aligned_empty
 from tests.storage.contract import bytes_of
 
 CPU = torch.device("cpu")
@@ -122,3 +123,39 @@ def test_each_expectation_of_a_file_is_checked_once(storage: Recording, blob: Pa
     here = FileId.of(blob)
     storage.read([Read(str(blob), i, empty(1 << 20), expect) for i, expect in enumerate([here, None, here, None])])
     assert storage.opened == 2
+
+
+def _huge_bytes(tensor: torch.Tensor) -> int:
+    """How much of a tensor's memory lies on huge pages."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            begin, _, end = words[0].partition("-")
+            inside = int(begin, 16) < tensor.data_ptr() + tensor.nbytes and int(end, 16) > tensor.data_ptr()
+        elif inside and words[0] == "AnonHugePages:":
+            found += int(words[1]) << 10
+    return found
+
+
+@pytest.mark.parametrize("how", ["prefer", "collapse"])
+def test_large_buffers_lie_on_huge_pages(how: str) -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this machine's kernel gives no huge pages")
+    memory = aligned_empty(64 << 20) if how == "prefer" else torch.empty(64 << 20, dtype=torch.uint8)
+    memory.fill_(7)
+    if how == "collapse":
+        _huge_pages.collapse(memory)
+    if not _huge_bytes(memory):
+        pytest.skip("this machine's memory is too fragmented, or its kernel too old")
+    assert _huge_bytes(memory) >= 32 << 20
+    assert bool((memory == 7).all())
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, (4 << 20) - 1, 4 << 20, (9 << 20) + 5])
+def test_buffers_begin_at_a_page(nbytes: int) -> None:
+    memory = aligned_empty(nbytes)
+    assert memory.numel() == nbytes
+    assert memory.data_ptr() % ALIGNMENT == 0
+    assert memory.untyped_storage().nbytes() <= nbytes + ALIGNMENT  # it is pickled as a whole
