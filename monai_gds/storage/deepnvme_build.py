@@ -290,6 +290,7 @@ def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
         joined: few groups of files. If they do not compile, each file is tried for itself.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: do not outlive a parent that was killed
+    import torch.utils.cpp_extension  # noqa: F401  # with CUDA, DeepSpeed takes for granted that somebody has
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
     builder: Any = AsyncIOBuilder() if operator == "aio" else GDSBuilder()

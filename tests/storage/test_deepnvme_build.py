@@ -183,3 +183,32 @@ def test_something_built_that_cannot_be_loaded_is_an_error_that_says_what_to_rem
     with pytest.raises(BackendUnavailable) as caught:
         deepnvme_build.load("aio")
     assert str(target) in str(caught.value)
+
+
+def test_what_deepspeed_takes_for_imported_is_imported(tmp_path: Path) -> None:
+    """On a machine with CUDA its builders ask ``torch.utils.cpp_extension``, which they do not import."""
+    package = tmp_path / "deepspeed" / "ops"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    sources = list(deepnvme_build._PREFIXES)
+    (package / "op_builder.py").write_text(f"""
+import torch
+class AsyncIOBuilder:
+    def deepspeed_src_path(self, path): return {str(tmp_path)!r} + "/" + path
+    def sources(self): return {sources!r}
+    def include_paths(self): return [str(torch.utils.cpp_extension.CUDA_HOME)]
+    def cxx_args(self): return []
+    def load(self, verbose): print("compiled", self.include_paths())
+class GDSBuilder(AsyncIOBuilder): pass
+""")
+    for name in ("aio", "gds", "pin_memory"):
+        (tmp_path / "csrc" / name).mkdir(parents=True)
+    (tmp_path / "work").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "monai_gds.storage.deepnvme_build", "aio", str(tmp_path / "work")],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(deepnvme_build.__file__).parents[2]}"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "compiled" in done.stdout
