@@ -293,7 +293,10 @@ class _Block:
                 (block,) = self._pending.wait()
                 self._made_on = torch.cuda.current_stream(block.device)
                 parts = block.split_with_sizes(self._sizes)[1::2]
-                self._tensors = torch._foreach_add(parts, 0) if parts else ()  # there is no foreach function to clone
+                if all(self._sizes[1::2]):
+                    self._tensors = torch._foreach_add(parts, 0) if parts else ()  # there is no _foreach_clone
+                else:  # not every version of torch skips what is empty
+                    self._tensors = [part.clone() for part in parts]
                 self._pending = None
         found = list(self._tensors[which])
         if found:

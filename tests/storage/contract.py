@@ -337,13 +337,17 @@ class StorageContract:
         for i in (0, 1, 999, 2500, 4999):
             assert bytes_of(held[i]) == data[4096 * (i % 1000) :][:65_536]
 
-    def test_loads_many_files_each_with_its_ranges(self, storage: Storage, folder: Path) -> None:
+    @pytest.mark.parametrize("kind", ["in order", "with empty ones", "in no order"])
+    def test_loads_many_files_each_with_its_ranges(self, storage: Storage, folder: Path, kind: str) -> None:
         sizes = [0, 1, 511, 4096, 4097, 10_000, *[65_536 + 4096] * 150, 300_000, (1 << 20) - 1, 77]
         paths, _, _ = self.files(folder, sizes)
         asked = []
         for i, (path, size) in enumerate(zip(paths, sizes, strict=True)):
-            kinds = ([], [(0, size)], [(size // 3, size // 3), (size // 3 * 2, 5 % (size + 1))], [(size, 0), (0, size)])
-            asked.append((path, kinds[i % 4], FileId.of(path) if i % 2 else None))
+            parts = [[(0, size)], [(size // 3, size // 3), (size - 1, 1)]] if size > 3 else [[]]
+            parts += {"in order": [], "with empty ones": [[], [(size, 0)]], "in no order": [[(size, 0), (0, size)]]}[
+                kind
+            ]
+            asked.append((path, parts[i % len(parts)], FileId.of(path) if i % 2 else None))
         pendings = storage.load_all(asked, mapped=False)
         assert len(pendings) == len(paths)
         for i, ((_, ranges, _), pending) in enumerate(zip(asked, pendings, strict=True)):
