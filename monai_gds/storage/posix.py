@@ -353,13 +353,16 @@ class PosixStorage(ThreadedStorage):
         return self._run(_Files(paths, sizes, starts, dest, self.device, whole=whole), parts, on_device)
 
     def load_all(self, files: Sequence[_Asked], *, mapped: bool = True) -> list[Pending]:
-        if self.device.type == "cpu" or self.direct_io or not files:
+        if not self._reads_blocks() or not files:
             return super().load_all(files, mapped=mapped)
         spans = [span for path, ranges, _ in files if (span := _span(path, ranges)) is not None]
         if len(spans) < len(files) or max(end - begin for begin, end in spans) > GROUP_BYTES:
             return super().load_all(files, mapped=mapped)
         blocks = _blocks([end - begin for begin, end in spans])
         return [pending for block in blocks for pending in self._load_block(files[block], spans[block])]
+
+    def _reads_blocks(self) -> bool:
+        return self.device.type == "cuda" and not self.direct_io
 
     def _load_block(self, files: Sequence[_Asked], spans: Sequence[tuple[int, int]]) -> Iterator[Pending]:
         begins, ends = np.array(spans, np.int64).T

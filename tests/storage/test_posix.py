@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from monai_gds.errors import FileChanged
-from monai_gds.storage import FileId, Read, Storage, open_storage
+from monai_gds.storage import FileId, Read, Storage, open_storage, staging
 from monai_gds.storage import posix as posix_module
 from monai_gds.storage._uring import Ring
+from monai_gds.storage.posix import PosixStorage
 from tests.storage.contract import BLOB_BYTES, CudaStorageContract, StorageContract, bytes_of, content, opened
 
 
@@ -249,6 +250,26 @@ def _is_cached(path: Path, offset: int) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+class TestBlocksOnASimulatedDevice:
+    """What happens to small files on the way to a CUDA device, with host memory in the device's place."""
+
+    @pytest.fixture
+    def storage(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+        stream = object()
+        monkeypatch.setattr(PosixStorage, "_reads_blocks", lambda self: True)
+        monkeypatch.setattr(staging, "hand_off", lambda *args, **settings: None)
+        monkeypatch.setattr(staging, "allocate_on_copy_stream", lambda n, device: torch.empty(n, dtype=torch.uint8))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        with opened("posix", "cpu") as storage:
+            yield storage
+
+    folder = StorageContract.folder
+    make = StorageContract.make
+    files = StorageContract.files
+    test_loads_many_files_each_with_its_ranges = StorageContract.test_loads_many_files_each_with_its_ranges
+    test_each_of_many_loaded_files_has_its_own_error = StorageContract.test_each_of_many_loaded_files_has_its_own_error
 
 
 @pytest.mark.usefixtures("no_ring")
