@@ -394,6 +394,8 @@ def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
     for path, blocks in files.items():
         if blocks.extents:
             seen.setdefault(blocks.extents, path)
+            if blocks.extents[0].offset < 0:
+                raise BlockMapError(f"the first extent of {path} lies before its first byte")
         if any(a.offset + a.nbytes > b.offset for a, b in pairwise(blocks.extents)):
             raise BlockMapError(f"the extents of {path} overlap or are out of order")
     runs = sorted((e.start, e.start + e.nbytes, path) for extents, path in seen.items() for e in extents)
@@ -404,6 +406,9 @@ def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
             raise BlockMapError(f"{path} ends at byte {end} of a disk of {origin.disk.nbytes} bytes")
         if end > following:
             raise BlockMapError(f"{path} and {other} share bytes {following} to {end} of the disk")
+    for path, blocks in files.items():
+        if blocks.size < 0:
+            raise BlockMapError(f"{path} has a size of {blocks.size} bytes")
 
 
 def _to_json(blocks: FileBlocks, block: int) -> dict[str, Any]:

@@ -384,6 +384,8 @@ class TestFile:
             ('{"a/b": {"startblock": 5}}', "no block map"),
             ('{"a/b": {"startblock": 5, "endblock": 3}}', "extent from byte"),
             ('{"a/b": {"startblock": 5, "endblock": 9}, "a/c": {"startblock": 9, "endblock": 9}}', "share bytes"),
+            ('{"a/b": {"extents": [[-1, 5, 9]]}}', "before its first byte"),
+            ('{"a/b": {"extents": [[0, 5, 9]], "size": -1}}', "a size of -1 bytes"),
             ('{"a/b": {"extents": [[0, 5, 9], [3, 50, 51]]}}', "overlap or are out of order"),
             ('{"__blockmap__": {"version": 2}, "a/b": {}}', "newer than 1: update monai_gds"),
             ('{"__blockmap__": {"version": 1}, "a/b": {}}', "no block map"),

@@ -520,6 +520,37 @@ class TestMoved:
         ):
             whole(storage, file)
 
+    @pytest.mark.parametrize("fault", ["FULL_AGAIN", "FULL_BUSY"])
+    def test_a_queue_that_is_full_at_first_is_no_other_disk(
+        self, disk: LoopDisk, file: Path, double: libraries.Double, fault: str
+    ) -> None:
+        blocks = BlockMap.build(disk.folder / "set")
+        double.fail(fault, 3)
+        with opened("xnvme-block", "cpu", blockmap=blocks) as storage:
+            assert whole(storage, file) == content(3_000_000)
+
+    @pytest.mark.parametrize(
+        ("fault", "match"),
+        [
+            ("SHORT_READ", r"LBA 0 of /dev/loop\d+ gave 2048 of 4096 bytes"),
+            ("BAD_STATUS", r"LBA 0 of /dev/loop\d+: NVMe status code type 0x2, status code 0x81"),
+            ("ERRNO_STATUS", r"LBA 0 of /dev/loop\d+: Input/output error"),
+            ("BROKEN_QUEUE", "xnvme_queue_poke"),
+        ],
+    )
+    def test_a_disk_whose_file_system_cannot_be_read_is_no_other_disk(
+        self, disk: LoopDisk, file: Path, double: libraries.Double, fault: str, match: str
+    ) -> None:
+        blocks = BlockMap.build(disk.folder / "set")
+        with opened("xnvme-block", "cpu", blockmap=blocks) as storage:
+            double.fail(fault)
+            with pytest.raises(StorageError, match=match):
+                whole(storage, file)
+            # what may still be written to is never freed
+            assert double.count("devices") == (1 if fault == "BROKEN_QUEUE" else 0)
+            double.reset()
+            assert whole(storage, file) == content(3_000_000)
+
     @pytest.mark.usefixtures("double")
     def test_a_map_may_be_a_path_or_plain(self, disk: LoopDisk, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         BlockMap.build(disk.folder / "set").save(disk.folder / "map.json", plain=True)
