@@ -168,10 +168,8 @@ class BlockMap(Mapping[str, FileBlocks]):
         return self.origin.disk.block_size if self.origin else PLAIN_BLOCK
 
     def key(self, path: str) -> str:
-        """The map's own name for an absolute path."""
-        if self.origin is not None and os.path.isabs(path):
-            return os.path.relpath(path, self.origin.parent)
-        return path
+        """The map's own name for a path, absolute or from the working directory."""
+        return path if self.origin is None else os.path.relpath(os.path.abspath(path), self.origin.parent)
 
     # Making one.
 

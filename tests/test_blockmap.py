@@ -116,9 +116,11 @@ class TestBuild:
         monkeypatch.setattr(extents, "_GETFSUUID", 0)
         assert BlockMap.build(disk.folder / "set").origin == told
 
-    def test_looks_up_by_absolute_path_too(self, disk: LoopDisk) -> None:
+    def test_looks_up_by_the_files_own_path_too(self, disk: LoopDisk, monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = BlockMap.build(disk.folder / "set")
         assert blocks[str(disk.folder / "set/512.bin")] == blocks["set/512.bin"]
+        monkeypatch.chdir(disk.folder / "set")
+        assert blocks["512.bin"] == blocks["./512.bin"] == blocks["set/512.bin"]
         with pytest.raises(KeyError, match=r"set/no\.bin is not in the block map"):
             blocks["set/no.bin"]
 
