@@ -72,6 +72,26 @@ def fill(folder: Path) -> None:
         f.write(b"in the middle")
 
 
+def test_files_on_a_realtime_device_are_refused_by_name() -> None:
+    """Here and not with the other refusals: it takes a kernel with CONFIG_XFS_RT, as Debian's is, and two drives."""
+    where = Path(os.environ["TMPDIR"]) / "realtime"
+    where.mkdir()
+    data, realtime = "/dev/nvme0n2", "/dev/nvme0n1"  # mkfs.xfs wants the blocks of the first on the second
+    subprocess.run([*MAKE["xfs"], "-m", "reflink=0", "-r", f"rtdev={realtime}", data], check=True)
+    subprocess.run(["mount", "-t", "xfs", "-o", f"rtdev={realtime}", data, where], check=True)
+    try:
+        (where / "set").mkdir()
+        (where / "set/data.bin").write_bytes(b"x" * 10_000)
+        assert BlockMap.build(where / "set").verify(data=True) == {}
+        subprocess.run(["xfs_io", "-f", "-c", "chattr +r", where / "set/realtime.bin"], check=True)
+        with (where / "set/realtime.bin").open("r+b") as f:
+            f.write(b"x" * 10_000)
+        with pytest.raises(NotMappable, match=r"realtime device.*realtime\.bin"):
+            BlockMap.build(where / "set")
+    finally:
+        subprocess.run(["umount", where], check=True)
+
+
 def test_block_map(namespace: tuple[int, Path], tmp_path: Path) -> None:
     number, folder = namespace
     BlockMap.build(folder).save(tmp_path / "map.json")
