@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -661,6 +662,27 @@ def test_a_cache_over_it(disk: LoopDisk, kind: str, calls: Callable[[], list[int
         for other in others:
             assert other["n"] == first["n"]
             assert torch.equal(other["image"], first["image"])
+
+
+@pytest.mark.usefixtures("double")
+def test_checksums_are_compared_at_every_read(disk: LoopDisk, calls: Callable[[], list[int]]) -> None:
+    """A byte that changes on the device, below the file system, after the record was found to be right."""
+    dataset = _dataset(disk.folder / "cache", [{"n": 0}])
+    first = dataset[0]
+    dataset[0]
+    (record,) = (disk.folder / "cache").rglob("*.safetensors")
+    ((_, start, _),) = BlockMap.build(disk.folder / "cache")[str(record)].extents
+    fd = os.open(disk.device, os.O_RDWR | os.O_DIRECT | os.O_SYNC)
+    with mmap.mmap(-1, 4096) as page:
+        os.preadv(fd, [page], start + 4096)
+        page[100] ^= 1
+        os.pwritev(fd, [page], start + 4096)
+    os.close(fd)
+    assert calls() == [0]
+    with pytest.warns(CacheWarning, match="checksum"):
+        again = dataset[0]
+    assert torch.equal(again["image"], first["image"])
+    assert calls() == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["double", "double next"])
