@@ -251,6 +251,19 @@ def test_every_interface_of_the_real_library(disk: LoopDisk, file: Path, be: str
             storage.load(str(file) + "no-such", [(0, 1)]).wait()
 
 
+def test_an_allocator_by_name(disk: LoopDisk, file: Path) -> None:
+    with libraries.using("real"), opened("xnvme-block", "cpu", mem="posix") as storage:
+        dest = torch.empty(2_999_999, dtype=torch.uint8)
+        storage.read([Read(str(file), 1, dest)])
+        assert bytes_of(dest) == content(3_000_000)[1:]
+    with (
+        libraries.using("real"),
+        opened("xnvme-block", "cpu", mem="nonsense") as storage,
+        pytest.raises(StorageError, match="could not open it"),
+    ):
+        whole(storage, file)
+
+
 @pytest.mark.parametrize("kind", ["real", "double"])
 def test_devices_are_open_for_reading_only_and_direct(disk: LoopDisk, file: Path, kind: str) -> None:
     with libraries.using(kind), opened("xnvme-block", "cpu") as storage:
@@ -405,6 +418,17 @@ class TestDevice:
         with opened("xnvme-block", "cpu") as storage, pytest.raises(StorageError, match=match):
             whole(storage, file)
         assert (double.count("reads"), double.count("devices")) == (0, 0)
+
+    def test_an_allocator_without_memory_is_not_taken_for_a_partition(
+        self, file: Path, double: libraries.Double
+    ) -> None:
+        """As xNVMe does with mem="hugepage" where none are reserved."""
+        double.fail("NO_GEOMETRY")
+        with (
+            opened("xnvme-block", "cpu", mem="hugepage") as storage,
+            pytest.raises(StorageError, match="does mem='hugepage' give no memory"),
+        ):
+            whole(storage, file)
 
     def test_a_partition_is_refused_and_the_whole_disk_named(self, tmp_path: Path, double: libraries.Double) -> None:
         with (
