@@ -30,7 +30,6 @@ def test_the_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.M
         settings = blocks.Settings(Path(disk.folder.name) / "set", files=20, nbytes=20_000, batch=16, repeats=1)
         assert all(row.samples for row in blocks.measure(settings).rows)
         assert blocks.look_up(settings) < 2e-6
-        monkeypatch.chdir("/")
 
 
 def test_a_peer_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
