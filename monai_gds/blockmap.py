@@ -168,10 +168,8 @@ class BlockMap(Mapping[str, FileBlocks]):
         return self.origin.disk.block_size if self.origin else PLAIN_BLOCK
 
     def key(self, path: str) -> str:
-        """The map's own name for an absolute path."""
-        if self.origin is not None and os.path.isabs(path):
-            return os.path.relpath(path, self.origin.parent)
-        return path
+        """The map's own name for a path, absolute or from the working directory."""
+        return path if self.origin is None else os.path.relpath(os.path.abspath(path), self.origin.parent)
 
     # Making one.
 
@@ -394,6 +392,8 @@ def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
     for path, blocks in files.items():
         if blocks.extents:
             seen.setdefault(blocks.extents, path)
+            if blocks.extents[0].offset < 0:
+                raise BlockMapError(f"the first extent of {path} lies before its first byte")
         if any(a.offset + a.nbytes > b.offset for a, b in pairwise(blocks.extents)):
             raise BlockMapError(f"the extents of {path} overlap or are out of order")
     runs = sorted((e.start, e.start + e.nbytes, path) for extents, path in seen.items() for e in extents)
@@ -404,6 +404,9 @@ def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
             raise BlockMapError(f"{path} ends at byte {end} of a disk of {origin.disk.nbytes} bytes")
         if end > following:
             raise BlockMapError(f"{path} and {other} share bytes {following} to {end} of the disk")
+    for path, blocks in files.items():
+        if blocks.size < 0:
+            raise BlockMapError(f"{path} has a size of {blocks.size} bytes")
 
 
 def _to_json(blocks: FileBlocks, block: int) -> dict[str, Any]:

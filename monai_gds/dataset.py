@@ -84,8 +84,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             a name means that backend or an error. See :func:`monai_gds.available_backends`.
         backend_options: keyword arguments for the backend, see its class.
         hash_sources: whether size and mtime of the files that an item names are part of its key.
-        verify: when the checksums of what was read are compared: ``"first"`` (once for each file and process),
-            ``"always"`` or ``"never"``.
+        verify: when the checksums of what was read are compared: ``"first"`` (once for each file and process;
+            with the backend ``"xnvme-block"``, at every read), ``"always"`` or ``"never"``.
         durable: whether a record survives a power cut from the moment the item is returned: it is written before that,
             and fsync takes about 0.2 ms. If not, a record that a power cut tore is found by its checksum and computed
             anew.

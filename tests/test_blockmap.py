@@ -116,9 +116,11 @@ class TestBuild:
         monkeypatch.setattr(extents, "_GETFSUUID", 0)
         assert BlockMap.build(disk.folder / "set").origin == told
 
-    def test_looks_up_by_absolute_path_too(self, disk: LoopDisk) -> None:
+    def test_looks_up_by_the_files_own_path_too(self, disk: LoopDisk, monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = BlockMap.build(disk.folder / "set")
         assert blocks[str(disk.folder / "set/512.bin")] == blocks["set/512.bin"]
+        monkeypatch.chdir(disk.folder / "set")
+        assert blocks["512.bin"] == blocks["./512.bin"] == blocks["set/512.bin"]
         with pytest.raises(KeyError, match=r"set/no\.bin is not in the block map"):
             blocks["set/no.bin"]
 
@@ -384,6 +386,8 @@ class TestFile:
             ('{"a/b": {"startblock": 5}}', "no block map"),
             ('{"a/b": {"startblock": 5, "endblock": 3}}', "extent from byte"),
             ('{"a/b": {"startblock": 5, "endblock": 9}, "a/c": {"startblock": 9, "endblock": 9}}', "share bytes"),
+            ('{"a/b": {"extents": [[-1, 5, 9]]}}', "before its first byte"),
+            ('{"a/b": {"extents": [[0, 5, 9]], "size": -1}}', "a size of -1 bytes"),
             ('{"a/b": {"extents": [[0, 5, 9], [3, 50, 51]]}}', "overlap or are out of order"),
             ('{"__blockmap__": {"version": 2}, "a/b": {}}', "newer than 1: update monai_gds"),
             ('{"__blockmap__": {"version": 1}, "a/b": {}}', "no block map"),

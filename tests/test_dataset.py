@@ -246,8 +246,10 @@ def test_slices_and_lists_of_indices_give_a_subset(make: Make, cached: bool) -> 
         assert_same(dataset[0], subset[0])
 
 
-def test_without_cache_dir_nothing_is_written_and_the_item_is_the_same(make: Make, tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_without_cache_dir_nothing_is_written_and_the_item_is_the_same(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     before = set(tmp_path.rglob("*"))
     item = make(cache=None)[0]
     assert set(tmp_path.rglob("*")) == before

@@ -48,8 +48,8 @@ __all__ = [
 SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
 
-#: When the checksums of a record's tensors are compared: once for each version of the file and process, at every read,
-#: or never. The header's is compared always.
+#: When the checksums of a record's tensors are compared: once for each version of the file and process (but at every
+#: read where the storage goes past the file system), at every read, or never. The header's is compared always.
 Verify = Literal["first", "always", "never"]
 
 #: Bytes of memory for what is kept of records that were read. An epoch comes by every record once, so when it is full,
@@ -220,7 +220,7 @@ class CacheDirectory:
         self.path = os.path.abspath(path)
         self._storage = storage
         self._durable = durable
-        self._verify = verify
+        self._verify: Verify = "always" if verify == "first" and storage.past_file_system else verify
         self._track_meta = track_meta
         self._heads: dict[str, tuple[_Head, int]] = {}  # with the bytes that each takes
         self._heads_bytes = 0

@@ -137,6 +137,41 @@ class Drive:
                 errno.ENXIO, f"LBA {lba} lies past the end of {self.uri}, which has {blocks} blocks", path
             )
 
+    def check(self, done: Completion, block: int, count: int, path: str) -> None:
+        """Raises StorageError unless a command read its ``count`` blocks from ``block``."""
+        wanted = count * self.block
+        if not done.status and (done.result == wanted or not self.device.counts_bytes):
+            return
+        where = f"reading {count} blocks from LBA {block} of {self.device.uri}"
+        if done.status:
+            code, why = done.failure(in_kernel=self.device.counts_bytes)
+            raise StorageError(code, f"{where}: {why}", path)
+        raise StorageError(errno.EIO, f"{where} gave {done.result} of {wanted} bytes", path)
+
+    def read_head(self, start: int) -> bytes:
+        """The first ALIGNMENT bytes of a file system that begins at byte ``start``; nothing else may be in flight.
+
+        Raises:
+            StorageError: they could not be read. After one of the queue itself the command may still be in flight.
+        """
+        head = torch.empty(ALIGNMENT, dtype=torch.uint8)
+        landing = self._to_host.take()
+        assert landing is not None, "nothing is in flight on a device that was just opened"
+        landing.parts.append((0, head))
+        block, count = start // self.block, ALIGNMENT // self.block
+        done: list[Completion] = []
+        while not done:
+            if not self.queue.outstanding:
+                self.queue.read(landing, block, count, landing.address)  # once more where the queue was full
+            done = self.queue.poll()
+        try:
+            self.check(done[0], block, count, self.uri)
+        except StorageError:
+            self._to_host.release(landing)
+            raise
+        self._to_host.deliver(landing)
+        return head.numpy().tobytes()
+
     def takes(self, dest: torch.Tensor) -> bool:
         """Whether commands may read into ``dest`` itself."""
         if self.buffers is not None:
@@ -269,15 +304,7 @@ class _Command:
 
     def check(self, done: Completion) -> None:
         """Raises StorageError unless the device read all of it."""
-        device = self.file.drive.device
-        wanted = self.count * device.block_size
-        if not done.status and (done.result == wanted or not device.counts_bytes):
-            return
-        where = f"reading {self.count} blocks from LBA {self.block} of {device.uri}"
-        if done.status:
-            code, why = done.failure(in_kernel=device.counts_bytes)
-            raise StorageError(code, f"{where}: {why}", self.file.path)
-        raise StorageError(errno.EIO, f"{where} gave {done.result} of {wanted} bytes", self.file.path)
+        self.file.drive.check(done, self.block, self.count, self.file.path)
 
 
 class Job:
@@ -661,7 +688,10 @@ class Engine:
                     if setup.blockmap is not None:
                         _check_uuid(drive, setup.blockmap)
                 except BaseException:
-                    drive.close()
+                    if drive.queue.outstanding:  # it may still write into the drive's memory
+                        _abandoned.append((drive, drive.queue.in_flight()))
+                    else:
+                        drive.close()
                     raise
                 self._drives[uri] = drive
             if disk is not None:
@@ -736,24 +766,15 @@ def mapped(blockmap: BlockMap, path: str) -> FileBlocks:
 
 
 def _check_uuid(drive: Drive, blockmap: BlockMap) -> None:
-    """Raises StorageError unless the device holds the file system that was mapped (a plain map names none)."""
+    """Raises StorageError unless the device holds the file system that was mapped (a plain map names none).
+
+    What cannot be read is an error of its own: no reason to take the drive for another one.
+    """
     origin = blockmap.origin
     if origin is None:
         return
-    head = torch.empty(ALIGNMENT, dtype=torch.uint8)
-    landings = drive.landings(head)
-    landing = landings.take()
-    assert landing is not None, "nothing is in flight on a device that was just opened"
-    try:
-        if origin.start + ALIGNMENT <= drive.device.nbytes:
-            drive.queue.read(None, origin.start // drive.block, ALIGNMENT // drive.block, landing.address)
-        done: list[Completion] = []
-        while drive.queue.outstanding and not done:
-            done = drive.queue.poll()
-        landing.parts.append((0, head))
-    finally:
-        landings.deliver(landing)
-    found = uuid_in(head.numpy().tobytes()) if done and not done[0].status else None
+    inside = origin.start + ALIGNMENT <= drive.device.nbytes
+    found = uuid_in(drive.read_head(origin.start)) if inside else None
     if found != origin.uuid:
         raise StorageError(
             errno.ENODEV,

@@ -317,10 +317,12 @@ class Device:
                 self.max_transfer = geo.mdts_nbytes
                 self.nsid = self._api.xnvme_dev_get_nsid(self.handle)
                 if self.block_size not in (512, 1024, 2048, 4096) or not self.nbytes or not self.max_transfer:
+                    guess = "is it a partition? Name the whole disk"
+                    if mem is not None:
+                        guess = f"does mem={mem!r} give no memory (huge pages that nobody reserved, for instance)?"
                     raise StorageError(
                         errno.EINVAL,
-                        f"xNVMe finds no geometry (blocks of {self.block_size} bytes, {self.nbytes} in all): is it a "
-                        "partition? Name the whole disk",
+                        f"xNVMe finds no geometry (blocks of {self.block_size} bytes, {self.nbytes} in all): {guess}",
                         uri,
                     )
             except BaseException:

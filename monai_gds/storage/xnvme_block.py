@@ -60,6 +60,7 @@ class XnvmeBlockStorage(Storage):
     """
 
     name = "xnvme-block"
+    past_file_system = True
 
     def __init__(
         self,

@@ -23,6 +23,15 @@ def test_every_peer_has_a_figure(tmp_path: Path, kind: str) -> None:
         assert blocks.look_up(settings) < 2e-6
 
 
+def test_the_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with libraries.using("double"), loop_disk(tmp_path, "xfs") as disk:
+        monkeypatch.chdir(disk.folder.parent)
+        (disk.folder / "set").mkdir()
+        settings = blocks.Settings(Path(disk.folder.name) / "set", files=20, nbytes=20_000, batch=16, repeats=1)
+        assert all(row.samples for row in blocks.measure(settings).rows)
+        assert blocks.look_up(settings) < 2e-6
+
+
 def test_a_peer_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XNVME_LIBRARY_PATH", "/nowhere/libxnvme.so")
     with loop_disk(tmp_path, "xfs") as disk:

@@ -38,5 +38,6 @@ for file in $(cat modules); do # numbered, so that the init inserts them in orde
 done
 cp "$here/init.sh" root/init
 chmod +x root/init
-(cd root && find . | cpio -o -H newc --quiet | gzip -1) > initrd
+(cd root && find . | cpio -o -H newc --quiet | gzip -1) > initrd.part
 rm -rf kernel root debs modules
+mv initrd.part initrd # last: it is the sign that all of it is there

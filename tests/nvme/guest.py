@@ -1,13 +1,16 @@
 """What runs inside the emulated machine: block map, posix, xnvme and xnvme-block on NVMe namespaces.
 
-Started by ``run.py``. Without a libxnvme (XNVME_LIBRARY_PATH) its two backends are left out, and say so.
+Started by ``run.py``. Without a libxnvme its two backends are left out, and say so; one that XNVME_LIBRARY_PATH names
+has to work.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ import pytest
 
 from monai_gds.blockmap import BlockMap
 from monai_gds.errors import NotMappable
-from monai_gds.storage import Storage, available_backends, open_storage
+from monai_gds.storage import Storage, _libxnvme, available_backends, open_storage
 
 SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 116_000, 3_000_001)
 MAKE = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
@@ -26,6 +29,7 @@ READERS = {
     "xnvme": {},
     "xnvme-block, the disk found": {},
     "xnvme-block, io_uring": {"uri": "/dev/nvme0n{}", "be": "io_uring"},
+    "xnvme-block, libaio": {"uri": "/dev/nvme0n{}", "be": "libaio"},
     "xnvme-block, thrpool": {"uri": "/dev/nvme0n{}", "be": "thrpool"},
     "xnvme-block, io_uring_cmd": {"uri": "/dev/ng0n{}", "be": "io_uring_cmd"},
     "xnvme-block, passthrough by its node": {"uri": "/dev/ng0n{}"},
@@ -33,24 +37,57 @@ READERS = {
 }
 
 
-@pytest.fixture(scope="module", params=[(n, kind) for n in (1, 2) for kind in MAKE], ids=lambda p: f"n{p[0]}-{p[1]}")
+#: Number of a namespace (1: blocks of 512 bytes, 2: of 4096), file system, and whether that is in a partition.
+PLACES = [*((n, kind, False) for n in (1, 2) for kind in MAKE), (1, "xfs", True), (2, "ext4", True)]
+
+
+@pytest.fixture(scope="module", params=PLACES, ids=lambda p: f"n{p[0]}-{p[1]}{'-partition' if p[2] else ''}")
 def namespace(request: pytest.FixtureRequest) -> Iterator[tuple[int, Path]]:
-    """Number of a namespace (1: blocks of 512 bytes, 2: of 4096) and a folder of files on a new file system there."""
-    number, kind = request.param
-    where = Path(os.environ["TMPDIR"]) / "drive"
-    where.mkdir(exist_ok=True)
-    subprocess.run([*MAKE[kind], f"/dev/nvme0n{number}"], check=True)
-    subprocess.run(["mount", "-t", kind, f"/dev/nvme0n{number}", where], check=True)
-    try:
+    """Number of a namespace and a folder of files on a new file system there."""
+    number, kind, partitioned = request.param
+    disk = node = f"/dev/nvme0n{number}"
+    with ExitStack() as stack:
+        if partitioned:
+            node = f"{disk}p1"
+            subprocess.run(["addpart", disk, "1", "2048", "1500000"], check=True)
+            stack.callback(subprocess.run, ["delpart", disk, "1"], check=True)
+        where = Path(os.environ["TMPDIR"]) / "drive"
+        where.mkdir(exist_ok=True)
+        subprocess.run([*MAKE[kind], node], check=True)
+        subprocess.run(["mount", "-t", kind, node, where], check=True)
+        stack.callback(subprocess.run, ["umount", where], check=True)
         folder = where / "set"
-        folder.mkdir()
-        for seed, size in enumerate(SIZES):
-            (folder / f"{size}.bin").write_bytes(np.random.default_rng(seed).bytes(size))
-        with (folder / "sparse.bin").open("wb") as f:
-            f.truncate(1 << 20)
-            f.seek(700_000)
-            f.write(b"in the middle")
+        fill(folder)
         yield number, folder
+
+
+def fill(folder: Path) -> None:
+    """Files of every size, and one with holes."""
+    folder.mkdir()
+    for seed, size in enumerate(SIZES):
+        (folder / f"{size}.bin").write_bytes(np.random.default_rng(seed).bytes(size))
+    with (folder / "sparse.bin").open("wb") as f:
+        f.truncate(1 << 20)
+        f.seek(700_000)
+        f.write(b"in the middle")
+
+
+def test_files_on_a_realtime_device_are_refused_by_name() -> None:
+    """Here and not with the other refusals: it takes a kernel with CONFIG_XFS_RT, as Debian's is, and two drives."""
+    where = Path(os.environ["TMPDIR"]) / "realtime"
+    where.mkdir()
+    data, realtime = "/dev/nvme0n2", "/dev/nvme0n1"  # mkfs.xfs wants the blocks of the first on the second
+    subprocess.run([*MAKE["xfs"], "-m", "reflink=0", "-r", f"rtdev={realtime}", data], check=True)
+    subprocess.run(["mount", "-t", "xfs", "-o", f"rtdev={realtime}", data, where], check=True)
+    try:
+        (where / "set").mkdir()
+        (where / "set/data.bin").write_bytes(b"x" * 10_000)
+        assert BlockMap.build(where / "set").verify(data=True) == {}
+        subprocess.run(["xfs_io", "-f", "-c", "chattr +r", where / "set/realtime.bin"], check=True)
+        with (where / "set/realtime.bin").open("r+b") as f:
+            f.write(b"x" * 10_000)
+        with pytest.raises(NotMappable, match=r"realtime device.*realtime\.bin"):
+            BlockMap.build(where / "set")
     finally:
         subprocess.run(["umount", where], check=True)
 
@@ -99,6 +136,22 @@ def test_reads_what_it_wrote_a_moment_ago(namespace: tuple[int, Path], reader: s
         storage.close()
 
 
+@pytest.mark.parametrize("reader", [name for name in READERS if name.startswith("xnvme-block")])
+def test_the_drive_is_open_for_reading_only(namespace: tuple[int, Path], reader: str) -> None:
+    number, folder = namespace
+    storage = opened(reader, number)
+    node = f"/dev/{'ng' if 'passthrough' in reader or 'cmd' in reader else 'nvme'}0n{number}"
+    try:
+        before = _libxnvme._descriptors_of(node)
+        storage.load(str(folder / "4096.bin"), [(0, 4096)]).wait()
+        descriptors = _libxnvme._descriptors_of(node) - before
+        assert descriptors
+        for fd in descriptors:
+            assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    finally:
+        storage.close()
+
+
 def test_commands_are_as_large_as_the_device_allows(namespace: tuple[int, Path]) -> None:
     number, folder = namespace
     storage = opened("xnvme-block, io_uring", number)
@@ -113,19 +166,20 @@ def test_commands_are_as_large_as_the_device_allows(namespace: tuple[int, Path])
 def test_a_partition_is_refused_by_name(namespace: tuple[int, Path]) -> None:
     number, _ = namespace
     uri = f"/dev/nvme0n{number}"
-    subprocess.run(["addpart", uri, "1", "2048", "100000"], check=True)
+    subprocess.run(["addpart", uri, "2", "1600000", "100000"], check=True)
     try:
         with pytest.raises(NotMappable, match=f"open the whole disk, {uri}"):
-            opened("xnvme-block, the disk found", number, uri=f"{uri}p1")
+            opened("xnvme-block, the disk found", number, uri=f"{uri}p2")
     finally:
-        subprocess.run(["delpart", uri, "1"], check=True)
+        subprocess.run(["delpart", uri, "2"], check=True)
 
 
 def opened(reader: str, number: int, **more: object) -> Storage:
-    """The storage of a reader; skips where the machine has no libxnvme."""
+    """The storage of a reader; skips where the machine has no libxnvme, and fails where one was named and is unfit."""
     backend = reader.partition(",")[0]
-    found = available_backends("cpu")[backend]
-    if not found:
-        pytest.skip(f"{found.reason} (XNVME_LIBRARY_PATH is {os.environ.get('XNVME_LIBRARY_PATH')!r})")
+    if "XNVME_LIBRARY_PATH" not in os.environ:
+        found = available_backends("cpu")[backend]
+        if not found:
+            pytest.skip(f"{found.reason} (XNVME_LIBRARY_PATH names one)")
     options = {name: value.format(number) for name, value in READERS[reader].items()}
     return open_storage(backend, "cpu", **{**options, **more})

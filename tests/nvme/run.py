@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
 GUEST = PROJECT / ".build/nvme"
 DRIVE_BYTES = 1 << 30
+LIBRARY = os.environ.get("XNVME_LIBRARY_PATH")
 
 #: Seconds after which a guest is taken for hung.
 LIMIT = 1500
@@ -26,6 +27,9 @@ LIMIT = 1500
 
 def main() -> int:
     """Builds the guest where that is needed, and boots it. Returns the exit status of the tests in it."""
+    if LIBRARY and not os.path.isfile(LIBRARY):
+        print(f"XNVME_LIBRARY_PATH names {LIBRARY}, which is no file: name a libxnvme.so, or unset it", file=sys.stderr)
+        return 1
     subprocess.run([HERE / "build_guest.sh", GUEST], check=True)
     with tempfile.TemporaryDirectory(prefix="monai-gds-nvme-") as folder:
         drives = [_image(Path(folder) / f"{block}.img") for block in (512, 4096)]
@@ -49,8 +53,8 @@ def _qemu(drives: list[Path]) -> list[str]:
         "PYTHONPATH": str(PROJECT),
         "OMP_NUM_THREADS": "1",
     }
-    if "XNVME_LIBRARY_PATH" in os.environ:
-        environment["XNVME_LIBRARY_PATH"] = os.path.realpath(os.environ["XNVME_LIBRARY_PATH"])
+    if LIBRARY:
+        environment["XNVME_LIBRARY_PATH"] = os.path.realpath(LIBRARY)
     script = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
     encoded = base64.b64encode(script.encode()).decode()
     command = (

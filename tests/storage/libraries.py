@@ -63,7 +63,7 @@ def using(kind: str) -> Iterator[None]:
         try:
             _libxnvme.load()
         except BackendUnavailable as e:
-            if kind != "real":
+            if kind != "real" or _libxnvme.ENVIRONMENT in os.environ:  # one that was named is to be tested
                 raise
             pytest.skip(f"no real libxnvme on this machine: {e}")
         yield

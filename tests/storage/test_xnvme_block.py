@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -250,6 +251,19 @@ def test_every_interface_of_the_real_library(disk: LoopDisk, file: Path, be: str
             storage.load(str(file) + "no-such", [(0, 1)]).wait()
 
 
+def test_an_allocator_by_name(disk: LoopDisk, file: Path) -> None:
+    with libraries.using("real"), opened("xnvme-block", "cpu", mem="posix") as storage:
+        dest = torch.empty(2_999_999, dtype=torch.uint8)
+        storage.read([Read(str(file), 1, dest)])
+        assert bytes_of(dest) == content(3_000_000)[1:]
+    with (
+        libraries.using("real"),
+        opened("xnvme-block", "cpu", mem="nonsense") as storage,
+        pytest.raises(StorageError, match="could not open it"),
+    ):
+        whole(storage, file)
+
+
 @pytest.mark.parametrize("kind", ["real", "double"])
 def test_devices_are_open_for_reading_only_and_direct(disk: LoopDisk, file: Path, kind: str) -> None:
     with libraries.using(kind), opened("xnvme-block", "cpu") as storage:
@@ -405,6 +419,17 @@ class TestDevice:
             whole(storage, file)
         assert (double.count("reads"), double.count("devices")) == (0, 0)
 
+    def test_an_allocator_without_memory_is_not_taken_for_a_partition(
+        self, file: Path, double: libraries.Double
+    ) -> None:
+        """As xNVMe does with mem="hugepage" where none are reserved."""
+        double.fail("NO_GEOMETRY")
+        with (
+            opened("xnvme-block", "cpu", mem="hugepage") as storage,
+            pytest.raises(StorageError, match="does mem='hugepage' give no memory"),
+        ):
+            whole(storage, file)
+
     def test_a_partition_is_refused_and_the_whole_disk_named(self, tmp_path: Path, double: libraries.Double) -> None:
         with (
             loop_disk(tmp_path, "xfs", partitioned=True) as disk,
@@ -520,6 +545,37 @@ class TestMoved:
         ):
             whole(storage, file)
 
+    @pytest.mark.parametrize("fault", ["FULL_AGAIN", "FULL_BUSY"])
+    def test_a_queue_that_is_full_at_first_is_no_other_disk(
+        self, disk: LoopDisk, file: Path, double: libraries.Double, fault: str
+    ) -> None:
+        blocks = BlockMap.build(disk.folder / "set")
+        double.fail(fault, 3)
+        with opened("xnvme-block", "cpu", blockmap=blocks) as storage:
+            assert whole(storage, file) == content(3_000_000)
+
+    @pytest.mark.parametrize(
+        ("fault", "match"),
+        [
+            ("SHORT_READ", r"LBA 0 of /dev/loop\d+ gave 2048 of 4096 bytes"),
+            ("BAD_STATUS", r"LBA 0 of /dev/loop\d+: NVMe status code type 0x2, status code 0x81"),
+            ("ERRNO_STATUS", r"LBA 0 of /dev/loop\d+: Input/output error"),
+            ("BROKEN_QUEUE", "xnvme_queue_poke"),
+        ],
+    )
+    def test_a_disk_whose_file_system_cannot_be_read_is_no_other_disk(
+        self, disk: LoopDisk, file: Path, double: libraries.Double, fault: str, match: str
+    ) -> None:
+        blocks = BlockMap.build(disk.folder / "set")
+        with opened("xnvme-block", "cpu", blockmap=blocks) as storage:
+            double.fail(fault)
+            with pytest.raises(StorageError, match=match):
+                whole(storage, file)
+            # what may still be written to is never freed
+            assert double.count("devices") == (1 if fault == "BROKEN_QUEUE" else 0)
+            double.reset()
+            assert whole(storage, file) == content(3_000_000)
+
     @pytest.mark.usefixtures("double")
     def test_a_map_may_be_a_path_or_plain(self, disk: LoopDisk, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         BlockMap.build(disk.folder / "set").save(disk.folder / "map.json", plain=True)
@@ -630,6 +686,28 @@ def test_a_cache_over_it(disk: LoopDisk, kind: str, calls: Callable[[], list[int
         for other in others:
             assert other["n"] == first["n"]
             assert torch.equal(other["image"], first["image"])
+
+
+@pytest.mark.usefixtures("double")
+def test_checksums_are_compared_at_every_read(disk: LoopDisk, calls: Callable[[], list[int]]) -> None:
+    """A byte that changes on the device, below the file system, after the record was found to be right."""
+    dataset = _dataset(disk.folder / "cache", [{"n": 0}])
+    first = dataset[0]
+    dataset[0]
+    (record,) = (disk.folder / "cache").rglob("*.safetensors")
+    ((_, start, _),) = BlockMap.build(disk.folder / "cache")[str(record)].extents
+    fd = os.open(disk.device, os.O_RDWR | os.O_DIRECT | os.O_SYNC)
+    with mmap.mmap(-1, 4096) as page:
+        os.preadv(fd, [page], start + 4096)
+        page[100] ^= 1
+        os.pwritev(fd, [page], start + 4096)
+    os.close(fd)
+    assert calls() == [0]
+    with pytest.warns(CacheWarning, match="checksum"):
+        again = dataset[0]
+    dataset.flush()  # before the disk goes
+    assert torch.equal(again["image"], first["image"])
+    assert calls() == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["double", "double next"])
