@@ -235,7 +235,7 @@ def _joined(arrays: Sequence[np.ndarray], dtype: np.dtype[Any]) -> np.ndarray | 
         return None
     try:
         return np.frombuffer(bytearray().join(arrays), dtype)  # type: ignore[arg-type]
-    except (BufferError, ValueError):  # an array that is not C-contiguous
+    except (BufferError, TypeError, ValueError):  # an array that is not C-contiguous
         return None
 
 

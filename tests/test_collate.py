@@ -116,6 +116,18 @@ def test_metadata_that_differs_among_items(make: Any) -> None:
     assert "dim" not in assert_as_monai(items)["image"].meta
 
 
+@pytest.mark.usefixtures("no_fallback")
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_is_not_contiguous_takes_the_fast_way_too(count: int) -> None:
+    def item(n: int) -> dict[str, Any]:
+        image = MetaTensor(
+            torch.rand(1, 4, 4), affine=torch.eye(4).mul(n).T, meta={"dim": np.arange(12).reshape(3, 4).T}
+        )
+        return {"image": image, "small": torch.rand(3, 5).T, "array": np.arange(16.0).reshape(4, 4)[::2, ::2]}
+
+    assert_as_monai([item(n) for n in range(count)])
+
+
 def test_volumes_of_different_shapes_are_monais_error(make: Any) -> None:
     got = outcome(collate, make())
     assert got[0] == "raised" and got[1] is RuntimeError

@@ -468,7 +468,8 @@ class _Job:
         self._parts_of[key] -= 1
         if not self._parts_of[key] and key in self._files:
             fd, file = self._files.pop(key)
-            file.close()
+            with contextlib.suppress(Exception):  # every byte is read; who waits for the others must not wait for ever
+                file.close()
             os.close(fd)
         self.left -= 1
         if not self.left:
@@ -524,6 +525,8 @@ class _Pump:
 
     def _run(self) -> None:
         with torch.cuda.stream(self._stream):
+            with contextlib.suppress(Exception):
+                self._stream.query()  # makes the device's context current in this thread, which StagingSlot.send needs
             self._work()
 
     def _work(self) -> None:
@@ -538,12 +541,14 @@ class _Pump:
                     open_ = False
                 else:
                     self._backlog.append(job)
+                del job  # it holds the destinations, and may be the last for long
             elif self._backlog and len(self._filling) < SLOTS_IN_FLIGHT and self._fill_next():
                 continue
             elif self._filling:
                 self._send_oldest()
             else:
-                self._sent[0].event.synchronize()
+                with contextlib.suppress(Exception):  # a kernel of somebody's failed: _slot() will say so too
+                    self._sent[0].event.synchronize()
         self._give_back()
 
     def _slot(self) -> staging.StagingSlot | None:
@@ -594,7 +599,8 @@ class _Pump:
         try:
             count = future.get()
         except BaseException as e:
-            job.settle(request)
+            with contextlib.suppress(Exception):
+                job.settle(request)
             error = StorageError(errno.EIO, f"KvikIO could not read it: {e}", request.path)
         else:
             try:

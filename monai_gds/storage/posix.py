@@ -186,6 +186,8 @@ class _Files(Work[slice]):
         end = int(self._starts[group.stop]) if group.stop < len(self._paths) else self._dest.numel()
         part = self._dest[begin : min(begin + int(starts[-1] + sizes[-1]) + self._whole, end)]
         where = self._offsets[group], sizes, starts
+        if not part.numel():
+            part = torch.empty(0, dtype=torch.uint8)  # the files are only opened
         if not part.is_cuda:
             read_small_files(self._paths[group], *where, part, self._expects[group], self._whole)
             return

@@ -233,7 +233,12 @@ class StagingPool:
             slot = self._free.get_nowait()
         except queue.Empty:
             return self._make()
-        if slot.event.query():  # type: ignore[no-untyped-call]
+        try:
+            done = slot.event.query()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._free.put(slot)
+            raise
+        if done:
             return slot
         self._free.put(slot)
         return None

@@ -15,6 +15,7 @@ conftest.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import gc
@@ -356,6 +357,17 @@ class StorageContract:
             assert [bytes_of(t) for t in got] == [content(sizes[i], i)[at : at + n] for at, n in ranges], f"file {i}"
             assert all(t.untyped_storage().nbytes() <= t.numel() + ALIGNMENT for t in got)
         assert storage.load_all([]) == []
+
+    def test_loads_nothing_of_many_files(self, storage: Storage, folder: Path) -> None:
+        """As of records without a tensor: there is nothing to read, but they have to be there."""
+        paths, _, _ = self.files(folder, [5000] * 3)
+        asked = [(paths[0], [], FileId.of(paths[0])), (paths[1], [(4096, 0)], None), (paths[2], [], None)]
+        os.unlink(paths[2])
+        first, second, missing = storage.load_all(asked, mapped=False)
+        assert first.wait() == []
+        assert [t.numel() for t in second.wait()] == [0]
+        with contextlib.suppress(FileNotFoundError):  # a backend may notice
+            assert missing.wait() == []
 
     def test_each_of_many_loaded_files_has_its_own_error(self, storage: Storage, folder: Path) -> None:
         paths, _, _ = self.files(folder, [5000] * 100)

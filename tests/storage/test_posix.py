@@ -269,6 +269,7 @@ class TestBlocksOnASimulatedDevice:
     make = StorageContract.make
     files = StorageContract.files
     test_loads_many_files_each_with_its_ranges = StorageContract.test_loads_many_files_each_with_its_ranges
+    test_loads_nothing_of_many_files = StorageContract.test_loads_nothing_of_many_files
     test_each_of_many_loaded_files_has_its_own_error = StorageContract.test_each_of_many_loaded_files_has_its_own_error
 
 
