@@ -54,12 +54,20 @@ def _loaded_cudart() -> list[str]:
     return [path, f"-Wl,-rpath,{os.path.dirname(path)}"]
 
 
+#: The real library that whoever runs the tests has named.
+NAMED = os.environ.get(_libxnvme.ENVIRONMENT)
+
+
 @contextmanager
 def using(kind: str) -> Iterator[None]:
     """Makes the backends find this library."""
     with pytest.MonkeyPatch.context() as patch:
         if kind != "real":
             patch.setenv(_libxnvme.ENVIRONMENT, compiled(kind))
+        elif NAMED is None:  # a fixture around this may have named a double
+            patch.delenv(_libxnvme.ENVIRONMENT, raising=False)
+        else:
+            patch.setenv(_libxnvme.ENVIRONMENT, NAMED)
         try:
             _libxnvme.load()
         except BackendUnavailable as e:

@@ -149,7 +149,7 @@ def test_an_error_comes_when_all_pieces_are_done() -> None:
 
 def test_a_short_piece_is_an_error() -> None:
     transfers, _ = started([TASK, 5], 2 * TASK)
-    with pytest.raises(StorageError, match=r"5 of 1048576 bytes at 1048576.*file\.bin"):
+    with pytest.raises(StorageError, match=rf"5 of {TASK} bytes at {TASK}.*file\.bin"):
         transfers.wait()
 
 
