@@ -4,8 +4,8 @@ The bytes are taken as little-endian signed 64-bit words (padded with zeros), ea
 that its upper bits reach all bits of the sum), multiplied by an odd weight that depends on its position, and summed
 modulo 2**64, the length mixed in. (``x ^ (x >> 32)`` would give a word and its inverse the same sum: the shift is an
 arithmetic one.) A flipped bit always shows; anything larger is missed with a chance of about 2**-32 at the worst. It
-finds damage, not malice. A weighted sum is used because torch computes it at memory speed on both sides (5 GB/s on two
-CPU cores); a CRC it cannot.
+finds damage, not malice. A weighted sum is used because both sides compute it at memory speed (6 GB/s by NumPy on one
+core); a CRC they do not.
 """
 
 from __future__ import annotations
@@ -49,13 +49,30 @@ def _row_weights(first: int, count: int) -> torch.Tensor:
 def _row_sums(words: torch.Tensor) -> torch.Tensor:
     """Weighted sums of whole rows, (rows * 4096,) -> (rows,) int64 on the CPU."""
     weights = _column_weights(words.device)
+    if not words.is_cuda:
+        return torch.from_numpy(_row_sums_numpy(words.numpy(), weights.numpy()))
     sums = []
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK]
         folded = (chunk >> 32).add_(chunk).view(-1, _COLUMNS)
-        # torch has no int64 matrix-vector product on CUDA
-        sums.append((folded * weights).sum(1) if words.is_cuda else torch.mv(folded, weights))
+        sums.append((folded * weights).sum(1))  # torch has no int64 matrix-vector product on CUDA
     return torch.cat(sums).cpu()
+
+
+def _row_sums_numpy(words: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The same in NumPy, in one thread.
+
+    100 MB take 16 ms; torch, whose ``add`` multiplies by ``alpha`` first, took 26 in one thread and 16 in two.
+    """
+    sums = np.empty(words.size // _COLUMNS, np.int64)
+    buffer = np.empty(min(_CHUNK, words.size), np.int64)
+    for start in range(0, words.size, _CHUNK):
+        chunk = words[start : start + _CHUNK]
+        folded = np.right_shift(chunk, 32, out=buffer[: chunk.size])
+        folded += chunk
+        first = start // _COLUMNS
+        np.dot(folded.reshape(-1, _COLUMNS), weights, out=sums[first : first + chunk.size // _COLUMNS])
+    return sums
 
 
 def checksum(data: torch.Tensor) -> int:
