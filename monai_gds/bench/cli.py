@@ -47,5 +47,5 @@ def blocks(
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=folder) as made:
         settings = bench.Settings(Path(made), files, nbytes, batch, repeats)
         report = bench.measure(settings)
-        about = {**machine(), "map look-up": f"{bench.look_up(settings) * 1e6:.2f} µs"}
+        about = {**machine(), **bench.block_map(settings)}
     emit([report], as_json=as_json, plot=plot, about=about)
