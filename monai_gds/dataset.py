@@ -101,8 +101,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         >>> from monai.transforms import Compose, EnsureTyped, RandFlipd, ScaleIntensityd
         >>> transform = Compose([EnsureTyped("image"), ScaleIntensityd("image"), RandFlipd("image", prob=0.5)])
         >>> items = [{"image": np.random.rand(1, 8, 8, 8)} for _ in range(3)]
-        >>> with tempfile.TemporaryDirectory() as cache_dir:
-        ...     dataset = GDSDataset(items, transform, cache_dir, device="cpu")
+        >>> with tempfile.TemporaryDirectory() as folder, GDSDataset(items, transform, folder, device="cpu") as dataset:
         ...     tuple(dataset[0]["image"].shape)
         (1, 8, 8, 8)
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import threading
 import weakref
 from collections.abc import Iterator
@@ -143,13 +144,16 @@ def test_large_buffers_lie_on_huge_pages(how: str) -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("this machine's kernel gives no huge pages")
+    asked = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    asked.madvise(mmap.MADV_HUGEPAGE)
+    given = torch.frombuffer(asked, dtype=torch.uint8).fill_(1)
     memory = aligned_empty(64 << 20) if how == "prefer" else torch.empty(64 << 20, dtype=torch.uint8)
     memory.fill_(7)
     if how == "collapse":
         _huge_pages.collapse(memory)
-    if not _huge_bytes(memory):
+    if _huge_bytes(given) < 48 << 20 or (how == "collapse" and not _huge_bytes(memory)):
         pytest.skip("this machine's memory is too fragmented, or its kernel too old")
-    assert _huge_bytes(memory) >= 32 << 20
+    assert _huge_bytes(memory) >= 16 << 20  # as much as there is: pages may run short while the test goes on
     assert bool((memory == 7).all())
 
 
