@@ -475,16 +475,23 @@ def test_a_loop_does_not_go_on_in_a_forked_child_but_a_new_one_does(make: Make) 
 
 
 def test_a_keyboard_interrupt_reaches_the_consumer_and_the_loop_can_go_on(make: Make) -> None:
-    class Slow(mt.RandomizableTransform):  # type: ignore[misc]
+    waits, interrupted = threading.Event(), threading.Event()
+
+    class Interrupts(mt.RandomizableTransform):  # type: ignore[misc]
         def __call__(self, data: Any) -> Any:
-            time.sleep(0.3)
+            if not interrupted.is_set():
+                assert waits.wait(60)
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGINT)
+                assert interrupted.wait(60)
             return data
 
     list(GDSDataLoader(make()))
-    loop = iter(GDSDataLoader(make(Slow())))
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    loop = iter(GDSDataLoader(make(Interrupts())))
     with pytest.raises(KeyboardInterrupt):
+        waits.set()
         next(loop)
+    interrupted.set()
     assert len(list(loop)) == 5
 
 
