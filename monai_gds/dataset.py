@@ -20,7 +20,7 @@ from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
-from monai_gds.cache.directory import CacheDirectory, PendingItem, Verify, explain, prepare
+from monai_gds.cache.directory import CacheDirectory, PendingItem, Verify, explain, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.key import Key, KeyMaker
 from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
@@ -34,6 +34,9 @@ from monai_gds.transforms import Split
 __all__ = ["GDSDataset"]
 
 _log = logging.getLogger("monai_gds")
+
+#: Methods by which an item comes into being.
+_WAYS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
 
 
 class Begun(NamedTuple):
@@ -199,7 +202,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     @classmethod
     def changes_items(cls) -> bool:
         """Whether a subclass has its own way to an item, so that nobody may go past it."""
-        return cls.__getitem__ is not GDSDataset.__getitem__ or cls._transform is not GDSDataset._transform
+        return any(getattr(cls, way) is not getattr(GDSDataset, way) for way in _WAYS)
 
     # For loaders that read ahead
 
@@ -262,8 +265,15 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         ranks = Ranks(rank, world_size)
         if not self.caches:
             return Populated(0, 0)  # of which the user has been warned
-        self.flush()  # other processes do not know what waits to be saved here
-        return populate(self.for_saving(), num_workers, progress, ranks)
+        try:
+            return populate(self.for_saving(), num_workers, progress, ranks)
+        finally:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Removes what killed processes left half-written in the cache directory."""
+        if self.cache_dir is not None:
+            tidy(self.cache_dir)
 
     def for_saving(self) -> GDSDataset:
         """This dataset for a process that only makes records, which are the same for every target device."""
@@ -407,7 +417,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
                 state.split = None  # or the next access would go on with the key of the transforms before
                 raise
             if self.cache_dir is not None and not state.split.deterministic:
-                first = type(self.transform.transforms[0]).__name__ if self.transform.transforms else "no transform"
+                first = type(state.split.rest[0]).__name__ if state.split.rest else "no transform"
                 warnings.warn(
                     f"nothing is cached: the pipeline begins with {first}, and only what comes before the first random "
                     "transform (or callable that is no MONAI Transform) is",

@@ -27,9 +27,10 @@ class Split:
     Attributes:
         compose: the pipeline.
         deterministic: the transforms before the first random one, flattened.
+        rest: what runs anew in every epoch.
     """
 
-    __slots__ = ("_rest", "_settings", "compose", "deterministic")
+    __slots__ = ("_settings", "compose", "deterministic", "rest")
 
     def __init__(self, compose: Compose) -> None:
         self.compose = compose
@@ -40,8 +41,7 @@ class Split:
             "overrides": compose.overrides,
             "log_stats": compose.log_stats,
         }
-        # A OneOf or a RandomOrder is a Compose too, and random as a whole.
-        self.deterministic, self._rest = _divide(compose) if type(compose) is Compose else ([], [compose])
+        self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
 
     def settings(self) -> dict[str, Any]:
         """What of the pipeline's settings changes the result of the deterministic half."""
@@ -54,14 +54,14 @@ class Split:
 
     def after(self, item: Any) -> Any:
         """Runs everything from the first random transform on."""
-        return execute_compose(item, self._rest, **self._settings) if self._rest else item
+        return execute_compose(item, self.rest, **self._settings) if self.rest else item
 
 
 def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     done: list[Callable[..., Any]] = []
     for i, transform in enumerate(compose.transforms):
         later = list(compose.transforms[i + 1 :])
-        if type(transform) is not Compose:
+        if not _in_order(transform):
             if _is_random(transform):
                 return done, [transform, *later]
             done.append(transform)
@@ -77,12 +77,17 @@ def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[.
     return done, []
 
 
+def _in_order(transform: Any) -> bool:
+    """Whether it is a Compose that runs all its transforms. OneOf and RandomOrder do not, and are random as a whole."""
+    return isinstance(transform, Compose) and type(transform).__call__ is Compose.__call__
+
+
 def _is_random(transform: Any) -> bool:
     return isinstance(transform, RandomizableTrait) or not isinstance(transform, Transform)
 
 
 def _holds_random(compose: Compose) -> bool:
-    return any(_holds_random(t) if type(t) is Compose else _is_random(t) for t in compose.transforms)
+    return any(_holds_random(t) if _in_order(t) else _is_random(t) for t in compose.transforms)
 
 
 def _equivalent(outer: Compose, inner: Compose) -> bool:

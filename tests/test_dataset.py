@@ -353,9 +353,10 @@ def test_set_data_takes_new_data_and_deletes_nothing(make: Make, cache_dir: Path
 
 @pytest.mark.parametrize("transform", [mt.RandFlipd(KEYS), mt.Compose([]), lambda d: d, mt.OneOf([mt.Flipd(KEYS)])])
 def test_nothing_deterministic_is_said_once_and_caches_nothing(make: Make, cache_dir: Path, transform: Any) -> None:
+    begins_with = {mt.RandFlipd: "RandFlipd", mt.OneOf: "OneOf"}.get(type(transform), "")
     if isinstance(transform, mt.RandFlipd):
         transform = mt.Compose([transform])
-    with pytest.warns(CacheWarning, match="nothing is cached") as caught:
+    with pytest.warns(CacheWarning, match=f"nothing is cached: the pipeline begins with {begins_with}") as caught:
         dataset = make(transform, [{k: torch.rand(1, 3, 3) for k in KEYS}])
         for _ in range(3):
             _ = dataset[0]

@@ -171,6 +171,19 @@ def test_a_random_compose_is_random_as_a_whole(kind: Any) -> None:
         assert_same(whole(item())["image"].shape, split.after(split.before(item()))["image"].shape)
 
 
+def test_a_compose_of_the_users_own_is_looked_into() -> None:
+    class Named(mt.Compose):  # type: ignore[misc]
+        """Adds nothing to what runs."""
+
+    class Twice(mt.Compose):  # type: ignore[misc]
+        def __call__(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(super().__call__(data, *args, **kwargs), *args, **kwargs)
+
+    assert len(Split(Named([scale(), Named([scale(), mt.RandFlipd(KEYS)])])).deterministic) == 2
+    assert Split(Twice([scale()])).deterministic == []
+    assert len(Split(mt.Compose([scale(), Twice([scale()])])).deterministic) == 1
+
+
 def test_the_pipeline_is_not_changed() -> None:
     compose = NESTED["nested both"]()
     before = [type(t) for t in compose.flatten().transforms]

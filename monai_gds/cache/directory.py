@@ -20,7 +20,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ __all__ = [
     "explain",
     "prepare",
     "read_record",
-    "records",
+    "tidy",
 ]
 
 SUFFIX = ".safetensors"
@@ -433,7 +432,12 @@ def prepare(path: str | os.PathLike[str]) -> None:
     except OSError as e:
         warnings.warn(f"cache_dir={path!r} cannot be made, so nothing is cached: {explain(e)}", CacheWarning, 2)
         return
-    for temporary in abandoned(path):
+    tidy(path)
+
+
+def tidy(path: str | os.PathLike[str]) -> None:
+    """Removes the temporary files of a cache directory whose writer is gone."""
+    for temporary in abandoned(os.path.abspath(path)):
         _remove(temporary)
 
 
@@ -447,11 +451,6 @@ def abandoned(path: str) -> Iterator[str]:
         temporary = f"{path}/{_TEMPORARY}/{name}"
         if not _owner_lives(name, temporary):
             yield temporary
-
-
-def records(path: str | os.PathLike[str]) -> list[Path]:
-    """The files of a directory that are records by their name, sorted."""
-    return sorted(Path(path).glob(f"*{SUFFIX}"))
 
 
 # The owner of a temporary file is written in its name, so that another process can tell whether it still runs.

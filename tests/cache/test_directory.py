@@ -20,7 +20,7 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds.cache import directory
-from monai_gds.cache.directory import CacheDirectory, abandoned, prepare, records
+from monai_gds.cache.directory import SUFFIX, CacheDirectory, abandoned, prepare
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, FileChanged
 from monai_gds.storage import FileId, Pending, open_storage
@@ -47,6 +47,10 @@ def get(cache: CacheDirectory, name: str) -> Any:
         return None
     assert bool((found[0]["image"] == found[0]["value"]).all())
     return found[0]["value"]
+
+
+def records(folder: str | Path) -> list[Path]:
+    return sorted(Path(folder).glob(f"*{SUFFIX}"))
 
 
 def path_of(cache: CacheDirectory, name: str) -> Path:
