@@ -115,9 +115,9 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI has no type hint
         helpers = _Helpers(parts, self.num_workers, self.multiprocessing_context) if self.num_workers else None
         return _Epoch(self, resolve, device, helpers)
 
-    def records_in_flight(self) -> int:
-        """How many records may be in flight."""
-        return self.prefetch or max(PREFETCH, 2 * (self.batch_size or 1))
+    def records_in_flight(self, batch: int | None = None) -> int:
+        """How many records may be in flight with batches of that size; default: the loader's ``batch_size``."""
+        return self.prefetch or max(PREFETCH, 2 * (batch or self.batch_size or 1))
 
     def index_batches(self) -> Iterator[Sequence[int]]:
         """The indices of the batches of an epoch, drawn as torch's own loader draws them, random seeds included."""
@@ -164,8 +164,9 @@ def _resolver(dataset: Dataset[Any]) -> Resolve | None:
 
 def _in_turn(parts: Sequence[Any], ends: Sequence[int]) -> Resolve:
     def resolve(index: int) -> tuple[GDSDataset, int]:
-        if index < 0:
-            index += ends[-1]
+        if not -ends[-1] <= index < ends[-1]:
+            raise IndexError(f"there is no item {index} in a ConcatDataset of {ends[-1]}")
+        index %= ends[-1]
         part = bisect_right(ends, index)
         found: tuple[GDSDataset, int] = parts[part](index - ends[part - 1] if part else index)
         return found
@@ -231,8 +232,12 @@ class _Helpers:
         """Ends them; what they had begun is lost."""
         with self._lock:
             self._closed = True
-            if self._workers is not None:
-                self._workers.close(grace=0)
+            if self._workers is None:
+                return
+            self._workers.close(grace=0)
+            self._workers = None
+            for part in self._parts:
+                part.tidy()
 
 
 def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> bool:
@@ -303,6 +308,7 @@ class _ReadAhead:
         if indices is None:
             return False
         records = [_Record(*self._resolve(index)) for index in indices]
+        self._flight.expect(len(records))
         self._drawn.append(records)
         self._waiting.extend(records)
         return True
@@ -312,12 +318,13 @@ class _Flight:
     """What the loader's thread and the consumer share: the bounds, the batch that is ready, and how it ended.
 
     Args:
-        records: how many records may be in flight.
+        records: gives how many records may be in flight, for the size of a batch.
         nbytes: how many bytes of them.
     """
 
-    def __init__(self, records: int, nbytes: int) -> None:
-        self._most_records, self._most_bytes = records, nbytes
+    def __init__(self, records: Callable[[int], int], nbytes: int) -> None:
+        self._records_for = records
+        self._most_records, self._most_bytes = 1, nbytes
         self._records = self._bytes = self._last = 0
         self._ready: deque[tuple[_Parcel, int, int]] = deque()
         self._error: BaseException | None = None
@@ -326,17 +333,22 @@ class _Flight:
 
     # The loader's thread
 
-    def room(self) -> int:
-        """How many more records, as large as the last one, may be begun."""
+    def expect(self, batch: int) -> None:
+        """A batch of that many records comes. A batch sampler does not tell before."""
         with self._changed:
-            fit = (self._most_bytes - self._bytes) // max(1, self._last)
+            self._most_records = max(self._most_records, self._records_for(batch))
+
+    def room(self) -> int:
+        """How many more records, as large as the last one, may be begun; one when no size is known yet."""
+        with self._changed:
+            fit = (self._most_bytes - self._bytes) // self._last if self._last else 1
             return max(min(self._most_records - self._records, fit), 0 if self._records else 1)
 
     def add(self, records: int, nbytes: int) -> None:
         with self._changed:
             self._records += records
             self._bytes += nbytes
-            self._last = nbytes
+            self._last = nbytes or self._last  # what is not cached has no size
 
     def put(self, batch: _Parcel, records: int, nbytes: int) -> bool:
         """Hands a batch over when the one before is taken; False when nobody wants it any more."""
@@ -394,14 +406,14 @@ class _Epoch:
 
     def __init__(self, loader: GDSDataLoader, resolve: Resolve, device: torch.device, helpers: _Helpers | None) -> None:
         self._process = os.getpid()
-        self._flight = _Flight(loader.records_in_flight(), loader.prefetch_bytes)
+        self._flight = _Flight(loader.records_in_flight, loader.prefetch_bytes)
         self._hand_over = _HandOver(device)
         # The first draw, in which a random sampler takes its seed, is made in this thread.
         ahead = _ReadAhead(_first_drawn(loader.index_batches()), resolve, self._flight, helpers)
         work = (self._flight, ahead, loader.assemble, self._hand_over, helpers)
         thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         thread.start()
-        self._stop = weakref.finalize(self, _stop, self._flight, thread, helpers)
+        self._stop = weakref.finalize(self, _stop, self._process, self._flight, thread, helpers)
         self._stop.atexit = False
         _loops.add(self)
 
@@ -452,6 +464,10 @@ def _produce(
                     return
                 del parcel  # the consumer alone keeps it
         flight.end()
+    except StopIteration as e:  # of a collate_fn, for example: it would end the consumer's loop without a word
+        error = RuntimeError("StopIteration was raised while a batch was made")
+        error.__cause__ = e
+        flight.end(error)
     except BaseException as e:
         flight.end(e)
     finally:
@@ -459,7 +475,9 @@ def _produce(
             helpers.close()
 
 
-def _stop(flight: _Flight, thread: threading.Thread, helpers: _Helpers | None) -> None:
+def _stop(process: int, flight: _Flight, thread: threading.Thread, helpers: _Helpers | None) -> None:
+    if process != os.getpid():  # a forked child's copy: locks, thread and helpers are the parent's
+        return
     flight.stop()
     if helpers is not None:  # the thread may be waiting for one
         helpers.close()

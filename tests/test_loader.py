@@ -149,6 +149,13 @@ def test_subsets_and_concatenations_are_read_ahead(make: Make, wrap: Any, monkey
     assert len(seen) == sum(map(len, expected))
 
 
+@pytest.mark.parametrize("index", [-8, 7])
+def test_an_index_that_does_not_exist_is_an_error(make: Make, index: int) -> None:
+    dataset = ConcatDataset([make(), Subset(make(), [1, 0])])
+    with pytest.raises(IndexError, match=f"no item {index} in a ConcatDataset of 7"):
+        list(GDSDataLoader(dataset, sampler=[index]))
+
+
 class Doubled(Dataset):  # type: ignore[misc]
     def __init__(self, dataset: GDSDataset) -> None:
         self.inner = dataset
@@ -161,6 +168,23 @@ class Doubled(Dataset):  # type: ignore[misc]
 class DoubledItself(GDSDataset):
     def __getitem__(self, index: int) -> Any:
         return {"name": super().__getitem__(index)["name"] * 2}
+
+
+class Marked(GDSDataset):
+    def _cachecheck(self, item: Any) -> Any:
+        return {**super()._cachecheck(item), "mark": 1}
+
+
+class MarkedTogether(GDSDataset):
+    def __getitems__(self, indices: Any) -> Any:
+        return [{**item, "mark": 1} for item in super().__getitems__(indices)]
+
+
+@pytest.mark.parametrize("kind", [Marked, MarkedTogether])
+def test_a_subclass_with_its_own_way_to_an_item_is_asked(tmp_path: Path, volumes: Any, kind: type[GDSDataset]) -> None:
+    dataset = kind(volumes, pipeline(), tmp_path / "cache", "cpu")
+    assert all("mark" in item for item in dataset.__getitems__([0, 1]))
+    assert [batch["mark"].tolist() for batch in GDSDataLoader(dataset, batch_size=3)] == [[1, 1, 1], [1, 1]]
 
 
 def test_any_other_dataset_is_loaded_as_by_monai(make: Make, tmp_path: Path, volumes: Any) -> None:
@@ -237,6 +261,24 @@ def test_what_goes_wrong_in_a_helper_reaches_the_consumer(make: Make, what: str)
     assert [batch["name"][0] for batch in GDSDataLoader(make(transform=mt.Compose([Pid()]))[:3])] == seen
 
 
+def test_what_helpers_leave_half_written_goes_with_them(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    here, rename = os.getpid(), os.rename
+
+    def hang(*paths: Any) -> None:
+        if os.getpid() != here and "case 0" not in Path(paths[0]).read_bytes().decode("latin1"):
+            time.sleep(60)
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", hang)
+    temporary = tmp_path / "cache" / ".tmp"
+    for _ in with_helpers(make(transform=mt.Compose([Pid()])), batch_size=1):
+        while not os.listdir(temporary):
+            time.sleep(0.01)
+        break
+    gc.collect()
+    assert os.listdir(temporary) == []
+
+
 def test_leaving_the_loop_ends_the_helpers(make: Make) -> None:
     class Slow(Pid):
         def __call__(self, data: Any) -> Any:
@@ -299,6 +341,52 @@ def test_no_more_is_in_flight_than_was_allowed(tmp_path: Path, settings: dict[st
         values = [float(x) for batch in GDSDataLoader(dataset, **settings) for x in batch["x"][:, 0]]
         assert values == list(range(24))
     assert Watched.most == most, "the second epoch reads"
+
+
+def test_records_of_unknown_size_do_not_widen_the_bounds(tmp_path: Path) -> None:
+    most = in_flight = 0
+
+    class Weighed(GDSDataset):
+        def begin(self, indices: Any) -> Any:
+            nonlocal most, in_flight
+            begun = super().begin(indices)
+            in_flight += sum(b.nbytes for b in begun)
+            most = max(most, in_flight)
+            return begun
+
+        def end(self, begun: Any) -> Any:
+            nonlocal in_flight
+            in_flight -= begun.nbytes
+            return super().end(begun)
+
+    transform = mt.Compose([mt.Lambda(lambda n: {"x": torch.full((25_000,), float(n))})])
+    dataset = Weighed(list(range(32)), transform, tmp_path / "cache", "cpu")
+    for i in range(32):
+        if i % 4 < 3:
+            _ = dataset[i]
+    dataset.flush()
+    largest = max(path.stat().st_size for path in (tmp_path / "cache").glob("*.safetensors"))
+    assert len(list(GDSDataLoader(dataset, batch_size=8, prefetch=32, prefetch_bytes=2 * largest))) == 4
+    assert 0 < most <= 2 * largest
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"batch_size": 16}, {"batch_sampler": [list(range(i, i + 16)) for i in range(0, 64, 16)]}],
+    ids=["batch_size", "batch_sampler"],
+)
+def test_reads_of_a_batch_begin_together(tmp_path: Path, settings: Any) -> None:
+    begun: list[int] = []
+
+    class Noted(GDSDataset):
+        def begin(self, indices: Any) -> Any:
+            begun.append(len(indices))
+            return super().begin(indices)
+
+    dataset = Noted(list(range(64)), mt.Compose([mt.Lambda(lambda n: {"x": n})]), tmp_path / "cache", "cpu")
+    dataset.populate(progress=False)
+    list(GDSDataLoader(dataset, **settings))
+    assert begun == [1, 15, 16, 16, 16]
 
 
 def test_a_slow_consumer_is_waited_for(tmp_path: Path) -> None:
@@ -393,6 +481,18 @@ def test_errors_in_the_users_own_parts(make: Make, what: str) -> None:
     assert seen == 2
 
 
+def test_a_stop_iteration_of_the_users_is_not_the_end_of_the_epoch(make: Make) -> None:
+    def collate(items: list[Any]) -> Any:
+        return next(iter(items if items[0]["name"] != "case 2" else []))
+
+    seen = 0
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        for _ in GDSDataLoader(make(), collate_fn=collate):
+            seen += 1
+    assert seen == 2
+    assert "in collate" in "".join(traceback.format_exception(caught.value))
+
+
 def test_leaving_the_loop_stops_the_thread_and_frees_the_batches(make: Make) -> None:
     for batch in GDSDataLoader(make(), batch_size=1):
         kept = weakref.ref(batch["image"])
@@ -472,6 +572,40 @@ def test_a_loop_does_not_go_on_in_a_forked_child_but_a_new_one_does(make: Make) 
     assert "fork" in message
     assert batches == 5
     assert len(list(loop)) == 4
+
+
+def test_a_forked_child_that_drops_a_loop_leaves_it_to_its_parent(make: Make) -> None:
+    """Its locks may have been held by a thread that the child does not have, and its helpers are not its own."""
+
+    class Slow(Pid):
+        def __call__(self, data: Any) -> Any:
+            time.sleep(0.2)
+            return super().__call__(data)
+
+    loops = [with_helpers(make(transform=mt.Compose([Slow()])))]
+    next(loops[0])
+
+    def child() -> bool:
+        loops.clear()
+        gc.collect()
+        return True
+
+    held, go_on, flight = threading.Event(), threading.Event(), loops[0]._flight
+
+    def hold() -> None:
+        with flight._changed:
+            held.set()
+            go_on.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(20)
+    started = time.monotonic()
+    assert in_child(child)
+    go_on.set()
+    holder.join()
+    assert time.monotonic() - started < 15
+    assert len(list(loops[0])) == 4, "its helpers were not ended"
 
 
 def test_a_keyboard_interrupt_reaches_the_consumer_and_the_loop_can_go_on(make: Make) -> None:
