@@ -53,6 +53,7 @@ def populate(dataset: GDSDataset, num_workers: int, show: bool, ranks: Ranks) ->
         raise ValueError(f"num_workers={num_workers}: use 0 for this process, or a number of workers")
     with _Bar(show and ranks.rank == 0) as bar:
         with ranks.at_work():
+            dataset.flush()  # other processes do not know what waits to be saved here
             tally = _fill(dataset, ranks.share(len(dataset.data)), num_workers, bar)
         try:
             tallies = ranks.exchange(tally.as_list(), bar.wait_for)
@@ -128,7 +129,7 @@ def _finished(running: dict[Future[bool | FailedItem], int], dataset: GDSDataset
             yield future.result()
             del running[future]
     except WorkerDied as e:
-        at = ", ".join(f"{index} ({_path_of(dataset.data[index])})" for index in sorted(running.values()))
+        at = ", ".join(f"{index} ({_path_of(dataset.data, index)})" for index in sorted(running.values()))
         raise WorkerDied(f"{e}. Under way were items {at}. The others are safe: populate goes on from there") from e
 
 
@@ -153,12 +154,16 @@ def _attempt(dataset: GDSDataset, index: int) -> bool | FailedItem:
     except NotSaved:
         raise
     except Exception as e:
-        return FailedItem(index, _path_of(dataset.data[index]), _in_words(e))
+        return FailedItem(index, _path_of(dataset.data, index), _in_words(e))
 
 
-def _path_of(item: Any) -> str:
-    found = [text for text in strings(item) if "/" in text]
-    return found[0] if found else repr(item)[:80]
+def _path_of(data: Sequence[Any], index: int) -> str:
+    try:
+        item = data[index]
+        found = [text for text in strings(item) if "/" in text]
+        return found[0] if found else repr(item)[:80]
+    except Exception:  # the item itself may be what fails
+        return f"data[{index}]"
 
 
 def _in_words(error: BaseException) -> str:

@@ -74,6 +74,7 @@ class Ranks:
             yield
             return
         over = threading.Event()
+        self._say("beat", 0)  # from this thread: it has come, whatever becomes of it
         beats = threading.Thread(target=self._beat, args=(over,), daemon=True)
         beats.start()
         try:
@@ -141,9 +142,9 @@ class Ranks:
 
     def _beat(self, over: threading.Event) -> None:
         for count in itertools.count(1):
-            self._store.set(self._key("beat", self._me), str(count))
             if over.wait(_BEAT_SECONDS):
                 return
+            self._say("beat", count)
 
     def _say(self, what: str, words: Any) -> None:
         self._store.set(self._key(what, self._me), json.dumps(words))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied, ranks, terminal
-from monai_gds.cache.directory import prepare
+from monai_gds.cache.writer import process_writer
 from monai_gds.populate import Populated
 from tests.commands import run
 from tests.fixtures_nifti import pipeline, write_volumes
@@ -220,6 +220,20 @@ def test_ten_of_many_failures_are_in_the_message(make: Any) -> None:
     assert "and 3 more" in lines[-1]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_item_that_cannot_even_be_had_fails_by_itself(tmp_path: Path, log: Path, workers: int) -> None:
+    class Lazy(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 2:
+                raise OSError("the database is gone")
+            return super().__getitem__(index)
+
+    dataset = GDSDataset(Lazy({"n": n} for n in range(5)), mt.Compose([Make(log)]), tmp_path / "cache", device="cpu")
+    with pytest.raises(PopulateError, match=r"2: data\[2\]: OSError: the database is gone"):
+        dataset.populate(workers)
+    assert sorted(made(log)) == [0, 1, 3, 4]
+
+
 def test_items_that_cannot_be_saved_or_hashed_fail_by_themselves(tmp_path: Path) -> None:
     handle = open("/dev/null")  # noqa: SIM115
     transform = mt.Compose([mt.Lambda(lambda d: {**d, "x": d["n"] if d["n"] else object()})])
@@ -249,7 +263,6 @@ def test_a_full_disk_stops_it_with_an_error(make: Any, tmp_path: Path, log: Path
         for workers in (0, 2):
             with pytest.raises(NotSaved, match=r"nothing more can be cached in .*small.*free some space"):
                 make(100, cache=small).populate(workers)
-        prepare(small)  # as the next dataset does: a worker may have been killed while it was writing
         assert os.listdir(small / ".tmp") == []
     assert len(made(log)) < 20, "nothing is computed in vain"
 
@@ -266,6 +279,21 @@ def test_a_killed_worker_is_an_error_that_says_so(make: Any, tmp_path: Path, log
     finished = dataset.populate(2)
     assert finished.cached >= len(done) - 1  # one may have been killed behind its note and before its record
     assert finished.cached + finished.computed == 20
+
+
+def test_what_a_killed_worker_left_is_removed(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, rename = os.getpid(), os.rename
+
+    def die(*paths: Any) -> None:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", die)
+    with pytest.raises(WorkerDied):
+        make().populate(1)
+    assert os.listdir(tmp_path / "cache" / ".tmp") == []
+    assert make().populate() == Populated(0, 8)
 
 
 def test_goes_on_after_the_whole_run_was_killed(make: Any, tmp_path: Path, log: Path) -> None:
@@ -357,6 +385,18 @@ def test_a_rank_that_cannot_go_on_stops_all(make: Any, tmp_path: Path) -> None:
         "PopulateError: not every rank has filled its share of the cache: rank 1 ended with NotSav"
     )
     assert said[1].startswith("NotSaved: nothing more can be cached")
+
+
+def test_what_could_not_be_saved_on_one_rank_is_not_waited_for(make: Any) -> None:
+    def broken() -> Any:
+        process_writer()._error = RuntimeError("an earlier item")  # as an item that breaks the writer leaves it
+        return make().populate()
+
+    start = time.monotonic()
+    said = on_ranks(lambda: make().populate(), broken)
+    assert said[0].startswith("PopulateError: not every rank has filled its share of the cache: rank 1 ended with Runt")
+    assert said[1] == "RuntimeError: an earlier item"
+    assert time.monotonic() - start < 60
 
 
 def test_a_rank_that_was_killed_is_given_up(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
