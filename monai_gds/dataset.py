@@ -332,6 +332,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         ]
 
     def _finish(self, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None) -> Any:
+        if pending is None:  # since then it may have been saved: the item comes twice, or another process was faster
+            pending = cache.start(key.digest)
         found = None if pending is None else pending.wait()
         return self._fill(cache, key, item) if found is None else found[0]
 

@@ -43,6 +43,10 @@ PREFETCH_BYTES = 1 << 30
 #: records, see the README.
 PREFETCH = 8
 
+#: How long leaving a loop waits for its thread. It does so that the next loop finds random transforms at rest; without
+#: end it must not: the garbage collector may leave a loop while this thread holds a lock that the other waits for.
+_LEAVE_SECONDS = 60.0
+
 #: Where item ``i`` of a loader's dataset lies: the GDSDataset and the index within it.
 Resolve: TypeAlias = Callable[[int], tuple[GDSDataset, int]]
 
@@ -411,9 +415,9 @@ class _Epoch:
         # The first draw, in which a random sampler takes its seed, is made in this thread.
         ahead = _ReadAhead(_first_drawn(loader.index_batches()), resolve, self._flight, helpers)
         work = (self._flight, ahead, loader.assemble, self._hand_over, helpers)
-        thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
-        thread.start()
-        self._stop = weakref.finalize(self, _stop, self._process, self._flight, thread, helpers)
+        self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
+        self.thread.start()
+        self._stop = weakref.finalize(self, _stop, self._process, self._flight, self.thread, helpers)
         self._stop.atexit = False
         _loops.add(self)
 
@@ -444,6 +448,7 @@ _loops: weakref.WeakSet[_Epoch] = weakref.WeakSet()
 def _stop_all() -> None:
     for loop in list(_loops):
         loop.stop()
+        loop.thread.join()  # however long it takes: a thread must not run while the interpreter is taken down
 
 
 def _produce(
@@ -483,7 +488,7 @@ def _stop(process: int, flight: _Flight, thread: threading.Thread, helpers: _Hel
         helpers.close()
     # The collector may run anywhere, also in this thread, or in one for which it waits.
     if not threading.current_thread().name.startswith("monai-gds"):
-        thread.join()
+        thread.join(_LEAVE_SECONDS)
 
 
 def _first_drawn(batches: Iterator[Sequence[int]]) -> Iterator[Sequence[int]]:

@@ -523,6 +523,35 @@ def test_a_loop_may_be_collected_in_a_thread_for_which_it_waits(make: Make) -> N
         thread.join(20)
 
 
+def test_a_loop_may_be_collected_while_its_thread_waits_for_who_collects_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "_LEAVE_SECONDS", 0.5)
+    lock = threading.Lock()
+
+    class Locks(mt.RandomizableTransform):  # type: ignore[misc]
+        def __call__(self, data: Any) -> Any:
+            with lock:
+                return data
+
+    loop = [iter(GDSDataLoader(make(Locks()), prefetch=1))]
+    with lock:
+        loop.append(loop)
+        del loop
+        gc.collect()  # as it may happen by itself, at any line
+    for thread in threads():
+        thread.join(20)
+
+
+def test_items_that_come_twice_are_computed_once(tmp_path: Path) -> None:
+    computed: list[int] = []
+    transform = mt.Compose([mt.Lambda(lambda n: computed.append(n) or {"x": torch.tensor(n)})])
+    dataset = GDSDataset([0, 1, 2], transform, tmp_path / "cache", "cpu", hash_transform=None)
+    batches = list(GDSDataLoader(dataset, batch_size=3, sampler=[1, 1, 2, 1, 2, 0]))
+    assert [batch["x"].tolist() for batch in batches] == [[1, 1, 2], [1, 2, 0]]
+    assert computed == [1, 2, 0]
+
+
 def test_a_loop_that_was_never_finished_does_not_keep_the_interpreter(tmp_path: Path) -> None:
     printed = python(
         """
