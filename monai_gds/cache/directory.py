@@ -401,10 +401,6 @@ class CacheDirectory:
         """
         process_writer().submit(self.record_path(key.digest), self.publish, key, item)
 
-    def flush(self) -> None:
-        """Waits until everything that was to be published is there, or was reported."""
-        process_writer().flush()
-
     def _temporary(self, digest: str) -> str:
         folder = f"{self.path}/{_TEMPORARY}"
         os.makedirs(folder, exist_ok=True)
@@ -475,6 +471,17 @@ def _started(pid: int | str) -> str | None:
         return None
 
 
+def _is_hidden(pid: str) -> bool:
+    """Whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
+    try:
+        os.kill(int(pid), 0)  # sends nothing
+    except PermissionError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        pass
+    return False
+
+
 def _owner() -> str:
     return f"{_place()}.{os.getpid()}.{_started(os.getpid())}"
 
@@ -482,7 +489,9 @@ def _owner() -> str:
 def _owner_lives(name: str, path: str) -> bool:
     _, place, pid, started, _ = [*name.split("."), "", "", "", ""][:5]
     if place == _place():
-        return _started(pid) == started
+        now = _started(pid)
+        if now is not None or not _is_hidden(pid):
+            return now == started
     try:
         return time.time() - os.stat(path).st_mtime < _FOREIGN_SECONDS
     except OSError:

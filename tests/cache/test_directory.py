@@ -494,6 +494,24 @@ def test_whose_temporaries_go(tmp_path: Path, name: str, age: int, stays: bool) 
     assert path.exists() == stays
 
 
+def test_the_temporary_of_a_process_that_cannot_be_seen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /proc is mounted with hidepid: of another user's process there is only the answer of kill()."""
+
+    def not_permitted(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", not_permitted)
+    monkeypatch.setattr(directory, "_started", lambda pid: None)
+    path = tmp_path / ".tmp" / f"{'d' * 32}.{directory._place()}.4000.77.0"
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    prepare(tmp_path)
+    assert path.exists()
+    os.utime(path, (0, 0))
+    prepare(tmp_path)
+    assert not path.exists()
+
+
 def _fill(folder: Path, seed: int) -> list[str]:
     """Reads or makes every record several times, in an order of its own."""
     cache, rng = opened(folder), np.random.default_rng(seed)
