@@ -61,7 +61,8 @@ def collate(batch: Sequence[Any]) -> Any:
     items consist of. The item itself must not be used any more; do not use this function with a dataset that keeps the
     items that it gives.
 
-    CUDA tensors are stacked on their device; nothing waits for it.
+    CUDA tensors are stacked on their device; nothing waits for it. Numbers and small arrays lie in memory of NumPy's,
+    many in one block, so that ``resize_`` refuses them, as it does whatever comes from a worker of a DataLoader.
 
     Args:
         batch: items; lists of items, as ``num_samples`` crops give them, are joined.

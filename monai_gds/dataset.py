@@ -60,6 +60,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     that ``Invert`` works on cached items. Numeric arrays of the item become tensors on the device; arrays inside
     metadata keep their type and stay on the CPU; string arrays stay NumPy. On a CPU target the tensors are private
     mappings of the record: a crop touches only the pages it needs, and an in-place transform never reaches the file.
+    (What no mapping can do is to grow: ``resize_`` refuses such a tensor.)
 
     Records are shared: many processes, runs and experiments may use one ``cache_dir`` at once. Changed transforms,
     changed items, and source files whose size or mtime changed get records of their own; ``monai-gds cache prune``

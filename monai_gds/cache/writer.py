@@ -76,24 +76,25 @@ class Writer:
             self._unsaved[path] += 1
         try:
             copies = snapshot(list(item.tensors.values()))  # the tree and its packed arrays are copies already
-            rest = replace(item, tensors={})
-            self._start(_Job(path, publish, key, rest, tuple(item.tensors), copies, nbytes))
+            job = _Job(path, publish, key, replace(item, tensors={}), tuple(item.tensors), copies, nbytes)
         except BaseException:
             self._done(path, nbytes)
             raise
+        self._start(job)
 
     def _start(self, job: _Job) -> None:
         with self._changed:
             self._jobs.append(job)
             if self._thread is not None:
                 return
-            self._thread = threading.Thread(target=self._run, name="monai-gds-writer")
-            try:
-                self._thread.start()
-                return
-            except RuntimeError:  # no more threads, or the interpreter is ending
-                pass
-        self._run()
+            self._thread = thread = threading.Thread(target=self._run, name="monai-gds-writer")
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or the interpreter is ending
+            self._run()
+        except BaseException:  # Ctrl-C: whether the thread runs is not known, and somebody may wait for the job
+            self._run()
+            raise
 
     def wait_for(self, path: str) -> None:
         """Waits until no item is waiting to be written to this path."""

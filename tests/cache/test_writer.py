@@ -127,6 +127,27 @@ def test_a_forked_child_does_not_write_or_wait_for_the_parents_items() -> None:
     assert [name for name, _, _ in disk.got] == ["a"]
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_an_interrupt_while_the_thread_starts_loses_nothing(monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
+    disk, writer, start = Disk(), Writer(), threading.Thread.start
+
+    def interrupt(thread: threading.Thread) -> None:
+        if started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupt)
+        writer.submit("a", disk.publish, key("a"), item(1))
+    flushed = threading.Thread(target=writer.flush, daemon=True)
+    flushed.start()
+    flushed.join(20)
+    assert not flushed.is_alive()
+    writer.submit("b", disk.publish, key("b"), item(2))
+    writer.wait_for("b")
+    assert [name for name, _, _ in disk.got] == ["a", "b"]
+
+
 def test_no_more_threads_means_that_the_caller_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     disk, writer = Disk(), Writer()
 
