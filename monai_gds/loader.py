@@ -253,8 +253,24 @@ def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> bool:
         return False
 
 
+def _begin_together(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun]:
+    """As ``dataset.begin``, but what is wrong with an item is raised when its turn comes to be finished."""
+    try:
+        return dataset.begin(indices)
+    except Exception as e:
+        if len(indices) == 1:
+            return [Begun(partial(_fail, e))]
+    return [_begin_together(dataset, [index])[0] for index in indices]
+
+
+def _fail(error: Exception) -> Any:
+    raise error
+
+
 class _ReadAhead:
     """Begins the reads of the records that come next, within the bounds. Belongs to the loader's thread.
+
+    What goes wrong ahead of the batch that is wanted is raised in the place of its own.
 
     Args:
         batches: indices of the batches.
@@ -272,10 +288,13 @@ class _ReadAhead:
         self._helpers = helpers
         self._drawn: deque[list[_Record]] = deque()
         self._waiting: deque[_Record] = deque()  # of those drawn, the ones that are not begun
+        self._error: Exception | None = None  # behind those drawn
 
     def next_batch(self) -> tuple[list[Any], int, int] | None:
         """The items of the next batch behind their random transforms, and the records and bytes that they hold."""
         if not self._drawn and not self._draw():
+            if self._error is not None:
+                raise self._error
             return None
         items, nbytes = [], 0
         for record in self._drawn.popleft():
@@ -301,17 +320,23 @@ class _ReadAhead:
         records = [self._waiting.popleft() for _ in range(count)]
         for dataset, of_one in groupby(records, attrgetter("dataset")):
             together = list(of_one)
-            for record, begun in zip(together, dataset.begin([r.index for r in together]), strict=True):
+            for record, begun in zip(together, _begin_together(dataset, [r.index for r in together]), strict=True):
                 record.begun = begun
                 if self._helpers is not None and not begun.nbytes:
                     record.saved = self._helpers.save(dataset, record.index)
                 self._flight.add(1, begun.nbytes)
 
     def _draw(self) -> bool:
-        indices = next(self._batches, None)
-        if indices is None:
+        if self._error is not None:
             return False
-        records = [_Record(*self._resolve(index)) for index in indices]
+        try:
+            indices = next(self._batches, None)
+            if indices is None:
+                return False
+            records = [_Record(*self._resolve(index)) for index in indices]
+        except Exception as e:  # of the user's sampler, or an index that there is not
+            self._error = e
+            return False
         self._flight.expect(len(records))
         self._drawn.append(records)
         self._waiting.extend(records)

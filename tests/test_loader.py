@@ -455,7 +455,7 @@ def test_the_loop_is_over_after_an_error(make: Make) -> None:
         next(loop)
 
 
-@pytest.mark.parametrize("what", ["sampler", "collate_fn"])
+@pytest.mark.parametrize("what", ["sampler", "index", "collate_fn", "data"])
 def test_errors_in_the_users_own_parts(make: Make, what: str) -> None:
     def sampler() -> Iterator[int]:
         yield from (0, 1)
@@ -473,12 +473,26 @@ def test_errors_in_the_users_own_parts(make: Make, what: str) -> None:
             raise OSError("no more numbers")
         return items
 
-    settings: dict[str, Any] = {"sampler": Sampler()} if what == "sampler" else {"collate_fn": collate}
-    seen = 0
-    with pytest.raises(OSError, match="no more numbers"):
-        for _ in GDSDataLoader(make(), prefetch=1, **settings):
-            seen += 1
-    assert seen == 2
+    class Data(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 2:
+                raise OSError("no more numbers")
+            return super().__getitem__(index)
+
+    settings: dict[str, dict[str, Any]] = {
+        "sampler": {"sampler": Sampler()},
+        "index": {"sampler": [0, 1, 7, 2]},
+        "collate_fn": {"collate_fn": collate},
+    }
+    dataset = make()
+    if what == "data":
+        dataset.set_data(Data(dataset.data))
+    seen = []
+    with pytest.raises((OSError, IndexError), match="no more numbers|out of range") as caught:
+        for batch in GDSDataLoader(dataset, **settings.get(what, {})):
+            seen.append(batch[0]["name"] if what == "collate_fn" else batch["name"][0])
+    assert seen == ["case 0", "case 1"]
+    assert len(traceback.extract_tb(caught.value.__traceback__)) > 3
 
 
 def test_a_stop_iteration_of_the_users_is_not_the_end_of_the_epoch(make: Make) -> None:
