@@ -22,7 +22,7 @@ from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds.cache.directory import CacheDirectory, PendingItem, Verify, explain, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
-from monai_gds.cache.key import Key, KeyMaker
+from monai_gds.cache.key import Key, KeyMaker, hash_text
 from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved
@@ -463,9 +463,10 @@ def _in_worker() -> bool:
 
 def _hash_transforms(hash_func: Callable[..., bytes], transforms: list[Callable[..., Any]]) -> str:
     try:
-        return hash_func(transforms).decode("utf-8")
+        found = hash_func(transforms)
     except TypeError as e:
         # MONAI's json_hashing cannot take transforms, and MONAI then hashes their names.
         if "is not JSON serializable" not in str(e):
             raise
-        return hash_func("".join(type(t).__name__ for t in transforms)).decode("utf-8")
+        found = hash_func("".join(type(t).__name__ for t in transforms))
+    return hash_text(found, "hash_transform")

@@ -411,6 +411,12 @@ def test_missing_volume_is_monais_own_error(make: Make, cache_dir: Path) -> None
     assert records(cache_dir) == []
 
 
+@pytest.mark.parametrize("argument", ["hash_func", "hash_transform"])
+def test_a_hash_function_that_returns_no_bytes_is_named(make: Make, argument: str) -> None:
+    with pytest.raises(HashingError, match=f"{argument} returned a str: it has to return bytes"):
+        _ = make(**{argument: lambda value: "abc"})[0]
+
+
 def test_unhashable_transform_and_item_name_themselves(make: Make) -> None:
     handle = open("/dev/null")  # noqa: SIM115
     with pytest.raises(HashingError, match=r"variable handle.*TextIOWrapper.*hash_transform=None"):

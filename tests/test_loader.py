@@ -488,7 +488,7 @@ def test_errors_in_the_users_own_parts(make: Make, what: str) -> None:
     if what == "data":
         dataset.set_data(Data(dataset.data))
     seen = []
-    with pytest.raises((OSError, IndexError), match="no more numbers|out of range") as caught:
+    with pytest.raises((OSError, IndexError), match=r"no more numbers|out of range") as caught:
         for batch in GDSDataLoader(dataset, **settings.get(what, {})):
             seen.append(batch[0]["name"] if what == "collate_fn" else batch["name"][0])
     assert seen == ["case 0", "case 1"]

@@ -19,7 +19,9 @@ from typing import Any
 import monai
 import numpy as np
 
-__all__ = ["Key", "KeyMaker", "source_stat", "strings"]
+from monai_gds.errors import HashingError
+
+__all__ = ["Key", "KeyMaker", "hash_text", "source_stat", "strings"]
 
 #: What is known of a source file: (size, mtime_ns); of a folder, (entries, a hash of their names, sizes and mtimes).
 Stat = tuple[int, int]
@@ -109,7 +111,22 @@ class KeyMaker:
 
     def _hash(self, item: Any) -> _Seen:
         paths = tuple(dict.fromkeys(strings(item))) if self._hash_sources else ()
-        return _Seen(self._hash_func(item).decode("utf-8"), paths)
+        return _Seen(hash_text(self._hash_func(item), "hash_func"), paths)
+
+
+def hash_text(found: Any, name: str) -> str:
+    """What a user's hash function returned, as text.
+
+    Args:
+        found: bytes, as MONAI's hash functions return.
+        name: of the argument that the function is.
+
+    Raises:
+        HashingError: it is anything else.
+    """
+    if not isinstance(found, bytes):
+        raise HashingError(f"{name} returned a {type(found).__name__}: it has to return bytes, a hash as text in UTF-8")
+    return found.decode("utf-8")
 
 
 class _Seen:
