@@ -61,7 +61,9 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI has no type hint
     is loaded as by MONAI's ``DataLoader``.
 
     With ``num_workers`` and a CUDA target, the workers compute what is not cached yet; reading and random transforms
-    stay in this process. With ``num_workers`` and a CPU target all is as in MONAI's ``DataLoader``.
+    stay in this process; they start with the first such item, and what is meant for workers that load batches
+    (``worker_init_fn``, ``timeout``, ``prefetch_factor``, ``persistent_workers``) has no effect on them. With
+    ``num_workers`` and a CPU target all is as in MONAI's ``DataLoader``.
 
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
     Leaving the loop stops everything.
