@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from monai_gds.errors import BrokenImage
 from monai_gds.imagenet.decoding import Decoding, broken_images
@@ -52,7 +52,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             installed). Tensors of one batch are slices of one buffer (packed: of one file's images), which one of them
             keeps alive.
         shuffle: a new order every epoch. A packed folder is shuffled within windows of ``window`` of its files.
-        seed: of the order and of random transforms.
+        seed: of the order and of random transforms, which are other ones on every shard.
         shard_id, num_shards: this process's share of each epoch; default: rank and world size of torch.distributed
             where it is initialised, else everything.
         last_batch: ``"partial"``, ``"fill"`` or ``"drop"``, see :class:`~monai_gds.imagenet.sampling.Sampler`.
@@ -130,7 +130,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             last_batch=last_batch, window=window,
         )  # fmt: skip
         self._reader = self._open_reader(packed_or_not, window, storage_options)
-        self._pipe = self._make_pipeline(threads or min(8, os.cpu_count() or 1), seed)
+        self._pipe = self._make_pipeline(threads or min(8, os.cpu_count() or 1))
         self.broken: dict[str, str] = {}
         self.copied_back = 0
         self._replaced: set[int] = set()
@@ -170,7 +170,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
     def _uses_dali(self) -> bool:
         return self._decode or self._graph is not None or self.reader in ("dali", "python-file")
 
-    def _make_pipeline(self, threads: int, seed: int) -> FedPipeline[Batch] | None:
+    def _make_pipeline(self, threads: int) -> FedPipeline[Batch] | None:
         if not self._uses_dali:
             return None
         dali()  # an error now, not at the first batch
@@ -181,9 +181,11 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             # A graph of the user's may hand its input through, and the reader fills buffers again: let DALI copy.
             on_device = "gpu" if self._reader.device.type == "cuda" and not self._decode else "cpu"
             inputs = {"image": Input(on_device, self._recycles), "label": Input()}
+        sampler = self._sampler
         return FedPipeline(
-            inputs, self._nodes, batch_size=self._sampler.batch_size, device=self.device, threads=threads, seed=seed
-        )
+            inputs, self._nodes, batch_size=sampler.batch_size, device=self.device, threads=threads,
+            seed=sampler.seed + sampler.shard_id,
+        )  # fmt: skip
 
     @property
     def _recycles(self) -> bool:
@@ -219,7 +221,16 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Begins a new epoch, and ends the one under way if there is one."""
+        """Begins a new epoch, and ends the one under way if there is one.
+
+        Raises:
+            RuntimeError: in a DataLoader's worker process.
+        """
+        if get_worker_info() is not None:  # each worker would give all images again
+            raise RuntimeError(
+                "ImageNetDataset reads ahead and decodes in threads of its own and needs no workers: give it to a "
+                "DataLoader with num_workers=0 and batch_size=None, or use it in the DataLoader's place"
+            )
         self.reset()
         epoch, self._epoch = self._epoch, self._epoch + 1
         run = self._run(epoch)

@@ -230,6 +230,15 @@ def test_flips_are_random_and_follow_the_seed(folder: Path) -> None:
     assert 0 < sum(a != b for a, b in zip(plain, flipped, strict=True)) < COUNT
 
 
+def test_each_shard_flips_in_its_own_way(folder: Path, tmp_path: Path) -> None:
+    """Ranks that drew the same random numbers would all mirror the same places of a batch."""
+    (tmp_path / "n0").mkdir()
+    for i in range(32):
+        shutil.copy(next(folder.glob("*/*")), tmp_path / "n0" / f"{i}.jpg")
+    first, second = (samples(dataset(tmp_path, 16, flip=True, shard_id=i, num_shards=2)) for i in range(2))
+    assert first != second
+
+
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("reader", ["posix", "dali"])
 def test_a_graph_of_ones_own(folder: Path, reader: str, decode: bool) -> None:
@@ -326,6 +335,12 @@ def test_a_batch_larger_than_the_dataset(folder: Path) -> None:
 def test_in_a_data_loader(folder: Path) -> None:
     loader = torch.utils.data.DataLoader(dataset(folder, crop=(8, 8)), batch_size=None)
     assert [tuple(b["image"].shape) for b in loader][:2] == [(4, 8, 8, 3)] * 2
+
+
+def test_workers_would_give_every_image_again(folder: Path) -> None:
+    loader = torch.utils.data.DataLoader(dataset(folder, decode=False), batch_size=None, num_workers=2)
+    with pytest.raises(RuntimeError, match="num_workers=0 and batch_size=None"):
+        list(loader)
 
 
 def test_in_monais_trainer(folder: Path) -> None:
