@@ -125,14 +125,7 @@ class FedPipeline(Generic[T]):
                 DALI raised: often a RuntimeError, but also a ValueError for a layout, a KeyError for an argument…
             Exception: whatever ``feeds`` or ``arrays`` raised, once everything fed before has come out.
         """
-        if self._pipe is None:
-            try:
-                self._pipe = self._build()
-            except Exception as e:
-                if not _by_dali(e):  # the user's function may have errors of its own
-                    raise
-                raise PipelineFailed(e, []) from e
-        pipe = self._pipe
+        pipe = self._built()
         under_way: deque[T] = deque()
         pipe.source = _Source(iter(feeds), arrays, under_way)
         try:
@@ -177,6 +170,20 @@ class FedPipeline(Generic[T]):
     def discard(self) -> None:
         """Frees the pipeline; the next run builds a new one."""
         self._pipe = None
+
+    def epoch_size(self, reader: str) -> int:
+        """How many samples there are in a reader of the graph's own, by its name."""
+        return int(self._built().reader_meta(reader)["epoch_size"])
+
+    def _built(self) -> Any:
+        if self._pipe is None:
+            try:
+                self._pipe = self._build()
+            except Exception as e:
+                if not _by_dali(e):  # the user's function may have errors of its own
+                    raise
+                raise PipelineFailed(e, []) from e
+        return self._pipe
 
     def _build(self) -> Any:
         fn = dali().fn

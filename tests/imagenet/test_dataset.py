@@ -447,6 +447,52 @@ def test_a_broken_jpeg_is_named_for_dalis_reader_too(copy_of: Callable[[], Path]
     assert e.value.path == str(bad)
 
 
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("last_batch", ["partial", "drop"])
+def test_files_that_dalis_reader_cannot_read_are_named(
+    copy_of: Callable[[], Path], decode: bool, shuffle: bool, last_batch: Any
+) -> None:
+    root = copy_of()
+    bad = sorted(root.glob("*/*"))[-2]
+    arguments: dict[str, Any] = {"decode": decode, "shuffle": shuffle, "last_batch": last_batch}
+    ours, other = (dataset(root, 4, "dali", **arguments) for _ in range(2))
+    bad.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(BrokenImage, match="empty") as e:
+            list(ours)
+        assert e.value.path == str(bad)
+    bad.unlink()
+    with pytest.raises(ImageListError, match="held 23 images when it was listed and holds 22 now"):
+        list(other)
+
+
+def test_dalis_shuffled_reader_says_who_names_a_broken_image(copy_of: Callable[[], Path]) -> None:
+    root = copy_of()
+    sorted(root.glob("*/*"))[9].write_bytes(b"no image at all")
+    with pytest.raises(PipelineFailed) as e:
+        list(dataset(root, reader="dali", shuffle=True))
+    assert "another reader names a broken image" in e.value.__notes__[0]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_a_graph_of_ones_own_cannot_decode_is_named(copy_of: Callable[[], Path], reader: str) -> None:
+    from nvidia.dali import fn
+
+    def graph(jpegs: Any, labels: Any) -> Any:
+        return fn.resize(fn.decoders.image(jpegs, device="cpu"), size=(8, 8)), labels
+
+    root = copy_of()
+    bad = sorted(root.glob("*/*"))[9]
+    bad.write_bytes(b"no image at all")
+    with pytest.raises(BrokenImage, match="cannot be decoded") as e:
+        list(dataset(root, 4, reader, decode=False, graph=graph))
+    assert e.value.path == str(bad)
+    skipping = dataset(root, 4, reader, decode=False, graph=graph, skip_broken=True)
+    assert len(samples(skipping)) == COUNT
+    assert list(skipping.broken) == [str(bad)]
+
+
 def test_what_came_before_a_broken_image_is_given(copy_of: Callable[[], Path]) -> None:
     root = copy_of()
     sorted(root.glob("*/*"))[-1].write_bytes(b"no image at all")
