@@ -123,7 +123,8 @@ class FedPipeline(Generic[T]):
         Raises:
             PipelineFailed: DALI gave up, or refused the graph; the next run builds a new pipeline. Its cause is what
                 DALI raised: often a RuntimeError, but also a ValueError for a layout, a KeyError for an argument…
-            Exception: whatever ``feeds`` or ``arrays`` raised, once everything fed before has come out.
+            Exception: whatever ``feeds`` or ``arrays`` raised. It comes once everything fed before has come out, and so
+                does PipelineFailed where DALI refused a batch's arrays.
         """
         pipe = self._built()
         under_way: deque[T] = deque()
@@ -132,16 +133,16 @@ class FedPipeline(Generic[T]):
             pipe.schedule_run()
             while not pipe.empty():
                 outputs = pipe.share_outputs()
+                feed = under_way.popleft()
+                pipe.schedule_run()  # first of all: with a batch less under way DALI may run dry
                 result = {name: to_torch(out) for name, out in zip(self._outputs, outputs, strict=True)}
                 del outputs
                 pipe.release_outputs()
-                feed = under_way.popleft()
-                pipe.schedule_run()
                 yield feed, result
             if pipe.source.error is not None:
                 raise pipe.source.error
         except Exception as e:
-            if e is pipe.source.error:
+            if e is pipe.source.error and not pipe.source.refused:
                 raise
             # DALI's threads may still read what was fed: end them before the caller can let go of it.
             self._pipe = None
@@ -206,19 +207,22 @@ class _Source(Generic[T]):
         self._arrays = arrays
         self._under_way = under_way
         self.error: Exception | None = None
+        self.refused = False  # whether the error is DALI's, which may have taken some of the batch's inputs
 
     def feed(self, pipe: Any) -> None:
         try:
             feed = next(self._feeds)
             arrays = self._arrays(feed)
+            self._under_way.append(feed)
+            self.refused = True
+            for name, data in arrays.items():
+                pipe.feed_input(name, data)
+            self.refused = False
         except StopIteration:
             raise
         except Exception as e:
             self.error = e
             raise StopIteration from e
-        self._under_way.append(feed)
-        for name, data in arrays.items():
-            pipe.feed_input(name, data)
 
     def stop(self) -> None:
         self._feeds = iter(())
