@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from monai_gds.errors import BrokenImage, ImageListError
+from monai_gds.imagenet.closing import close_when_dropped
 from monai_gds.imagenet.decoding import Decoding, broken_images, reason
 from monai_gds.imagenet.listing import StrPath
 from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, dali
@@ -138,7 +139,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self._epoch = 0
         self._running: weakref.ref[Iterator[dict[str, Any]]] | None = None
         if self._reader is not None:
-            weakref.finalize(self, self._reader.close)
+            close_when_dropped(self, self._reader.close)
 
     def _check(self, reader: str) -> None:
         transforms = self._decoding.crop or self._decoding.flip or self._decoding.normalize
@@ -183,8 +184,15 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             on_device = "gpu" if self._reader.device.type == "cuda" and not self._decode else "cpu"
             inputs = {"image": Input(on_device, self._recycles), "label": Input()}
         sampler = self._sampler
+        weakly = weakref.WeakMethod(self._nodes)  # no cycle: a dropped dataset frees GPU memory at once
+
+        def nodes(inputs: dict[str, Any]) -> dict[str, Any]:
+            method = weakly()
+            assert method is not None  # who runs the pipeline has the dataset
+            return method(inputs)
+
         return FedPipeline(
-            inputs, self._nodes, batch_size=sampler.batch_size, device=self.device, threads=threads,
+            inputs, nodes, batch_size=sampler.batch_size, device=self.device, threads=threads,
             seed=sampler.seed + sampler.shard_id,
         )  # fmt: skip
 

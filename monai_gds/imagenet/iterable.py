@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -79,7 +80,7 @@ class DaliIterator:
         self.device = resolve_device(device)
         self._source = source
         self._batch_size = batch_size
-        self._graph = graph or self._bring_to_device
+        self._graph = graph
         self._keys = tuple(keys) if keys is not None else None
         self._already_batched = already_batched
         self._threads = threads or min(8, os.cpu_count() or 1)
@@ -155,9 +156,11 @@ class DaliIterator:
             key: Input(kind.device, options={"layout": self._layouts[key]} if key in self._layouts else None)
             for key, kind in self._kinds.items()
         }
+        there = {key for key, kind in self._kinds.items() if kind.device == "gpu" or self.device.type == "cpu"}
         return FedPipeline(
-            inputs, self._graph, batch_size=self._batch_size, device=self.device, threads=self._threads, seed=self._seed
-        )
+            inputs, self._graph or partial(_bring_to_device, there=there), batch_size=self._batch_size,
+            device=self.device, threads=self._threads, seed=self._seed,
+        )  # fmt: skip
 
     def _arrays(self, batch: Any) -> dict[str, Any]:
         columns = self._columns(batch)
@@ -169,10 +172,10 @@ class DaliIterator:
                     raise ValueError(f"{key!r} was {self._kinds[key]} and is now {kind}")
         return columns
 
-    def _bring_to_device(self, nodes: dict[str, Any]) -> dict[str, Any]:
-        if self.device.type == "cpu":
-            return nodes
-        return {key: node if self._kinds[key].device == "gpu" else node.gpu() for key, node in nodes.items()}
+
+def _bring_to_device(nodes: dict[str, Any], there: Collection[str]) -> dict[str, Any]:
+    """The graph where the user has none."""
+    return {key: node if key in there else node.gpu() for key, node in nodes.items()}
 
 
 #: It is used like a function.

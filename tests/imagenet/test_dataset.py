@@ -6,7 +6,9 @@ import gc
 import os
 import shutil
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -311,8 +313,46 @@ def test_dropped_half_way_nothing_stays(folder: Path, packed: Path) -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         use()
+    soon = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < soon:
+        time.sleep(0.01)
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.mark.parametrize("reader", ["posix", "dali"])
+def test_a_dropped_dataset_is_gone_at_once(folder: Path, reader: str) -> None:
+    """Its pipeline may hold much of a GPU's memory: not until the garbage collector comes by."""
+    gc.disable()
+    try:
+        ours = dataset(folder, 2, reader)
+        next(iter(ours))
+        gone = weakref.ref(ours)
+        pipe = weakref.ref(ours._pipe)
+        del ours
+        assert gone() is None
+        assert pipe() is None
+    finally:
+        gc.enable()
+
+
+def test_dropping_waits_for_nobody(folder: Path) -> None:
+    """The garbage collector may drop it in a thread that holds a lock which the reader's threads need to end."""
+    ours = dataset(folder, 2)
+    reader = ours._reader
+    may_close, closed = threading.Event(), threading.Event()
+
+    class Slow:
+        def close(self) -> None:
+            may_close.wait(20)
+            closed.set()
+
+    reader._storage = Slow()  # type: ignore[union-attr]
+    del reader, ours
+    gc.collect()
+    assert not closed.is_set()
+    may_close.set()
+    assert closed.wait(20)
 
 
 def test_closing_frees_and_it_can_be_used_again(folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,18 @@ def test_leaving_a_loop_starts_anew() -> None:
         assert batch["label"].tolist() == [0, 1, 2, 3]
         break
     assert flat(ours) == list(range(40))
+
+
+def test_a_dropped_one_is_gone_at_once() -> None:
+    gc.disable()
+    try:
+        ours = loader([sample(i) for i in range(40)])
+        next(iter(ours))
+        gone = weakref.ref(ours)
+        del ours
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_can_be_iterated_once_says_so() -> None:
