@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from monai_gds.bench.report import Report, Row
-from monai_gds.errors import BackendUnavailable
+from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import dali_iterator, squirrel_source
 from monai_gds.imagenet.decoding import IMAGENET_MEAN, IMAGENET_STD
 from monai_gds.imagenet.pipeline import dali
@@ -166,7 +166,14 @@ QUESTIONS: Mapping[str, Callable[[Settings], Report]] = {
 
 
 def measure(settings: Settings, questions: Sequence[str]) -> list[Report]:
-    """Answers questions, by their names in :data:`QUESTIONS`."""
+    """Answers questions, by their names in :data:`QUESTIONS`.
+
+    Raises:
+        BackendUnavailable: squirrel-core is not installed.
+        ImageListError: the store holds nothing.
+    """
+    if not settings.store.is_dir() or not any(True for _ in samples(settings).get_iter()):
+        raise ImageListError(f"{settings.store} is no store of samples: `monai-gds pack --format squirrel` writes one")
     return [QUESTIONS[name](settings) for name in questions]
 
 

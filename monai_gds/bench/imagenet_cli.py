@@ -78,12 +78,14 @@ def loaders(
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(bench.PEERS)}", param_hint="--reader")
     if datadir is None and make is None:
         raise typer.BadParameter("name a folder of images, or let --make N make one", param_hint="--datadir")
+    block: dict[str, Any] = {"uri": uri, "mem": "gpu" if mem is Memory.GPU else None, "blockmap": bmap}
+    if (uri or mem or bmap) and not bench.BLOCK_READERS.intersection(wanted):
+        raise typer.BadParameter("--uri, --mem and --bmap are for the block readers", param_hint="--reader")
     target = resolve_device(device)
     cores = os.cpu_count() or 1
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-bench-")))
         datadir = _image_folder(datadir, make, temporary)
-        block: dict[str, Any] = {"uri": uri, "mem": "gpu" if mem is Memory.GPU else None, "blockmap": bmap}
         settings = bench.Settings(
             datadir, packed or temporary / "packed", target, batchsize, batches, threads=threads or
             [t for t in (1, 2, 4, 8, 16) if t <= cores], repeats=repeats, block={k: v for k, v in block.items() if v},

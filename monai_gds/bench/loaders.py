@@ -20,13 +20,16 @@ import numpy as np
 import torch
 
 from monai_gds.bench.report import Report, Row
-from monai_gds.errors import BackendUnavailable
+from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import ImageNetDataset
 from monai_gds.imagenet.listing import list_folder
 from monai_gds.imagenet.packed import is_packed, open_packed, pack_folder
 from monai_gds.imagenet.pipeline import dali
 
-__all__ = ["PEERS", "Settings", "compare"]
+__all__ = ["BLOCK_READERS", "PEERS", "Settings", "compare"]
+
+#: Which readers take a drive, its buffers' place and a block map.
+BLOCK_READERS = frozenset({"xnvme-block", "xnvme-gds"})
 
 #: Called with the peer, images so far, and images a second so far.
 Progress: TypeAlias = Callable[[str, int, float], None]
@@ -110,7 +113,7 @@ def ours(reader: str) -> Peer:
             {} if settings.decode or reader.startswith(("xnvme", "deep")) else {"threads": threads}
         )
         root = settings.packed if reader == "packed" else settings.datadir
-        if reader in ("xnvme-block", "xnvme-gds"):
+        if reader in BLOCK_READERS:
             options.update(settings.block)
             root = Path(settings.block.get("blockmap", root))
         dataset = ImageNetDataset(
@@ -143,15 +146,17 @@ def compare(settings: Settings, readers: Sequence[str], progress: Progress) -> R
         progress: called now and then.
 
     Raises:
-        ImageListError: the folder cannot be used.
+        ImageListError: the folder cannot be used, or the packed one has other images.
         ValueError: it holds less than a batch.
     """
     images = list_folder(settings.datadir)
     if settings.batch_size > len(images):
         raise ValueError(f"a batch of {settings.batch_size} is larger than the {len(images)} images there are")
     count = settings.batches or len(images) // settings.batch_size
-    if "packed" in readers and not is_packed(settings.packed):
-        pack_folder(images, settings.packed)
+    if "packed" in readers:
+        packed = open_packed(settings.packed) if is_packed(settings.packed) else pack_folder(images, settings.packed)
+        if list(packed.images.names) != list(images.names):
+            raise ImageListError(f"{settings.packed} does not hold the images of {settings.datadir}: pack that folder")
     best: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for name in readers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-from monai_gds.errors import BrokenImage
-from monai_gds.imagenet.decoding import Decoding, broken_images
+from monai_gds.errors import BrokenImage, ImageListError
+from monai_gds.imagenet.closing import close_when_dropped
+from monai_gds.imagenet.decoding import Decoding, broken_images, reason
 from monai_gds.imagenet.listing import StrPath
 from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, dali
 from monai_gds.imagenet.readers import Batch, Reader
@@ -43,8 +45,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         root: ``<root>/<class>/<file>``, a folder written by ``monai-gds pack``, or a block map of such a folder.
         batch_size: images a batch.
         reader: how encoded images are read: ``auto``, ``posix``, ``kvikio``, ``deepnvme``, ``deepnvme-gds``,
-            ``xnvme-file``, ``xnvme-block`` (or ``xnvme-gds``), ``packed``; ``dali`` is DALI's own ``fn.readers.file``,
-            ``python-file`` plain Python.
+            ``xnvme-file``, ``xnvme-block`` (or ``xnvme-gds``), ``packed``; ``python-file`` is plain Python, ``dali``
+            DALI's own ``fn.readers.file``, which maps files: cutting one that it has mapped ends the process.
         device: where the batches go: an int or ``"cuda:N"``, ``"cpu"``, or None for the current CUDA device if there is
             one and the CPU if not.
         decode: decode with DALI, on the GPU if ``device`` is one. False gives the encoded bytes as a list of 1-D uint8
@@ -52,7 +54,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             installed). Tensors of one batch are slices of one buffer (packed: of one file's images), which one of them
             keeps alive.
         shuffle: a new order every epoch. A packed folder is shuffled within windows of ``window`` of its files.
-        seed: of the order and of random transforms.
+        seed: of the order and of random transforms, which are other ones on every shard.
         shard_id, num_shards: this process's share of each epoch; default: rank and world size of torch.distributed
             where it is initialised, else everything.
         last_batch: ``"partial"``, ``"fill"`` or ``"drop"``, see :class:`~monai_gds.imagenet.sampling.Sampler`.
@@ -77,8 +79,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         ImageListError: no class, no image, a link to nothing, a packed folder with a missing file.
         ValueError: an argument makes no sense, or ``last_batch="drop"`` leaves no batch.
 
-    While iterating: BrokenImage names an image that is empty or cannot be decoded, OSError a file that is gone; the
-    dataset can be iterated again.
+    While iterating: BrokenImage names an image that is empty or cannot be decoded (reader ``dali`` only with
+    ``shuffle=False``), OSError a file that is gone; the dataset can be iterated again.
 
     Example:
         >>> from pathlib import Path
@@ -130,14 +132,14 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             last_batch=last_batch, window=window,
         )  # fmt: skip
         self._reader = self._open_reader(packed_or_not, window, storage_options)
-        self._pipe = self._make_pipeline(threads or min(8, os.cpu_count() or 1), seed)
+        self._pipe = self._make_pipeline(threads or min(8, os.cpu_count() or 1))
         self.broken: dict[str, str] = {}
         self.copied_back = 0
         self._replaced: set[int] = set()
         self._epoch = 0
         self._running: weakref.ref[Iterator[dict[str, Any]]] | None = None
         if self._reader is not None:
-            weakref.finalize(self, self._reader.close)
+            close_when_dropped(self, self._reader.close)
 
     def _check(self, reader: str) -> None:
         transforms = self._decoding.crop or self._decoding.flip or self._decoding.normalize
@@ -170,7 +172,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
     def _uses_dali(self) -> bool:
         return self._decode or self._graph is not None or self.reader in ("dali", "python-file")
 
-    def _make_pipeline(self, threads: int, seed: int) -> FedPipeline[Batch] | None:
+    def _make_pipeline(self, threads: int) -> FedPipeline[Batch] | None:
         if not self._uses_dali:
             return None
         dali()  # an error now, not at the first batch
@@ -181,9 +183,18 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             # A graph of the user's may hand its input through, and the reader fills buffers again: let DALI copy.
             on_device = "gpu" if self._reader.device.type == "cuda" and not self._decode else "cpu"
             inputs = {"image": Input(on_device, self._recycles), "label": Input()}
+        sampler = self._sampler
+        weakly = weakref.WeakMethod(self._nodes)  # no cycle: a dropped dataset frees GPU memory at once
+
+        def nodes(inputs: dict[str, Any]) -> dict[str, Any]:
+            method = weakly()
+            assert method is not None  # who runs the pipeline has the dataset
+            return method(inputs)
+
         return FedPipeline(
-            inputs, self._nodes, batch_size=self._sampler.batch_size, device=self.device, threads=threads, seed=seed
-        )
+            inputs, nodes, batch_size=sampler.batch_size, device=self.device, threads=threads,
+            seed=sampler.seed + sampler.shard_id,
+        )  # fmt: skip
 
     @property
     def _recycles(self) -> bool:
@@ -219,7 +230,16 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Begins a new epoch, and ends the one under way if there is one."""
+        """Begins a new epoch, and ends the one under way if there is one.
+
+        Raises:
+            RuntimeError: in a DataLoader's worker process.
+        """
+        if get_worker_info() is not None:  # each worker would give all images again
+            raise RuntimeError(
+                "ImageNetDataset reads ahead and decodes in threads of its own and needs no workers: give it to a "
+                "DataLoader with num_workers=0 and batch_size=None, or use it in the DataLoader's place"
+            )
         self.reset()
         epoch, self._epoch = self._epoch, self._epoch + 1
         run = self._run(epoch)
@@ -308,6 +328,12 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         rounds = -(-sampler.count // (sampler.num_shards * sampler.batch_size))
         finished = False
         try:
+            found = self._pipe.epoch_size("files")
+            if found != sampler.count:
+                raise ImageListError(
+                    f"{self.images.root} held {sampler.count} images when it was listed and holds {found} now: "
+                    "list the files again"
+                )
             for number, outputs in self._pipe.run(range(rounds), lambda _: {}):  # type: ignore[arg-type]
                 if number < len(batches):  # type: ignore[operator]
                     batch = self._finish(outputs)
@@ -315,9 +341,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                     yield {key: value[:size] for key, value in batch.items()}
             finished = True
         except PipelineFailed as e:
-            if sampler.shuffle or not e.feeds:
-                raise
-            self._raise_broken_file(batches[e.feeds[0]], e)
+            self._raise_broken_file(batches, e)
         finally:
             if not finished:
                 self._pipe.discard()  # its reader cannot go back
@@ -345,10 +369,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             BrokenImage: there is such an image, and ``skip_broken`` is off.
             PipelineFailed: every image can be decoded, so that the error was another.
         """
-        found = False
+        found, decodes = False, self._decodes(error)
         for batch in batches:
             host = [image.cpu().numpy() for image in batch.images]
-            for position, why in broken_images(host, self.device, self._decoding.options) if self._decode else []:
+            for position, why in broken_images(host, self.device, self._decoding.options) if decodes else []:
                 found = True
                 self._skip(int(batch.indices[position]), why, error)
             if found:
@@ -369,15 +393,29 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self.broken[path] = why
         self._replaced.add(index)
 
-    def _raise_broken_file(self, indices: np.ndarray, error: PipelineFailed) -> None:
-        for index in dict.fromkeys(indices.tolist()):
-            path = self.images.path(index)
+    def _raise_broken_file(self, batches: Sequence[np.ndarray], error: PipelineFailed) -> None:
+        """Finds what ``fn.readers.file`` or the decoder behind it failed at: DALI names files that it cannot read, but
+        not those that it cannot decode."""
+        named = re.search(re.escape(self.images.root) + "/.*", reason(str(error)))
+        if named:
+            paths = [named[0]]
+        elif self._sampler.shuffle or not error.feeds:
+            error.add_note("reader='dali' does not say in which order it reads: another reader names a broken image")
+            raise error
+        else:
+            near = batches[error.feeds[0] : error.feeds[-1] + 2]  # the reader is a batch ahead
+            paths = [self.images.path(index) for index in dict.fromkeys(i for batch in near for i in batch.tolist())]
+        for path in paths:
             data = np.fromfile(path, dtype=np.uint8)
             if not len(data):
                 raise BrokenImage(path, "it is empty") from error
-            for _, why in broken_images([data], self.device, self._decoding.options) if self._decode else []:
+            for _, why in broken_images([data], self.device, self._decoding.options) if self._decodes(error) else []:
                 raise BrokenImage(path, f"it cannot be decoded: {why}") from error
         raise error
+
+    def _decodes(self, error: PipelineFailed) -> bool:
+        """Whether the pipeline that failed decodes; the user's graph may, where this class does not."""
+        return self._decode or ".decoders." in str(error)
 
 
 def _check_utf8(root: str) -> None:

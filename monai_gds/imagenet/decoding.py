@@ -11,7 +11,7 @@ import torch
 
 from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, dali
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Decoding", "broken_images"]
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Decoding", "broken_images", "reason"]
 
 #: Of ImageNet's training images, RGB, in units of 0 to 255: what torchvision's and DALI's examples use.
 IMAGENET_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
@@ -80,7 +80,7 @@ def broken_images(
             for _ in pipe.run([i], _feed(image)):
                 pass
         except PipelineFailed as e:
-            found.append((i, _reason(str(e))))
+            found.append((i, reason(str(e))))
     return found
 
 
@@ -88,7 +88,7 @@ def _feed(image: np.ndarray) -> Callable[[int], Mapping[str, Any]]:
     return lambda _: {"image": [image]}
 
 
-def _reason(message: str) -> str:
+def reason(message: str) -> str:
     """The telling line of DALI's message, which is mostly a traceback."""
     _, _, tail = message.partition("encountered:")
     lines = [line.strip() for line in tail.splitlines() if line.strip()]

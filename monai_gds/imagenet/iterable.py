@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -45,8 +46,9 @@ class DaliIterator:
         BackendUnavailable: DALI is not installed.
         ValueError: ``batch_size`` is not positive, or there is no such device.
 
-    While iterating: TypeError or ValueError for an item unlike the first (it names the key), RuntimeError when the
-    source has nothing left for another epoch, PipelineFailed for an error in the graph.
+    While iterating: TypeError or ValueError for an item that is no array of numbers, or unlike the first in its keys,
+    dtype, number of axes or device (it names the key), RuntimeError when the source has nothing left for another
+    epoch, PipelineFailed for an error in the graph.
 
     Example:
         >>> import numpy as np
@@ -78,14 +80,14 @@ class DaliIterator:
         self.device = resolve_device(device)
         self._source = source
         self._batch_size = batch_size
-        self._graph = graph or self._bring_to_device
+        self._graph = graph
         self._keys = tuple(keys) if keys is not None else None
         self._already_batched = already_batched
         self._threads = threads or min(8, os.cpu_count() or 1)
         self._seed = seed
         self._layouts = layouts or {}
         self._pipe: FedPipeline[Any] | None = None
-        self._devices: dict[str, str] = {}
+        self._kinds: dict[str, _Kind] = {}
         self._epochs = 0
         self._running: weakref.ref[Iterator[Any]] | None = None
 
@@ -122,10 +124,14 @@ class DaliIterator:
     def _columns(self, batch: Any) -> dict[str, Any]:
         """The batch by key: an array with a batch axis, or a list of arrays."""
         if self._already_batched:
-            return {
+            columns = {
                 key: [_array(sample, key) for sample in value] if isinstance(value, list) else _array(value, key)
                 for key, value in self._named(batch).items()
             }
+            sizes = {k: len(v) if isinstance(v, list) or v.ndim else 0 for k, v in columns.items()}
+            if len(set(sizes.values())) != 1 or 0 in sizes.values():
+                raise ValueError(f"a batch has one sample or more, and as many of every key: not {sizes}")
+            return columns
         samples = [self._named(sample) for sample in batch]
         if any(sample.keys() != samples[0].keys() for sample in samples):
             raise ValueError(f"samples of one batch have different keys: {[list(s) for s in samples]}")
@@ -145,46 +151,62 @@ class DaliIterator:
 
     def _build(self, columns: Mapping[str, Any]) -> FedPipeline[Any]:
         self._keys = tuple(columns)
-        self._devices = {key: _device_of(value) for key, value in columns.items()}
+        self._kinds = {key: next(_kinds(value)) for key, value in columns.items()}
         inputs = {
-            key: Input(device, options={"layout": self._layouts[key]} if key in self._layouts else None)
-            for key, device in self._devices.items()
+            key: Input(kind.device, options={"layout": self._layouts[key]} if key in self._layouts else None)
+            for key, kind in self._kinds.items()
         }
+        there = {key for key, kind in self._kinds.items() if kind.device == "gpu" or self.device.type == "cpu"}
         return FedPipeline(
-            inputs, self._graph, batch_size=self._batch_size, device=self.device, threads=self._threads, seed=self._seed
-        )
+            inputs, self._graph or partial(_bring_to_device, there=there), batch_size=self._batch_size,
+            device=self.device, threads=self._threads, seed=self._seed,
+        )  # fmt: skip
 
     def _arrays(self, batch: Any) -> dict[str, Any]:
         columns = self._columns(batch)
         for key, value in columns.items():
             if len(value) > self._batch_size:
                 raise ValueError(f"a batch of {len(value)} {key!r} is larger than batch_size={self._batch_size}")
-            if _device_of(value) != self._devices[key]:
-                raise ValueError(f"{key!r} was on the {self._devices[key]} and is now on the {_device_of(value)}")
+            for kind in _kinds(value):
+                if kind != self._kinds[key]:
+                    raise ValueError(f"{key!r} was {self._kinds[key]} and is now {kind}")
         return columns
 
-    def _bring_to_device(self, nodes: dict[str, Any]) -> dict[str, Any]:
-        if self.device.type == "cpu":
-            return nodes
-        return {key: node if self._devices[key] == "gpu" else node.gpu() for key, node in nodes.items()}
+
+def _bring_to_device(nodes: dict[str, Any], there: Collection[str]) -> dict[str, Any]:
+    """The graph where the user has none."""
+    return {key: node if key in there else node.gpu() for key, node in nodes.items()}
 
 
 #: It is used like a function.
 dali_iterator = DaliIterator
 
 
+class _Kind(NamedTuple):
+    """What all samples of a key have in common."""
+
+    device: str
+    dtype: Any
+    axes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} with {self.axes} axes on the {self.device}"
+
+
+def _kinds(column: Any) -> Iterator[_Kind]:
+    """Of each sample of a list, or of all samples of an array with a batch axis."""
+    for array, axes in [(a, a.ndim) for a in column] if isinstance(column, list) else [(column, column.ndim - 1)]:
+        yield _Kind("gpu" if hasattr(array, "__cuda_array_interface__") else "cpu", array.dtype, axes)
+
+
 def _array(value: Any, key: str) -> Any:
-    """An array as DALI takes it."""
+    """An array as DALI takes it: without gaps, and in this machine's byte order, which DALI assumes without a word."""
     if isinstance(value, torch.Tensor):
-        return value.detach() if value.is_cuda else value.detach().numpy()
+        value = value.detach().contiguous()
+        return value if value.is_cuda else value.numpy()
     if hasattr(value, "__cuda_array_interface__"):
         return value
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
         raise TypeError(f"{key!r} holds {type(value).__name__}, which is no array of numbers: leave it out with keys=…")
-    return array
-
-
-def _device_of(column: Any) -> str:
-    first = column[0] if isinstance(column, list) else column
-    return "gpu" if hasattr(first, "__cuda_array_interface__") else "cpu"
+    return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")

@@ -123,32 +123,26 @@ class FedPipeline(Generic[T]):
         Raises:
             PipelineFailed: DALI gave up, or refused the graph; the next run builds a new pipeline. Its cause is what
                 DALI raised: often a RuntimeError, but also a ValueError for a layout, a KeyError for an argument…
-            Exception: whatever ``feeds`` or ``arrays`` raised, once everything fed before has come out.
+            Exception: whatever ``feeds`` or ``arrays`` raised. It comes once everything fed before has come out, and so
+                does PipelineFailed where DALI refused a batch's arrays.
         """
-        if self._pipe is None:
-            try:
-                self._pipe = self._build()
-            except Exception as e:
-                if not _by_dali(e):  # the user's function may have errors of its own
-                    raise
-                raise PipelineFailed(e, []) from e
-        pipe = self._pipe
+        pipe = self._built()
         under_way: deque[T] = deque()
         pipe.source = _Source(iter(feeds), arrays, under_way)
         try:
             pipe.schedule_run()
             while not pipe.empty():
                 outputs = pipe.share_outputs()
+                feed = under_way.popleft()
+                pipe.schedule_run()  # first of all: with a batch less under way DALI may run dry
                 result = {name: to_torch(out) for name, out in zip(self._outputs, outputs, strict=True)}
                 del outputs
                 pipe.release_outputs()
-                feed = under_way.popleft()
-                pipe.schedule_run()
                 yield feed, result
             if pipe.source.error is not None:
                 raise pipe.source.error
         except Exception as e:
-            if e is pipe.source.error:
+            if e is pipe.source.error and not pipe.source.refused:
                 raise
             # DALI's threads may still read what was fed: end them before the caller can let go of it.
             self._pipe = None
@@ -178,6 +172,20 @@ class FedPipeline(Generic[T]):
         """Frees the pipeline; the next run builds a new one."""
         self._pipe = None
 
+    def epoch_size(self, reader: str) -> int:
+        """How many samples there are in a reader of the graph's own, by its name."""
+        return int(self._built().reader_meta(reader)["epoch_size"])
+
+    def _built(self) -> Any:
+        if self._pipe is None:
+            try:
+                self._pipe = self._build()
+            except Exception as e:
+                if not _by_dali(e):  # the user's function may have errors of its own
+                    raise
+                raise PipelineFailed(e, []) from e
+        return self._pipe
+
     def _build(self) -> Any:
         fn = dali().fn
         pipe = _pipeline_class()(**self._arguments)
@@ -199,19 +207,22 @@ class _Source(Generic[T]):
         self._arrays = arrays
         self._under_way = under_way
         self.error: Exception | None = None
+        self.refused = False  # whether the error is DALI's, which may have taken some of the batch's inputs
 
     def feed(self, pipe: Any) -> None:
         try:
             feed = next(self._feeds)
             arrays = self._arrays(feed)
+            self._under_way.append(feed)
+            self.refused = True
+            for name, data in arrays.items():
+                pipe.feed_input(name, data)
+            self.refused = False
         except StopIteration:
             raise
         except Exception as e:
             self.error = e
             raise StopIteration from e
-        self._under_way.append(feed)
-        for name, data in arrays.items():
-            pipe.feed_input(name, data)
 
     def stop(self) -> None:
         self._feeds = iter(())

@@ -23,7 +23,7 @@ class Sampler:
         count: images in all.
         batch_size: images a batch.
         shuffle: a new order every epoch; otherwise the order of the list.
-        seed: of the order; shards of one run must agree on it.
+        seed: of the order, 0 or more; shards of one run must agree on it.
         shard_id: this shard.
         num_shards: how many there are.
         last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` leaves out what
@@ -55,6 +55,8 @@ class Sampler:
             raise ValueError(f"last_batch={self.last_batch!r} is not one of {', '.join(get_args(LastBatch))}")
         if self.window < 1:
             raise ValueError(f"window={self.window}: at least one file is needed")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative")
         if self.count < self.num_shards:
             raise ValueError(f"{self.count} images cannot be spread over num_shards={self.num_shards}")
         if len(self) == 0:

@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from monai_gds.cli import app
-from monai_gds.imagenet import synthetic
+from monai_gds.errors import ImageListError
+from monai_gds.imagenet import pack_folder, synthetic
+from monai_gds.imagenet.listing import list_folder
 from tests.imagenet.conftest import folder  # noqa: F401
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
@@ -56,12 +58,31 @@ def test_loaders_make_their_images() -> None:
         (["loaders"], "--make N"),
         (["loaders", "--make", "4", "--reader", "nvme"], "'nvme' is not one of dali"),
         (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),
+        (["loaders", "--make", "4", "--reader", "posix", "--mem", "gpu"], "are for the block readers"),
         (["dali", "--only", "speed"], "'speed' is not one of"),
         (["dali", "--store", "s", "--datadir", "d"], "leave --datadir and --make out"),
     ],
 )
 def test_wrong_usage_is_code_two(arguments: list[str], message: str) -> None:
     assert message in " ".join(run(*arguments, code=2).replace("│", " ").split())
+
+
+def test_other_images_packed_are_refused(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "other" / "n0").mkdir(parents=True)
+    (tmp_path / "other" / "n0" / "a.jpg").write_bytes(next(folder.glob("*/*")).read_bytes())
+    pack_folder(list_folder(tmp_path / "other"), tmp_path / "packed")
+    command = ["bench", "loaders", "--datadir", str(folder), "--packed", str(tmp_path / "packed"), "--reader", "packed"]
+    with pytest.raises(ImageListError, match="does not hold the images of"):
+        CliRunner().invoke(app, [*command, "--batchsize", "4", "--device", "cpu"], catch_exceptions=False)
+
+
+def test_dali_on_a_store_without_samples(tmp_path: Path) -> None:
+    """It would measure how fast nothing is."""
+    pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+    for store in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ImageListError, match="is no store of samples"):
+            CliRunner().invoke(app, ["bench", "dali", "--store", str(store), "--device", "cpu"], catch_exceptions=False)
+    assert not (tmp_path / "absent").exists()
 
 
 def test_dali_on_images_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

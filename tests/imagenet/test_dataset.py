@@ -6,7 +6,9 @@ import gc
 import os
 import shutil
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -230,6 +232,15 @@ def test_flips_are_random_and_follow_the_seed(folder: Path) -> None:
     assert 0 < sum(a != b for a, b in zip(plain, flipped, strict=True)) < COUNT
 
 
+def test_each_shard_flips_in_its_own_way(folder: Path, tmp_path: Path) -> None:
+    """Ranks that drew the same random numbers would all mirror the same places of a batch."""
+    (tmp_path / "n0").mkdir()
+    for i in range(32):
+        shutil.copy(next(folder.glob("*/*")), tmp_path / "n0" / f"{i}.jpg")
+    first, second = (samples(dataset(tmp_path, 16, flip=True, shard_id=i, num_shards=2)) for i in range(2))
+    assert first != second
+
+
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("reader", ["posix", "dali"])
 def test_a_graph_of_ones_own(folder: Path, reader: str, decode: bool) -> None:
@@ -302,8 +313,46 @@ def test_dropped_half_way_nothing_stays(folder: Path, packed: Path) -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         use()
+    soon = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < soon:
+        time.sleep(0.01)
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.mark.parametrize("reader", ["posix", "dali"])
+def test_a_dropped_dataset_is_gone_at_once(folder: Path, reader: str) -> None:
+    """Its pipeline may hold much of a GPU's memory: not until the garbage collector comes by."""
+    gc.disable()
+    try:
+        ours = dataset(folder, 2, reader)
+        next(iter(ours))
+        gone = weakref.ref(ours)
+        pipe = weakref.ref(ours._pipe)
+        del ours
+        assert gone() is None
+        assert pipe() is None
+    finally:
+        gc.enable()
+
+
+def test_dropping_waits_for_nobody(folder: Path) -> None:
+    """The garbage collector may drop it in a thread that holds a lock which the reader's threads need to end."""
+    ours = dataset(folder, 2)
+    reader = ours._reader
+    may_close, closed = threading.Event(), threading.Event()
+
+    class Slow:
+        def close(self) -> None:
+            may_close.wait(20)
+            closed.set()
+
+    reader._storage = Slow()  # type: ignore[union-attr]
+    del reader, ours
+    gc.collect()
+    assert not closed.is_set()
+    may_close.set()
+    assert closed.wait(20)
 
 
 def test_closing_frees_and_it_can_be_used_again(folder: Path) -> None:
@@ -326,6 +375,12 @@ def test_a_batch_larger_than_the_dataset(folder: Path) -> None:
 def test_in_a_data_loader(folder: Path) -> None:
     loader = torch.utils.data.DataLoader(dataset(folder, crop=(8, 8)), batch_size=None)
     assert [tuple(b["image"].shape) for b in loader][:2] == [(4, 8, 8, 3)] * 2
+
+
+def test_workers_would_give_every_image_again(folder: Path) -> None:
+    loader = torch.utils.data.DataLoader(dataset(folder, decode=False), batch_size=None, num_workers=2)
+    with pytest.raises(RuntimeError, match="num_workers=0 and batch_size=None"):
+        list(loader)
 
 
 def test_in_monais_trainer(folder: Path) -> None:
@@ -430,6 +485,52 @@ def test_a_broken_jpeg_is_named_for_dalis_reader_too(copy_of: Callable[[], Path]
     with pytest.raises(BrokenImage, match="empty") as e:
         list(dataset(root, reader="dali"))
     assert e.value.path == str(bad)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("last_batch", ["partial", "drop"])
+def test_files_that_dalis_reader_cannot_read_are_named(
+    copy_of: Callable[[], Path], decode: bool, shuffle: bool, last_batch: Any
+) -> None:
+    root = copy_of()
+    bad = sorted(root.glob("*/*"))[-2]
+    arguments: dict[str, Any] = {"decode": decode, "shuffle": shuffle, "last_batch": last_batch}
+    ours, other = (dataset(root, 4, "dali", **arguments) for _ in range(2))
+    bad.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(BrokenImage, match="empty") as e:
+            list(ours)
+        assert e.value.path == str(bad)
+    bad.unlink()
+    with pytest.raises(ImageListError, match="held 23 images when it was listed and holds 22 now"):
+        list(other)
+
+
+def test_dalis_shuffled_reader_says_who_names_a_broken_image(copy_of: Callable[[], Path]) -> None:
+    root = copy_of()
+    sorted(root.glob("*/*"))[9].write_bytes(b"no image at all")
+    with pytest.raises(PipelineFailed) as e:
+        list(dataset(root, reader="dali", shuffle=True))
+    assert "another reader names a broken image" in e.value.__notes__[0]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_a_graph_of_ones_own_cannot_decode_is_named(copy_of: Callable[[], Path], reader: str) -> None:
+    from nvidia.dali import fn
+
+    def graph(jpegs: Any, labels: Any) -> Any:
+        return fn.resize(fn.decoders.image(jpegs, device="cpu"), size=(8, 8)), labels
+
+    root = copy_of()
+    bad = sorted(root.glob("*/*"))[9]
+    bad.write_bytes(b"no image at all")
+    with pytest.raises(BrokenImage, match="cannot be decoded") as e:
+        list(dataset(root, 4, reader, decode=False, graph=graph))
+    assert e.value.path == str(bad)
+    skipping = dataset(root, 4, reader, decode=False, graph=graph, skip_broken=True)
+    assert len(samples(skipping)) == COUNT
+    assert list(skipping.broken) == [str(bad)]
 
 
 def test_what_came_before_a_broken_image_is_given(copy_of: Callable[[], Path]) -> None:

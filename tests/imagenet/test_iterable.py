@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,26 @@ def test_any_kind_of_array(make: Any) -> None:
     assert flat(loader(items)) == list(range(6))
 
 
+@pytest.mark.parametrize("already_batched", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a.astype(">f4"),
+        lambda a: np.asfortranarray(a),
+        lambda a: a[::-1, ::2],
+        lambda a: torch.from_numpy(a).T,
+        lambda a: np.broadcast_to(a[:1], a.shape),
+    ],
+)
+def test_arrays_as_they_lie_in_memory(change: Any, already_batched: bool) -> None:
+    """In another byte order, transposed, with gaps: the values are what they were."""
+    arrays = [change(np.arange(i, i + 12, dtype=np.float32).reshape(3, 4)) for i in range(4)]
+    batched = {"image": np.stack(arrays).astype(arrays[0].dtype) if isinstance(arrays[0], np.ndarray) else arrays}
+    (batch,) = loader([batched] if already_batched else [{"image": a} for a in arrays], already_batched=already_batched)
+    for ours, theirs in zip(batch["image"], arrays, strict=True):
+        assert ours.tolist() == theirs.tolist()
+
+
 def test_tuples_with_names() -> None:
     items = [(np.full(3, i, dtype=np.uint8), i) for i in range(6)]
     assert labels(loader(items, keys=("image", "label"))) == [[0, 1, 2, 3], [4, 5]]
@@ -73,6 +95,40 @@ def test_batches_as_they_come(as_list: bool) -> None:
         assert labels(ours) == [[3] * 3, [1], [4] * 4]
     with pytest.raises(ValueError, match="a batch of 4 'image' is larger than batch_size=3"):
         list(loader(batches, 3, already_batched=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"image": np.zeros((4, 2)), "label": np.zeros((3, 1))}, "'image': 4, 'label': 3"),
+        ({"image": [np.zeros(2)] * 4, "label": [np.zeros(2)] * 3}, "'image': 4, 'label': 3"),
+        ({"image": np.zeros((0, 2))}, "one sample or more.*'image': 0"),
+        ({"image": []}, "one sample or more.*'image': 0"),
+        ({"image": np.zeros((4, 2)), "label": 3}, "'image': 4, 'label': 0"),
+    ],
+)
+def test_batches_that_are_none(batch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(loader([batch], already_batched=True))
+
+
+@pytest.mark.parametrize("already_batched", [False, True])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (np.zeros((2, 3), np.float64), "'image' was float32 with 2 axes on the cpu and is now float64 with 2 axes"),
+        (np.zeros((2, 3, 1), np.float32), "'image' was float32 with 2 axes on the cpu and is now float32 with 3 axes"),
+    ],
+)
+def test_a_sample_unlike_the_first_is_named(other: np.ndarray, message: str, already_batched: bool) -> None:
+    images = [np.zeros((2, 3), np.float32)] * 13 + [other] * 3
+    items: list[Any] = [{"image": image} for image in images]
+    if already_batched:
+        items = [{"image": images[i : i + 4]} for i in range(0, 16, 4)]
+    seen: list[Any] = []  # what came before the error
+    with pytest.raises(ValueError, match=message):
+        seen.extend(loader(items, already_batched=already_batched))
+    assert len(seen) == 3
 
 
 def test_a_graph_may_rename_and_drop() -> None:
@@ -104,6 +160,18 @@ def test_leaving_a_loop_starts_anew() -> None:
         assert batch["label"].tolist() == [0, 1, 2, 3]
         break
     assert flat(ours) == list(range(40))
+
+
+def test_a_dropped_one_is_gone_at_once() -> None:
+    gc.disable()
+    try:
+        ours = loader([sample(i) for i in range(40)])
+        next(iter(ours))
+        gone = weakref.ref(ours)
+        del ours
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_can_be_iterated_once_says_so() -> None:

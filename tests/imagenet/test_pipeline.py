@@ -63,8 +63,25 @@ def test_no_more_is_taken_from_the_source_than_is_under_way(count: int) -> None:
     )
     for number, (feed, outputs) in enumerate(ours.run(feeds(), lambda i: {"x": np.full((1, 3), i)})):
         assert feed == number == int(outputs["x"][0, 0])  # type: ignore[call-overload]
-        assert len(taken) <= number + 1 + module.PREFETCH
-    assert len(taken) == count
+        assert len(taken) == min(count, number + 1 + module.PREFETCH)
+
+
+def test_the_next_batch_is_fed_before_anything_is_done_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a GPU would have one batch less to work on while Python turns outputs into tensors."""
+    taken: list[int] = []
+    taken_when_converted: list[int] = []
+    convert = module.to_torch
+
+    def noting(outputs: Any) -> Any:
+        taken_when_converted.append(len(taken))
+        return convert(outputs)
+
+    monkeypatch.setattr(module, "to_torch", noting)
+    ours: FedPipeline[int] = FedPipeline(
+        {"x": Input()}, lambda nodes: nodes, batch_size=1, device=torch.device("cpu"), threads=1
+    )
+    list(ours.run((taken.append(i) or i for i in range(5)), lambda i: {"x": np.full((1, 3), i)}))  # type: ignore[func-returns-value]
+    assert taken_when_converted == [3, 4, 5, 5, 5]
 
 
 def to_chw(nodes: dict[str, Any]) -> dict[str, Any]:
@@ -103,6 +120,9 @@ def test_arrays_that_dali_refuses_leave_it_usable() -> None:
     ours: FedPipeline[int] = FedPipeline(
         {"x": Input()}, lambda nodes: nodes, batch_size=2, device=torch.device("cpu"), threads=1
     )
-    with pytest.raises(PipelineFailed, match="object"):
-        list(ours.run(range(5), lambda i: {"x": [object() if i == 3 else np.zeros(3)]}))
+    seen: list[int] = []  # what came before the error
+    with pytest.raises(PipelineFailed, match="object") as e:
+        seen.extend(feed for feed, _ in ours.run(range(5), lambda i: {"x": [object() if i == 3 else np.zeros(3)]}))
+    assert seen == [0, 1, 2]
+    assert e.value.feeds == [3]
     assert len(list(ours.run(range(5), lambda _: {"x": [np.zeros(3)]}))) == 5

@@ -102,6 +102,7 @@ def test_a_window_holds_few_files_and_mixes_them() -> None:
         ({"last_batch": "pad"}, "last_batch='pad'"),
         ({"batch_size": 11, "last_batch": "drop"}, "larger than a shard of 10 images"),
         ({"window": 0}, "window=0"),
+        ({"seed": -1}, "seed=-1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
