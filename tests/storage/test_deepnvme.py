@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,40 @@ def test_a_write_that_left_something_out_is_found(
     lying(storage, monkeypatch, write_but_for(start, stop))
     with pytest.raises(StorageError, match=r"not (on the drive|written)"):
         storage.write(str(tmp_path / "file.bin"), [bytes([fill]) * (2 << 20)])
+
+
+def test_who_is_interrupted_writes_nothing_more(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor's number may belong to another file a moment later, and pieces are written by way of it."""
+    path = tmp_path / "file.bin"
+    written: list[bool] = []
+
+    def slowly(file: Any, offset: int, source: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        written.append(os.path.exists(file.by_descriptor) and os.path.samefile(file.by_descriptor, path))
+
+    lying(storage, monkeypatch, slowly)
+    with pytest.raises(KeyboardInterrupt):
+        storage.write(str(path), [bytes(256 << 20)])
+    at_return = len(written)
+    time.sleep(0.5)
+    assert len(written) == at_return <= storage.threads  # type: ignore[attr-defined]
+    assert all(written)
+
+
+def test_a_storage_that_can_start_no_thread_writes_by_itself(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended:
+        def submit(self, *_: object) -> None:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(storage, "_threads", Ended)
+    data = content((33 << 20) + 5)
+    storage.write(str(tmp_path / "file.bin"), [data])
+    assert (tmp_path / "file.bin").read_bytes() == data
 
 
 def test_a_sector_that_looks_unread_by_itself_is_no_error(storage: Storage, tmp_path: Path) -> None:
