@@ -304,9 +304,12 @@ class CheckedStorage(ThreadedStorage):
             )
         if not direct:
             wanted = min(stop - offset, dest.numel())
-            dest[:wanted].copy_(into[offset - start : offset - start + wanted])
+            found = into[offset - start : offset - start + wanted]
             if into.is_cuda:
+                dest[:wanted].copy_(found)
                 torch.cuda.current_stream(into.device).synchronize()  # the lane's next reader may come at once
+            else:
+                _copy_on_host(dest[:wanted], found.numpy())
         return min(stop, end)
 
     def _stream(self) -> AbstractContextManager[Any]:
@@ -471,14 +474,21 @@ def _gather(sources: Sequence[_Source], offset: int, piece: torch.Tensor) -> Non
 def _copy_part(dest: torch.Tensor, source: _Source) -> None:
     if isinstance(source, memoryview):
         if not dest.is_cuda:
-            dest.numpy()[:] = np.frombuffer(source, dtype=np.uint8)
+            _copy_on_host(dest, np.frombuffer(source, dtype=np.uint8))
             return
         source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     on_device = next((t.device for t in (dest, source) if t.is_cuda), None)
     if on_device is None:
-        dest.copy_(source)
+        _copy_on_host(dest, source.numpy())
         return
     stream = staging.copy_stream(on_device)  # not the default stream, where the user's work may be queued
     with torch.cuda.stream(stream):
         dest.copy_(source, non_blocking=True)
     stream.synchronize()
+
+
+def _copy_on_host(dest: torch.Tensor, source: np.ndarray) -> None:
+    """torch's own copy ran at half the speed of NumPy's here: it divides every piece among threads of its own, though
+    several pieces are being copied at once (2 cores, 16 MiB: 5.4 to 7.4 GB/s, NumPy 8 to 13).
+    """
+    np.copyto(dest.numpy(), source)
