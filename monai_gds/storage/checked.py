@@ -424,7 +424,7 @@ class _Writing(Work[int]):
                     self._groups.clear()
                     self._changed.wait_for(lambda: not self._busy)
                 return
-            except KeyboardInterrupt:  # the first one is raised behind this
+            except (KeyboardInterrupt, SystemExit):  # the first one is raised behind this
                 continue
 
 
