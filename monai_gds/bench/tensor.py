@@ -29,6 +29,7 @@ from monai_gds.bench.pagecache import cached, in_words
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import FileChanged, MonaiGdsError, StorageError
 from monai_gds.storage import FileId, Read, Storage, available_backends, open_storage
+from monai_gds.storage.base import naming
 
 __all__ = ["GRID", "LOADS", "STORES", "Job", "Tensors", "WrongBytes", "load", "store", "tune"]
 
@@ -138,7 +139,7 @@ def store_python(job: Job) -> Callable[[], None]:
     tensor = _tensor(job)
 
     def run() -> None:
-        with open(job.path, "wb") as f:
+        with naming(str(job.path)), open(job.path, "wb") as f:
             f.write(tensor.cpu().numpy().data)
 
     return run

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds.bench import tensor
+from monai_gds.bench import tensor, tensor_cli
 from monai_gds.bench.pagecache import cached
 from monai_gds.bench.tensor import Tensors, load, store
 from monai_gds.errors import FileChanged, StorageError
@@ -214,6 +214,23 @@ def test_a_full_folder_is_found_before_anything_is_written(tmp_path: Path) -> No
         result = run("store", "--nvme-folder", disk, "--mb-size", 64, "--device", "cpu")
         assert result.exit_code == 2
         assert "MiB free" in result.output
+
+
+@pytest.mark.parametrize("method", ["python", "posix", "deepnvme"])
+def test_a_folder_that_becomes_full_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    found = available_backends("cpu").get(method, True)
+    if not found:
+        pytest.skip(f"{method} does not work here: {found}")
+    with small_disk(tmp_path) as disk:
+        monkeypatch.setattr(tensor_cli, "_check_folder", lambda *_: None)  # there was room when it looked
+        before = sorted(os.listdir(disk))
+        result = run("store", "--nvme-folder", disk, "--mb-size", 64, "--device", "cpu", "--method", method)
+        assert result.exit_code == 1
+        assert "No space left" in result.output
+        assert "tensor.bin" in result.output
+        assert sorted(os.listdir(disk)) == before
 
 
 @pytest.mark.parametrize(
