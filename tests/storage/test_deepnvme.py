@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +158,110 @@ except StorageError as e:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "ulimit -l" in done.stdout
+
+
+BUSY = """
+import ctypes, os, signal, sys, threading, time, torch
+from monai_gds.storage import Read, open_storage
+path = sys.argv[1]
+signal.signal(signal.SIGUSR1, lambda *_: None)
+storage = open_storage("deepnvme", "cpu", threads=2, block_size=64 << 10, queue_depth=16)
+dest = torch.zeros(os.path.getsize(path), dtype=torch.uint8)
+def work(seconds):
+    print("at work", flush=True)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        dest.zero_()
+        storage.read([Read(path, 0, dest)])
+        storage.write(path + ".new", [dest])
+        with open(path, "rb") as right, open(path + ".new", "rb") as written:
+            assert dest.numpy().tobytes() == right.read() == written.read()
+        os.unlink(path + ".new")
+    print("fine", flush=True)
+"""
+
+
+def test_a_process_that_is_stopped_and_goes_on_goes_on(tmp_path: Path) -> None:
+    """Ctrl-Z and fg, or a debugger: the kernel ends waiting early then, which DeepSpeed takes for the end of all."""
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(48 << 20))
+    command = [sys.executable, "-c", f"{BUSY}\nwork(4)", str(path)]
+    busy = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert busy.stdout is not None
+    assert busy.stdout.readline() == "at work\n"
+    while busy.poll() is None:
+        busy.send_signal(signal.SIGSTOP)
+        time.sleep(0.005)
+        busy.send_signal(signal.SIGCONT)
+        time.sleep(0.02)
+    said = busy.communicate(timeout=60)
+    assert (busy.returncode, said[0]) == (0, "fine\n"), said
+
+
+def test_signals_that_reach_its_threads_end_nothing(tmp_path: Path) -> None:
+    """A profiler's timer signals whichever thread runs."""
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(48 << 20))
+    poke = """
+def poke():
+    libc, spared = ctypes.CDLL(None), {threading.main_thread().native_id, threading.get_native_id()}
+    while True:
+        for thread in set(map(int, os.listdir("/proc/self/task"))) - spared:
+            libc.tgkill(os.getpid(), thread, int(signal.SIGUSR1))
+        time.sleep(0.002)
+threading.Thread(target=poke, daemon=True).start()
+work(3)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", BUSY + poke, str(path)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "at work\nfine\n"), done.stderr
+
+
+@pytest.mark.parametrize("overlap_events", [False, True])
+@pytest.mark.parametrize("single_submit", [False, True])
+def test_transfers_that_the_kernel_does_not_take_are_an_error(
+    tmp_path: Path, single_submit: bool, overlap_events: bool
+) -> None:
+    """With an ``io_submit`` of the test's own in front of libaio's, which takes one transfer and then no more."""
+    need_deepnvme()
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("this machine has no C compiler")
+    source = tmp_path / "refuse.c"
+    source.write_text("""
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <unistd.h>
+int io_submit(void* context, long count, void** iocbs)
+{
+    static int taken;
+    return taken++ ? -22 : syscall(SYS_io_submit, context, 1L, iocbs);
+}
+""")
+    library = tmp_path / "refuse.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(4 << 20))
+    script = f"""
+import torch
+from monai_gds.errors import StorageError
+from monai_gds.storage import Read, open_storage
+settings = dict(block_size=256 << 10, single_submit={single_submit}, overlap_events={overlap_events})
+storage = open_storage("deepnvme", "cpu", threads=1, **settings)
+for attempt in range(2):
+    try:
+        storage.read([Read({str(path)!r}, 0, torch.zeros(4 << 20, dtype=torch.uint8))])
+    except StorageError as e:
+        print("caught:", e)
+"""
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("caught: [Errno 22] Invalid argument, at byte") == 2
 
 
 # Lies, told by a handle that tests made.
