@@ -27,6 +27,7 @@ becomes data only once a write to it has succeeded.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import mmap
@@ -192,6 +193,13 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+@atexit.register
+def _free_lanes() -> None:
+    """Of storages that nobody closed: one that an ending interpreter frees was seen to abort the process."""
+    for pool in list(_pools):
+        pool.empty()
 
 
 def _first_words(buffer: torch.Tensor) -> torch.Tensor:

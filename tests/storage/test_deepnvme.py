@@ -219,6 +219,24 @@ os._exit(0)
     assert (done.returncode, done.stdout) == (0, "at work\nfine\n"), done.stderr
 
 
+def test_a_storage_that_nobody_closed_is_freed_before_the_interpreter_ends(tmp_path: Path) -> None:
+    """One that was freed by the ending interpreter aborted one process in eight."""
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(1 << 20))
+    script = f"""
+import atexit
+atexit.register(lambda: print("queues:", deepnvme._contexts()))  # called behind what is registered later
+import torch
+from monai_gds.storage import Read, deepnvme, open_storage
+storage = open_storage("deepnvme", "cpu")
+storage.read([Read({str(path)!r}, 0, torch.zeros(1 << 20, dtype=torch.uint8))])
+print("queues:", deepnvme._contexts() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "queues: True\nqueues: 0\n"), done.stderr
+
+
 @pytest.mark.parametrize("overlap_events", [False, True])
 @pytest.mark.parametrize("single_submit", [False, True])
 def test_transfers_that_the_kernel_does_not_take_are_an_error(
