@@ -7,6 +7,7 @@ shell's completion and ``--help`` wait for the imports.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,9 +96,18 @@ def _known_backend(name: str) -> str:
 
 
 def _plot(path: Path | None) -> Path | None:
-    """Says now, and not behind minutes of measuring, that there is nothing to draw with."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
+    """Says now, and not behind minutes of measuring, that there is nothing to draw with or nowhere to draw to."""
+    if path is None:
+        return None
+    if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise typer.BadParameter(f"{path} does not end like one of {', '.join(known)}")
+    if not os.access(path.parent, os.W_OK):
+        raise typer.BadParameter(f"cannot write to {path.parent}")
     return path
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,6 +61,8 @@ def load_command(
     """A file into a tensor: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
     from monai_gds.bench.tensor import LOADS, load
 
+    if not input_file.is_file():
+        raise typer.BadParameter(f"{input_file} is not a regular file", param_hint="--input-file")
     if input_file.stat().st_size == 0:
         raise typer.BadParameter(f"{input_file} is empty", param_hint="--input-file")
     devices = _devices(device)
@@ -85,7 +90,8 @@ def store_command(
     _check_folder(nvme_folder, mb_size << 20)
     devices = _devices(device)
     asked = _asked(method, loop, validate, block_size, queue_depth, tuned, first=list(STORES))
-    _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), devices, as_json, plot)
+    with _tidy_ending():
+        _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), devices, as_json, plot)
 
 
 @app.command("tune", epilog="Example: monai-gds bench tensor tune --nvme-folder /mnt/nvme > tuned.json")
@@ -103,7 +109,7 @@ def tune_command(
 
     _check_folder(nvme_folder, mb_size << 20)
     target = resolve_device(device)
-    with progress_bar("tuning") as progress:
+    with _tidy_ending(), progress_bar("tuning") as progress:
         reports, best = tune(nvme_folder, mb_size << 20, target, loop, progress)
     emit(reports, as_json=as_json, plot=None, about={**machine(target), "best": best} if as_json else machine(target))
     if not as_json:
@@ -121,6 +127,21 @@ def _check_folder(folder: Path, nbytes: int) -> None:
         raise typer.BadParameter(
             f"{folder} has {free >> 20} MiB free, and {nbytes >> 20} MiB are to be stored", param_hint="--nvme-folder"
         )
+
+
+@contextmanager
+def _tidy_ending() -> Iterator[None]:
+    """Has a SIGTERM (from ``timeout`` or a scheduler) and a SIGHUP end the work as Ctrl-C does: the file is removed."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _devices(device: str | None) -> list[torch.device]:

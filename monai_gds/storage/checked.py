@@ -27,6 +27,7 @@ becomes data only once a write to it has succeeded.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import mmap
@@ -38,6 +39,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -47,7 +49,7 @@ from monai_gds.errors import StorageError
 from monai_gds.storage import staging
 from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, naming
 from monai_gds.storage.posix import pread_into
-from monai_gds.storage.threaded import ThreadedStorage, as_bytes_view, create_file, write_file
+from monai_gds.storage.threaded import ThreadedStorage, Work, as_bytes_view, create_file, raise_first, write_file
 
 __all__ = ["CheckedStorage", "Lane", "LanePool", "OpenFile", "find_unread", "mark_unread"]
 
@@ -193,6 +195,13 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
+@atexit.register
+def _free_lanes() -> None:
+    """Of storages that nobody closed: one that an ending interpreter frees was seen to abort the process."""
+    for pool in list(_pools):
+        pool.empty()
+
+
 def _first_words(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.view(torch.int64).view(-1, SECTOR // 8)[:, 0]
 
@@ -303,9 +312,12 @@ class CheckedStorage(ThreadedStorage):
             )
         if not direct:
             wanted = min(stop - offset, dest.numel())
-            dest[:wanted].copy_(into[offset - start : offset - start + wanted])
+            found = into[offset - start : offset - start + wanted]
             if into.is_cuda:
+                dest[:wanted].copy_(found)
                 torch.cuda.current_stream(into.device).synchronize()  # the lane's next reader may come at once
+            else:
+                _copy_on_host(dest[:wanted], found.numpy())
         return min(stop, end)
 
     def _stream(self) -> AbstractContextManager[Any]:
@@ -340,15 +352,11 @@ class CheckedStorage(ThreadedStorage):
             os.close(file.fd)
 
     def _write_all(self, file: OpenFile, back: int, sources: Sequence[_Source], total: int) -> None:
-        offsets = range(0, total, self.piece_bytes)
-        executor = self._threads()
-        futures = [
-            executor.submit(self._write_piece, file, back, sources, at, min(self.piece_bytes, total - at))
-            for at in offsets
-        ]
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
-        if errors:
-            raise errors[0]
+        writing = _Writing(self, file, back, sources, total)
+        try:
+            raise_first(self._start(writing))
+        finally:  # interrupted: whoever wrote on would write to whatever file gets the descriptor's number next
+            writing.settle()
 
     def _write_piece(self, file: OpenFile, back: int, sources: Sequence[_Source], offset: int, count: int) -> None:
         with self._lanes.lane() as lane:
@@ -384,6 +392,48 @@ class CheckedStorage(ThreadedStorage):
     def close(self) -> None:
         super().close()
         self._lanes.empty()
+
+
+class _Writing(Work[int]):
+    """The pieces of a file to be written, by their offsets."""
+
+    def __init__(
+        self, storage: CheckedStorage, file: OpenFile, back: int, sources: Sequence[_Source], total: int
+    ) -> None:
+        super().__init__()
+        self._write_piece = partial(storage._write_piece, file, back, sources)
+        self._total, self._size = total, storage.piece_bytes
+        self._groups.extend(range(0, total, self._size))
+        self._changed = threading.Condition()
+        self._busy = 0  # pieces that were taken and are not done
+
+    def _next(self) -> int | None:
+        with self._changed:
+            offset = super()._next()
+            self._busy += offset is not None
+            return offset
+
+    def _do(self, group: int) -> None:
+        try:
+            self._write_piece(group, min(self._size, self._total - group))
+        finally:
+            self._drop(group)
+
+    def _drop(self, group: int) -> None:
+        with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Begins with no further piece, and waits for those under way, whatever the user presses meanwhile."""
+        while True:
+            try:
+                with self._changed:
+                    self._groups.clear()
+                    self._changed.wait_for(lambda: not self._busy)
+                return
+            except (KeyboardInterrupt, SystemExit):  # the first one is raised behind this
+                continue
 
 
 def _transfer_ends(count: int, shares: int, size: int) -> Iterator[int]:
@@ -432,14 +482,21 @@ def _gather(sources: Sequence[_Source], offset: int, piece: torch.Tensor) -> Non
 def _copy_part(dest: torch.Tensor, source: _Source) -> None:
     if isinstance(source, memoryview):
         if not dest.is_cuda:
-            dest.numpy()[:] = np.frombuffer(source, dtype=np.uint8)
+            _copy_on_host(dest, np.frombuffer(source, dtype=np.uint8))
             return
         source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     on_device = next((t.device for t in (dest, source) if t.is_cuda), None)
     if on_device is None:
-        dest.copy_(source)
+        _copy_on_host(dest, source.numpy())
         return
     stream = staging.copy_stream(on_device)  # not the default stream, where the user's work may be queued
     with torch.cuda.stream(stream):
         dest.copy_(source, non_blocking=True)
     stream.synchronize()
+
+
+def _copy_on_host(dest: torch.Tensor, source: np.ndarray) -> None:
+    """torch's own copy ran at half the speed of NumPy's here: it divides every piece among threads of its own, though
+    several pieces are being copied at once (2 cores, 16 MiB: 5.4 to 7.4 GB/s, NumPy 8 to 13).
+    """
+    np.copyto(dest.numpy(), source)

@@ -14,8 +14,8 @@ What was built is loaded from its file, without going through torch's locking ag
 DeepSpeed's source is compiled as it is, but for four things (:func:`_compile_here`):
 
 * Its twelve files are compiled as three, for nearly all of the time goes into torch's headers.
-* The results of the single transfers, which DeepSpeed drops, are kept for the backend to ask for: the first lines of
-  ``deepnvme_results.h`` say how.
+* The results of the single transfers, which DeepSpeed drops, are kept for the backend to ask for, and waiting for them
+  goes on behind a signal, which would end the process: the first lines of ``deepnvme_results.h`` say how.
 * One file is compiled without assertions. ``aio_handle.pread`` asserts that the range lies inside the file, and ends
   the process if not. The backend checks that first, but a file may shrink in between; without the assertion the read
   comes back short, which the backend finds.

@@ -165,7 +165,7 @@ class DeepNvmeGdsStorage(CheckedStorage):
 
     Args:
         device: a CUDA device.
-        threads: handles in use at once, each with a device tensor of 8 MiB.
+        threads: handles in use at once, each with a device tensor of 16 MiB.
         tuned: what ``ds_nvme_tune`` found, see :meth:`Settings.tuned`.
         settings: fields of :class:`monai_gds.storage.deepnvme.Settings` by name; they win over ``tuned``.
 

@@ -1,8 +1,9 @@
 // Compiled in front of DeepSpeed's deepspeed_aio_common.cpp (see deepnvme_build.py).
 //
-// DeepSpeed submits with io_submit, reaps with io_pgetevents, and drops what the kernel says about each transfer. Here
-// the same calls keep every result that is not the number of bytes asked for, by the address of the transfer's buffer,
-// until monai_gds_take_error asks for it.
+// DeepSpeed submits with io_submit, reaps with io_pgetevents, drops what the kernel says about each transfer, and ends
+// the process when either call does less than it was asked to. Here the same calls do all of it, and keep every result
+// that is not the number of bytes asked for, by the address of the transfer's buffer, until monai_gds_take_error asks
+// for it.
 
 #pragma once
 #include <libaio.h>
@@ -28,42 +29,66 @@ struct failure {
 static std::mutex mutex;
 static std::deque<failure> failures;  // bounded: nobody may be asking
 
+// Transfers that the kernel refused, so that no completion comes of them. One thread submits and reaps.
+static thread_local long refused = 0;
+
+static void keep(const char* buffer, long result)
+{
+    std::lock_guard<std::mutex> lock(mutex);
+    if (failures.size() == 65536) { failures.pop_front(); }
+    failures.push_back({buffer, result});
+}
+
+// Submits all of them, for DeepSpeed ends the process when it cannot: what the kernel refuses is kept as a failure.
 static int submit(io_context_t context, long count, iocb** iocbs)
 {
     for (long i = 0; i < count; ++i) {
         const auto& asked = iocbs[i]->u.c;
         iocbs[i]->data = new request{static_cast<const char*>(asked.buf), static_cast<long>(asked.nbytes)};
     }
-    // All of them: DeepSpeed waits for as many as it asked for. A kernel short of memory is given ten seconds.
     long done = 0;
-    for (int patience = 10000; done < count && patience > 0;) {
+    long error = 0;
+    for (int patience = 10000; done < count && patience > 0;) {  // ten seconds for a kernel short of memory
         const int taken = io_submit(context, count - done, iocbs + done);
         if (taken > 0) {
             done += taken;
-        } else if (taken == -EAGAIN || taken == -EINTR || taken == -ENOMEM) {
-            --patience;
-            usleep(1000);
-        } else {
-            break;
+            continue;
         }
+        error = taken < 0 ? taken : -EAGAIN;
+        if (error != -EAGAIN && error != -EINTR && error != -ENOMEM) { break; }
+        --patience;
+        usleep(1000);
     }
-    return done == count ? static_cast<int>(count) : -1;
-}
-
-static int pgetevents(io_context_t context, long least, long most, io_event* events, timespec* timeout, sigset_t* mask)
-{
-    const int count = io_pgetevents(context, least, most, events, timeout, mask);
-    for (int i = 0; i < count; ++i) {
-        const auto* asked = static_cast<request*>(events[i].data);
-        const auto result = static_cast<long>(events[i].res);
-        if (result != asked->nbytes) {
-            std::lock_guard<std::mutex> lock(mutex);
-            if (failures.size() == 65536) { failures.pop_front(); }
-            failures.push_back({asked->buffer, result});
-        }
+    for (; done < count; ++done) {
+        const auto* asked = static_cast<request*>(iocbs[done]->data);
+        keep(asked->buffer, error);
+        ++refused;
         delete asked;
     }
-    return count;
+    return static_cast<int>(count);
+}
+
+// Waits for as many as it is asked to, for DeepSpeed ends the process when there are fewer: the kernel returns early
+// when a signal arrives, or when the process was stopped and goes on.
+static int pgetevents(io_context_t context, long least, long most, io_event* events, timespec* timeout, sigset_t* mask)
+{
+    long count = 0;
+    const long without = refused;
+    refused = 0;
+    while (count + without < least) {
+        const long room = most - without - count;
+        const int more = io_pgetevents(context, least - without - count, room, events + count, timeout, mask);
+        if (more == -EINTR) { continue; }
+        if (more < 0) { return more; }
+        count += more;
+    }
+    for (long i = 0; i < count; ++i) {
+        const auto* asked = static_cast<request*>(events[i].data);
+        const auto result = static_cast<long>(events[i].res);
+        if (result != asked->nbytes) { keep(asked->buffer, result); }
+        delete asked;
+    }
+    return static_cast<int>(count + without);
 }
 }  // namespace monai_gds
 

@@ -180,7 +180,7 @@ class _Files(Work[slice]):
             self._groups.append(slice(first, after))
             first = after
 
-    def _read(self, group: slice) -> None:
+    def _do(self, group: slice) -> None:
         sizes, begin = self._sizes[group], int(self._starts[group.start])
         starts = self._starts[group] - begin
         end = int(self._starts[group.stop]) if group.stop < len(self._paths) else self._dest.numel()

@@ -20,7 +20,10 @@ import torch
 from monai_gds.storage import _huge_pages, staging
 from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, Pending, Read, Storage, completed, naming
 
-__all__ = ["ThreadedStorage", "Work", "aligned_empty", "as_bytes_view", "create_file", "write_all", "write_file"]
+__all__ = [
+    "ThreadedStorage", "Work", "aligned_empty", "as_bytes_view", "create_file", "raise_first", "write_all",
+    "write_file",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -138,7 +141,7 @@ _Piece: TypeAlias = "tuple[_File, int, torch.Tensor]"
 
 
 class Work(ABC, Generic[T]):
-    """Groups of reads of one submission. Any number of threads :meth:`run` it, each taking one group after another."""
+    """Groups of reads, or of writes. Any number of threads :meth:`run` it, each taking one group after another."""
 
     def __init__(self) -> None:
         self._groups: deque[T] = deque()
@@ -147,15 +150,15 @@ class Work(ABC, Generic[T]):
         return len(self._groups)
 
     def run(self) -> None:
-        """Reads groups until none is left. After an error the rest is dropped.
+        """Does one group after another until none is left. After an error the rest is dropped.
 
         Raises:
-            OSError: a file could not be opened or read.
+            OSError: a file could not be opened, read or written.
         """
         try:
             self._begin()
             while (group := self._next()) is not None:
-                self._read(group)
+                self._do(group)
         except BaseException:
             while (group := self._next()) is not None:
                 self._drop(group)
@@ -171,11 +174,11 @@ class Work(ABC, Generic[T]):
         """Waits for what must have happened before the first byte is written."""
 
     @abstractmethod
-    def _read(self, group: T) -> None:
-        """Reads a group."""
+    def _do(self, group: T) -> None:
+        """Reads or writes a group."""
 
     def _drop(self, group: T) -> None:
-        """Lets go of a group that is not read."""
+        """Lets go of a group that nobody has begun with."""
 
 
 class _Submission(Work["list[_Piece]"]):
@@ -218,7 +221,7 @@ class _Submission(Work["list[_Piece]"]):
         if self._earlier is not None:
             self._earlier.synchronize()
 
-    def _read(self, group: list[_Piece]) -> None:
+    def _do(self, group: list[_Piece]) -> None:
         self._storage._read_group(group)
 
     def _drop(self, group: list[_Piece]) -> None:
@@ -314,7 +317,7 @@ class ThreadedStorage(Storage):
 
         def finish() -> list[torch.Tensor]:
             try:
-                _raise_first(futures)
+                raise_first(futures)
             finally:
                 if on_device:  # after an error too: the copies of other pieces may be under way
                     staging.hand_off(on_device, self.device, arrived=self.reaches_gpu)
@@ -400,7 +403,7 @@ class ThreadedStorage(Storage):
         return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes, **staged}
 
 
-def _raise_first(futures: list[Future[None]]) -> None:
+def raise_first(futures: list[Future[None]]) -> None:
     """Waits for all, so that no destination is still being written, then raises the first error there was."""
     errors = [e for e in (f.exception() for f in futures) if e is not None]
     futures.clear()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from monai_gds.bench import tensor
+from monai_gds.bench import tensor, tensor_cli
 from monai_gds.bench.pagecache import cached
 from monai_gds.bench.tensor import Tensors, load, store
 from monai_gds.errors import FileChanged, StorageError
@@ -151,6 +155,48 @@ def test_a_file_that_changes_meanwhile_is_an_error(file: Path, monkeypatch: pyte
     assert "changed" in result.output
 
 
+@pytest.mark.parametrize("size", [0, 1000, 10 << 20])
+@pytest.mark.parametrize("method", ["python", "direct", "posix", "deepnvme"])
+def test_a_file_that_another_process_changes_is_an_error_whichever_method_meets_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, method: str, size: int
+) -> None:
+    found = available_backends("cpu").get(method, True)
+    if not found:
+        pytest.skip(f"{method} does not work here: {found}")
+
+    def change(path: Path) -> float:
+        os.truncate(path, size)
+        return 1.0
+
+    monkeypatch.setattr(tensor, "cached", change)  # between the look at the file and the read
+    with pytest.raises(FileChanged, match=r"input\.bin was replaced or changed"):
+        load(file, CPU, Tensors([method]))
+
+
+@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("method", ["python", "posix", "deepnvme"])
+def test_no_partial_file_is_left_when_a_store_is_ended(tmp_path: Path, method: str, ends: int) -> None:
+    found = available_backends("cpu").get(method, True)
+    if not found:
+        pytest.skip(f"{method} does not work here: {found}")
+    arguments = ["store", "--nvme-folder", tmp_path, "--mb-size", "200", "--device", "cpu", "--method", method]
+    command = [sys.executable, "-m", "monai_gds", "bench", "tensor", *arguments, "--loop", "1000"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while running.poll() is None and not any(path.stat().st_size for path in tmp_path.glob("*/tensor.bin")):
+        time.sleep(0.01)
+    running.send_signal(ends)
+    output = running.communicate(timeout=60)
+    assert running.returncode == 128 + ends, output
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_not_on_the_drive_yet_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(1))
+    row = store(tmp_path, 50_000_000, CPU, Tensors(["python"])).rows[0]
+    assert min(row.samples) > 0.06
+    assert float(row.notes["with fsync, GB/s"]) < 0.06
+
+
 def test_no_partial_file_is_left_when_a_store_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: object, path: str, buffers: object, **_: object) -> None:
         Path(path).write_bytes(b"partial")
@@ -170,11 +216,31 @@ def test_a_full_folder_is_found_before_anything_is_written(tmp_path: Path) -> No
         assert "MiB free" in result.output
 
 
+@pytest.mark.parametrize("method", ["python", "posix", "deepnvme"])
+def test_a_folder_that_becomes_full_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    found = available_backends("cpu").get(method, True)
+    if not found:
+        pytest.skip(f"{method} does not work here: {found}")
+    with small_disk(tmp_path) as disk:
+        monkeypatch.setattr(tensor_cli, "_check_folder", lambda *_: None)  # there was room when it looked
+        before = sorted(os.listdir(disk))
+        result = run("store", "--nvme-folder", disk, "--mb-size", 64, "--device", "cpu", "--method", method)
+        assert result.exit_code == 1
+        assert "No space left" in result.output
+        assert "tensor.bin" in result.output
+        assert sorted(os.listdir(disk)) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["load", "--input-file", "missing.bin"], "missing.bin"),
         (["load", "--input-file", "EMPTY"], "is empty"),
+        (["load", "--input-file", "/dev/null"], "not a regular file"),
+        (["load", "--input-file", "EMPTY", "--plot", "missing/bars.png"], "cannot write to missing"),
+        (["load", "--input-file", "EMPTY", "--plot", "bars.bmpx"], "does not end like"),
         (["load"], "--input-file"),
         (["store"], "--nvme-folder"),
         (["store", "--nvme-folder", "missing"], "missing"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +160,128 @@ except StorageError as e:
     assert "ulimit -l" in done.stdout
 
 
+BUSY = """
+import ctypes, os, signal, sys, threading, time, torch
+from monai_gds.storage import Read, open_storage
+path = sys.argv[1]
+signal.signal(signal.SIGUSR1, lambda *_: None)
+storage = open_storage("deepnvme", "cpu", threads=2, block_size=64 << 10, queue_depth=16)
+dest = torch.zeros(os.path.getsize(path), dtype=torch.uint8)
+def work(seconds):
+    print("at work", flush=True)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        dest.zero_()
+        storage.read([Read(path, 0, dest)])
+        storage.write(path + ".new", [dest])
+        with open(path, "rb") as right, open(path + ".new", "rb") as written:
+            assert dest.numpy().tobytes() == right.read() == written.read()
+        os.unlink(path + ".new")
+    print("fine", flush=True)
+"""
+
+
+def test_a_process_that_is_stopped_and_goes_on_goes_on(tmp_path: Path) -> None:
+    """Ctrl-Z and fg, or a debugger: the kernel ends waiting early then, which DeepSpeed takes for the end of all."""
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(48 << 20))
+    command = [sys.executable, "-c", f"{BUSY}\nwork(4)", str(path)]
+    busy = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert busy.stdout is not None
+    assert busy.stdout.readline() == "at work\n"
+    while busy.poll() is None:
+        busy.send_signal(signal.SIGSTOP)
+        time.sleep(0.005)
+        busy.send_signal(signal.SIGCONT)
+        time.sleep(0.02)
+    said = busy.communicate(timeout=60)
+    assert (busy.returncode, said[0]) == (0, "fine\n"), said
+
+
+def test_signals_that_reach_its_threads_end_nothing(tmp_path: Path) -> None:
+    """A profiler's timer signals whichever thread runs."""
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(48 << 20))
+    poke = """
+def poke():
+    libc, spared = ctypes.CDLL(None), {threading.main_thread().native_id, threading.get_native_id()}
+    while True:
+        for thread in set(map(int, os.listdir("/proc/self/task"))) - spared:
+            libc.tgkill(os.getpid(), thread, int(signal.SIGUSR1))
+        time.sleep(0.002)
+threading.Thread(target=poke, daemon=True).start()
+work(3)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", BUSY + poke, str(path)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "at work\nfine\n"), done.stderr
+
+
+def test_a_storage_that_nobody_closed_is_freed_before_the_interpreter_ends(tmp_path: Path) -> None:
+    """One that was freed by the ending interpreter aborted one process in eight."""
+    need_deepnvme()
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(1 << 20))
+    script = f"""
+import atexit
+atexit.register(lambda: print("queues:", deepnvme._contexts()))  # called behind what is registered later
+import torch
+from monai_gds.storage import Read, deepnvme, open_storage
+storage = open_storage("deepnvme", "cpu")
+storage.read([Read({str(path)!r}, 0, torch.zeros(1 << 20, dtype=torch.uint8))])
+print("queues:", deepnvme._contexts() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "queues: True\nqueues: 0\n"), done.stderr
+
+
+@pytest.mark.parametrize("overlap_events", [False, True])
+@pytest.mark.parametrize("single_submit", [False, True])
+def test_transfers_that_the_kernel_does_not_take_are_an_error(
+    tmp_path: Path, single_submit: bool, overlap_events: bool
+) -> None:
+    """With an ``io_submit`` of the test's own in front of libaio's, which takes one transfer and then no more."""
+    need_deepnvme()
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("this machine has no C compiler")
+    source = tmp_path / "refuse.c"
+    source.write_text("""
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <unistd.h>
+int io_submit(void* context, long count, void** iocbs)
+{
+    static int taken;
+    return taken++ ? -22 : syscall(SYS_io_submit, context, 1L, iocbs);
+}
+""")
+    library = tmp_path / "refuse.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    path = tmp_path / "file.bin"
+    path.write_bytes(content(4 << 20))
+    script = f"""
+import torch
+from monai_gds.errors import StorageError
+from monai_gds.storage import Read, open_storage
+settings = dict(block_size=256 << 10, single_submit={single_submit}, overlap_events={overlap_events})
+storage = open_storage("deepnvme", "cpu", threads=1, **settings)
+for attempt in range(2):
+    try:
+        storage.read([Read({str(path)!r}, 0, torch.zeros(4 << 20, dtype=torch.uint8))])
+    except StorageError as e:
+        print("caught:", e)
+"""
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("caught: [Errno 22] Invalid argument, at byte") == 2
+
+
 # Lies, told by a handle that tests made.
 
 
@@ -230,6 +355,40 @@ def test_a_write_that_left_something_out_is_found(
     lying(storage, monkeypatch, write_but_for(start, stop))
     with pytest.raises(StorageError, match=r"not (on the drive|written)"):
         storage.write(str(tmp_path / "file.bin"), [bytes([fill]) * (2 << 20)])
+
+
+def test_who_is_interrupted_writes_nothing_more(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor's number may belong to another file a moment later, and pieces are written by way of it."""
+    path = tmp_path / "file.bin"
+    written: list[bool] = []
+
+    def slowly(file: Any, offset: int, source: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        written.append(os.path.exists(file.by_descriptor) and os.path.samefile(file.by_descriptor, path))
+
+    lying(storage, monkeypatch, slowly)
+    with pytest.raises(KeyboardInterrupt):
+        storage.write(str(path), [bytes(256 << 20)])
+    at_return = len(written)
+    time.sleep(0.5)
+    assert len(written) == at_return <= storage.threads  # type: ignore[attr-defined]
+    assert all(written)
+
+
+def test_a_storage_that_can_start_no_thread_writes_by_itself(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended:
+        def submit(self, *_: object) -> None:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(storage, "_threads", Ended)
+    data = content((33 << 20) + 5)
+    storage.write(str(tmp_path / "file.bin"), [data])
+    assert (tmp_path / "file.bin").read_bytes() == data
 
 
 def test_a_sector_that_looks_unread_by_itself_is_no_error(storage: Storage, tmp_path: Path) -> None:
