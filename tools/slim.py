@@ -241,9 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = wheelhouse.split(packed, options.split << 20)
     (options.dest / "unpack.sh").write_text(unpack_script(parts))
     size = sum(part.stat().st_size for part in parts)
-    print(
-        f"{options.dest}: {len(parts)} piece{'s' * (len(parts) > 1)}, {size / 1e6:.0f} MB, {nbytes / 1e6:.0f} MB unpacked. On the other machine:\n"
-    )
+    pieces = f"{len(parts)} piece{'s' * (len(parts) > 1)}"
+    print(f"{options.dest}: {pieces}, {size / 1e6:.0f} MB, {nbytes / 1e6:.0f} MB unpacked. On the other machine:\n")
     folder = shlex.quote(options.dest.resolve().name)
     print(f"    bash {folder}/unpack.sh {folder} TARGET")
     return 0
