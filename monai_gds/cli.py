@@ -96,7 +96,7 @@ def demo(
         Path | None, typer.Option(help="A folder for volumes and caches, kept afterwards.", file_okay=False)
     ] = None,
 ) -> None:
-    """Make volumes, train over them through GDSDataset and PersistentDataset, and compare times and volumes."""
+    """Make volumes, run epochs over them with GDSDataset and PersistentDataset, and compare times and volumes."""
     from monai_gds import demo as job
     from monai_gds.synthetic import find_pairs, write_volumes
 
