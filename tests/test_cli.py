@@ -202,6 +202,15 @@ def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> No
     assert source.name in listed.stdout
 
 
+def test_why_a_backend_was_chosen_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from monai_gds import dataset
+
+    monkeypatch.setattr(dataset, "choose_backend", lambda *_: ("posix", "not kvikio: monai_gds[cuda12] is missing"))
+    done = run(*SMALL_DEMO, "--device", "cpu")
+    assert done.exit_code == 0
+    assert "(not kvikio: monai_gds[cuda12] is missing)" in done.stdout
+
+
 # Behind a pipe.
 
 
