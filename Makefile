@@ -6,8 +6,9 @@
 # make lint   ruff and mypy
 
 PYTHON ?= python3
-VENV ?= .venv
-# constraints.txt pins the torch that has no CUDA packages. Empty means pip's own choice, which is torch with CUDA.
+# One environment for each set of extras, since they need different builds of torch.
+VENV ?= .venv$(if $(EXTRAS),-$(EXTRAS))
+# constraints.txt pins the torch that the tests ran with. Empty leaves the choice to pip.
 CONSTRAINTS ?= constraints.txt
 EXTRAS ?=
 DEMO ?=
@@ -56,4 +57,4 @@ $(VENV)/.deepnvme: $(VENV)/.test monai_gds/storage/deepnvme_build.py monai_gds/s
 	touch $@
 
 clean:
-	rm -rf $(VENV) .build build dist *.egg-info
+	rm -rf $(VENV) .venv .venv-* .build build dist *.egg-info

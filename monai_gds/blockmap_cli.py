@@ -14,7 +14,7 @@ from monai_gds.terminal import progress_bar, say, show
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Which blocks of a disk the files of a folder occupy.",
+    help="Map the files of a folder to the disk blocks that they occupy.",
     epilog="Example: monai-gds blockmap build /data/imagenet/train --output train.json",
 )
 
@@ -24,12 +24,12 @@ MapFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A sa
 @app.command("build", epilog="Example: monai-gds blockmap build /data/imagenet/train --output train.json")
 def build(
     root: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A folder on ext4 or XFS.")],
-    output: Annotated[Path, typer.Option(help="Where the map goes.")],
+    output: Annotated[Path, typer.Option(help="The file to write the map to.")],
     plain: Annotated[
-        bool, typer.Option("--plain", help="Only startblock and endblock, in sectors of 512 bytes.")
+        bool, typer.Option("--plain", help="Write only startblock and endblock, in sectors of 512 bytes.")
     ] = False,
 ) -> None:
-    """Maps every file below a folder."""
+    """Map every file below a folder."""
     with progress_bar("mapping") as progress:
         blocks = BlockMap.build(root, progress)
     blocks.save(output, plain=plain)
@@ -41,13 +41,17 @@ def build(
 def verify(
     file: MapFile,
     data: Annotated[
-        bool, typer.Option("--data", help="Also compare every byte through the device with the file's; needs root.")
+        bool,
+        typer.Option(
+            "--data", help="Also compare every byte, read through the device and through the file; needs root."
+        ),
     ] = False,
     parent: Annotated[
-        Path | None, typer.Option(help="The folder that the paths begin in; default: the one the map was made in.")
+        Path | None,
+        typer.Option(help="The folder that the map's paths are relative to; default: where the map was made."),
     ] = None,
 ) -> None:
-    """Compares a map with the files as they are now; exit code 1 when one is not where it says."""
+    """Compare a map with the files as they are now; exit code 1 when one is not where the map says."""
     blocks = BlockMap.load(file)
     with progress_bar("verifying") as progress:
         wrong = blocks.verify(parent, data=data, progress=progress)
@@ -60,9 +64,9 @@ def verify(
 @app.command("show", epilog="Example: monai-gds blockmap show train.json train/n01491361/n01491361_8657.JPEG")
 def show_map(
     file: MapFile,
-    path: Annotated[str | None, typer.Argument(help="A file in the map; default: what the map is of.")] = None,
+    path: Annotated[str | None, typer.Argument(help="A file in the map; without it, a summary of the map.")] = None,
 ) -> None:
-    """Shows what a map is of, or where one file lies."""
+    """Show a summary of a map, or where one file lies."""
     blocks = BlockMap.load(file)
     if path is not None:
         try:

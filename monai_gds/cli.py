@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 import monai_gds
@@ -22,19 +24,23 @@ from monai_gds.blockmap_cli import app as blockmap_app
 from monai_gds.doctor.cli import app as doctor_app
 from monai_gds.errors import MonaiGdsError
 from monai_gds.pack_cli import app as pack_app
-from monai_gds.terminal import BackendOption, DeviceOption, console, errors, progress_bar, say, show
+from monai_gds.terminal import BackendOption, DeviceOption, console, errors, in_words, progress_bar, say, show
 
 if TYPE_CHECKING:
     from monai_gds.dataset import GDSDataset
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="MONAI datasets whose cache moves at the speed of the drive and the link.",
+    help="Cached MONAI datasets at the speed of the drive and the link.",
     epilog="Example: monai-gds doctor",
 )
 cache_app = typer.Typer(
-    no_args_is_help=True, help="Look after cache directories.", epilog="Example: monai-gds cache ls /nvme/cache"
+    no_args_is_help=True,
+    help="List, verify, prune and fill cache directories.",
+    epilog="Example: monai-gds cache ls /nvme/cache",
 )
+
+CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
 
 app.add_typer(doctor_app)
 app.add_typer(cache_app, name="cache")
@@ -51,9 +57,17 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Takes the options that come before a command."""
+
+
+def _voxels(size: tuple[int, int, int]) -> tuple[int, int, int]:
+    if min(size) < 1:
+        raise typer.BadParameter(f"{size[0]} x {size[1]} x {size[2]} is not a volume: each side takes 1 voxel or more")
+    return size
 
 
 @app.command(epilog="Example: monai-gds demo --volumes 8 --size 192 192 128")
@@ -65,16 +79,24 @@ def demo(
         ),
     ] = None,
     volumes: Annotated[int, typer.Option(min=1, help="How many volumes to make, or to take from --data.")] = 6,
-    size: Annotated[tuple[int, int, int], typer.Option(help="Voxels of a made-up volume.")] = (160, 160, 96),
-    crop: Annotated[tuple[int, int, int], typer.Option(help="Voxels at the end of the pipeline.")] = (128, 128, 96),
-    epochs: Annotated[int, typer.Option(min=2, help="How many; the first one fills the cache.")] = 4,
+    size: Annotated[tuple[int, int, int], typer.Option(help="Voxels of a made-up volume.", callback=_voxels)] = (
+        160,
+        160,
+        96,
+    ),
+    crop: Annotated[tuple[int, int, int], typer.Option(help="Voxels at the end of the pipeline.", callback=_voxels)] = (
+        128,
+        128,
+        96,
+    ),
+    epochs: Annotated[int, typer.Option(min=2, help="Epochs of each dataset; the first one fills its cache.")] = 4,
     device: DeviceOption = None,
     backend: BackendOption = "auto",
     keep: Annotated[
         Path | None, typer.Option(help="A folder for volumes and caches, kept afterwards.", file_okay=False)
     ] = None,
 ) -> None:
-    """The main job: volumes, a MONAI pipeline, epochs with GDSDataset beside PersistentDataset."""
+    """Make volumes, run epochs over them with GDSDataset and PersistentDataset, and compare times and volumes."""
     from monai_gds import demo as job
     from monai_gds.synthetic import find_pairs, write_volumes
 
@@ -92,8 +114,8 @@ def demo(
 
 
 @cache_app.command("ls", epilog="Example: monai-gds cache ls /nvme/cache")
-def cache_ls(directory: Annotated[Path, typer.Argument(exists=True, file_okay=False)]) -> None:
-    """Shows the records of a cache directory."""
+def cache_ls(directory: CacheDirectory) -> None:
+    """List the records of a cache directory."""
     from monai_gds.cache import upkeep
 
     table = Table("record", "MB", "tensors", "sources")
@@ -102,14 +124,15 @@ def cache_ls(directory: Annotated[Path, typer.Argument(exists=True, file_okay=Fa
         total += found.nbytes
         shapes = ", ".join(f"{name} {tuple(e.shape)} {str(e.dtype)[6:]}" for name, e in found.tensors.items())
         names = ", ".join(Path(path).name for path in found.sources)
-        table.add_row(found.path.name, f"{found.nbytes / 1e6:.1f}", shapes or f"[red]{found.problem}", names)
+        tensors = escape(shapes) or f"[red]{escape(found.problem)}"
+        table.add_row(escape(found.path.name), f"{found.nbytes / 1e6:.1f}", tensors, escape(names))
     show(table)
     say(f"{table.row_count} records, {total / 1e6:.1f} MB")
 
 
 @cache_app.command("verify", epilog="Example: monai-gds cache verify /nvme/cache")
-def cache_verify(directory: Annotated[Path, typer.Argument(exists=True, file_okay=False)]) -> None:
-    """Checks every byte of every record; exit code 1 when one is damaged."""
+def cache_verify(directory: CacheDirectory) -> None:
+    """Check every byte of every record; exit code 1 when one is damaged."""
     from monai_gds.cache import upkeep
 
     paths = upkeep.record_files(directory)
@@ -127,13 +150,13 @@ def cache_verify(directory: Annotated[Path, typer.Argument(exists=True, file_oka
 
 @cache_app.command("prune", epilog="Example: monai-gds cache prune --dry-run /nvme/cache")
 def cache_prune(
-    directory: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
+    directory: CacheDirectory,
     missing_sources: Annotated[
         bool, typer.Option("--missing-sources", help="Also delete records whose source files are gone.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
-    """Deletes temporary files of killed writers, unreadable records, and records that newer ones superseded."""
+    """Delete temporary files of killed writers, unreadable records, and records that newer ones superseded."""
     from monai_gds.cache import upkeep
 
     freed = 0
@@ -149,11 +172,13 @@ def cache_prune(
 
 @cache_app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset --num-workers 8")
 def cache_warm(
-    function: Annotated[str, typer.Argument(help="module:function; it is called and returns a GDSDataset.")],
-    num_workers: Annotated[int, typer.Option(min=0, help="Processes that compute items; 0: this one.")] = 0,
-    progress: Annotated[bool, typer.Option(help="Show a bar, where there is a terminal.")] = True,
+    function: Annotated[
+        str, typer.Argument(help="module:function. The function takes no arguments and returns a GDSDataset.")
+    ],
+    num_workers: Annotated[int, typer.Option(min=0, help="Processes that compute items; 0: this one alone.")] = 0,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
 ) -> None:
-    """Computes every item of a dataset that is not cached yet; after a kill it goes on where it was.
+    """Compute every item of a dataset that is not cached yet; started again after a kill, it goes on where it was.
 
     Modules are looked for in the working directory first. Exit code 1 when items failed; they are named.
     """
@@ -175,6 +200,10 @@ def _dataset_from(function: str) -> GDSDataset:
         raise typer.BadParameter(f"no module {e.name!r} in {os.getcwd()} or installed", param_hint="FUNCTION") from None
     if not callable(make):
         raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as e:
+        raise typer.BadParameter(f"{function} is called without arguments: {e}", param_hint="FUNCTION") from None
     dataset = make()
     from monai_gds.dataset import GDSDataset
 
@@ -189,7 +218,7 @@ def main() -> None:
     try:
         app(prog_name="monai-gds")  # also when it is run as python -m monai_gds
     except (MonaiGdsError, OSError, ValueError, ImportError) as e:
-        say(f"monai-gds: {e}", errors)
+        say(f"monai-gds: {in_words(e)}", errors)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from monai_gds.dataset import GDSDataset
 from monai_gds.storage import resolve_device
-from monai_gds.terminal import progress, show
+from monai_gds.terminal import progress, say, show
 
 __all__ = ["pipeline", "run"]
 
@@ -99,7 +99,7 @@ def run(
         return PersistentDataset(items, transform, cache / "persistent", track_meta=True, weights_only=False)
 
     dataset = ours(pipeline(size))
-    console.print(f"target {target}, backend {dataset.backend} ({dataset.backend_reason})", highlight=False)
+    say(f"target {target}, backend {dataset.backend} ({dataset.backend_reason})", console)
     times = {"PersistentDataset": Times(), "GDSDataset": Times()}
     steps = len(items) * epochs * 2 * len(times)
     with progress(console) as bars:

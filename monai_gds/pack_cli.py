@@ -25,16 +25,18 @@ class Format(StrEnum):
 @app.command(epilog="Example: monai-gds pack /data/imagenet/train /data/imagenet/train-packed")
 def pack(
     root: Annotated[Path, typer.Argument(help="A folder of images, ROOT/CLASS/FILE.", exists=True, file_okay=False)],
-    out: Annotated[Path, typer.Argument(help="An empty folder, or one to make.")],
+    out: Annotated[Path, typer.Argument(help="An empty folder, or one that does not exist yet.")],
     format_: Annotated[
         Format,
-        typer.Option("--format", help="records: large files of JPEGs; squirrel: a Messagepack store of pixels."),
+        typer.Option(
+            "--format", help="records: large files of JPEGs; squirrel: a Messagepack store of decoded images."
+        ),
     ] = Format.RECORDS,
-    file_mb: Annotated[int, typer.Option(min=1, help="records: MiB of images a file.")] = 32,
-    size: Annotated[int, typer.Option(min=1, help="squirrel: pixels a side.")] = 300,
-    shard_size: Annotated[int, typer.Option(min=1, help="squirrel: images a file.")] = 1000,
+    file_mb: Annotated[int, typer.Option(min=1, help="records: MiB of images in each file.")] = 32,
+    size: Annotated[int, typer.Option(min=1, help="squirrel: width and height of an image, in pixels.")] = 300,
+    shard_size: Annotated[int, typer.Option(min=1, help="squirrel: images in each file.")] = 1000,
 ) -> None:
-    """Packs a folder of images into large files, which ImageNetDataset reads as it reads the folder."""
+    """Pack a folder of images into a few large files, which ImageNetDataset reads like the folder itself."""
     from monai_gds.imagenet.listing import list_folder
     from monai_gds.imagenet.packed import pack_folder
     from monai_gds.imagenet.squirrel import write_store

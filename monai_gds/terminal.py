@@ -26,6 +26,7 @@ __all__ = [
     "PlotOption",
     "console",
     "errors",
+    "in_words",
     "known_device",
     "progress",
     "progress_bar",
@@ -45,6 +46,14 @@ errors = Console(stderr=True)
 def say(line: str, to: Console = console) -> None:
     """Prints a line as it is: no markup, no colours, and not broken where the terminal ends."""
     to.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def in_words(error: BaseException) -> str:
+    """An error as a sentence: of the system's errors the file and what is wrong with it, without their number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    files = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return ": ".join([*([" to ".join(files)] if files else []), error.strerror])
 
 
 def show(table: Table, to: Console = console) -> None:
@@ -96,24 +105,28 @@ def _known_backend(name: str) -> str:
 
 
 def _plot(path: Path | None) -> Path | None:
-    """Says now, and not behind minutes of measuring, that there is nothing to draw with or nowhere to draw to."""
+    """Says now, and not after minutes of measuring, that this plot cannot be drawn or saved."""
     if path is None:
         return None
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
-        raise typer.BadParameter(f"{path} does not end like one of {', '.join(known)}")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is not a folder")
     if not os.access(path.parent, os.W_OK):
         raise typer.BadParameter(f"cannot write to {path.parent}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in ("", *formats):
+        raise typer.BadParameter(f"{path.name} must end in one of {', '.join(formats)}")
     return path
 
 
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.", callback=known_device)
 ]
-BackendOption = Annotated[str, typer.Option(help="How bytes are moved; see the README.", callback=_known_backend)]
+BackendOption = Annotated[
+    str, typer.Option(help="The storage backend: auto, or one that `monai-gds doctor` lists.", callback=_known_backend)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.", callback=_plot)]

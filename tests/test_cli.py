@@ -123,8 +123,20 @@ def test_a_backend_that_does_not_exist_is_wrong_usage_and_one_that_does_not_work
     assert "posix" in done.stderr
 
 
-@pytest.mark.parametrize("error", [StorageError("disk gone"), OSError(5, "Input/output error", "/x"), ValueError("no")])
-def test_errors_are_one_line_and_exit_code_1(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (StorageError("disk gone"), "disk gone"),
+        (StorageError(95, "it is on a tmpfs file system", "/x"), "/x: it is on a tmpfs file system"),
+        (OSError(5, "Input/output error", "/x"), "/x: Input/output error"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError(18, "Invalid cross-device link", "/x", None, "/y"), "/x to /y: Invalid cross-device link"),
+        (ValueError("no"), "no"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_1(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from monai_gds.cache import upkeep
 
     def fail(_: Path) -> list[Path]:
@@ -132,7 +144,7 @@ def test_errors_are_one_line_and_exit_code_1(error: Exception, monkeypatch: pyte
 
     monkeypatch.setattr(upkeep, "record_files", fail)
     done = run("cache", "verify", tmp_path)
-    assert (done.exit_code, done.stdout, done.stderr) == (1, "", f"monai-gds: {error}\n")
+    assert (done.exit_code, done.stdout, done.stderr) == (1, "", f"monai-gds: {words}\n")
 
 
 def test_an_error_of_ours_that_nobody_foresaw_keeps_its_traceback(
@@ -152,6 +164,51 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     done = run("bench", "dataset", "--plot", tmp_path / "x.png")
     assert done.exit_code == 1
     assert "monai_gds[bench]" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["nowhere/x.png", "x.nonsense"])
+def test_a_plot_that_cannot_be_saved_is_refused_before_anything_is_measured(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed on this machine")
+    from monai_gds.bench import dataset
+
+    monkeypatch.setattr(dataset, "epochs", lambda *_: pytest.fail("measured"))
+    done = run("bench", "dataset", "--only", "volumes", "--device", "cpu", "--plot", tmp_path / name)
+    assert done.exit_code == 2
+    assert "--plot" in done.output
+
+
+@pytest.mark.parametrize("option", ["--size", "--crop"])
+@pytest.mark.parametrize("voxels", [(0, 16, 16), (16, 16, -1)])
+def test_a_volume_without_voxels_is_wrong_usage(option: str, voxels: tuple[int, int, int]) -> None:
+    done = run("demo", "--volumes", 1, "--device", "cpu", option, *voxels)
+    assert done.exit_code == 2
+    assert option in done.output
+    assert "each side takes 1 voxel or more" in done.output
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    from monai.transforms import Compose, EnsureTyped
+
+    source = tmp_path / "ct [bold]a[x].npy"
+    np.save(source, np.zeros(4))
+    items = [{"im[/b]age": np.zeros((1, 64, 64, 64), dtype=np.float32), "source": str(source)}]
+    with GDSDataset(items, Compose([EnsureTyped("im[/b]age")]), tmp_path / "cache", device="cpu") as dataset:
+        _ = dataset[0]
+    listed = run("cache", "ls", tmp_path / "cache")
+    assert listed.exit_code == 0
+    assert "im[/b]age (1, 64, 64, 64) float32" in listed.stdout
+    assert source.name in listed.stdout
+
+
+def test_why_a_backend_was_chosen_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from monai_gds import dataset
+
+    monkeypatch.setattr(dataset, "choose_backend", lambda *_: ("posix", "not kvikio: monai_gds[cuda12] is missing"))
+    done = run(*SMALL_DEMO, "--device", "cpu")
+    assert done.exit_code == 0
+    assert "(not kvikio: monai_gds[cuda12] is missing)" in done.stdout
 
 
 # Behind a pipe.

@@ -379,6 +379,29 @@ def test_a_default_that_does_not_work_is_a_failure(laid: Laid) -> None:
     assert "no space left" in found.found
 
 
+def test_a_device_that_is_not_here_is_no_fault_of_torch(tmp_path: Path) -> None:
+    result = doctor(tmp_path, "--device", "cuda:99", "--json")
+    told = as_json(result)
+    assert (result.exit_code, told["works"], told["device"]) == (1, False, None)
+    assert (told["findings"]["torch"]["status"], told["findings"]["torch"]["remedy"]) == ("ok", "")
+    for name in ("default", "posix"):
+        assert "cuda:99" in told["findings"][name]["found"]
+        assert "ValueError" not in told["findings"][name]["found"]
+
+
+def test_a_small_file_system_is_not_one_of_zero_gigabytes(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 30 << 20) as small:
+        found = findings.directory(Machine().place(small), "").found
+    assert "of 31.5 MB free" in found
+
+
+def test_what_to_install_for_dali_is_a_remedy(laid: Laid) -> None:
+    told = Answer({}, "NVIDIA DALI cannot be imported (No module named 'nvidia'): pip install 'monai_gds[dali-cuda12]'")
+    found = laid.findings(answers(dali=told))["dali"]
+    assert found.found == "NVIDIA DALI cannot be imported (No module named 'nvidia')"
+    assert found.remedy == "pip install 'monai_gds[dali-cuda12]'"
+
+
 def test_io_uring(laid: Laid) -> None:
     assert laid.findings(answers(io_uring=Answer({"files": 64})))["io_uring"].status is Status.OK
     refused = answers(io_uring=Answer({}, "[Errno 1] Operation not permitted"))

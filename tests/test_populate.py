@@ -449,6 +449,8 @@ def bad():
     return good(fail=(3,))
 def wrong():
     return 7
+def needs(folder):
+    return good()
 """
 
 
@@ -477,6 +479,7 @@ def test_cache_warm(tmp_path: Path, log: Path) -> None:
         ("training:", "not of the form module:function"),
         ("trainin:good", "no module 'trainin'"),
         ("training:goood", "has no function 'goood'"),
+        ("training:needs", "missing a required argument: 'folder'"),
         ("training:wrong", "returned a int, not a GDSDataset"),
     ],
 )

@@ -21,11 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
-from nbclient.exceptions import CellControlSignal, CellTimeoutError, DeadKernelError
+try:
+    import nbformat
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellControlSignal, CellTimeoutError, DeadKernelError
+except ModuleNotFoundError as e:
+    sys.exit(f"{e.name} is missing: pip install nbclient ipykernel, or run `make notebooks`")
 
 __all__ = ["TUTORIALS", "execute", "main", "text_of"]
 

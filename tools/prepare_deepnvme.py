@@ -7,6 +7,7 @@ never fails: what is still missing then is the reason that the tests give for be
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -58,4 +59,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()  # it takes no options, and --help must not install anything
     main()

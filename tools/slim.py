@@ -236,13 +236,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as house:
         wheelhouse.pip("download", f"--dest={house}", *target, *options.packages)
         wheels = _without(sorted(Path(house).glob("*.whl")), options.without)
-        print("packing " + ", ".join(w.name.split("-")[0] for w in wheels) + ": minutes", flush=True)
+        print("packing " + ", ".join(w.name.split("-")[0] for w in wheels) + ": this takes minutes", flush=True)
         nbytes = archive(wheels, options.python, packed, options.gpu)
     parts = wheelhouse.split(packed, options.split << 20)
     (options.dest / "unpack.sh").write_text(unpack_script(parts))
     size = sum(part.stat().st_size for part in parts)
-    print(f"{options.dest}: {len(parts)} pieces, {size / 1e6:.0f} MB, {nbytes / 1e6:.0f} MB unpacked. Over there:\n")
-    print(f"    bash {options.dest.name}/unpack.sh {options.dest.name} TARGET")
+    pieces = f"{len(parts)} piece{'s' * (len(parts) > 1)}"
+    print(f"{options.dest}: {pieces}, {size / 1e6:.0f} MB, {nbytes / 1e6:.0f} MB unpacked. On the other machine:\n")
+    folder = shlex.quote(options.dest.resolve().name)
+    print(f"    bash {folder}/unpack.sh {folder} TARGET")
     return 0
 
 

@@ -16,6 +16,7 @@ already, ``--only`` brings the packages it lacks, without what they depend on.
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -70,9 +71,13 @@ def extras_for(cuda: str, extra: Sequence[str]) -> list[str]:
 def split(path: Path, limit: int) -> list[Path]:
     """Cuts a file into ``NAME.part-000``, ``NAME.part-001``… of at most ``limit`` bytes, and removes it.
 
+    Parts that an earlier run left are removed first: joined with the new ones they would spoil the file.
+
     Returns:
         The parts; the file itself where it is small enough.
     """
+    for old in path.parent.glob(f"{path.name}.part-*"):
+        old.unlink()
     if path.stat().st_size <= limit:
         return [path]
     parts: list[Path] = []
@@ -97,13 +102,14 @@ def split_large(dest: Path, limit: int) -> list[Path]:
 
 def install_commands(dest: Path, requirements: Sequence[str], *, parts: bool, with_dependencies: bool) -> list[str]:
     """The shell commands that install the folder, run beside it on the machine without network."""
-    commands = []
+    commands, folder = [], shlex.quote(dest.name)
     if parts:
-        first = f"{dest.name}/*.part-000"
-        commands.append(f'for p in {first}; do w="${{p%.part-000}}"; cat "$w".part-* > "$w" && rm "$w".part-*; done')
+        commands.append(
+            f'for p in {folder}/*.part-000; do w="${{p%.part-000}}"; cat "$w".part-* > "$w" && rm "$w".part-*; done'
+        )
     no_deps = "" if with_dependencies else "--no-deps "
     names = " ".join(f"'{name}'" for name in requirements)
-    return [*commands, f"python -m pip install --no-index --find-links {dest.name} {no_deps}{names}"]
+    return [*commands, f"python -m pip install --no-index --find-links {folder} {no_deps}{names}"]
 
 
 def pip(*arguments: str) -> None:

@@ -15,7 +15,7 @@ from monai_gds.terminal import JsonOption, PlotOption
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure, beside the peers, on this machine.",
+    help="Measure on this machine, beside the alternatives.",
     epilog="Example: monai-gds bench dataset --only volumes",
 )
 app.add_typer(dataset_app)
@@ -25,22 +25,22 @@ app.add_typer(tensor_app, name="tensor")
 
 @app.callback()
 def options() -> None:
-    """Measure, beside the peers, on this machine."""
+    """Measure on this machine, beside the alternatives."""
 
 
 @app.command("blocks", epilog="Example: monai-gds bench blocks /nvme")
 def blocks(
     folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="On ext4 or XFS, on the disk to measure.")
+        Path, typer.Argument(exists=True, file_okay=False, help="A folder on the disk to measure; ext4 or XFS.")
     ],
-    files: Annotated[int, typer.Option(min=1, help="How many.")] = 4000,
-    nbytes: Annotated[int, typer.Option(min=1, help="Mean bytes of a file.")] = 116_000,
+    files: Annotated[int, typer.Option(min=1, help="How many files.")] = 4000,
+    nbytes: Annotated[int, typer.Option(min=1, help="Mean size of a file, in bytes.")] = 116_000,
     batch: Annotated[int, typer.Option(min=1, help="Files read together.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Passes of each peer that count.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="How many times each method is timed.")] = 5,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Many small files by their blocks: xnvme-block beside threads over O_DIRECT preads, and buffered reads."""
+    """Read many small files by their blocks: xnvme-block beside threads with O_DIRECT, and buffered reads."""
     from monai_gds.bench import blocks as bench
     from monai_gds.bench.report import emit, machine
 

@@ -211,6 +211,8 @@ def _rate(epoch: Epoch, settings: Settings) -> float:
         if tuple(image.shape) != (size, 3, SIDE, SIDE) or image.device != settings.device:
             raise RuntimeError(f"a batch of {tuple(image.shape)} on {image.device} came out: this measures nothing")
         count += size
+    if not count:
+        raise ValueError(f"{settings.store} holds no samples: a store is what monai-gds pack --format squirrel writes")
     if settings.device.type == "cuda":
         torch.cuda.synchronize(settings.device)
     return count / (time.perf_counter() - start)

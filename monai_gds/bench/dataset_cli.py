@@ -40,31 +40,29 @@ def dataset(
     cache_dir: Annotated[
         Path | None,
         typer.Option(
-            help="A folder on the drive to measure; default: the system's temporary one.", exists=True, file_okay=False
+            help="A folder on the drive to measure; default: the temporary folder.", exists=True, file_okay=False
         ),
     ] = None,
     device: DeviceOption = None,
-    items: Annotated[int, typer.Option(min=1, help="How many items of two float32 volumes.")] = 6,
+    items: Annotated[int, typer.Option(min=1, help="How many items, of two float32 volumes each.")] = 6,
     side: Annotated[int, typer.Option(min=8, help="Voxels along each side of a volume.")] = 235,
     records: Annotated[int, typer.Option(min=1, help="How many small records.")] = 10_000,
-    repeats: Annotated[int, typer.Option(min=1, help="Epochs of each peer that count.")] = 7,
-    batch_size: Annotated[int, typer.Option(min=1, help="Items a batch; of small records it is 256.")] = 1,
-    loader: Annotated[
-        bool, typer.Option("--loader", help="Add a row for GDSDataset through GDSDataLoader beside ThreadDataLoader.")
-    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed epochs of each dataset.")] = 7,
+    batch_size: Annotated[int, typer.Option(min=1, help="Items in a batch; `small` always takes 256.")] = 1,
+    loader: Annotated[bool, typer.Option("--loader", help="Also measure GDSDataset through GDSDataLoader.")] = False,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Drop each peer's own files from the page cache before each of its epochs.")
+        bool, typer.Option("--cold", help="Drop each dataset's files from the page cache before each of its epochs.")
     ] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Of {', '.join(_WORKLOADS)}; may be repeated. Default: {', '.join(_USUAL)}.", callback=_workloads
+            help=f"One of {', '.join(_WORKLOADS)}; may be repeated. Default: {', '.join(_USUAL)}.", callback=_workloads
         ),
     ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """GDSDataset beside MONAI's datasets: cached epochs, hits, the first epoch, filling, memory.
+    """Measure GDSDataset beside MONAI's datasets: cached epochs, hits, the first epoch, filling, memory.
 
     \b
     volumes   epochs over whole volumes
@@ -75,10 +73,10 @@ def dataset(
     populate  filling the cache ahead, with one process and more
     memory    20 epochs through GDSDataLoader, in a process of its own
 
-    Peers take turns epoch by epoch, and the machine's ceilings with them: copy
-    to the device, page cache, disk. Every batch is counted and brought to the
-    device; every byte is compared once with what the transforms give. With
-    --cold a table says which peers' files were in the page cache all the same.
+    The datasets take turns, epoch by epoch, and so do the machine's limits:
+    copy to the device, page cache, disk. Every batch is counted and brought to
+    the device; every byte is compared once with what the transforms give. With
+    --cold a table says whose files were in the page cache all the same.
     """
     from monai_gds.bench import dataset as bench
     from monai_gds.bench.report import emit, machine

@@ -27,7 +27,8 @@ class Memory(StrEnum):
 
 
 _DatadirOption = Annotated[
-    Path | None, typer.Option(help="A folder of images, DATADIR/CLASS/FILE; with --make, where to.")
+    Path | None,
+    typer.Option(help="A folder of images, DATADIR/CLASS/FILE; with --make, where to make it.", file_okay=False),
 ]
 
 #: Images that ``bench dali`` makes when it is told nothing.
@@ -48,26 +49,36 @@ def _image_folder(datadir: Path | None, make: int | None, temporary: Path) -> Pa
 @app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --plot loaders.png")
 def loaders(
     datadir: _DatadirOption = None,
-    make: Annotated[int | None, typer.Option(min=1, help="Make so many JPEGs like ImageNet's first.")] = None,
-    packed: Annotated[Path | None, typer.Option(help="The same, packed; default: packed for the occasion.")] = None,
-    reader: Annotated[list[str] | None, typer.Option(help="Only this; may be repeated. Default: all.")] = None,
-    batchsize: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
-    batches: Annotated[int | None, typer.Option(min=1, help="A measurement; default: the whole dataset.")] = None,
+    make: Annotated[int | None, typer.Option(min=1, help="First make this many JPEGs like ImageNet's.")] = None,
+    packed: Annotated[
+        Path | None, typer.Option(help="The same images, packed; made where missing. Default: a temporary folder.")
+    ] = None,
+    reader: Annotated[list[str] | None, typer.Option(help="Only this reader; may be repeated. Default: all.")] = None,
+    batchsize: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
+    batches: Annotated[
+        int | None, typer.Option(min=1, help="Batches in a measurement; default: the whole dataset.")
+    ] = None,
     decode: Annotated[
-        bool | None, typer.Option("--decode/--no-decode", help="Decode, or only bring bytes; default: both, in turn.")
+        bool | None,
+        typer.Option(
+            "--decode/--no-decode", help="Decode the images, or only bring their bytes; default: both, in turn."
+        ),
     ] = None,
     threads: Annotated[
-        list[int] | None, typer.Option(min=1, help="Try with; may be repeated; the best counts.")
+        list[int] | None,
+        typer.Option(
+            min=1, help="A number of threads to try; may be repeated, and the best one counts. Default: 1, 2, 4, 8, 16."
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each reader.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="How many times each reader is timed.")] = 5,
     device: DeviceOption = None,
-    uri: Annotated[str | None, typer.Option(help="Block readers: the drive.")] = None,
+    uri: Annotated[str | None, typer.Option(help="Block readers: the device, /dev/nvme0n1 for instance.")] = None,
     mem: Annotated[Memory | None, typer.Option(help="Block readers: where their buffers are.")] = None,
     bmap: Annotated[Path | None, typer.Option(help="Block readers: a block map of DATADIR.", exists=True)] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Images a second: every reader beside DALI's own and plain Python."""
+    """Measure images a second through every reader, beside DALI's own and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
@@ -108,28 +119,33 @@ def loaders(
 @app.command("dali", epilog="Example: monai-gds bench dali --make 2000 --plot dali.png")
 def dali(
     store: Annotated[
-        Path | None, typer.Option(help="A Messagepack store, as `monai-gds pack --format squirrel` writes it.")
+        Path | None,
+        typer.Option(
+            help="A Messagepack store, as `monai-gds pack --format squirrel` writes it.", exists=True, file_okay=False
+        ),
     ] = None,
     datadir: _DatadirOption = None,
     make: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=f"Make so many JPEGs first; default without --store and --datadir: {_IMAGES}.",
+            help=f"First make this many JPEGs; default without --store and --datadir: {_IMAGES}.",
             show_default=False,
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Of batching, threads, torch: only these; may be repeated.")
+        list[str] | None, typer.Option(help="One of batching, threads, torch; may be repeated. Default: all.")
     ] = None,
-    batchsize: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
-    threads: Annotated[int, typer.Option(min=1, help="DALI's, where they are not the question.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Epochs that count.")] = 5,
+    batchsize: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
+    threads: Annotated[
+        int, typer.Option(min=1, help="DALI's threads, where their number is not what is compared.")
+    ] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed epochs of each row.")] = 5,
     device: DeviceOption = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Feeding DALI from a Squirrel store: batching, NumPy or CuPy, threads, and DALI against torch."""
+    """Measure feeding DALI from a Squirrel store: batching, NumPy or CuPy, threads, and DALI against torch."""
     from monai_gds.bench import dali as bench
     from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.listing import list_folder

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from monai_gds.errors import BackendUnavailable
 from monai_gds.terminal import say, show
 
 __all__ = ["Report", "Row", "draw", "emit", "machine", "plot_reports"]
@@ -180,14 +181,20 @@ def emit(
 
     Raises:
         ImportError: a plot was asked for and matplotlib is missing; raised before anything is printed.
+        BackendUnavailable: no row has a figure; raised after they are printed, since each says why.
     """
     about = about if about is not None else machine()
     if plot is not None:
         plot_reports(reports, plot, caption=str(about.get("date", "")))
     if as_json:
         print(json.dumps({"about": dict(about), "reports": [r.as_dict() for r in reports]}, indent=2))
-        return
-    console = console or Console()
+    else:
+        _print_tables(reports, about, console or Console())
+    if not any(row.samples for report in reports for row in report.rows):
+        raise BackendUnavailable("nothing could be measured here: every row says why")
+
+
+def _print_tables(reports: Sequence[Report], about: Mapping[str, Any], console: Console) -> None:
     for report in reports:
         show(report.table(), console)
         for row in (*report.rows, *report.ceilings):

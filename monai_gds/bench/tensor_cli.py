@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from monai_gds.terminal import DeviceOption, JsonOption, PlotOption, known_device, progress_bar, say
+from monai_gds.terminal import JsonOption, PlotOption, known_device, progress_bar, say
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +26,12 @@ __all__ = ["app"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="One tensor to and from one file, by each method.",
+    help="Measure one tensor to and from one file, by each method.",
     epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme",
 )
 
 _MethodOption = Annotated[
-    list[str] | None, typer.Option("--method", help="Only this one; may be repeated. Default: all of them.")
+    list[str] | None, typer.Option("--method", help="Only this method; may be repeated. Default: all of them.")
 ]
 _DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda:N; default: the CPU, and a GPU if there is one.", callback=known_device)
@@ -39,9 +39,10 @@ _DeviceOption = Annotated[
 _LoopOption = Annotated[int, typer.Option(min=1, help="How many times each method is timed.")]
 _ValidateOption = Annotated[bool, typer.Option("--validate", help="Compare with what plain Python reads or wrote.")]
 _BlockOption = Annotated[int | None, typer.Option(help="DeepNVMe: bytes of one transfer.")]
-_DepthOption = Annotated[int | None, typer.Option(help="DeepNVMe: transfers in flight, each thread.")]
+_DepthOption = Annotated[int | None, typer.Option(help="DeepNVMe: transfers in flight of each thread.")]
 _TunedOption = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="DeepNVMe: what ds_nvme_tune printed.")
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="DeepNVMe: a file with what ds_nvme_tune, or `tune`, printed."),
 ]
 
 
@@ -58,7 +59,7 @@ def load_command(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """A file into a tensor: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
+    """Load a file into a tensor: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
     from monai_gds.bench.tensor import LOADS, load
 
     if not input_file.is_file():
@@ -73,7 +74,7 @@ def load_command(
 @app.command("store", epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme --mb-size 1024")
 def store_command(
     nvme_folder: Annotated[Path, typer.Option(exists=True, file_okay=False, help="A folder on the drive to measure.")],
-    mb_size: Annotated[int, typer.Option(min=1, help="MiB of the tensor.")] = 1024,
+    mb_size: Annotated[int, typer.Option(min=1, help="Size of the tensor, in MiB.")] = 1024,
     loop: _LoopOption = 3,
     validate: _ValidateOption = False,
     method: _MethodOption = None,
@@ -84,7 +85,7 @@ def store_command(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """A tensor into a file: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
+    """Store a tensor in a file: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
     from monai_gds.bench.tensor import STORES, store
 
     _check_folder(nvme_folder, mb_size << 20)
@@ -97,12 +98,12 @@ def store_command(
 @app.command("tune", epilog="Example: monai-gds bench tensor tune --nvme-folder /mnt/nvme > tuned.json")
 def tune_command(
     nvme_folder: Annotated[Path, typer.Option(exists=True, file_okay=False, help="A folder on the drive to tune for.")],
-    mb_size: Annotated[int, typer.Option(min=1, help="MiB of the tensor.")] = 256,
+    mb_size: Annotated[int, typer.Option(min=1, help="Size of the tensor, in MiB.")] = 256,
     loop: _LoopOption = 3,
-    device: DeviceOption = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.", callback=known_device)] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """DeepNVMe's settings for a drive: tries all, and prints the best last, as ds_nvme_tune does, for --tuned."""
+    """Find DeepNVMe's best settings for a drive; the last line is for --tuned, as that of ds_nvme_tune is."""
     from monai_gds.bench.report import emit, machine
     from monai_gds.bench.tensor import tune
     from monai_gds.storage import resolve_device

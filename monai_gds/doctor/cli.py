@@ -33,15 +33,20 @@ class Buildable(StrEnum):
 
 @app.command(epilog="Example: monai-gds doctor /nvme/cache --measure")
 def doctor(
-    directory: Annotated[Path, typer.Argument(help="Where the cache is or will be.", show_default="here")] = Path(),
+    directory: Annotated[
+        Path, typer.Argument(help="Where the cache is, or will be.", show_default="the working directory")
+    ] = Path(),
     device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also measure the drive, with a temporary file.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Also measure the speed of the drive, with a temporary file of up to 512 MiB."),
+    ] = False,
     as_json: JsonOption = False,
     build: Annotated[
         Buildable | None, typer.Option(help="Compile DeepSpeed's operators now instead of at their first use.")
     ] = None,
 ) -> None:
-    """Tells what this machine can do, and what to do about the rest; exit code 1 when the default does not work."""
+    """Tell what this machine can do, and what to do about the rest; exit code 1 when the default does not work."""
     if device is not None and not re.fullmatch(r"cpu|(cuda:)?\d+|cuda", device):
         raise typer.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint="--device")
     if build is not None:
@@ -69,7 +74,7 @@ def _build(as_json: bool) -> None:
 def show(report: Report) -> None:
     """Prints a report: a table on a terminal; where it is piped, one line a finding and one a remedy."""
     rows = list(_merged(finding for finding in report.findings if finding.status is not Status.UNUSED))
-    heading = f"monai-gds doctor: {report.place.asked.absolute()}, to {report.target or 'no device'}"
+    heading = f"monai-gds doctor: {report.place.asked.absolute()}, target {report.target or 'unknown'}"
     say(heading)
     if not console.is_terminal and not console.is_jupyter:
         for name, finding in rows:

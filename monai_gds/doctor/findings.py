@@ -74,11 +74,21 @@ def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -
         unwritable: why it takes no files; empty where it does.
         answers: what the libraries said.
     """
+    answers = _without_target(answers)
     found = [gpu(machine, answers), torch(answers), directory(place, unwritable)]
     found += _direct_storage(machine, place, answers)
     found += [io_uring(machine, answers), libxnvme(answers), blocks(place, answers), *backends(answers), dali(answers)]
     found += [speed(answers["speed"])] if "speed" in answers else []
     return [*found, container(machine, place, answers), default(answers, unwritable)]
+
+
+def _without_target(answers: Answers) -> Answers:
+    """Where the device asked for is not here, that is what all who were to serve it say."""
+    refused = answers.get("torch", _NOT_ASKED).values.get("refused")
+    if not refused:
+        return answers
+    served = (step for step in answers if step in ("default", "speed") or step.startswith("backend "))
+    return {**answers, **{step: Answer({}, refused) for step in served}}
 
 
 def _devices(answers: Answers) -> list[Mapping[str, Any]]:
@@ -136,7 +146,8 @@ def directory(place: Place, unwritable: str) -> Finding:
     if mount is not None:
         model = f" ({drive.model})" if drive and drive.model else ""
         words[0] += f" on {mount.source}{model}, mounted at {mount.point}"
-    words.append(f"{place.free_bytes / 1e9:.1f} of {place.nbytes / 1e9:.1f} GB free")
+    unit, size = ("GB", 1e9) if place.nbytes >= 1e9 else ("MB", 1e6)
+    words.append(f"{place.free_bytes / size:.1f} of {place.nbytes / size:.1f} {unit} free")
     if place.asked.absolute() != place.folder:
         words.insert(0, f"{place.asked} does not exist yet")
     details = {**_about(place), "writable": not unwritable}
@@ -339,7 +350,8 @@ def dali(answers: Answers) -> Finding:
     """NVIDIA DALI, for images."""
     answer = answers.get("dali", _NOT_ASKED)
     if not answer:
-        return Finding("dali", Status.MISSING, answer.error)
+        found, _, remedy = answer.error.partition(": pip install ")
+        return Finding("dali", Status.MISSING, found, f"pip install {remedy}" if remedy else "")
     return Finding("dali", Status.OK, f"NVIDIA DALI {answer.values['version']}", "", answer.values)
 
 

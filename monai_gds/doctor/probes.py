@@ -89,12 +89,18 @@ def _torch(device: str | None) -> dict[str, Any]:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except Exception as e:
             problem = str(e).splitlines()[0]
+    target = refused = ""
+    try:
+        target = str(resolve_device(device))
+    except ValueError as e:  # it was asked for a device that is not here: nothing is wrong with torch
+        refused = str(e)
     return {
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,
         "devices": found,
         "problem": problem,
-        "target": str(resolve_device(device)),
+        "target": target,
+        "refused": refused,
     }
 
 

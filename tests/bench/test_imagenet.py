@@ -60,7 +60,8 @@ def test_loaders_make_their_images() -> None:
         (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),
         (["loaders", "--make", "4", "--reader", "posix", "--mem", "gpu"], "are for the block readers"),
         (["dali", "--only", "speed"], "'speed' is not one of"),
-        (["dali", "--store", "s", "--datadir", "d"], "leave --datadir and --make out"),
+        (["dali", "--store", ".", "--datadir", "d"], "leave --datadir and --make out"),
+        (["dali", "--store", "no/such/store"], "does not exist"),
     ],
 )
 def test_wrong_usage_is_code_two(arguments: list[str], message: str) -> None:
@@ -96,6 +97,13 @@ def test_dali_on_images_that_are_there(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(synthetic, "write_image_folder", lambda *_, **__: pytest.fail("made again"))
     ran.append(rows(run(*arguments)))
     assert all(len(found["DALI against torch", "DALI"]["samples"]) == 1 for found in ran)
+
+
+def test_a_store_without_samples_is_an_error_and_no_rate_of_zero(tmp_path: Path) -> None:
+    pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+    done = CliRunner().invoke(app, ["bench", "dali", "--store", str(tmp_path), "--only", "torch", "--device", "cpu"])
+    assert done.exit_code == 1
+    assert "holds no samples" in str(done.exception)
 
 
 def test_dali_on_a_squirrel_store() -> None:

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from monai_gds.bench.report import Report, Row, draw, emit, machine
+from monai_gds.errors import BackendUnavailable
 
 ROWS = [
     Row("python", (1.0, 0.5, 2.0), notes={"page cache": "warm"}),
@@ -63,6 +64,15 @@ def test_json_holds_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["samples"] == [1.0, 0.5, 2.0]
     assert (rows[1]["median"], rows[1]["lowest"], rows[1]["highest"], rows[1]["ratio"]) == (4.0, 4.0, 5.0, 4.0)
     assert (rows[2]["median"], rows[2]["ratio"], rows[2]["reason"]) == (None, None, "libfoo is missing")
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_where_nothing_could_be_measured_the_reasons_are_printed_and_it_is_a_failure(
+    as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(BackendUnavailable, match="nothing could be measured"):
+        emit([Report("t", "GB/s", ROWS[2:])], as_json=as_json, plot=None, about=ABOUT)
+    assert "libfoo is missing" in capsys.readouterr().out
 
 
 def test_plot_writes_an_image(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import shutil
@@ -37,11 +38,18 @@ def compiled(kind: str) -> str:
     if shutil.which("cc") is None:
         pytest.skip("this machine has no C compiler to build the test double with")
     flags = {"double": [], "double next": ["-DNEXT"], "double gpu": ["-DCUDA"]}[kind]
-    target = Path(tempfile.mkdtemp(prefix="monai-gds-double-")) / "libxnvme.so"
+    folder = tempfile.mkdtemp(prefix="monai-gds-double-")
+    atexit.register(_remove_as, os.getpid(), folder)
+    target = Path(folder) / "libxnvme.so"
     cudart = _loaded_cudart() if kind == "double gpu" else []
     command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *flags, "-o", str(target), str(SOURCE)]
     subprocess.run([*command, *cudart], check=True)
     return str(target)
+
+
+def _remove_as(pid: int, folder: str) -> None:
+    if os.getpid() == pid:  # forked children use it too, and end earlier
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _loaded_cudart() -> list[str]:

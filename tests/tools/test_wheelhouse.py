@@ -118,10 +118,18 @@ def test_parts_are_small_and_make_the_file(nbytes: int, tmp_path: Path) -> None:
     assert len(parts) == max(1, -(-nbytes // 1000))
 
 
+def test_parts_of_an_earlier_run_do_not_spoil_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.whl"
+    for limit in (10, 40):
+        path.write_bytes(bytes(range(100)))
+        wheelhouse.split(path, limit)
+    assert b"".join(part.read_bytes() for part in sorted(tmp_path.iterdir())) == bytes(range(100))
+
+
 def test_the_printed_command_puts_the_parts_together(
     tmp_path: Path, pip: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dest = tmp_path / "house"
+    dest = tmp_path / "wheel house"
     dest.mkdir()
     (dest / "big-1-py3-none-any.whl").write_bytes(bytes(range(256)) * 10_000)
     (dest / "small-1-py3-none-any.whl").write_bytes(b"small")

@@ -1,0 +1,31 @@
+"""The Makefile: what it would run, without running it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.machines import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="this machine has no make")
+
+
+def would_run(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["make", "--dry-run", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_demo_on_the_gpu_after_one_on_the_cpu_installs_what_it_needs(tmp_path: Path) -> None:
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    assert "-c constraints.txt -e .\n" in would_run(tmp_path, "demo")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.core").touch()  # as the first demo leaves it
+    assert "install" not in would_run(tmp_path, "demo")
+    on_gpu = would_run(tmp_path, "demo", "EXTRAS=cuda12", "CONSTRAINTS=")
+    assert "-e .[cuda12]" in on_gpu
+    assert "constraints.txt" not in on_gpu
+    assert ".venv-cuda12/bin/monai-gds demo" in on_gpu
