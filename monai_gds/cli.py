@@ -133,7 +133,10 @@ def cache_prune(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
-    """Deletes temporary files of killed writers, unreadable records, and records that newer ones superseded."""
+    """Deletes temporary files of killed writers, unreadable records, and records that newer ones superseded.
+
+    Files of others that lie there are left alone.
+    """
     from monai_gds.cache import upkeep
 
     freed = 0
