@@ -91,6 +91,7 @@ def laid(tmp_path: Path) -> Laid:
 def answers(gpu: bool = True, **more: Answer) -> dict[str, Answer]:
     """What the libraries of a machine in order say; with ``gpu``, one H100."""
     values: dict[str, Any] = {"version": "2.11.0+cu130", "cuda": "13.0", "devices": [H100], "problem": ""}
+    values["refused"] = ""
     values |= {"target": "cuda:0"} if gpu else {"version": "2.13.0+cpu", "cuda": None, "devices": [], "target": "cpu"}
     default = Answer({"backend": "kvikio" if gpu else "posix", "reason": "auto: for a test"})
     kvikio = Answer({"ok": gpu, "of_use": gpu, "reason": "KvikIO 26.10 through cuFile", "remedy": ""})
@@ -547,6 +548,14 @@ def test_a_broken_torch_is_a_row_and_a_failure(tmp_path: Path, monkeypatch: pyte
     assert found["torch"].status is Status.FAILED
     assert "libcudart.so.13: not found" in found["torch"].found
     assert found["default"].status is Status.FAILED
+    assert not report.works
+
+
+def test_a_device_that_is_not_here_is_not_blamed_on_torch(tmp_path: Path) -> None:
+    report = examine(tmp_path, device="cuda:99")
+    torch_row = next(finding for finding in report.findings if finding.name == "torch")
+    assert "device='cuda:99'" in torch_row.found
+    assert "reinstall" not in torch_row.remedy
     assert not report.works
 
 

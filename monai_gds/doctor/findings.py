@@ -125,6 +125,8 @@ def torch(answers: Answers) -> Finding:
     told = answer.values
     built = f"built for CUDA {told['cuda']}" if told["cuda"] else "built without CUDA"
     details = {"version": told["version"], "cuda": told["cuda"]}
+    if told["refused"]:
+        return Finding("torch", Status.FAILED, f"{told['version']}, {built}: {told['refused']}", "", details)
     return Finding("torch", Status.OK, f"{told['version']}, {built}", details=details)
 
 

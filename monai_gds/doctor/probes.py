@@ -89,12 +89,18 @@ def _torch(device: str | None) -> dict[str, Any]:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except Exception as e:
             problem = str(e).splitlines()[0]
+    target = refused = ""
+    try:
+        target = str(resolve_device(device))
+    except ValueError as e:  # torch is in order; what was asked for is not here
+        refused = str(e)
     return {
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,
         "devices": found,
         "problem": problem,
-        "target": str(resolve_device(device)),
+        "target": target,
+        "refused": refused,
     }
 
 
