@@ -156,7 +156,10 @@ def cache_prune(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
-    """Delete temporary files of killed writers, unreadable records, and records that newer ones superseded."""
+    """Delete temporary files of killed writers, unreadable records, and records that newer ones superseded.
+
+    Files that others put there are left alone.
+    """
     from monai_gds.cache import upkeep
 
     freed = 0

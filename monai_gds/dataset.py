@@ -420,7 +420,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
                 state.split = None  # or the next access would go on with the key of the transforms before
                 raise
             if self.cache_dir is not None and not state.split.deterministic:
-                first = type(state.split.rest[0]).__name__ if state.split.rest else "no transform"
+                rest = state.split.rest
+                first = "no transform"
+                if rest:  # a function is known by its own name, anything else by its type's
+                    first = getattr(rest[0], "__qualname__", type(rest[0]).__name__)
                 warnings.warn(
                     f"nothing is cached: the pipeline begins with {first}, and only what comes before the first random "
                     "transform (or callable that is no MONAI Transform) is",

@@ -41,6 +41,8 @@ def pack(
     from monai_gds.imagenet.packed import pack_folder
     from monai_gds.imagenet.squirrel import write_store
 
+    if out.resolve().is_relative_to(root.resolve()):
+        raise typer.BadParameter(f"{out} lies in {root}, where it would count as a class", param_hint="OUT")
     images = list_folder(root)
     with progress_bar("packing", len(images)) as progress:
         if format_ is Format.SQUIRREL:

@@ -211,6 +211,24 @@ def test_why_a_backend_was_chosen_is_shown_as_it_is(monkeypatch: pytest.MonkeyPa
     assert "(not kvikio: monai_gds[cuda12] is missing)" in done.stdout
 
 
+def test_images_cannot_be_made_without_pillow_and_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    done = run("bench", "loaders", "--make", "1", "--datadir", tmp_path / "images")
+    assert done.exit_code == 1
+    assert "monai_gds[bench]" in done.stderr
+
+
+def test_pack_does_not_write_into_what_it_packs(tmp_path: Path) -> None:
+    """The folder of packed files would be a class, and give the classes behind it other numbers."""
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.jpg").write_bytes(b"\xff\xd8")
+    done = run("pack", tmp_path, tmp_path / "a-packed")
+    assert done.exit_code == 2
+    assert not (tmp_path / "a-packed").exists()
+
+
 # Behind a pipe.
 
 

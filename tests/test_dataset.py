@@ -364,6 +364,11 @@ def test_nothing_deterministic_is_said_once_and_caches_nothing(make: Make, cache
     assert records(cache_dir) == []
 
 
+def test_a_function_that_keeps_the_pipeline_from_the_cache_is_named(make: Make) -> None:
+    with pytest.warns(CacheWarning, match=r"begins with .*<lambda>"):
+        _ = make(mt.Compose([lambda d: d, mt.Flipd(KEYS)]), [{k: torch.rand(1, 3, 3) for k in KEYS}])[0]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 

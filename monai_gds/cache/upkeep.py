@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ from monai_gds.errors import NewerRecord, RecordError
 from monai_gds.storage import Storage, open_storage
 
 __all__ = ["Found", "problem_of", "prunable", "record_files", "survey"]
+
+#: What a writer names a record: its key's digest. Whatever is named otherwise is not ours to delete.
+_RECORD_NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,10 @@ def _wrong_tensors(path: str, record: Record, storage: Storage) -> list[str]:
 def prunable(directory: str | os.PathLike[str], *, missing_sources: bool = False) -> Iterator[Found]:
     """Files that are of no more use, each with the reason in ``problem``.
 
-    These are temporary files whose writer is gone; files that are no readable record (but not those of a newer version,
-    which a newer monai_gds can read); and superseded records: a source file is there and has another size or mtime than
-    the record was made from, or a newer record was made of the same item and transforms.
+    These are temporary files whose writer is gone; damaged records (but not those of a newer version, which a newer
+    monai_gds can read); and superseded records: a source file is there and has another size or mtime than the record
+    was made from, or a newer record was made of the same item and transforms. Files of others are left alone, so that
+    a wrong folder costs nobody a checkpoint: only what is named as a record is taken for a damaged one.
 
     Args:
         directory: the cache directory.
@@ -105,7 +110,7 @@ def prunable(directory: str | os.PathLike[str], *, missing_sources: bool = False
     newest: dict[tuple[str, str], Found] = {}
     for found in survey(directory):
         if found.problem:
-            if not found.problem.startswith("newer"):
+            if not found.problem.startswith("newer") and _RECORD_NAME.fullmatch(found.path.name):
                 yield found
             continue
         reason = _outdated(found, missing_sources)

@@ -25,8 +25,10 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
         nbytes: about how large the file is to be, within 5%; None for whatever comes out.
         text: written across the middle, so that a viewer knows the picture again, and sees when it is mirrored.
     """
-    from PIL import Image, ImageDraw, ImageFont
-
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError as e:
+        raise ImportError(f"making images needs Pillow ({e}): pip install 'monai_gds[bench]'") from e
     small = Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8))
     canvas = small.resize((width, height), Image.Resampling.BICUBIC)
     if text:
