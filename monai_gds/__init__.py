@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UnsupportedType,
         WorkerDied,
     )
+    from monai_gds.imagenet import ImageNetDataset
     from monai_gds.loader import GDSDataLoader
     from monai_gds.storage import available_backends, open_storage
 
@@ -48,6 +49,7 @@ __all__ = [
     "GDSDataLoader",
     "GDSDataset",
     "HashingError",
+    "ImageNetDataset",
     "MonaiGdsError",
     "NewerRecord",
     "NotMappable",
@@ -68,6 +70,7 @@ _HOMES = {
     "BlockMap": "blockmap",
     "GDSDataLoader": "loader",
     "GDSDataset": "dataset",
+    "ImageNetDataset": "imagenet",
     "available_backends": "storage",
     "open_storage": "storage",
     "register_type": "cache.tree",
