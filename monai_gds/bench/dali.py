@@ -172,8 +172,8 @@ def measure(settings: Settings, questions: Sequence[str]) -> list[Report]:
         BackendUnavailable: squirrel-core is not installed.
         ImageListError: the store holds nothing.
     """
-    if not settings.store.is_dir() or not any(True for _ in samples(settings).get_iter()):
-        raise ImageListError(f"{settings.store} is no store of samples: `monai-gds pack --format squirrel` writes one")
+    if not any(True for _ in samples(settings).get_iter()):
+        raise ImageListError(f"{settings.store} holds no samples: `monai-gds pack --format squirrel` writes a store")
     return [QUESTIONS[name](settings) for name in questions]
 
 
@@ -211,8 +211,6 @@ def _rate(epoch: Epoch, settings: Settings) -> float:
         if tuple(image.shape) != (size, 3, SIDE, SIDE) or image.device != settings.device:
             raise RuntimeError(f"a batch of {tuple(image.shape)} on {image.device} came out: this measures nothing")
         count += size
-    if not count:
-        raise ValueError(f"{settings.store} holds no samples: a store is what monai-gds pack --format squirrel writes")
     if settings.device.type == "cuda":
         torch.cuda.synchronize(settings.device)
     return count / (time.perf_counter() - start)
