@@ -1,4 +1,4 @@
-"""``collate``: what MONAI's ``list_data_collate`` gives, faster. The loader calls it; it knows MONAI and torch only.
+"""``collate``: what MONAI's ``list_data_collate`` gives, faster. The loader calls it; it knows MONAI and torch.
 
 It takes the steps of torch's ``default_collate``, by the same table of functions, and has faster forms of those that
 make a torch tensor of every value: two NIfTI MetaTensors carry 88 values an item. What a faster form does not recognise
@@ -21,6 +21,8 @@ from monai.utils import TraceKeys
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
+
+from monai_gds import huge_pages
 
 __all__ = ["collate"]
 
@@ -45,6 +47,9 @@ _NUMBERS: dict[type, np.dtype[Any]] = {
 
 #: Bytes by which a storage may be larger than the one tensor that it is handed on for: backends allocate whole pages.
 _SLACK = 8192
+
+#: Batches of as many bytes are stacked in fresh memory, which the kernel fills with zeros page by page.
+_LARGE_BATCH = 32 << 20
 
 #: Arrays of no more bytes are joined, for all keys of one kind.
 _SMALL_ARRAY = 1024
@@ -142,23 +147,31 @@ class _Collation:
         return None if joined is None else list(map(torch.from_numpy, joined.reshape(len(columns), -1, *shape)))
 
     def tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """A batch of one without a copy, or of small tensors; None for others."""
+        """A batch of one without a copy, of small tensors, or of large ones on the CPU; None for others."""
         if len(values) == 1 and type(values[0]) in (torch.Tensor, MetaTensor) and self._may_hand_on(values):
             return values[0].unsqueeze(0)
-        if type(values[0]) is torch.Tensor and 0 < values[0].nbytes <= _SMALL_ARRAY:
+        first = values[0]
+        if first.is_cuda or first.dtype not in _NUMPY_DTYPES:
+            return None
+        if type(first) is torch.Tensor and 0 < first.nbytes <= _SMALL_ARRAY:
             return self._small_tensors(values)
+        if first.nbytes * len(values) >= _LARGE_BATCH and get_worker_info() is None:
+            return self._large_tensors(values)
         return None
+
+    def _large_tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Volumes, stacked on huge pages: 8 ms in place of 25 for two of 51 MB."""
+        if not _plain_and_alike(values):
+            return None
+        out = torch.empty((len(values), *values[0].shape), dtype=values[0].dtype)
+        huge_pages.prefer(out)
+        return torch.stack(list(values), out=out)
 
     def _small_tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Affine matrices, for example. NumPy joins them: torch would let go of the interpreter's lock at each step."""
         first = values[0]
-        if first.is_cuda or first.dtype not in _NUMPY_DTYPES:
+        if not _plain_and_alike(values):
             return None
-        for t in values:
-            if type(t) is not torch.Tensor or t.dtype != first.dtype or t.shape != first.shape or t.requires_grad:
-                return None
-            if t.layout != torch.strided or t.device != first.device or t.is_conj() or t.is_neg():
-                return None
         joined = _joined([t.numpy() for t in values], _NUMPY_DTYPES[first.dtype])
         return None if joined is None else torch.from_numpy(joined.reshape(len(values), *first.shape))
 
@@ -228,6 +241,17 @@ class _Collation:
             return None
         array = np.array(values)
         return torch.from_numpy(array) if array.dtype == dtype else None  # an int may be too large
+
+
+def _plain_and_alike(values: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors, the first of which is on the CPU, only have to be put one behind the other."""
+    first = values[0]
+    return all(
+        type(t) is type(first) and t.dtype == first.dtype and t.shape == first.shape
+        and t.device == first.device and t.layout == torch.strided
+        and not (t.requires_grad or t.is_conj() or t.is_neg())
+        for t in values
+    )  # fmt: skip
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: np.dtype[Any]) -> np.ndarray | None:

@@ -135,6 +135,25 @@ def test_volumes_of_different_shapes_are_monais_error(make: Any) -> None:
     assert_as_monai(make())
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, MetaTensor])
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda t: t + 1,
+        lambda t: t.transpose(1, 3),
+        lambda t: t.to(torch.float64),
+        lambda t: t.to(torch.bfloat16),
+        lambda t: t.requires_grad_(),
+        lambda t: torch.complex(t, t).conj().imag,
+    ],
+)
+def test_large_volumes(monkeypatch: pytest.MonkeyPatch, kind: type, second: Callable[..., torch.Tensor]) -> None:
+    monkeypatch.setattr(module, "_LARGE_BATCH", 40_000)
+    first = torch.rand(1, 20, 20, 20)
+    for pair in ([first, second(first.clone())], [second(first.clone()), first]):
+        assert_as_monai([{"image": kind(t), "n": 1} for t in pair])
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_decollated_items_can_be_inverted(make: Any, volumes: list[dict[str, Any]], count: int) -> None:
     transforms, batch, back = pipeline(CASE), make(CASE, count=count), {}

@@ -30,8 +30,9 @@ from typing import Any
 
 import torch
 
+from monai_gds import huge_pages
 from monai_gds.errors import StorageError
-from monai_gds.storage import _huge_pages, deepnvme_build
+from monai_gds.storage import deepnvme_build
 from monai_gds.storage.base import ALIGNMENT, Availability
 from monai_gds.storage.checked import CheckedStorage, Lane, OpenFile
 
@@ -150,7 +151,7 @@ class _AioLane(Lane):
             else:
                 _check_lockable(self._nbytes)
                 self._buffer = self._handle.new_cpu_locked_tensor(self._nbytes, torch.empty(0, dtype=torch.uint8))
-                _huge_pages.collapse(self._buffer)
+                huge_pages.collapse(self._buffer)
         return self._buffer
 
     def reaches(self, dest: torch.Tensor) -> bool:

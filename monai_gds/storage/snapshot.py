@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from monai_gds.storage import _huge_pages
+from monai_gds import huge_pages
 from monai_gds.storage.base import Pending, completed
 
 __all__ = ["snapshot"]
@@ -47,7 +47,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     with transforms and with saving what came before (up to 110 ms).
     """
     copy = torch.empty_like(tensor, requires_grad=False)
-    _huge_pages.prefer(copy)
+    huge_pages.prefer(copy)
     if tensor.nbytes:
         np.copyto(_bytes(copy), _bytes(tensor.detach()))
     return copy

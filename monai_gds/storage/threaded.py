@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 
-from monai_gds.storage import _huge_pages, staging
+from monai_gds import huge_pages
+from monai_gds.storage import staging
 from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, Pending, Read, Storage, completed, naming
 
 __all__ = [
@@ -46,8 +47,8 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
     """
     raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
     start = -raw.data_ptr() % ALIGNMENT
-    if nbytes >= 2 * _huge_pages.HUGE:
-        _huge_pages.prefer(raw)
+    if nbytes >= 2 * huge_pages.HUGE:
+        huge_pages.prefer(raw)
     return raw[start : start + nbytes]
 
 
