@@ -49,7 +49,7 @@ _NUMBERS: dict[type, np.dtype[Any]] = {
 _SLACK = 8192
 
 #: Batches of as many bytes are stacked in fresh memory, which the kernel fills with zeros page by page.
-_LARGE_BATCH = 32 << 20
+_LARGE_BATCH = 8 << 20
 
 #: Arrays of no more bytes are joined, for all keys of one kind.
 _SMALL_ARRAY = 1024
