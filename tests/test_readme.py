@@ -36,7 +36,7 @@ ROWS = {
 
 #: Tables, by how their headings begin; of each pair of columns (figure, ratio) the file, and the report in it.
 TABLES = {
-    "| | whole volumes, GB/s": [("cpu/volumes", 0), ("cpu/crops", 0)],
+    "| | whole volumes, GB/s": [("cpu/epochs", 0), ("cpu/epochs", 1)],
     "| | batch 1, GB/s": [("h100/volumes", 0), ("h100/volumes-batch-4", 0)],
     "| | plain tensors, records/s": [("h100/small", 0), ("h100/small", 1)],
     "| | encoded bytes to the GPU": [("h100/loaders", 0), ("h100/loaders", 1)],
