@@ -81,15 +81,15 @@ class Setup:
             return (self.be,)
         return (PASSTHROUGH,) if stat.S_ISCHR(os.stat(uri).st_mode) else ("io_uring", "thrpool")
 
-    def node_of(self, disk: Disk | None) -> tuple[str, Disk | None]:
-        """What to open for a file on ``disk``, and the disk behind that.
+    def node_of(self, disk: Disk | None, path: str | None) -> tuple[str, Disk | None]:
+        """What to open for the file ``path`` on ``disk``, and the disk behind that.
 
         Raises:
             StorageError: this storage reads another disk.
         """
         if self.uri is not None:
             if disk is not None and self.disk is not None and disk.number != self.disk.number:
-                raise StorageError(errno.EXDEV, f"the file lies on {disk.path}, which is not this device", self.uri)
+                raise StorageError(errno.EXDEV, f"it lies on {disk.path}, and this storage reads {self.uri}", path)
             return self.uri, self.disk
         assert disk is not None, "without a uri, files are on mounted file systems"
         return disk.character_path if self.be == PASSTHROUGH else disk.path, disk
@@ -653,7 +653,7 @@ class Engine:
             if self._mounted is None:
                 self._mounted = MountedFileSystems()
             fs = self._mounted.of(fd, st.st_dev, path)
-            drive = self._known.get(fs.disk.number) or self.drive(fs.disk)
+            drive = self._known.get(fs.disk.number) or self.drive(fs.disk, path)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
             blocks = FileBlocks(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
@@ -673,14 +673,14 @@ class Engine:
 
     # Devices.
 
-    def drive(self, disk: Disk | None) -> Drive:
-        """The open device for a disk (None: for the one that the storage was given).
+    def drive(self, disk: Disk | None, path: str | None = None) -> Drive:
+        """The open device for the file ``path`` on a disk (None: for the one that the storage was given).
 
         Raises:
             StorageError: it cannot be opened, or is not the one that the block map was made on.
         """
         setup = self._setup
-        uri, behind = setup.node_of(disk)
+        uri, behind = setup.node_of(disk, path)
         with self._opening:
             if uri not in self._drives:
                 drive = Drive(uri, behind, setup)
