@@ -16,9 +16,9 @@ DeepSpeed's source is compiled as it is, but for four things (:func:`_compile_he
 * Its twelve files are compiled as three, for nearly all of the time goes into torch's headers.
 * The results of the single transfers, which DeepSpeed drops, are kept for the backend to ask for, and waiting for them
   goes on behind a signal, which would end the process: the first lines of ``deepnvme_results.h`` say how.
-* One file is compiled without assertions. ``aio_handle.pread`` asserts that the range lies inside the file, and ends
-  the process if not. The backend checks that first, but a file may shrink in between; without the assertion the read
-  comes back short, which the backend finds.
+* In one file, files are said to have no end. ``aio_handle.pread`` looks whether the range lies inside the file; if not,
+  it says so on standard output, where JSON may be going, and ends the process. The backend looks first, but a file may
+  shrink in between; so the read comes back short, which the backend finds.
 * The handles' C++ types get names of our own. pybind11 refuses a type that is registered already, and the process may
   use DeepSpeed for its own purposes too.
 """
@@ -79,11 +79,15 @@ _LOG_LINES = 25
 
 #: What stands before a file of DeepSpeed's; see the module's docstring.
 _PREFIXES = {
-    "csrc/aio/py_lib/deepspeed_py_io_handle.cpp": "#define NDEBUG",
+    "csrc/aio/py_lib/deepspeed_py_io_handle.cpp": (
+        "#include <cstdint>\n"
+        "static int64_t monai_gds_no_end(const char*, int64_t& size) { size = INT64_MAX; return 0; }\n"
+        "#define get_file_size monai_gds_no_end"
+    ),
     "csrc/aio/common/deepspeed_aio_common.cpp": f'#include "{Path(__file__).with_name("deepnvme_results.h")}"',
 }
 
-_RECIPE = 2  #: to be raised with every change of what `_compile_here` builds, so that older builds are not used
+_RECIPE = 3  #: to be raised with every change of what `_compile_here` builds, so that older builds are not used
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
