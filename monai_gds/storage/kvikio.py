@@ -37,7 +37,7 @@ from monai_gds.errors import StorageError
 from monai_gds.storage import staging
 from monai_gds.storage.base import ALIGNMENT, CUDA_ONLY, Availability, Buffer, FileId, Pending, Read, naming
 from monai_gds.storage.posix import PosixStorage, is_cold, open_file
-from monai_gds.storage.threaded import as_bytes_view, create_file, write_all, write_file
+from monai_gds.storage.threaded import create_file, total_bytes, write_buffers, write_file
 
 __all__ = ["KvikioStorage"]
 
@@ -239,7 +239,7 @@ class KvikioStorage(PosixStorage):
             write_file(path, buffers, durable=durable)
             return
         torch.cuda.current_stream(self.device).synchronize()  # KvikIO does not wait for who is filling the buffers
-        fd = create_file(path, sum(b.nbytes if isinstance(b, torch.Tensor) else memoryview(b).nbytes for b in buffers))
+        fd = create_file(path, total_bytes(buffers))
         try:
             with self.open_file(path, "r+") as file, naming(path):
                 self._write_parts(fd, file, path, buffers)
@@ -260,9 +260,8 @@ class KvikioStorage(PosixStorage):
                 # It may begin in the block that the last one ends in, and cuFile writes whole blocks.
                 transfers.wait()
                 os.lseek(fd, offset, os.SEEK_SET)
-                view = as_bytes_view(buffer)
-                write_all(fd, [view])
-                offset += view.nbytes
+                write_buffers(fd, [buffer])
+                offset += total_bytes([buffer])
         finally:
             transfers.settle()
         transfers.wait()

@@ -1,4 +1,4 @@
-"""Pinned staging and stream hand-off: the one way by which host memory reaches a CUDA device.
+"""Pinned staging and stream hand-off: the one way by which bytes reach a CUDA device, and by which large tensors leave.
 
 Used by the backends only. Every copy to a device runs on that device's one copy stream, whose memory pool the device
 buffers come from:
@@ -33,6 +33,7 @@ __all__ = [
     "footprint",
     "forget_after_fork",
     "hand_off",
+    "on_host",
     "pinned_bytes",
     "staging_pool",
 ]
@@ -297,6 +298,26 @@ def staging_pool(device: torch.device) -> StagingPool:
         if device not in _pools:
             _pools[device] = StagingPool(device)
         return _pools[device]
+
+
+def on_host(source: torch.Tensor) -> Iterator[memoryview]:
+    """Brings a tensor to the host piece by piece, through one pinned slot.
+
+    Args:
+        source: 1-D contiguous uint8 CUDA tensor; the work queued so far on the current stream is waited for.
+
+    Yields:
+        Its bytes in order, each piece until the next is asked for.
+    """
+    pool = staging_pool(source.device)
+    slot = pool.acquire()
+    try:
+        for start in range(0, source.numel(), pool.slot_bytes):
+            piece = source[start : start + pool.slot_bytes]
+            slot.buffer[: piece.numel()].copy_(piece)
+            yield slot.view[: piece.numel()]
+    finally:
+        pool.release(slot)
 
 
 def pinned_bytes(device: torch.device) -> int:

@@ -22,8 +22,8 @@ from monai_gds.storage import staging
 from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, Pending, Read, Storage, completed, naming
 
 __all__ = [
-    "ThreadedStorage", "Work", "aligned_empty", "as_bytes_view", "create_file", "raise_first", "write_all",
-    "write_file",
+    "ThreadedStorage", "Work", "aligned_empty", "as_bytes_view", "create_file", "raise_first", "total_bytes",
+    "write_all", "write_buffers", "write_file",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -85,15 +85,36 @@ def write_file(path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
         FileExistsError: ``path`` exists.
         OSError: disk full, no permission, input/output error.
     """
-    views = [as_bytes_view(buffer) for buffer in buffers]
-    fd = create_file(path, sum(view.nbytes for view in views))
+    fd = create_file(path, total_bytes(buffers))
     try:
         with naming(path):
-            write_all(fd, views)
+            write_buffers(fd, buffers)
             if durable:
                 os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def total_bytes(buffers: Sequence[Buffer]) -> int:
+    """How many bytes the buffers have together."""
+    return sum(b.nbytes if isinstance(b, torch.Tensor) else memoryview(b).nbytes for b in buffers)
+
+
+def write_buffers(fd: int, buffers: Sequence[Buffer]) -> None:
+    """Writes buffers back to back at the descriptor's position, large ones on a device through pinned memory.
+
+    Fetched at once, 1 GiB took most of the time: fresh pages, and a copy to memory that is not pinned.
+    """
+    waiting: list[memoryview] = []
+    for buffer in buffers:
+        if not isinstance(buffer, torch.Tensor) or not buffer.is_cuda or buffer.nbytes < MIN_PIECE_BYTES:
+            waiting.append(as_bytes_view(buffer))
+            continue
+        write_all(fd, waiting)
+        waiting = []
+        for piece in staging.on_host(buffer.detach()):
+            write_all(fd, [piece])
+    write_all(fd, waiting)
 
 
 def write_all(fd: int, views: list[memoryview]) -> None:

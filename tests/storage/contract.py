@@ -127,6 +127,9 @@ class StorageContract:
     #: Reads during which another thread keeps closing the storage. Fewer where each close costs seconds.
     reads_while_closing = 60
 
+    #: Reads of a file that is cut and grown meanwhile. Fewer where each error costs seconds.
+    reads_while_shrinking = 200
+
     # What a subclass gives, or may override.
 
     @pytest.fixture
@@ -557,7 +560,7 @@ class StorageContract:
         thread = threading.Thread(target=saw)
         thread.start()
         try:
-            for _ in range(200):
+            for _ in range(self.reads_while_shrinking):
                 error = errors_of(lambda: storage.load(str(path), [(0, 2 << 20), (4096, 10_000)]).wait())
                 assert error is None or isinstance(error, OSError)
         finally:
@@ -1087,6 +1090,12 @@ class CudaStorageContract(StorageContract):
         storage.read([Read(str(blob), 5, host), Read(str(blob), 6, device), Read(str(blob), 7, host[:0])])
         assert bytes_of(host) == data[5 : 5 + (9 << 20)]
         assert bytes_of(device) == data[6 : 6 + (9 << 20)]
+
+    def test_writes_tensors_larger_than_a_staging_slot(self, storage: Storage, folder: Path) -> None:
+        data = content(2 * staging.SLOT_BYTES + 4097)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(storage.device)
+        storage.write(str(folder / "file.bin"), [b"head", tensor, tensor[5 : 2 << 20], b"tail"])
+        assert (folder / "file.bin").read_bytes() == b"head" + data + data[5 : 2 << 20] + b"tail"
 
     def test_writes_what_the_current_stream_is_still_computing(self, storage: Storage, folder: Path) -> None:
         with torch.cuda.stream(torch.cuda.Stream(storage.device)):

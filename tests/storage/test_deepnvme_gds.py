@@ -39,6 +39,7 @@ class WithHelper(StorageContract):
     """What both runs of the contract need."""
 
     reads_while_closing = 2  # a close ends the helper, and the next read starts another
+    reads_while_shrinking = 4  # so does a file that is too short
 
     @pytest.fixture
     def stable_descriptors(self, storage: Storage, blob: Path) -> Iterator[None]:

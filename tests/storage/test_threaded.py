@@ -10,16 +10,17 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from monai_gds import huge_pages
-from monai_gds.storage import ALIGNMENT, FileId, Read
+from monai_gds.storage import ALIGNMENT, FileId, Read, staging
 from monai_gds.storage.posix import PosixStorage
 from monai_gds.storage.threaded import aligned_empty
-from tests.storage.contract import bytes_of
+from tests.storage.contract import bytes_of, content
 
 CPU = torch.device("cpu")
 
@@ -174,3 +175,16 @@ def test_buffers_begin_at_a_page(nbytes: int) -> None:
     assert memory.numel() == nbytes
     assert memory.data_ptr() % ALIGNMENT == 0
     assert memory.untyped_storage().nbytes() <= nbytes + ALIGNMENT  # it is pickled as a whole
+
+
+def test_a_tensor_leaves_the_device_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over host memory in place of a pinned slot, which also goes back to its pool."""
+    buffer = torch.empty(4096, dtype=torch.uint8)
+    slot, free = SimpleNamespace(buffer=buffer, view=buffer.numpy().data), []
+    pool = SimpleNamespace(slot_bytes=4096, acquire=lambda: slot, release=free.append)
+    monkeypatch.setattr(staging, "staging_pool", lambda device: pool)
+    data = content(3 * 4096 + 5)
+    pieces = [bytes(piece) for piece in staging.on_host(torch.frombuffer(bytearray(data), dtype=torch.uint8))]
+    assert b"".join(pieces) == data
+    assert [len(piece) for piece in pieces] == [4096, 4096, 4096, 5]
+    assert free == [slot]
