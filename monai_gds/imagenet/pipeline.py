@@ -7,6 +7,7 @@ only when a pipeline is built.
 from __future__ import annotations
 
 import math
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -152,7 +153,7 @@ class FedPipeline(Generic[T]):
                 raise
             raise PipelineFailed(e, list(under_way)) from e
         finally:
-            if self._pipe is not None:
+            if self._pipe is not None and not sys.is_finalizing():  # DALI shuts its pipelines down at exit
                 self._drain(self._pipe)
 
     def _drain(self, pipe: Any) -> None:

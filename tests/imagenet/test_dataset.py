@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -353,6 +355,18 @@ def test_dropping_waits_for_nobody(folder: Path) -> None:
     assert not closed.is_set()
     may_close.set()
     assert closed.wait(20)
+
+
+@pytest.mark.parametrize("reader", ["dali", "posix"])
+def test_a_script_that_ends_within_an_epoch_ends_in_silence(folder: Path, reader: str) -> None:
+    """DALI shuts its pipelines down at exit, before what is left of the script is cleared away."""
+    script = (
+        "from monai_gds import ImageNetDataset\n"
+        f"batches = iter(ImageNetDataset({str(folder)!r}, 4, {reader!r}, 'cpu'))\n"
+        "print(len(next(batches)['label']))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
 
 
 def test_closing_frees_and_it_can_be_used_again(folder: Path) -> None:
