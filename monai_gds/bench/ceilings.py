@@ -7,7 +7,6 @@ on a CPU target copy nothing.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 
 from monai_gds.bench.pagecache import drop
 from monai_gds.bench.report import Row
+from monai_gds.storage.threaded import aligned_empty
 
 __all__ = ["Ceilings"]
 
@@ -73,7 +73,7 @@ class Ceilings:
         if self._device.type == "cuda":
             self._room = torch.zeros(_ROOM, dtype=torch.uint8, pin_memory=True)
         else:
-            self._room = torch.frombuffer(mmap.mmap(-1, _ROOM), dtype=torch.uint8).zero_()  # page-aligned, for O_DIRECT
+            self._room = aligned_empty(_ROOM).zero_()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -133,7 +133,8 @@ def epochs(settings: Settings, crops: int | None = None, progress: Progress | No
     contest = Contest(
         title, [dict.fromkeys(KEYS, n) for n in range(settings.items)], Compose(transforms), KEYS,
         settings.items * settings.item_bytes, settings.device, _folder(settings, "volumes"),
-        peers_for(settings.device, loader=settings.loader), settings.repeats, settings.batch_size, cold=settings.cold,
+        peers_for(settings.device, loader=settings.loader, cold=settings.cold), settings.repeats, settings.batch_size,
+        cold=settings.cold,
     )  # fmt: skip
     return race(contest, progress)
 

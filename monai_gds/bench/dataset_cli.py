@@ -76,7 +76,8 @@ def dataset(
     The datasets take turns, epoch by epoch, and so do the machine's limits:
     copy to the device, page cache, disk. Every batch is counted and brought to
     the device; every byte is compared once with what the transforms give. With
-    --cold a table says whose files were in the page cache all the same.
+    --cold a table says whose files were in the page cache all the same, and
+    with --loader too, GDSDataset also reads past it (posix with direct_io).
     """
     from monai_gds.bench import dataset as bench
     from monai_gds.bench.report import emit, machine

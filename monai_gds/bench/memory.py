@@ -125,6 +125,7 @@ def _epoch(loader: GDSDataLoader, run: _Run, seen: list[int]) -> None:
             batch[key].as_subclass(torch.Tensor).sum()
         seen.append(_anonymous())
         batches += 1
+        del batch  # the loop's variable would keep it until the next one is there: that is not the loader's
     if batches != -(-run.items // run.batch_size):
         raise RuntimeError(f"there were {batches} batches")
 

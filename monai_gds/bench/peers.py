@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +17,14 @@ from monai.data import GDSDataset as MonaiGDSDataset
 from monai.transforms import Compose
 
 from monai_gds.dataset import GDSDataset
+from monai_gds.errors import BackendUnavailable
 from monai_gds.loader import GDSDataLoader
 
-__all__ = ["META", "NO_CACHE", "OURS", "OURS_LOADER", "PEERS", "REFERENCE", "Peer", "Place", "peers_for"]
+__all__ = ["META", "NO_CACHE", "OURS", "OURS_DIRECT", "OURS_LOADER", "PEERS", "REFERENCE", "Peer", "Place", "peers_for"]
 
 OURS = "GDSDataset"
 OURS_LOADER = "GDSDataset, GDSDataLoader"
+OURS_DIRECT = "GDSDataset, direct_io"
 REFERENCE = "PersistentDataset"
 META = "PersistentDataset + meta"
 NO_CACHE = "no cache"
@@ -78,6 +82,16 @@ def _ours(items: Sequence[Any], transform: Compose, place: Place) -> Dataset:
     return GDSDataset(items, transform, place.folder, place.device)
 
 
+def _ours_direct(items: Sequence[Any], transform: Compose, place: Place) -> Dataset:
+    try:
+        with tempfile.NamedTemporaryFile(dir=place.folder) as file:
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+    except OSError as e:
+        raise BackendUnavailable(f"{place.folder} takes no O_DIRECT: {e.strerror}") from e
+    options = {"direct_io": True}
+    return GDSDataset(items, transform, place.folder, place.device, backend="posix", backend_options=options)
+
+
 def _persistent(items: Sequence[Any], transform: Compose, place: Place) -> Dataset:
     return PersistentDataset(items, transform, place.folder)
 
@@ -115,6 +129,7 @@ def _needs_kvikio() -> str:
 PEERS: dict[str, Peer] = {
     OURS: Peer(_ours),
     OURS_LOADER: Peer(_ours, GDSDataLoader),
+    OURS_DIRECT: Peer(_ours_direct, GDSDataLoader),
     REFERENCE: Peer(_persistent),
     META: Peer(_persistent_meta),
     "LMDBDataset": Peer(_lmdb, missing=_needs_lmdb),
@@ -126,12 +141,13 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def peers_for(device: torch.device, *, loader: bool = False) -> list[str]:
+def peers_for(device: torch.device, *, loader: bool = False, cold: bool = False) -> list[str]:
     """The caching peers that serve this kind of device.
 
     Args:
         device: the target.
         loader: whether our dataset goes through our own loader too.
+        cold: whether nothing is in the page cache; then also past it, through our own loader.
     """
-    left_out = {NO_CACHE} if loader else {NO_CACHE, OURS_LOADER}
+    left_out = {NO_CACHE, *([] if loader else [OURS_LOADER]), *([] if loader and cold else [OURS_DIRECT])}
     return [n for n, p in PEERS.items() if n not in left_out and (device.type == "cuda" or not p.cuda_only)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from monai_gds.bench import first, memory, race
 from monai_gds.bench.ceilings import Ceilings
 from monai_gds.bench.dataset import Burn, MakeVolumes, Settings
 from monai_gds.bench.pagecache import cached, drop
-from monai_gds.bench.peers import NO_CACHE, OURS, OURS_LOADER, PEERS, REFERENCE, Peer, peers_for
+from monai_gds.bench.peers import NO_CACHE, OURS, OURS_DIRECT, OURS_LOADER, PEERS, REFERENCE, Peer, Place, peers_for
 from monai_gds.bench.race import Contest, checksums, enter
 from tests.commands import run
 from tests.machines import mounted_tmpfs
@@ -90,11 +92,21 @@ def test_small_records_keep_their_metadata_on_both_sides() -> None:
 
 
 def test_cold_says_what_was_cold(tmp_path: Path) -> None:
-    (report,) = bench("--only", "volumes", "--cold", "--cache-dir", tmp_path)
+    (report,) = bench("--only", "volumes", "--cold", "--loader", "--cache-dir", tmp_path)
     before = {name: row["notes"]["page cache before"] for name, row in rows(report).items() if row["samples"]}
-    assert before[OURS] == before[REFERENCE] == "cold"
+    assert before[OURS] == before[OURS_DIRECT] == before[REFERENCE] == "cold"
     assert before["CacheDataset"] == "has no files"
     assert "page cache dropped" in report["title"]
+
+
+def test_past_the_page_cache_only_where_that_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with monkeypatch.context() as patch, pytest.raises(BackendUnavailable, match="takes no O_DIRECT: Invalid arg"):
+        patch.setattr("monai_gds.bench.peers.os.open", refuse)
+        PEERS[OURS_DIRECT].make([], Compose([]), Place(tmp_path, torch.device("cpu"), 0))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cold_says_when_dropping_did_not_work(tmp_path: Path) -> None:
