@@ -407,6 +407,18 @@ def test_volumes_of_a_cached_item_are_not_copied(tmp_path: Path) -> None:
         assert all(same_memory(batch[key], items[0][key]) for key in KEYS)
 
 
+def test_large_batches_that_are_kept_keep_their_bytes() -> None:
+    def batch(value: int) -> torch.Tensor:
+        items = [{"image": torch.full((2_000_000,), float(value + i))} for i in range(2)]
+        return collate(items)["image"]  # type: ignore[no-any-return]
+
+    kept = {value: batch(value) for value in range(0, 60, 10)}
+    for value in range(5, 65, 10):
+        del kept[value - 5]
+        kept[value] = batch(value)
+    assert all(bool((rows[i] == value + i).all()) for value, rows in kept.items() for i in range(2))
+
+
 def test_a_crop_does_not_keep_its_volume(make: Any) -> None:
     volume = MetaTensor(torch.rand(1, 64, 64, 64))
     batch = collate([[{"image": volume[:, :2]}]])
