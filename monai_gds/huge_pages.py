@@ -13,7 +13,7 @@ import ctypes
 import numpy as np
 import torch
 
-__all__ = ["HUGE", "collapse", "prefer", "used_before"]
+__all__ = ["HUGE", "collapse", "prefer", "prefer_at", "used_before"]
 
 #: Bytes of a huge page on x86-64, and on ARM with base pages of 4 KiB.
 HUGE = 2 << 20
@@ -30,7 +30,12 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def prefer(memory: torch.Tensor) -> None:
     """Asks for huge pages where memory is not in use yet. Never fails: a kernel without them gives its usual ones."""
-    _advise(memory, _MADV_HUGEPAGE)
+    prefer_at(memory.data_ptr(), memory.nbytes)
+
+
+def prefer_at(address: int, nbytes: int) -> None:
+    """As :func:`prefer`, for memory by its address, or a mapping of a file."""
+    _advise(address, nbytes, _MADV_HUGEPAGE)
 
 
 def collapse(memory: torch.Tensor) -> None:
@@ -38,11 +43,11 @@ def collapse(memory: torch.Tensor) -> None:
 
     Never fails: what cannot be exchanged stays as it is.
     """
-    _advise(memory, _MADV_COLLAPSE)
+    _advise(memory.data_ptr(), memory.nbytes, _MADV_COLLAPSE)
 
 
-def _advise(memory: torch.Tensor, advice: int) -> None:
-    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+def _advise(start: int, nbytes: int, advice: int) -> None:
+    end = start + nbytes
     start += -start % HUGE
     end -= end % HUGE
     if start < end:

@@ -1,15 +1,20 @@
-"""Memory that is used again: given out once at a time, and not without bounds. (tests/storage has the pages' size.)"""
+"""Huge pages, where the kernel has them; memory that is used again: given out once at a time, not without bounds."""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from monai_gds import huge_pages
 from monai_gds.huge_pages import HUGE, used_before
+from monai_gds.storage.threaded import aligned_empty
+from tests.storage.contract import opened
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +74,63 @@ def test_threads_never_get_the_same() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
+
+
+# The kernel.
+
+
+def _smaps(tensor: torch.Tensor) -> list[str]:
+    """What the kernel says of the mappings that a tensor's memory lies in."""
+    found, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, _, end = first.partition("-")
+            inside = int(begin, 16) < tensor.data_ptr() + tensor.nbytes and int(end, 16) > tensor.data_ptr()
+        elif inside:
+            found.append(line)
+    return found
+
+
+def _huge_bytes(tensor: torch.Tensor) -> int:
+    """How much of a tensor's memory lies on huge pages."""
+    return sum(int(line.split()[1]) << 10 for line in _smaps(tensor) if line.startswith("AnonHugePages:"))
+
+
+def test_the_kernel_is_asked_for_huge_pages() -> None:
+    memory = aligned_empty(64 << 20).fill_(7)
+    flags = [line.split()[1:] for line in _smaps(memory) if line.startswith("VmFlags:")]
+    if not flags or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this machine's kernel has no huge pages, or does not tell")
+    assert any("hg" in of_one for of_one in flags)
+    assert bool((memory == 7).all())
+
+
+@pytest.mark.parametrize(("nbytes", "asked"), [(3 << 20, True), (65 << 20, False)])
+def test_mappings_of_records_are_on_huge_pages_unless_crops_would_read_too_much(
+    tmp_path: Path, nbytes: int, asked: bool
+) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(bytes(nbytes))
+    with opened("posix", "cpu") as storage:
+        mapped = storage.map(str(path), [(0, nbytes)])
+        assert mapped is not None
+        flags = [line.split()[1:] for line in _smaps(mapped[0]) if line.startswith("VmFlags:")]
+        if not flags or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+            pytest.skip("this machine's kernel has no huge pages, or does not tell")
+        assert any("hg" in of_one for of_one in flags) == asked
+        assert not mapped[0].any()
+
+
+def test_memory_in_use_is_moved_onto_huge_pages() -> None:
+    given = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    known = torch.frombuffer(given, dtype=torch.uint8).fill_(1)
+    with contextlib.suppress(OSError):
+        given.madvise(25)  # MADV_COLLAPSE
+    if _huge_bytes(known) < 48 << 20:
+        pytest.skip("this machine's memory is too fragmented, or its kernel too old")
+    memory = torch.empty(64 << 20, dtype=torch.uint8).fill_(7)
+    before = _huge_bytes(memory)
+    huge_pages.collapse(memory)
+    assert _huge_bytes(memory) > before  # how much more depends on what else lives on the machine
+    assert bool((memory == 7).all())

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from monai_gds import huge_pages
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
 from monai_gds.storage._statx import identities
@@ -35,6 +36,11 @@ __all__ = ["PosixStorage", "expect_cold", "is_cold", "open_file", "pread_into"]
 
 #: Ranges below this many bytes are read instead of mapped: a mapping costs two system calls and a fault a page.
 MAP_BYTES = 64 << 10
+
+#: Mappings of 2 MiB up to this many bytes ask for huge pages. What is not in the page cache is read 2 MiB at a time
+#: then: volumes of 52 MB at 2.0 GB/s instead of 1.5, four crops of 96³ from each at 1.6 instead of 1.15 (a virtual disk
+#: of 2.7 GB/s). Of larger volumes a crop would read much more than it needs: from 512³ 100 MB instead of 40.
+HUGE_UP_TO = 64 << 20
 
 #: Pieces of fewer bytes are left to the kernel's own reading ahead.
 EXPECT_BYTES = 512 << 10
@@ -67,6 +73,8 @@ class _Mapping:
         if start == _MAP_FAILED:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
+        if huge_pages.HUGE <= nbytes <= HUGE_UP_TO:
+            huge_pages.prefer_at(start, length)
         self._start, self._length = start, length
         self._munmap = _libc.munmap  # module globals may be gone when the interpreter exits
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start + skip, False), "version": 3}

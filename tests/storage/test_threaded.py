@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import mmap
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds import huge_pages
 from monai_gds.storage import ALIGNMENT, FileId, Read, staging
 from monai_gds.storage.posix import PosixStorage
 from monai_gds.storage.threaded import aligned_empty
@@ -126,47 +124,6 @@ def test_each_expectation_of_a_file_is_checked_once(storage: Recording, blob: Pa
     here = FileId.of(blob)
     storage.read([Read(str(blob), i, empty(1 << 20), expect) for i, expect in enumerate([here, None, here, None])])
     assert storage.opened == 2
-
-
-def _smaps(tensor: torch.Tensor) -> list[str]:
-    """What the kernel says of the mappings that a tensor's memory lies in."""
-    found, inside = [], False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            begin, _, end = first.partition("-")
-            inside = int(begin, 16) < tensor.data_ptr() + tensor.nbytes and int(end, 16) > tensor.data_ptr()
-        elif inside:
-            found.append(line)
-    return found
-
-
-def _huge_bytes(tensor: torch.Tensor) -> int:
-    """How much of a tensor's memory lies on huge pages."""
-    return sum(int(line.split()[1]) << 10 for line in _smaps(tensor) if line.startswith("AnonHugePages:"))
-
-
-def test_the_kernel_is_asked_for_huge_pages() -> None:
-    memory = aligned_empty(64 << 20).fill_(7)
-    flags = [line.split()[1:] for line in _smaps(memory) if line.startswith("VmFlags:")]
-    if not flags or not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("this machine's kernel has no huge pages, or does not tell")
-    assert any("hg" in of_one for of_one in flags)
-    assert bool((memory == 7).all())
-
-
-def test_memory_in_use_is_moved_onto_huge_pages() -> None:
-    given = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    known = torch.frombuffer(given, dtype=torch.uint8).fill_(1)
-    with contextlib.suppress(OSError):
-        given.madvise(25)  # MADV_COLLAPSE
-    if _huge_bytes(known) < 48 << 20:
-        pytest.skip("this machine's memory is too fragmented, or its kernel too old")
-    memory = torch.empty(64 << 20, dtype=torch.uint8).fill_(7)
-    before = _huge_bytes(memory)
-    huge_pages.collapse(memory)
-    assert _huge_bytes(memory) > before  # how much more depends on what else lives on the machine
-    assert bool((memory == 7).all())
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, (4 << 20) - 1, 4 << 20, (9 << 20) + 5])
