@@ -32,6 +32,11 @@ ROWS = {
     "`python-file`: `open` and `read`, called by DALI": "python-file",
     "`posix`": "posix",
     "`packed`": "packed",
+    "`python`, `open` and `read` or `write`": "python",
+    "`direct`: threads with O_DIRECT, what the disk gives": "direct",
+    "`posix`, from and to the page cache": "posix",
+    "`kvikio`, from the page cache and past it": "kvikio",
+    "`deepnvme`, past the page cache": "deepnvme",
 }
 
 #: Tables, by how their headings begin; of each pair of columns (figure, ratio) the file, and the report in it.
@@ -40,6 +45,13 @@ TABLES = {
     "| | batch 1, GB/s": [("h100/volumes", 0), ("h100/volumes-batch-4", 0)],
     "| | plain tensors, records/s": [("h100/small", 0), ("h100/small", 1)],
     "| | encoded bytes to the GPU": [("h100/loaders", 0), ("h100/loaders", 1)],
+    "| | load, GB/s | ratio | store, GB/s": [("cpu/tensor-load", 0), ("cpu/tensor-store", 0)],
+    "| | load to CPU, GB/s": [
+        ("h100/tensor-load", 0),
+        ("h100/tensor-load", 1),
+        ("h100/tensor-store", 0),
+        ("h100/tensor-store", 1),
+    ],
 }
 
 
@@ -57,6 +69,8 @@ def report(file: str, number: int) -> dict[str, dict[str, Any]]:
 def test_figures_are_those_of_the_runs_that_were_saved(table: str) -> None:
     for name, *cells in rows_of(table):
         for (file, number), median, ratio in zip(TABLES[table], cells[::2], cells[1::2], strict=True):
+            if not median:  # it cannot do that
+                continue
             saved = report(file, number)
             if name.startswith("`PersistentDataset` (for MetaTensors"):
                 row = saved.get("PersistentDataset + meta") or saved["PersistentDataset"]
