@@ -57,15 +57,18 @@ def _advise(start: int, nbytes: int, advice: int) -> None:
 class _Block:
     """Memory on huge pages."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("memory", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.nbytes = nbytes
         prefer(self.memory)
 
 
 #: Blocks that nobody uses now, the one that was used last at the end. Changed by single operations of the interpreter,
-#: without a lock: the collector may give a block back in a thread that is just taking one.
+#: without a lock: the collector may give a block back in a thread that is just taking one. Nor is it copied: CPython
+#: before 3.12 lets the collector run once it has looked where a list's items are, and a block that is given back moves
+#: them. Going through a list looks again at each step.
 _kept: list[_Block] = []
 
 
@@ -77,13 +80,12 @@ def used_before(nbytes: int) -> torch.Tensor:
     Returns:
         A 1-D uint8 CPU tensor on huge pages. It goes back when it and all that shares its memory is gone.
     """
-    block = _take(nbytes + -nbytes % HUGE)
-    return torch.from_numpy(np.asarray(_Lent(block)))[:nbytes]
+    return torch.from_numpy(np.asarray(_Lent(_take(nbytes + -nbytes % HUGE), nbytes)))
 
 
 def _take(nbytes: int) -> _Block:
-    for block in reversed(tuple(_kept)):
-        if block.memory.nbytes == nbytes:
+    for block in reversed(_kept):
+        if block.nbytes == nbytes:
             try:
                 _kept.remove(block)
             except ValueError:  # another thread has taken it
@@ -93,19 +95,24 @@ def _take(nbytes: int) -> _Block:
 
 
 class _Lent:
-    """A block in use: its memory for NumPy, which keeps this object as long as an array or a tensor has it."""
+    """A block in use: its memory for NumPy, which keeps this object as long as an array or a tensor has it.
+
+    Args:
+        block: whose memory it is.
+        nbytes: how many of it. No more, for a tensor is pickled with all of its storage: there may be an earlier
+            batch's bytes behind these.
+    """
 
     __slots__ = ("__array_interface__", "_block")
 
-    def __init__(self, block: _Block) -> None:
+    def __init__(self, block: _Block, nbytes: int) -> None:
         self._block = block
-        shape = (block.memory.nbytes,)
-        self.__array_interface__ = {"data": (block.memory.data_ptr(), False), "shape": shape, "typestr": "|u1",
+        self.__array_interface__ = {"data": (block.memory.data_ptr(), False), "shape": (nbytes,), "typestr": "|u1",
                                     "version": 3}  # fmt: skip
 
     def __del__(self, kept: list[_Block] = _kept, most: int = _KEPT_BYTES) -> None:
-        if self._block.memory.nbytes > most:
+        if self._block.nbytes > most:
             return
         kept.append(self._block)
-        while sum(block.memory.nbytes for block in tuple(kept)) > most:
+        while sum(block.nbytes for block in kept) > most:
             del kept[:1]
