@@ -13,7 +13,7 @@ import ctypes
 import numpy as np
 import torch
 
-__all__ = ["HUGE", "collapse", "prefer", "prefer_at", "used_before"]
+__all__ = ["HUGE", "collapse", "prefer", "prefer_for_mapping", "used_before"]
 
 #: Bytes of a huge page on x86-64, and on ARM with base pages of 4 KiB.
 HUGE = 2 << 20
@@ -30,12 +30,15 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def prefer(memory: torch.Tensor) -> None:
     """Asks for huge pages where memory is not in use yet. Never fails: a kernel without them gives its usual ones."""
-    prefer_at(memory.data_ptr(), memory.nbytes)
+    _advise(memory, _MADV_HUGEPAGE)
 
 
-def prefer_at(address: int, nbytes: int) -> None:
-    """As :func:`prefer`, for memory by its address, or a mapping of a file."""
-    _advise(address, nbytes, _MADV_HUGEPAGE)
+def prefer_for_mapping(start: int, nbytes: int) -> None:
+    """As :func:`prefer`, for all of a mapping of a file, wherever it lies: reading ahead goes by places in the file.
+
+    Advice for a part would make the kernel keep a mapping for each part, and a process may have 65,530 of them.
+    """
+    _libc.madvise(start, nbytes, _MADV_HUGEPAGE)
 
 
 def collapse(memory: torch.Tensor) -> None:
@@ -43,11 +46,11 @@ def collapse(memory: torch.Tensor) -> None:
 
     Never fails: what cannot be exchanged stays as it is.
     """
-    _advise(memory.data_ptr(), memory.nbytes, _MADV_COLLAPSE)
+    _advise(memory, _MADV_COLLAPSE)
 
 
-def _advise(start: int, nbytes: int, advice: int) -> None:
-    end = start + nbytes
+def _advise(memory: torch.Tensor, advice: int) -> None:
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     start += -start % HUGE
     end -= end % HUGE
     if start < end:
