@@ -13,7 +13,7 @@ import ctypes
 import numpy as np
 import torch
 
-__all__ = ["HUGE", "collapse", "prefer", "prefer_at", "used_before"]
+__all__ = ["HUGE", "collapse", "prefer", "prefer_for_mapping", "used_before"]
 
 #: Bytes of a huge page on x86-64, and on ARM with base pages of 4 KiB.
 HUGE = 2 << 20
@@ -30,12 +30,15 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def prefer(memory: torch.Tensor) -> None:
     """Asks for huge pages where memory is not in use yet. Never fails: a kernel without them gives its usual ones."""
-    prefer_at(memory.data_ptr(), memory.nbytes)
+    _advise(memory, _MADV_HUGEPAGE)
 
 
-def prefer_at(address: int, nbytes: int) -> None:
-    """As :func:`prefer`, for memory by its address, or a mapping of a file."""
-    _advise(address, nbytes, _MADV_HUGEPAGE)
+def prefer_for_mapping(start: int, nbytes: int) -> None:
+    """As :func:`prefer`, for all of a mapping of a file, wherever it lies: reading ahead goes by places in the file.
+
+    Advice for a part would make the kernel keep a mapping for each part, and a process may have 65,530 of them.
+    """
+    _libc.madvise(start, nbytes, _MADV_HUGEPAGE)
 
 
 def collapse(memory: torch.Tensor) -> None:
@@ -43,11 +46,11 @@ def collapse(memory: torch.Tensor) -> None:
 
     Never fails: what cannot be exchanged stays as it is.
     """
-    _advise(memory.data_ptr(), memory.nbytes, _MADV_COLLAPSE)
+    _advise(memory, _MADV_COLLAPSE)
 
 
-def _advise(start: int, nbytes: int, advice: int) -> None:
-    end = start + nbytes
+def _advise(memory: torch.Tensor, advice: int) -> None:
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     start += -start % HUGE
     end -= end % HUGE
     if start < end:
@@ -57,15 +60,18 @@ def _advise(start: int, nbytes: int, advice: int) -> None:
 class _Block:
     """Memory on huge pages."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("memory", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.nbytes = nbytes
         prefer(self.memory)
 
 
 #: Blocks that nobody uses now, the one that was used last at the end. Changed by single operations of the interpreter,
-#: without a lock: the collector may give a block back in a thread that is just taking one.
+#: without a lock: the collector may give a block back in a thread that is just taking one. Nor is it copied: CPython
+#: before 3.12 lets the collector run once it has looked where a list's items are, and a block that is given back moves
+#: them. Going through a list looks again at each step.
 _kept: list[_Block] = []
 
 
@@ -77,13 +83,12 @@ def used_before(nbytes: int) -> torch.Tensor:
     Returns:
         A 1-D uint8 CPU tensor on huge pages. It goes back when it and all that shares its memory is gone.
     """
-    block = _take(nbytes + -nbytes % HUGE)
-    return torch.from_numpy(np.asarray(_Lent(block)))[:nbytes]
+    return torch.from_numpy(np.asarray(_Lent(_take(nbytes + -nbytes % HUGE), nbytes)))
 
 
 def _take(nbytes: int) -> _Block:
-    for block in reversed(tuple(_kept)):
-        if block.memory.nbytes == nbytes:
+    for block in reversed(_kept):
+        if block.nbytes == nbytes:
             try:
                 _kept.remove(block)
             except ValueError:  # another thread has taken it
@@ -93,19 +98,24 @@ def _take(nbytes: int) -> _Block:
 
 
 class _Lent:
-    """A block in use: its memory for NumPy, which keeps this object as long as an array or a tensor has it."""
+    """A block in use: its memory for NumPy, which keeps this object as long as an array or a tensor has it.
+
+    Args:
+        block: whose memory it is.
+        nbytes: how many of it. No more, for a tensor is pickled with all of its storage: there may be an earlier
+            batch's bytes behind these.
+    """
 
     __slots__ = ("__array_interface__", "_block")
 
-    def __init__(self, block: _Block) -> None:
+    def __init__(self, block: _Block, nbytes: int) -> None:
         self._block = block
-        shape = (block.memory.nbytes,)
-        self.__array_interface__ = {"data": (block.memory.data_ptr(), False), "shape": shape, "typestr": "|u1",
+        self.__array_interface__ = {"data": (block.memory.data_ptr(), False), "shape": (nbytes,), "typestr": "|u1",
                                     "version": 3}  # fmt: skip
 
     def __del__(self, kept: list[_Block] = _kept, most: int = _KEPT_BYTES) -> None:
-        if self._block.memory.nbytes > most:
+        if self._block.nbytes > most:
             return
         kept.append(self._block)
-        while sum(block.memory.nbytes for block in tuple(kept)) > most:
+        while sum(block.nbytes for block in kept) > most:
             del kept[:1]

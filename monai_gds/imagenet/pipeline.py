@@ -7,7 +7,6 @@ only when a pipeline is built.
 from __future__ import annotations
 
 import math
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -153,7 +152,7 @@ class FedPipeline(Generic[T]):
                 raise
             raise PipelineFailed(e, list(under_way)) from e
         finally:
-            if self._pipe is not None and not sys.is_finalizing():  # DALI shuts its pipelines down at exit
+            if self._pipe is not None:
                 self._drain(self._pipe)
 
     def _drain(self, pipe: Any) -> None:
@@ -165,7 +164,7 @@ class FedPipeline(Generic[T]):
                 pipe.release_outputs()
             pipe.schedule_run()  # notices that the source has ended, without which reset() does nothing
             pipe.reset()
-        except RuntimeError:
+        except (RuntimeError, AttributeError):  # the latter when DALI has shut it down, as it does at exit
             self._pipe = None
         pipe.source = None
 

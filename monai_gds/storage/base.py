@@ -472,6 +472,7 @@ class Storage(ABC):
             durable: return only once the bytes would survive a power cut (fsync).
 
         Raises:
+            ValueError: a tensor is not 1-D, contiguous and of uint8.
             OSError: disk full, no permission, input/output error.
         """
 

@@ -49,7 +49,15 @@ from monai_gds.errors import StorageError
 from monai_gds.storage import staging
 from monai_gds.storage.base import ALIGNMENT, Buffer, FileId, naming
 from monai_gds.storage.posix import pread_into
-from monai_gds.storage.threaded import ThreadedStorage, Work, as_bytes_view, create_file, raise_first, write_file
+from monai_gds.storage.threaded import (
+    ThreadedStorage,
+    Work,
+    as_bytes_view,
+    create_file,
+    raise_first,
+    total_bytes,
+    write_file,
+)
 
 __all__ = ["CheckedStorage", "Lane", "LanePool", "OpenFile", "find_unread", "mark_unread"]
 
@@ -333,8 +341,8 @@ class CheckedStorage(ThreadedStorage):
     # Writing.
 
     def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool = False) -> None:
+        total = total_bytes(buffers)
         sources = [b.detach() if isinstance(b, torch.Tensor) else as_bytes_view(b) for b in buffers]
-        total = sum(source.nbytes for source in sources)
         if total < SMALL_BYTES:
             write_file(path, buffers, durable=durable)
             return

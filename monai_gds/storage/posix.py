@@ -74,7 +74,7 @@ class _Mapping:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         if huge_pages.HUGE <= nbytes <= HUGE_UP_TO:
-            huge_pages.prefer_at(start, length)
+            huge_pages.prefer_for_mapping(start, length)
         self._start, self._length = start, length
         self._munmap = _libc.munmap  # module globals may be gone when the interpreter exits
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start + skip, False), "version": 3}

@@ -82,6 +82,7 @@ def write_file(path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
     Space is reserved before the first byte, so that a full disk is found out before anything is written.
 
     Raises:
+        ValueError: a tensor is not as :data:`Buffer` says.
         FileExistsError: ``path`` exists.
         OSError: disk full, no permission, input/output error.
     """
@@ -96,7 +97,17 @@ def write_file(path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
 
 
 def total_bytes(buffers: Sequence[Buffer]) -> int:
-    """How many bytes the buffers have together."""
+    """How many bytes the buffers have together.
+
+    Raises:
+        ValueError: a tensor is not 1-D, contiguous and of uint8. What is written is counted in its elements.
+    """
+    for b in buffers:
+        if isinstance(b, torch.Tensor) and (b.dtype != torch.uint8 or b.dim() != 1 or not b.is_contiguous()):
+            raise ValueError(
+                f"only 1-D contiguous uint8 tensors are written, not {tuple(b.shape)} {b.dtype} with strides "
+                f"{b.stride()}: tensor.contiguous().view(-1).view(torch.uint8) has the bytes of any other"
+            )
     return sum(b.nbytes if isinstance(b, torch.Tensor) else memoryview(b).nbytes for b in buffers)
 
 

@@ -19,7 +19,7 @@ from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage import _libxnvme
 from monai_gds.storage.base import Availability, Buffer, FileId
 from monai_gds.storage.posix import open_file
-from monai_gds.storage.threaded import ThreadedStorage, as_bytes_view, create_file
+from monai_gds.storage.threaded import ThreadedStorage, as_bytes_view, create_file, total_bytes
 
 __all__ = ["XnvmeStorage", "probe_library"]
 
@@ -115,8 +115,9 @@ class XnvmeStorage(ThreadedStorage):
         raise StorageError(-code or errno.EIO, f"{function} of {nbytes} bytes at {offset}: {cause}", handle.path)
 
     def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool = False) -> None:
+        nbytes = total_bytes(buffers)
         views = [as_bytes_view(buffer) for buffer in buffers]
-        fd = create_file(path, sum(view.nbytes for view in views))
+        fd = create_file(path, nbytes)
         try:
             opts = self._library.options(rdonly=0, wronly=1)
             handle = _Handle(self._open_again(fd, path, opts), path)

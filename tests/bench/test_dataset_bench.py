@@ -100,11 +100,15 @@ def test_cold_says_what_was_cold(tmp_path: Path) -> None:
 
 
 def test_past_the_page_cache_only_where_that_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    really = os.open
+
+    def refuse(path: str, flags: int, *mode: int, **at: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really(path, flags, *mode, **at)
 
     with monkeypatch.context() as patch, pytest.raises(BackendUnavailable, match="takes no O_DIRECT: Invalid arg"):
-        patch.setattr("monai_gds.bench.peers.os.open", refuse)
+        patch.setattr("monai_gds.bench.peers.os.open", refuse)  # through which the file is made, too
         PEERS[OURS_DIRECT].make([], Compose([]), Place(tmp_path, torch.device("cpu"), 0))
     assert list(tmp_path.iterdir()) == []
 

@@ -357,13 +357,21 @@ def test_dropping_waits_for_nobody(folder: Path) -> None:
     assert closed.wait(20)
 
 
+@pytest.mark.parametrize("when", ["", "late.append(batches)"])
 @pytest.mark.parametrize("reader", ["dali", "posix"])
-def test_a_script_that_ends_within_an_epoch_ends_in_silence(folder: Path, reader: str) -> None:
-    """DALI shuts its pipelines down at exit, before what is left of the script is cleared away."""
+def test_a_script_that_ends_within_an_epoch_ends_in_silence(folder: Path, reader: str, when: str) -> None:
+    """DALI shuts its pipelines down at exit, before what is left of the script is cleared away.
+
+    In between the collector may come by, here a function that was registered earlier than DALI's own.
+    """
     script = (
+        "import atexit\n"
+        "late = []\n"
+        "atexit.register(lambda: [one.close() for one in late])\n"
         "from monai_gds import ImageNetDataset\n"
         f"batches = iter(ImageNetDataset({str(folder)!r}, 4, {reader!r}, 'cpu'))\n"
         "print(len(next(batches)['label']))\n"
+        f"{when}\n"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")

@@ -714,6 +714,13 @@ class StorageContract:
         assert path.read_bytes() == expected
         assert self.get(storage, path, (0, len(expected))) == [expected]
 
+    def test_a_tensor_of_anything_but_bytes_is_not_written(self, storage: Storage, folder: Path) -> None:
+        plain = torch.zeros(3 << 20, dtype=torch.uint8, device=storage.device)
+        for bad in (plain.float(), plain.view(2, -1), plain[::2]):
+            with pytest.raises(ValueError, match="only 1-D contiguous uint8 tensors are written"):
+                storage.write(str(folder / "file.bin"), [b"head", bad])
+        assert not (folder / "file.bin").exists()
+
     @property_test
     @given(sizes=st.lists(st.one_of(st.sampled_from(LENGTHS[:-1]), st.integers(0, 20_000)), max_size=8))
     def test_reads_back_what_it_wrote(self, storage: Storage, folder: Path, sizes: list[int]) -> None:

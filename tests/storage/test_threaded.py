@@ -145,3 +145,7 @@ def test_a_tensor_leaves_the_device_piece_by_piece(monkeypatch: pytest.MonkeyPat
     assert b"".join(pieces) == data
     assert [len(piece) for piece in pieces] == [4096, 4096, 4096, 5]
     assert free == [slot]
+    pieces_of_another = staging.on_host(torch.zeros(2 * 4096, dtype=torch.uint8))
+    next(pieces_of_another)
+    del pieces_of_another  # the disk is full, for example
+    assert free == [slot, slot]
