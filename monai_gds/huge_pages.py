@@ -9,17 +9,16 @@ asked to where /sys/kernel/mm/transparent_hugepage/enabled says ``madvise``, the
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
-import numpy as np
 import torch
+
+from monai_gds.lease import lend
 
 __all__ = ["HUGE", "collapse", "prefer", "prefer_for_mapping", "used_before"]
 
 #: Bytes of a huge page on x86-64, and on ARM with base pages of 4 KiB.
 HUGE = 2 << 20
-
-#: Bytes of blocks that are kept to be used again.
-_KEPT_BYTES = 64 << 20
 
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1
@@ -68,11 +67,40 @@ class _Block:
         prefer(self.memory)
 
 
-#: Blocks that nobody uses now, the one that was used last at the end. Changed by single operations of the interpreter,
-#: without a lock: the collector may give a block back in a thread that is just taking one. Nor is it copied: CPython
-#: before 3.12 lets the collector run once it has looked where a list's items are, and a block that is given back moves
-#: them. Going through a list looks again at each step.
-_kept: list[_Block] = []
+class _Kept:
+    """Blocks that nobody uses now, the one that was used last at the end.
+
+    Changed by single operations of the interpreter, without a lock: the collector may give a block back in a thread
+    that is just taking one. Nor is the list copied: CPython before 3.12 lets the collector run once it has looked where
+    a list's items are, and a block that is given back moves them. Going through a list looks again at each step.
+
+    Args:
+        most: bytes that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.blocks: list[_Block] = []
+        self._most = most
+
+    def take(self, nbytes: int) -> _Block:
+        for block in reversed(self.blocks):
+            if block.nbytes == nbytes:
+                try:
+                    self.blocks.remove(block)
+                except ValueError:  # another thread has taken it
+                    continue
+                return block
+        return _Block(nbytes)
+
+    def give_back(self, block: _Block) -> None:
+        if block.nbytes > self._most:
+            return
+        self.blocks.append(block)
+        while sum(kept.nbytes for kept in self.blocks) > self._most:
+            del self.blocks[:1]
+
+
+_kept = _Kept(64 << 20)
 
 
 def used_before(nbytes: int) -> torch.Tensor:
@@ -83,39 +111,5 @@ def used_before(nbytes: int) -> torch.Tensor:
     Returns:
         A 1-D uint8 CPU tensor on huge pages. It goes back when it and all that shares its memory is gone.
     """
-    return torch.from_numpy(np.asarray(_Lent(_take(nbytes + -nbytes % HUGE), nbytes)))
-
-
-def _take(nbytes: int) -> _Block:
-    for block in reversed(_kept):
-        if block.nbytes == nbytes:
-            try:
-                _kept.remove(block)
-            except ValueError:  # another thread has taken it
-                continue
-            return block
-    return _Block(nbytes)
-
-
-class _Lent:
-    """A block in use: its memory for NumPy, which keeps this object as long as an array or a tensor has it.
-
-    Args:
-        block: whose memory it is.
-        nbytes: how many of it. No more, for a tensor is pickled with all of its storage: there may be an earlier
-            batch's bytes behind these.
-    """
-
-    __slots__ = ("__array_interface__", "_block")
-
-    def __init__(self, block: _Block, nbytes: int) -> None:
-        self._block = block
-        self.__array_interface__ = {"data": (block.memory.data_ptr(), False), "shape": (nbytes,), "typestr": "|u1",
-                                    "version": 3}  # fmt: skip
-
-    def __del__(self, kept: list[_Block] = _kept, most: int = _KEPT_BYTES) -> None:
-        if self._block.nbytes > most:
-            return
-        kept.append(self._block)
-        while sum(block.nbytes for block in kept) > most:
-            del kept[:1]
+    block = _kept.take(nbytes + -nbytes % HUGE)
+    return lend(block.memory, nbytes, partial(_kept.give_back, block))

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from functools import partial
 
-import numpy as np
 import torch
 
+from monai_gds.lease import lend
 from monai_gds.storage import Storage
 
 __all__ = ["Buffers"]
 
 #: Unused ones that are kept at the most.
 KEPT = 8
-
-
-class _Lease:
-    """Memory that NumPy can wrap, and that goes back when the last array or tensor over it is gone."""
-
-    __slots__ = ("__array_interface__", "_give_back", "_memory")
-
-    def __init__(self, memory: torch.Tensor, give_back: Callable[[torch.Tensor], None]) -> None:
-        self._memory = memory
-        self._give_back = give_back
-        start = memory.data_ptr()
-        self.__array_interface__ = {"shape": (memory.numel(),), "typestr": "|u1", "data": (start, False), "version": 3}
-
-    def __del__(self) -> None:
-        self._give_back(self._memory)
 
 
 class Buffers:
@@ -53,7 +38,7 @@ class Buffers:
         if self._storage.device.type == "cuda":
             return self._storage.allocate(nbytes)
         memory = self._unused(nbytes)
-        return memory if self._pinned else torch.from_numpy(np.asarray(_Lease(memory, self._free.append)))
+        return memory if self._pinned else lend(memory, memory.numel(), partial(self._free.append, memory))
 
     def _unused(self, nbytes: int) -> torch.Tensor:
         for _ in range(len(self._free)):
