@@ -67,7 +67,7 @@ def collate(batch: Sequence[Any]) -> Any:
     items that it gives.
 
     CUDA tensors are stacked on their device; nothing waits for it. Numbers and small arrays lie in memory of NumPy's,
-    many in one block, and large batches on the CPU in memory that is used again when they are gone, up to 64 MiB of
+    many in one block, and large batches on the CPU in memory that is used again when they are gone, up to 32 MiB of
     it; so ``resize_`` refuses them, as it does whatever comes from a worker of a DataLoader.
 
     Args:

@@ -100,7 +100,7 @@ class _Kept:
             del self.blocks[:1]
 
 
-_kept = _Kept(64 << 20)
+_kept = _Kept(32 << 20)
 
 
 def used_before(nbytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Memory on loan: it comes back when the last tensor over it is gone. For whoever uses memory again (collation, images)."""
+"""Memory on loan: it comes back when the last tensor over it is gone. For memory that is used again."""
 
 from __future__ import annotations
 

@@ -70,10 +70,10 @@ def test_a_block_serves_its_own_size_only() -> None:
 def test_what_is_kept_has_bounds() -> None:
     kept = [used_before(size * HUGE) for size in (3, 8, 16, 9, 30)]
     del kept[:]
-    assert sum(block.nbytes for block in huge_pages._kept.blocks) <= 64 << 20
+    assert sum(block.nbytes for block in huge_pages._kept.blocks) <= 32 << 20
     del kept
-    used_before((64 << 20) + 1)
-    assert all(block.nbytes <= 64 << 20 for block in huge_pages._kept.blocks)
+    used_before((32 << 20) + 1)
+    assert all(block.nbytes <= 32 << 20 for block in huge_pages._kept.blocks)
 
 
 def test_threads_never_get_the_same() -> None:
@@ -110,7 +110,7 @@ for _ in range(30):
     gc.enable()
     used_before(3 * HUGE)
     gc.disable()
-print(len(_kept.blocks) * HUGE <= 64 << 20)
+print(len(_kept.blocks) * HUGE <= 32 << 20)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

@@ -197,15 +197,15 @@ def test_memory_that_grows_is_seen(tmp_path: Path) -> None:
 
     class Loader(memory.GDSDataLoader):
         def __iter__(self) -> Any:
-            kept.append(torch.ones(20 << 20, dtype=torch.uint8))
+            kept.append(torch.ones(200 << 20, dtype=torch.uint8))
             return super().__iter__()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "GDSDataLoader", Loader)
         found = memory._measure(run_)
     peaks = [max(values) for values in found["host"]]
-    assert peaks[0] > 19 << 20
-    assert peaks[2] - peaks[1] > 19 << 20
+    assert peaks[0] > 100 << 20  # less what earlier tests left, which may go meanwhile
+    assert peaks[2] - peaks[1] > 100 << 20
 
 
 def test_a_failing_process_is_not_taken_for_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
