@@ -48,7 +48,7 @@ _NUMBERS: dict[type, np.dtype[Any]] = {
 #: Bytes by which a storage may be larger than the one tensor that it is handed on for: backends allocate whole pages.
 _SLACK = 8192
 
-#: Batches of as many bytes are stacked in fresh memory, which the kernel fills with zeros page by page.
+#: Batches of as many bytes would be stacked in fresh memory, which the kernel fills with zeros page by page.
 _LARGE_BATCH = 8 << 20
 
 #: Arrays of no more bytes are joined, for all keys of one kind.

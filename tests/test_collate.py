@@ -20,7 +20,7 @@ from monai.data import DataLoader, MetaTensor, decollate_batch, list_data_collat
 from monai.utils import MetaKeys, SpaceKeys
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from monai_gds import GDSDataset
+from monai_gds import GDSDataset, huge_pages
 from monai_gds import collate as module
 from monai_gds.collate import collate
 from tests.fixtures_nifti import KEYS, pipeline, write_volumes
@@ -413,6 +413,9 @@ def test_large_batches_that_are_kept_keep_their_bytes() -> None:
         return collate(items)["image"]  # type: ignore[no-any-return]
 
     kept = {value: batch(value) for value in range(0, 60, 10)}
+    huge_pages._kept.blocks.clear()
+    batch(0)
+    assert len(huge_pages._kept.blocks) == 1, "its memory is there for the next one"
     for value in range(5, 65, 10):
         del kept[value - 5]
         kept[value] = batch(value)

@@ -1,4 +1,4 @@
-"""Pinned staging and stream hand-off: the one way by which bytes reach a CUDA device, and by which large tensors leave.
+"""Pinned staging and stream hand-off: the one way by which host memory reaches a CUDA device, and one back to a file.
 
 Used by the backends only. Every copy to a device runs on that device's one copy stream, whose memory pool the device
 buffers come from:
