@@ -142,6 +142,7 @@ class _AioLane(Lane):
         self._handle = _new_handle(module, settings)
         self._take_error = deepnvme_build.taker_of_errors(module)
         self._buffer: torch.Tensor | None = None
+        self._kept: torch.Tensor | None = None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -159,12 +160,23 @@ class _AioLane(Lane):
 
     def read(self, file: OpenFile, offset: int, dest: torch.Tensor) -> None:
         code = self._handle.sync_pread(dest, file.by_descriptor, offset)
+        self._keep(code, dest)
         self._check(code, "read", file, offset, dest)
 
     def write(self, file: OpenFile, offset: int, source: torch.Tensor) -> None:
         with deepnvme_build.writing():
             code = self._handle.sync_pwrite(source, file.by_descriptor, offset)
+        self._keep(code, source)
         self._check(code, "write", file, offset, source)
+
+    def _keep(self, code: int, memory: torch.Tensor) -> None:
+        """Keeps the tensor until the handle's threads have done another operation.
+
+        They let go of it a moment after they have said that it is done, and whoever lets go last frees it. That must
+        not be a thread that knows nothing of the interpreter, nor be decided between the two at that very moment.
+        """
+        if code >= 0:  # else the threads saw nothing of it
+            self._kept = memory
 
     def _check(self, code: int, verb: str, file: OpenFile, offset: int, memory: torch.Tensor) -> None:
         failed = self._take_error(memory)
@@ -181,6 +193,7 @@ class _AioLane(Lane):
             self._handle.free_cpu_locked_tensor(buffer)
         with _making:  # nobody is counting queues meanwhile
             self._handle = None
+        self._kept = None
 
 
 _making = threading.Lock()

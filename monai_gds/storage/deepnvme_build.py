@@ -11,7 +11,7 @@ doing. Here that is a step of its own:
 
 What was built is loaded from its file, without going through torch's locking again.
 
-DeepSpeed's source is compiled as it is, but for four things (:func:`_compile_here`):
+DeepSpeed's source is compiled as it is, but for five things (:func:`_compile_here`):
 
 * Its twelve files are compiled as three, for nearly all of the time goes into torch's headers.
 * The results of the single transfers, which DeepSpeed drops, are kept for the backend to ask for, and waiting for them
@@ -19,6 +19,8 @@ DeepSpeed's source is compiled as it is, but for four things (:func:`_compile_he
 * In one file, files are said to have no end. ``aio_handle.pread`` looks whether the range lies inside the file; if not,
   it says so on standard output, where JSON may be going, and ends the process. The backend looks first, but a file may
   shrink in between; so the read comes back short, which the backend finds.
+* ``gds_handle`` ends its process with ``_Exit`` where it called ``exit``: from one of its threads that waits for the
+  others at the end of the process, and they for it.
 * The handles' C++ types get names of our own. pybind11 refuses a type that is registered already, and the process may
   use DeepSpeed for its own purposes too.
 """
@@ -87,7 +89,10 @@ _PREFIXES = {
     "csrc/aio/common/deepspeed_aio_common.cpp": f'#include "{Path(__file__).with_name("deepnvme_results.h")}"',
 }
 
-_RECIPE = 3  #: to be raised with every change of what `_compile_here` builds, so that older builds are not used
+#: What stands before everything of an operator's, see there. <cstdlib> first: it undefines these macros.
+_HEADS: dict[Operator, list[str]] = {"aio": [], "gds": ["#include <cstdlib>", "#define exit _Exit"]}
+
+_RECIPE = 4  #: to be raised with every change of what `_compile_here` builds, so that older builds are not used
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -303,7 +308,7 @@ def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
     sources = [work / f"group{number}.cpp" for number in range(len(groups))]
     for path, members in zip(sources, groups, strict=True):
         lines = [line for source in members for line in (_PREFIXES.get(source, ""), f'#include "{work / source}"')]
-        path.write_text("\n".join([*lines, ""]))
+        path.write_text("\n".join([*_HEADS[operator], *lines, ""]))
     folders = [str(work / path) if path.startswith("csrc/") else path for path in builder.include_paths()]
     flags = [flag for flag in builder.cxx_args() if flag != "-g"]
     flags += [f"-D{name}=monai_gds_{name}" for name in ("deepspeed_aio_handle_t", "deepspeed_gds_handle_t")]

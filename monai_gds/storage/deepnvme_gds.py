@@ -42,6 +42,8 @@ __all__ = ["DeepNvmeGdsStorage"]
 
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 _LAST_LINES = 12
+_START_SECONDS = 300  # importing torch from a shared file system takes minutes
+_ANSWER_SECONDS = 60  # for 16 MiB
 
 
 class _Helper:
@@ -83,6 +85,12 @@ class _Helper:
             lines = []
         return "\n".join(lines[-_LAST_LINES:]) or "it said nothing"
 
+    def give_up(self, why: str) -> None:
+        """Ends a process that hangs; whoever waits for it is told why."""
+        with contextlib.suppress(OSError), open(self._log, "a") as log:
+            print(why, file=log)
+        self.process.kill()
+
     def give_back(self, channel: socket.socket) -> None:
         """Closes a socket. With the last one the process ends, and its folder is removed."""
         channel.close()
@@ -112,7 +120,7 @@ class _GdsLane(Lane):
         self._channel = channel
         self._failed = False
         try:
-            self._buffer: torch.Tensor = pickle.loads(self._answer("start"))
+            self._buffer: torch.Tensor = pickle.loads(self._answer("start", _START_SECONDS))
         except BaseException:
             self.close()
             raise
@@ -137,11 +145,15 @@ class _GdsLane(Lane):
         message = {"do": verb, "offset": offset, "nbytes": memory.numel()}
         with contextlib.suppress(OSError):  # the answer will be missing
             socket.send_fds(self._channel, [json.dumps(message).encode()], [file.fd])
-        self._answer(f"{verb} {file.path}")
+        self._answer(f"{verb} {file.path}", _ANSWER_SECONDS)
 
-    def _answer(self, what: str) -> bytes:
+    def _answer(self, what: str, seconds: float) -> bytes:
+        self._channel.settimeout(seconds)
         try:
             answer = self._channel.recv(MESSAGE_BYTES)
+        except TimeoutError:
+            answer = b""
+            self._helper.give_up(f"it did not answer for {seconds:g} s and was ended")
         except OSError:
             answer = b""
         if not answer:

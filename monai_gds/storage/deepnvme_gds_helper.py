@@ -6,6 +6,10 @@ sockets are closed. Whatever goes wrong ends it; the other side notices and read
 
 It runs in a directory of its own: ``gds_handle`` writes ``local_cufile.json`` into the working directory.
 
+The handle's thread lets go of an operation's tensor a moment after it has said that the operation is done. If that was
+the last reference, freeing it takes the interpreter's lock, which this process keeps while it waits for the next
+operation: the two would wait for each other for ever. So a tensor is kept until that thread has done another one.
+
 Messages to it, JSON with one descriptor beside it: ``{"do": "read" or "write", "offset": N, "nbytes": N}`` moves that
 range of the descriptor's file to or from the start of the socket's tensor. Its answer is one byte when that is done.
 """
@@ -42,6 +46,7 @@ class _Slot:
         self._handle = handle
         self._channel = channel
         self._fd = -1
+        self._kept: collections.deque[torch.Tensor] = collections.deque(maxlen=2)
         self._buffer = handle.new_pinned_device_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
         with contextlib.suppress(BrokenPipeError):  # closed by now: start() will say so
             channel.send(bytes(ForkingPickler.dumps(self._buffer)))
@@ -56,7 +61,9 @@ class _Slot:
             return False
         asked = json.loads(message)
         (self._fd,) = fds
-        what = (self._buffer[: asked["nbytes"]], f"/proc/self/fd/{self._fd}", asked["offset"])
+        part = self._buffer[: asked["nbytes"]]
+        self._kept.append(part)
+        what = (part, f"/proc/self/fd/{self._fd}", asked["offset"])
         if asked["do"] == "read":
             code = self._handle.async_pread(*what)
         else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from monai_gds.errors import BackendUnavailable, StorageError
-from monai_gds.storage import Read, Storage, available_backends, deepnvme_build, open_storage
+from monai_gds.storage import Read, Storage, available_backends, deepnvme_build, deepnvme_gds_helper, open_storage
 from monai_gds.storage import deepnvme_gds as gds
 from monai_gds.storage.deepnvme_gds import DeepNvmeGdsStorage
 from tests.storage.contract import CudaStorageContract, StorageContract, bytes_of, content, opened
@@ -130,6 +133,54 @@ def test_a_helper_that_was_killed_is_replaced(storage: Storage, tmp_path: Path) 
         assert bytes_of(dest) == path.read_bytes()
         os.kill(helper_of(storage).process.pid, signal.SIGKILL)
         helper_of(storage).process.wait()
+
+
+def test_a_helper_that_hangs_is_an_error_and_is_replaced(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = tmp_path / "good.bin", tmp_path / "hangs.bin"
+    for path in (good, bad):
+        path.write_bytes(content(1 << 20))
+    dest = torch.zeros(1 << 20, dtype=torch.uint8)
+    storage.read([Read(str(good), 0, dest)])
+    monkeypatch.setattr(gds, "_ANSWER_SECONDS", 0.3)
+    with pytest.raises(StorageError, match=r"it did not answer for 0\.3 s") as caught:
+        storage.read([Read(str(bad), 0, dest)])
+    assert str(bad) in str(caught.value)
+    monkeypatch.undo()
+    storage.read([Read(str(good), 0, dest)])
+    assert bytes_of(dest) == good.read_bytes()
+
+
+class LateHandle:
+    """A handle whose thread lets go of an operation's tensor as late as the real one's: with the next operation."""
+
+    def __init__(self) -> None:
+        self.asked: list[weakref.ref[torch.Tensor]] = []
+
+    def new_pinned_device_tensor(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(count, dtype=like.dtype)
+
+    def async_pread(self, tensor: torch.Tensor, path: str, offset: int) -> int:
+        self.asked.append(weakref.ref(tensor))
+        return 0
+
+    def wait(self) -> int:
+        assert all(tensor() is not None for tensor in self.asked[-2:]), "its thread would free it, and wait for ever"
+        return 1
+
+
+def test_no_tensor_is_left_to_the_handles_thread(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    handle = LateHandle()
+    with ours, theirs, open(tmp_path / "file.bin", "wb") as file:
+        slot = deepnvme_gds_helper._Slot(handle, 1 << 20, theirs)
+        for _ in range(5):
+            request = {"do": "read", "offset": 0, "nbytes": 4096}
+            socket.send_fds(ours, [json.dumps(request).encode()], [file.fileno()])
+            assert slot.start()
+            slot.finish()
+    assert [tensor() is not None for tensor in handle.asked] == [False, False, False, True, True]
 
 
 def test_a_helper_that_cannot_start_says_why(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
