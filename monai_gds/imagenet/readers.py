@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "FileReader", "PackedReader", "PlainReader", "Reader"]
 
 #: Batches whose reads are under way while one is used.
-AHEAD = 3
+AHEAD = 4
 
 
 class Batch:
