@@ -51,6 +51,20 @@ class Begun(NamedTuple):
     nbytes: int = 0
 
 
+class _Finish:
+    """A ``partial`` of ``GDSDataset._finish``, in one object instead of three: hundreds of them are in flight."""
+
+    __slots__ = ("_cache", "_dataset", "_item", "_key", "_pending")
+
+    def __init__(
+        self, dataset: GDSDataset, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None
+    ) -> None:
+        self._dataset, self._cache, self._key, self._item, self._pending = dataset, cache, key, item, pending
+
+    def __call__(self) -> Any:
+        return self._dataset._finish(self._cache, self._key, self._item, self._pending)
+
+
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type hints to speak of
     """Caches what the deterministic transforms give, and returns it as tensors on the target device.
 
@@ -328,7 +342,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         keys = [self._state.keys(item) for item in items]
         pendings = cache.start_all([key.digest for key in keys])
         return [
-            Begun(partial(self._finish, cache, key, item, pending), 0 if pending is None else pending.nbytes)
+            Begun(_Finish(self, cache, key, item, pending), 0 if pending is None else pending.nbytes)
             for key, item, pending in zip(keys, items, pendings, strict=True)
         ]
 

@@ -586,10 +586,8 @@ class Plan:
 
     def build(self, tensors: Mapping[str, torch.Tensor], values: Sequence[Any], arrays: bytes) -> Any:
         """An item. Its small arrays lie in one block of memory, which is theirs alone."""
-        block = bytearray(arrays)
-        views: list[Any] = [np.frombuffer(block, dtype) for dtype in self._dtypes]
-        views.append(block)
-        return self._build(tensors, values, views)
+        block = np.frombuffer(bytearray(arrays), np.uint8)  # one memoryview, however many arrays there are
+        return self._build(tensors, values, [*map(block.view, self._dtypes), block])
 
     def share(self, values: Sequence[Any]) -> Sequence[Any]:
         """The values of a record, with the strings of the first one in place of equal ones."""

@@ -272,6 +272,20 @@ class TestBlocksOnASimulatedDevice:
     test_loads_nothing_of_many_files = StorageContract.test_loads_nothing_of_many_files
     test_each_of_many_loaded_files_has_its_own_error = StorageContract.test_each_of_many_loaded_files_has_its_own_error
 
+    def test_who_waits_again_gets_the_same_though_another_file_of_the_block_is_missing(
+        self, storage: Storage, tmp_path: Path
+    ) -> None:
+        good = tmp_path / "good.bin"
+        good.write_bytes(content(1000))
+        files = [(str(good), [(0, 1000)], None), (str(tmp_path / "missing.bin"), [(0, 10)], None)]
+        pending, missing = storage.load_all(files)
+        (first,), (again,) = pending.wait(), pending.wait()
+        assert first is again
+        assert bytes_of(first) == good.read_bytes()
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError, match="missing"):
+                missing.wait()
+
 
 @pytest.mark.usefixtures("no_ring")
 class TestPosixWithoutIoUring(StorageContract):
