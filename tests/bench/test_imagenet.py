@@ -104,7 +104,11 @@ def test_a_store_without_samples_is_an_error_and_no_rate_of_zero(tmp_path: Path)
 
 def test_dali_on_a_squirrel_store() -> None:
     pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
-    found = rows(run("dali", "--make", "10", "--batchsize", "4", "--repeats", "2", "--device", "cpu", "--json"))
+    output = run("dali", "--make", "10", "--batchsize", "4", "--repeats", "2", "--device", "cpu", "--json")
+    assert [len(ceiling["samples"]) for report in json.loads(output)["reports"] for ceiling in report["ceilings"]] == [
+        2
+    ] * 3
+    found = rows(output)
     ran = {name for (_, name), row in found.items() if len(row["samples"]) == 2}
     assert ran >= {"NumPy samples, batched here", "NumPy batches from the source", "1 thread", "32 threads", "DALI"}
     assert "CUDA" in found["DALI against torch", "torch on the GPU"]["reason"]
