@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, groupby
+from math import inf
+from numbers import Integral, Real
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -78,6 +80,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI has no type hint
 
     Raises:
         ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; or by ``DataLoader``.
+        TypeError: they are no numbers.
 
     Example:
         >>> import tempfile, numpy as np
@@ -96,18 +99,21 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI has no type hint
         num_workers: int = 0,
         *,
         prefetch: int | None = None,
-        prefetch_bytes: int = PREFETCH_BYTES,
+        prefetch_bytes: float = PREFETCH_BYTES,
         **kwargs: Any,
     ) -> None:
-        if prefetch is not None and prefetch < 1:
-            raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
-        if prefetch_bytes < 1:
+        if prefetch is not None:
+            _check_type("prefetch", prefetch, Integral, "a whole number of records")
+            if prefetch < 1:
+                raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
+        _check_type("prefetch_bytes", prefetch_bytes, Real, "a number of bytes, 4e9 for instance")
+        if not 1 <= prefetch_bytes < inf:
             raise ValueError(f"prefetch_bytes={prefetch_bytes}: it must be positive (one record is always let in)")
         if "collate_fn" not in kwargs and _resolver(dataset) is not None:
             kwargs["collate_fn"] = collate
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch = prefetch
-        self.prefetch_bytes = prefetch_bytes
+        self.prefetch_bytes = int(prefetch_bytes)
 
     def __iter__(self) -> Iterator[Any]:
         resolve = _resolver(self.dataset)
@@ -253,6 +259,11 @@ def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> bool:
         return parts[part].save(index)
     except (NotSaved, FileChanged):  # the loader's process computes it then, and warns
         return False
+
+
+def _check_type(name: str, value: object, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r}: it must be {what}")
 
 
 def _begin_together(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from monai_gds.cache.key import strings
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.ranks import Ranks
-from monai_gds.terminal import progress
 from monai_gds.workers import Workers
 
 if TYPE_CHECKING:
@@ -186,6 +185,8 @@ class _Bar:
     """A progress bar, where there is a terminal or a notebook to show it."""
 
     def __init__(self, wanted: bool) -> None:
+        from monai_gds.terminal import progress  # with all that commands need, which a dataset does not
+
         self._progress = progress()
         self._progress.disable = self._progress.disable or not wanted
         self._task = self._progress.add_task("looking", total=None)

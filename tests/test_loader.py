@@ -408,10 +408,18 @@ def test_a_slow_consumer_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"prefetch": 0}, "prefetch=0"), ({"prefetch": -2}, "prefetch=-2"), ({"prefetch_bytes": 0}, "prefetch_bytes=0")],
+    [
+        ({"prefetch": 0}, "prefetch=0"),
+        ({"prefetch": -2}, "prefetch=-2"),
+        ({"prefetch": 1.5}, "prefetch=1.5"),
+        ({"prefetch": "4"}, "prefetch='4'"),
+        ({"prefetch_bytes": 0}, "prefetch_bytes=0"),
+        ({"prefetch_bytes": "4GB"}, "prefetch_bytes='4GB'"),
+        ({"prefetch_bytes": float("nan")}, "prefetch_bytes=nan"),
+    ],
 )
 def test_bad_bounds_name_themselves(make: Make, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         GDSDataLoader(make(), **settings)
 
 
