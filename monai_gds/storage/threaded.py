@@ -365,14 +365,17 @@ class ThreadedStorage(Storage):
 
     def _start(self, work: Work[Any]) -> list[Future[None]]:
         executor = self._threads()
-        futures: list[Future[None]] = []
+        turns: list[Future[None]] = []
         try:
             for _ in range(min(self.threads, len(work))):
-                futures.append(executor.submit(work.run))
+                turns.append(Future())
+                executor.submit(_take_turn, turns[-1], work)
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
-            if not futures:
+            if turns[-1].cancel():  # else a thread has it: an executor that can start none for a task keeps the task
+                turns.pop()
+            if not turns:
                 work.run()
-        return futures
+        return turns
 
     def _piece_size(self, total: int) -> int:
         """Bytes a piece: an even share for every thread, in whole blocks, but neither tiny nor above the most."""
@@ -434,6 +437,19 @@ class ThreadedStorage(Storage):
     def describe(self) -> dict[str, Any]:
         staged = {"pinned_bytes": staging.pinned_bytes(self.device)} if self.device.type == "cuda" else {}
         return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes, **staged}
+
+
+def _take_turn(turn: Future[None], work: Work[Any]) -> None:
+    """What a thread runs. The turn is ours and not the executor's: that one gives none for a task that it kept."""
+    try:
+        if turn.set_running_or_notify_cancel():
+            work.run()
+            turn.set_result(None)
+    except BaseException as e:
+        turn.set_exception(e)
+        raise  # so that the executor's frame, too, lets go of what the error's traceback would keep
+    finally:
+        del turn, work
 
 
 def raise_first(futures: list[Future[None]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,39 @@ def test_reads_all_the_same_where_no_more_threads_start(
     storage.read([Read(str(blob), 0, dest), Read(str(blob), 5, empty(0))])
     assert bytes_of(dest) == data
     assert storage.open_now == 0
+
+
+def test_nothing_is_there_before_all_of_it_is_where_no_more_threads_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor keeps a task for which it could start no thread, and one that was busy may begin with it later."""
+    begun = threading.Event()
+    path, data = tmp_path / "file.bin", content(2 << 20)  # two pieces
+    path.write_bytes(data)
+
+    class Slow(Recording):
+        def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> None:
+            if threading.current_thread() is threading.main_thread():
+                begun.set()  # the thread that was busy is free now
+                time.sleep(0.2)
+            else:
+                time.sleep(0.6)
+            super()._read_into(handle, offset, dest)
+
+    storage = Slow(threads=2)
+    storage._threads().submit(begun.wait, 30)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("monai-gds"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    dest = torch.zeros(len(data), dtype=torch.uint8)
+    storage.read([Read(str(path), 0, dest)])
+    assert bytes_of(dest) == data
+    storage.close()
 
 
 def test_a_failure_drops_what_was_still_to_be_read(storage: Recording, blob: Path, tmp_path: Path) -> None:
