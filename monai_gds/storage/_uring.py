@@ -31,6 +31,7 @@ _OFFSET_SQES = 0x10000000
 _OPENAT, _CLOSE, _READ = 18, 19, 22
 _FIXED_FILE, _HARDLINK = 1 << 0, 1 << 3
 _AT_FDCWD = -100
+_WORD = 0xFFFFFFFF  #: the ring counts in 32 bits
 #: Linux 5.17: a command of a chain finds the file that one before it opened.
 _FEAT_LINKED_FILE = 1 << 12
 
@@ -79,7 +80,7 @@ class Ring:
         nbytes = max(sq[6] + 4 * sq_entries, cq[5] + _CQE.itemsize * cq_entries)
         ring = mmap.mmap(self._fd, nbytes, offset=0)
         words = np.frombuffer(ring, np.uint32, nbytes // 4)
-        self._tail = words[sq[1] // 4 :][:1]  # of submissions
+        self._taken, self._tail = words[sq[0] // 4 :][:1], words[sq[1] // 4 :][:1]  # submissions: head and tail
         self._order = words[sq[6] // 4 :][:sq_entries]
         self._seen, self._come = words[cq[0] // 4 :][:1], words[cq[1] // 4 :][:1]  # completions: head and tail
         self._completions = np.frombuffer(ring, _CQE, cq_entries, cq[5])
@@ -142,18 +143,40 @@ class Ring:
         """Submits the first ``count`` commands and waits for all of them; their results."""
         numbers = self._numbers[:count]
         self._order[(self._tail[0] + numbers) % len(self._order)] = numbers
-        self._tail[0] += np.uint32(count)
-        seen, submitted, come = int(self._seen[0]), 0, 0
-        while come < count:
+        try:
+            self._tail[0] = (int(self._tail[0]) + count) & _WORD
+            self._wait()
+            completions = self._completions[(self._seen[0] + numbers) % len(self._completions)]
+            results = np.empty(count, np.int32)
+            results[completions["user_data"]] = completions["res"]
+            return results
+        finally:
+            self._settle()
+
+    def _wait(self) -> None:
+        """Submits what has not been submitted, and waits until as many commands have completed as there ever were."""
+        while (tail := int(self._tail[0])) != int(self._come[0]):
+            left, unseen = (tail - int(self._taken[0])) & _WORD, (tail - int(self._seen[0])) & _WORD
             try:
-                submitted += _call(_ENTER, self._fd, count - submitted, count - come, _GETEVENTS, None, 0)
+                _call(_ENTER, self._fd, left, unseen, _GETEVENTS, None, 0)
             except OSError as e:
                 if e.errno not in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     raise
                 time.sleep(0.001)  # the kernel is short of memory
-            come = (int(self._come[0]) - seen) & 0xFFFFFFFF
-        completions = self._completions[(np.uint32(seen) + numbers) % len(self._completions)]
-        self._seen[0] += np.uint32(count)
-        results = np.empty(count, np.int32)
-        results[completions["user_data"]] = completions["res"]
-        return results
+
+    def _settle(self) -> None:
+        """Waits for what is under way, whatever the user presses meanwhile, and takes it off the ring.
+
+        Else the kernel would go on with names and memory that nobody keeps any more, and the next call would take these
+        results for its own.
+        """
+        pressed: BaseException | None = None
+        while True:
+            try:
+                self._wait()
+                self._seen[0] = self._tail[0]
+                break
+            except (KeyboardInterrupt, SystemExit) as e:
+                pressed = e
+        if pressed is not None:
+            raise pressed

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from monai_gds.errors import FileChanged
-from monai_gds.storage import FileId, Read, Storage, open_storage, staging
+from monai_gds.storage import FileId, Read, Storage, _uring, open_storage, staging
 from monai_gds.storage import posix as posix_module
 from monai_gds.storage._uring import Ring
 from monai_gds.storage.posix import PosixStorage
@@ -113,6 +113,31 @@ class TestPosixOnCpu(StorageContract):
         dest.zero_()
         posix_module.read_small_files(paths, 0 * sizes, sizes, starts, dest, [None] * 10)
         assert bytes_of(dest[:3000]) == content(3000, 0)
+
+    def test_a_read_that_was_interrupted_leaves_nothing_to_the_next(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ctrl-C reaches a read where no thread could be started for it, so that the caller's own reads."""
+        enter, presses = _uring._call, iter([True])
+
+        def interrupted(number: int, *arguments: object) -> int:
+            result = enter(number, *arguments)
+            if number == _uring._ENTER and next(presses, False):
+                raise KeyboardInterrupt
+            return result
+
+        if posix_module.ring_of_this_thread() is None:
+            pytest.skip("this machine's kernel gives no io_uring that chains commands")
+        paths, sizes, starts = self.files(folder, [3000] * 10)
+        expects: list[FileId | None] = [None] * 10
+        dest = torch.zeros(10 * 4096, dtype=torch.uint8)
+        with monkeypatch.context() as patch:
+            patch.setattr(_uring, "_call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                posix_module.read_small_files(paths, 0 * sizes, sizes, starts, dest, expects)
+        os.unlink(paths[7])
+        with pytest.raises(FileNotFoundError, match="many-7"):
+            posix_module.read_small_files(paths, 0 * sizes, sizes, starts, dest, expects)
 
     def test_parts_of_small_files_and_only_of_those_expected(self, storage: Storage, folder: Path) -> None:
         paths, sizes, starts = self.files(folder, [3000] * 10)
