@@ -228,7 +228,7 @@ class _Helpers:
         self._parts, self._num_workers, self._context = parts, num_workers, context
         self._workers: Workers[bool] | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may leave the loop, which closes this, while save() holds it
 
     def save(self, dataset: GDSDataset, index: int) -> Future[bool]:
         """Has an item computed and saved. The future raises what its transforms raise, and WorkerDied."""
@@ -412,11 +412,11 @@ class _Flight:
         """The next batch.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: there is none, or the loop was stopped.
             BaseException: what went wrong in the thread, once.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended)
+            self._changed.wait_for(lambda: self._ready or self._ended or self._stopped)
             if self._ready:
                 batch, records, nbytes = self._ready.popleft()
                 self._records -= records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -523,6 +524,49 @@ def test_leaving_the_loop_stops_the_thread_and_frees_the_batches(make: Make) -> 
     gc.collect()
     assert not threads()
     assert kept() is None
+
+
+def test_a_loop_that_was_stopped_is_over(make: Make) -> None:
+    loop = iter(GDSDataLoader(make(), batch_size=1))
+    next(loop)
+    loop.stop()
+    found: list[Any] = []
+    asking = threading.Thread(target=lambda: found.append(next(loop, None)), daemon=True)
+    asking.start()
+    asking.join(20)
+    assert found == [None]
+
+
+def test_a_loop_may_be_collected_while_its_thread_starts_helpers() -> None:
+    """Which the collector may do in that very thread."""
+
+    class Collects:
+        def for_saving(self) -> None:
+            gc.collect()  # as it may happen by itself, at any line
+            raise OSError("no processes today")
+
+        def tidy(self) -> None:
+            pass
+
+    part: Any = Collects()
+    helpers = loader_module._Helpers([part], 1, None)
+    flight = loader_module._Flight(lambda batch: 1, 1)
+    loop: list[Any] = [type("Loop", (), {})()]
+    loop[0].me = loop[0]
+
+    def save() -> None:
+        with contextlib.suppress(OSError):
+            helpers.save(part, 0)
+
+    thread = threading.Thread(target=save, name="monai-gds-loader", daemon=True)
+    weakref.finalize(loop.pop(), loader_module._stop, os.getpid(), flight, thread, helpers).atexit = False
+    gc.disable()
+    try:
+        thread.start()
+        thread.join(20)
+    finally:
+        gc.enable()
+    assert not thread.is_alive()
 
 
 def test_a_loop_may_be_collected_in_a_thread_for_which_it_waits(make: Make) -> None:
