@@ -21,6 +21,7 @@ from monai_gds.errors import BrokenImage, StorageError
 from monai_gds.imagenet.buffers import Buffers
 from monai_gds.imagenet.listing import ImageList
 from monai_gds.storage import ALIGNMENT, FileId, Pending, Read, Storage
+from monai_gds.storage.base import later
 
 if TYPE_CHECKING:
     from monai_gds.imagenet.packed import PackedImages
@@ -240,9 +241,8 @@ class PackedReader(Reader):
     def _start(self, file: int, begin: int, end: int) -> tuple[torch.Tensor, Pending]:
         path, offset, nbytes = self._packed.extent(file, begin, end)
         buffer = self._buffers.take(nbytes)
-        return buffer, self._storage.submit(
-            [Read(path, offset, buffer[:nbytes], self._packed.identity(file))], fresh=True
-        )
+        read = Read(path, offset, buffer[:nbytes], self._packed.identity(file))
+        return buffer, later(self._storage.submit, [read], fresh=True)  # what is wrong comes out in its turn
 
     def _finish(self, begin: int, end: int, buffer: torch.Tensor, pending: Pending) -> _Held:
         images = torch.split(pending.wait()[0], self.images.sizes[begin:end].tolist())

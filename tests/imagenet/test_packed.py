@@ -96,6 +96,19 @@ def test_only_a_few_files_are_held(packed: Path) -> None:
     assert max(begun) <= 2
 
 
+def test_a_file_that_goes_missing_is_an_error_behind_the_batches_before_it(packed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(packed, copy)
+    reader, _, images = packed_reader(copy, ahead=100)
+    first = int(images.bounds[2])
+    (copy / "images-00002.safetensors").unlink()
+    seen = 0
+    with pytest.raises(FileNotFoundError, match="images-00002"):
+        for _ in reader.read([np.arange(i, i + 1) for i in range(COUNT)]):
+            seen += 1
+    assert seen == first > 0
+
+
 def test_a_missing_or_cut_file_is_named(packed: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(packed, copy)
