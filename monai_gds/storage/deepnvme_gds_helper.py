@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -91,6 +92,8 @@ def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]
         channels: descriptors of the sockets (AF_UNIX, SOCK_SEQPACKET).
     """
     parent = os.getppid()
+    libc = ctypes.CDLL(None)  # gds_handle ends this process without flushing what it has printed
+    libc.setlinebuf(ctypes.c_void_p.in_dll(libc, "stdout"))
     for descriptor in channels:
         os.set_inheritable(descriptor, False)  # a child of this process would keep the other side waiting
     torch.cuda.set_device(device)

@@ -152,6 +152,16 @@ def test_a_helper_that_hangs_is_an_error_and_is_replaced(
     assert bytes_of(dest) == good.read_bytes()
 
 
+def test_what_gds_handle_printed_last_is_said(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # it would keep nothing back anyway
+    path = tmp_path / "prints.bin"
+    path.write_bytes(content(1 << 20))
+    with pytest.raises(StorageError, match="Cuda failure in the middle of it"):
+        storage.read([Read(str(path), 0, torch.zeros(1 << 20, dtype=torch.uint8))])
+
+
 class LateHandle:
     """A handle whose thread lets go of an operation's tensor as late as the real one's: with the next operation."""
 
