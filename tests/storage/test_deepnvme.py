@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +287,29 @@ for attempt in range(2):
 
 
 # Lies, told by a handle that tests made.
+
+
+def test_no_tensor_is_left_to_the_handles_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They let go of an operation's tensor late: when they have begun with the next one at the latest."""
+    asked: list[weakref.ref[torch.Tensor]] = []
+
+    def operate(memory: torch.Tensor, path: str, offset: int) -> int:
+        assert all(tensor() is not None for tensor in asked[-1:]), "one of its threads would free it"
+        asked.append(weakref.ref(memory))
+        return 1
+
+    handle = SimpleNamespace(sync_pread=operate, sync_pwrite=operate)
+    monkeypatch.setattr(deepnvme, "_new_handle", lambda *_: handle)
+    monkeypatch.setattr(deepnvme.deepnvme_build, "taker_of_errors", lambda module: lambda memory: None)
+    monkeypatch.setattr(deepnvme.deepnvme_build, "writing", contextlib.nullcontext)
+    module: Any = None
+    lane = deepnvme._AioLane(module, Settings(), 4096, pinned=False)
+    file = checked.OpenFile(0, "file.bin")
+    for move in (lane.read, lane.write, lane.read, lane.read):
+        move(file, 0, torch.empty(4096, dtype=torch.uint8))
+    assert [tensor() is not None for tensor in asked] == [False, False, False, True]
+    lane.close()
+    assert asked[-1]() is None
 
 
 class LyingLane(checked.Lane):
