@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -365,17 +366,20 @@ class ThreadedStorage(Storage):
 
     def _start(self, work: Work[Any]) -> list[Future[None]]:
         executor = self._threads()
-        turns: list[Future[None]] = []
+        futures: list[Future[None]] = []
+        turn: list[Any] = []
         try:
             for _ in range(min(self.threads, len(work))):
-                turns.append(Future())
-                executor.submit(_take_turn, turns[-1], work)
+                turn = [work]
+                futures.append(executor.submit(_take_turn, turn))
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
-            if turns[-1].cancel():  # else a thread has it: an executor that can start none for a task keeps the task
-                turns.pop()
-            if not turns:
+            try:
+                turn.pop()  # an executor keeps a task for which it could start no thread
+            except IndexError:  # and one that came free has begun with it
+                futures.append(_end_of(turn))
+            if not futures:
                 work.run()
-        return turns
+        return futures
 
     def _piece_size(self, total: int) -> int:
         """Bytes a piece: an even share for every thread, in whole blocks, but neither tiny nor above the most."""
@@ -439,17 +443,30 @@ class ThreadedStorage(Storage):
         return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes, **staged}
 
 
-def _take_turn(turn: Future[None], work: Work[Any]) -> None:
-    """What a thread runs. The turn is ours and not the executor's: that one gives none for a task that it kept."""
+def _take_turn(turn: list[Any]) -> None:
+    """What a thread runs: the work that is in ``turn``, unless it was taken back. Leaves there what it raised."""
     try:
-        if turn.set_running_or_notify_cancel():
-            work.run()
-            turn.set_result(None)
+        work = turn.pop()
+    except IndexError:
+        return
+    error: BaseException | None = None
+    try:
+        work.run()
     except BaseException as e:
-        turn.set_exception(e)
-        raise  # so that the executor's frame, too, lets go of what the error's traceback would keep
+        error = e
+        raise
     finally:
-        del turn, work
+        turn.append(error)
+        del turn, work, error  # the error's traceback holds this frame
+
+
+def _end_of(turn: list[Any]) -> Future[None]:
+    """Waits for a turn that a thread has begun with, and of which the executor gave no future."""
+    while not turn:
+        time.sleep(0.001)
+    end: Future[None] = Future()
+    end.set_exception(turn.pop())  # None if there was no error
+    return end
 
 
 def raise_first(futures: list[Future[None]]) -> None:

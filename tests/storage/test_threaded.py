@@ -93,8 +93,9 @@ def test_reads_all_the_same_where_no_more_threads_start(
     assert storage.open_now == 0
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 def test_nothing_is_there_before_all_of_it_is_where_no_more_threads_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     """An executor keeps a task for which it could start no thread, and one that was busy may begin with it later."""
     begun = threading.Event()
@@ -116,6 +117,9 @@ def test_nothing_is_there_before_all_of_it_is_where_no_more_threads_start(
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name.startswith("monai-gds"):
+            if at_once:
+                begun.set()
+                time.sleep(0.1)
             raise RuntimeError("can't start new thread")
         start(thread)
 
