@@ -145,7 +145,8 @@ class _GdsLane(Lane):
         message = {"do": verb, "offset": offset, "nbytes": memory.numel()}
         with contextlib.suppress(OSError):  # the answer will be missing
             socket.send_fds(self._channel, [json.dumps(message).encode()], [file.fd])
-        self._answer(f"{verb} {file.path}", _ANSWER_SECONDS)
+        # The helper's first write imports deepspeed, which is a start of its own.
+        self._answer(f"{verb} {file.path}", _ANSWER_SECONDS if verb == "read" else _START_SECONDS)
 
     def _answer(self, what: str, seconds: float) -> bytes:
         self._channel.settimeout(seconds)
