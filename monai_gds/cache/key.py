@@ -49,9 +49,17 @@ class Key:
     sources: dict[str, Stat]
 
     def ingredients(self) -> dict[str, Any]:
-        """What the record stores of its key, JSON-able."""
-        sources = {path: list(stat) for path, stat in self.sources.items()}
+        """What the record stores of its key, JSON-able.
+
+        Paths are stored absolute: who looks after the cache stands in another folder. The digest has them as given.
+        """
+        sources = {_absolute(path): list(stat) for path, stat in self.sources.items()}
         return {"item": self.item, "transform": self.transform, "monai": monai.__version__, "sources": sources}
+
+
+def _absolute(path: str) -> str:
+    """Not ``os.path.abspath``: behind a link, the ``..`` that it takes away leads elsewhere."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 class KeyMaker:

@@ -272,3 +272,30 @@ def test_ingredients_are_json_able(keys: KeyMaker, volume: Path) -> None:
     found = json.loads(json.dumps(keys({"image": pathlib.Path(volume)}).ingredients()))
     assert found["sources"] == {str(volume): [6, volume.stat().st_mtime_ns]}
     assert set(found) == {"item", "transform", "monai", "sources"}
+
+
+def test_sources_are_stored_absolute_and_the_digest_has_them_as_given(
+    keys: KeyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = set()
+    for name in "ab":
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "ct.nii").write_bytes(b"1")
+        os.utime(folder / "ct.nii", ns=(0, 0))
+        monkeypatch.chdir(folder)
+        key = keys({"image": "ct.nii"})
+        digests.add(key.digest)
+        assert key.ingredients()["sources"] == {f"{folder}/ct.nii": [1, 0]}
+    assert len(digests) == 1
+
+
+def test_a_source_behind_a_link_is_stored_as_what_it_leads_to(
+    keys: KeyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "far" / "sub").mkdir(parents=True)
+    (tmp_path / "far" / "ct.nii").write_bytes(b"1")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "sub")
+    monkeypatch.chdir(tmp_path)
+    (stored,) = keys({"image": "link/../ct.nii"}).ingredients()["sources"]
+    assert os.path.samefile(stored, tmp_path / "far" / "ct.nii")
