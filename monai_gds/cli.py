@@ -10,13 +10,13 @@ import inspect
 import os
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 import monai_gds
 from monai_gds.bench.cli import app as bench_app
@@ -24,9 +24,10 @@ from monai_gds.blockmap_cli import app as blockmap_app
 from monai_gds.doctor.cli import app as doctor_app
 from monai_gds.errors import MonaiGdsError
 from monai_gds.pack_cli import app as pack_app
-from monai_gds.terminal import BackendOption, DeviceOption, console, errors, in_words, progress_bar, say, show
+from monai_gds.terminal import BackendOption, DeviceOption, console, errors, in_words, progress_bar, say
 
 if TYPE_CHECKING:
+    from monai_gds.cache.upkeep import Found
     from monai_gds.dataset import GDSDataset
 
 app = typer.Typer(
@@ -115,62 +116,126 @@ def demo(
 
 @cache_app.command("ls", epilog="Example: monai-gds cache ls /nvme/cache")
 def cache_ls(directory: CacheDirectory) -> None:
-    """List the records of a cache directory."""
+    """List the records of a cache directory: the pipeline that made each, when, its size, tensors and sources.
+
+    At the end there is one line for each pipeline. `prune --pipeline` deletes the records of one that you gave up.
+    """
     from monai_gds.cache import upkeep
 
-    table = Table("record", "MB", "tensors", "sources")
-    total = 0
+    # Lines and no table: a table would cut or fold the names where the terminal is narrow.
+    line = "{:<44}  {:<8}  {:<16} {:>7}  {}".format
+    say(line("record", "pipeline", "made", "MB", "tensors from sources"))
+    pipelines: dict[str, list[Found]] = {}
     for found in upkeep.survey(directory):
-        total += found.nbytes
-        shapes = ", ".join(f"{name} {tuple(e.shape)} {str(e.dtype)[6:]}" for name, e in found.tensors.items())
+        pipeline = "?" if found.problem else found.pipeline[: upkeep.SHOWN] or "-"
+        pipelines.setdefault(pipeline, []).append(found)
+        tensors = ", ".join(f"{name} {tuple(e.shape)} {str(e.dtype)[6:]}" for name, e in found.tensors.items())
         names = ", ".join(Path(path).name for path in found.sources)
-        tensors = escape(shapes) or f"[red]{escape(found.problem)}"
-        table.add_row(escape(found.path.name), f"{found.nbytes / 1e6:.1f}", tensors, escape(names))
-    show(table)
-    say(f"{table.row_count} records, {total / 1e6:.1f} MB")
+        content = found.problem or tensors + (f" from {names}" if names else "")
+        say(line(found.path.name, pipeline, _time(found), f"{found.nbytes / 1e6:.1f}", content))
+    for pipeline, records in sorted(pipelines.items()):
+        latest = _time(max(records, key=lambda found: found.mtime_ns))
+        say(f"pipeline {pipeline}: {len(records)} records, {_megabytes(records)} MB, the latest made {latest}")
+    all_of_them = [found for records in pipelines.values() for found in records]
+    damaged = sum(found.damaged for found in all_of_them)
+    say(_summary(directory, f"{len(all_of_them)} records of {_megabytes(all_of_them)} MB, {damaged} damaged"))
+
+
+def _time(found: Found) -> str:
+    return f"{datetime.fromtimestamp(found.mtime_ns / 1e9):%Y-%m-%d %H:%M}"
+
+
+def _megabytes(files: Sequence[Found]) -> str:
+    return f"{sum(found.nbytes for found in files) / 1e6:.1f}"
 
 
 @cache_app.command("verify", epilog="Example: monai-gds cache verify /nvme/cache")
 def cache_verify(directory: CacheDirectory) -> None:
-    """Check every byte of every record; exit code 1 when one is damaged."""
+    """Check every byte of every record; exit code 1 when one is damaged or cannot be read."""
     from monai_gds.cache import upkeep
 
-    paths = upkeep.record_files(directory)
-    damaged = 0
+    checked, damaged, unread = 0, 0, 0
+    for found in _checked(upkeep.record_files(directory)):
+        checked += 1
+        damaged += found.damaged
+        unread += bool(found.problem) and not found.damaged
+        if found.problem:
+            say(f"{found.path}: {found.problem}")
+    not_checked = f", {unread} that cannot be checked" if unread else ""
+    say(_summary(directory, f"{checked} records, {damaged} damaged{not_checked}"))
+    if damaged:
+        say(
+            "Damaged records are computed again when they are next used. "
+            f"To delete them now: monai-gds cache prune --damaged {directory}"
+        )
+    raise typer.Exit(1 if damaged or unread else 0)
+
+
+def _checked(paths: Sequence[Path]) -> Iterator[Found]:
+    """Checks every byte of records, which takes long, and shows how far it is."""
+    from monai_gds.cache import upkeep
+
     with progress_bar("checking", len(paths)) as progress:
         for done, path in enumerate(paths, 1):
-            problem = upkeep.problem_of(path)
+            found = upkeep.check(path)
             progress(done)
-            if problem:
-                damaged += 1
-                say(f"{path}: {problem}")
-    say(f"{len(paths)} records, {damaged} of them damaged")
-    raise typer.Exit(1 if damaged else 0)
+            if found is not None:
+                yield found
+
+
+def _summary(directory: Path, records: str) -> str:
+    """The last line of a listing; files that are not ours are counted apart."""
+    from monai_gds.cache import upkeep
+
+    others = len(upkeep.other_files(directory))
+    return f"{records}; {others} other files" if others else records
 
 
 @cache_app.command("prune", epilog="Example: monai-gds cache prune --dry-run /nvme/cache")
 def cache_prune(
     directory: CacheDirectory,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            "--pipeline",
+            metavar="HASH",
+            help="Also delete the records of this pipeline; `ls` shows the hashes, 4 digits do.",
+        ),
+    ] = None,
     missing_sources: Annotated[
         bool, typer.Option("--missing-sources", help="Also delete records whose source files are gone.")
+    ] = False,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Also delete records that verify calls damaged: reads every byte.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
     """Delete temporary files of killed writers, unreadable records, and records that newer ones superseded.
 
-    Files that others put there are left alone.
+    The records of a pipeline that you changed or gave up stay, since another run may use them, until you name it with
+    --pipeline. Files that others put there are left alone.
     """
     from monai_gds.cache import upkeep
 
-    freed = 0
-    doomed = list(upkeep.prunable(directory, missing_sources=missing_sources))
+    records = list(upkeep.survey(directory))
+    try:
+        unwanted = upkeep.pipeline_of(records, pipeline) if pipeline is not None else ""
+    except ValueError as e:
+        raise typer.BadParameter(str(e), param_hint="--pipeline") from None
+    doomed = list(upkeep.prunable(directory, records, missing_sources=missing_sources, pipeline=unwanted))
+    if damaged:
+        gone = {found.path for found in doomed}
+        doomed += [found for found in _checked([r.path for r in records if r.path not in gone]) if found.damaged]
     for found in doomed:
-        freed += found.nbytes
         say(f"{found.path}: {found.problem}")
         if not dry_run:
             found.path.unlink(missing_ok=True)
+    gone = {found.path for found in doomed}
+    unknown = sum(found.has_relative_sources and found.path not in gone for found in records)
+    if unknown:
+        say(f"{unknown} records name sources by relative paths: whether those changed cannot be told; they are kept")
     verb = "to delete" if dry_run else "deleted"
-    say(f"{len(doomed)} files, {freed / 1e6:.1f} MB {verb}")
+    say(f"{len(doomed)} files, {_megabytes(doomed)} MB {verb}")
 
 
 @cache_app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset --num-workers 8")

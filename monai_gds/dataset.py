@@ -78,8 +78,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
 
     Records are shared: many processes, runs and experiments may use one ``cache_dir`` at once. Changed transforms,
     changed items, and source files whose size or mtime changed get records of their own; ``monai-gds cache prune``
-    removes what is no longer of use. A damaged record is reported, computed anew and replaced; a full or read-only disk
-    costs the cache and not the epoch.
+    deletes superseded ones, and with ``--pipeline`` those of transforms that you gave up. A damaged record is reported,
+    computed anew and replaced; a full or read-only disk costs the cache and not the epoch.
 
     In the workers of a DataLoader (``num_workers > 0``), and in forked processes, items come as CPU tensors.
 
@@ -176,7 +176,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     # What MONAI's datasets offer
 
     def set_data(self, data: Sequence[Any]) -> None:
-        """Takes new data. No record is deleted: others may use them; ``monai-gds cache prune`` removes stale ones."""
+        """Takes new data. No record is deleted: others may use them."""
         self.data = data
 
     def set_transform_hash(self, hash_xform_func: Callable[..., bytes] | None) -> None:

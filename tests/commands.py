@@ -45,10 +45,10 @@ def run(*arguments: object) -> Done:
     return Done(code, out.getvalue(), err.getvalue())
 
 
-def on_a_terminal(command: list[str]) -> str:
+def on_a_terminal(command: list[str], columns: int = 100) -> str:
     """What a program prints that succeeds, on a terminal of its own with colours."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONPATH": str(ROOT)}
     environment.pop("NO_COLOR", None)
     child = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)

@@ -77,7 +77,7 @@ def the_commands_work(folder: Path) -> None:
     check(command("--version").strip() == f"monai-gds {monai_gds.__version__}", "--version")
     told = json.loads(command("doctor", folder, "--json", "--device", "cpu"))
     check(told["works"] and told["default"] == "posix", "the doctor finds posix at work")
-    check("2 records, 0 of them damaged" in command("cache", "verify", folder / "cache"), "the records are whole")
+    check("2 records, 0 damaged" in command("cache", "verify", folder / "cache"), "the records are whole")
     small = ("--volumes", 1, "--size", 24, 24, 24, "--crop", 16, 16, 16, "--epochs", 2, "--device", "cpu")
     check("same volumes" in command("demo", *small), "the demo gives the same volumes")
 
