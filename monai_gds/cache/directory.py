@@ -20,6 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
     "Verify",
     "abandoned",
     "explain",
+    "folder_named",
     "prepare",
     "read_record",
     "tidy",
@@ -202,9 +204,7 @@ class CacheDirectory:
             record that a power cut tore is found by its checksums.
         verify: see :data:`Verify`.
         track_meta: False gives MetaTensors back as plain tensors.
-
-    Raises:
-        ValueError: ``path`` exists and is no directory.
+        unmade: the user knows from :func:`prepare` that the directory cannot be made: nothing more is said of it.
     """
 
     def __init__(
@@ -215,12 +215,14 @@ class CacheDirectory:
         durable: bool = False,
         verify: Verify = "first",
         track_meta: bool = True,
+        unmade: bool = False,
     ) -> None:
         self.path = os.path.abspath(path)
         self._storage = storage
         self._durable = durable
         self._verify: Verify = "always" if verify == "first" and storage.past_file_system else verify
         self._track_meta = track_meta
+        self._unmade = unmade
         self._heads: dict[str, tuple[_Head, int]] = {}  # with the bytes that each takes
         self._heads_bytes = 0
         self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
@@ -348,9 +350,11 @@ class CacheDirectory:
         What is wrong with the whole directory is said once and not for every file.
         """
         self._forget(path)
-        once_for = error.errno if isinstance(error, OSError) and error.errno in _NO_ACCESS else path
-        advice = f" ({_ADVICE[once_for]})" if once_for in _ADVICE else ""
-        self._warn(once_for, f"cache record {path} cannot be used and is computed anew: {error}{advice}")
+        once_for: Any = path
+        reason = str(error)
+        if isinstance(error, OSError) and error.errno in _NO_ACCESS:
+            once_for, reason = error.errno, explain(error)
+        self._warn(once_for, f"cache record {path} cannot be used and is computed anew: {reason}")
 
     # Writing
 
@@ -407,6 +411,8 @@ class CacheDirectory:
         return f"{folder}/{digest}.{_owner()}.{next(_counter)}"
 
     def _warn(self, once_for: Any, message: str) -> None:
+        if self._unmade and not os.path.isdir(self.path):
+            return
         with self._lock:
             if once_for in self._reported:
                 return
@@ -414,11 +420,28 @@ class CacheDirectory:
         warnings.warn(message, CacheWarning, stacklevel=2)
 
 
-def prepare(path: str | os.PathLike[str]) -> None:
-    """Makes a cache directory and removes what killed writers left in it.
+def folder_named(cache_dir: str | os.PathLike[str]) -> Path:
+    """The folder that a user's ``cache_dir`` names; ``~`` is the home directory.
 
     Raises:
-        ValueError: it exists and is no directory, or the configured value is of no use as a path.
+        TypeError: it is no path.
+        ValueError: it is empty.
+    """
+    if not isinstance(cache_dir, (str, os.PathLike)):
+        raise TypeError(f"cache_dir={cache_dir!r} is no path: name a folder, or give None for no cache")
+    if not os.fspath(cache_dir):
+        raise ValueError("cache_dir='' names no folder: name one, or give None for no cache")
+    return Path(os.path.expanduser(cache_dir))
+
+
+def prepare(path: str | os.PathLike[str]) -> bool:
+    """Makes a cache directory and removes what killed writers left in it.
+
+    Returns:
+        Whether it is there. If not, the user has been warned.
+
+    Raises:
+        ValueError: it exists and is no directory.
     """
     path = os.path.abspath(path)
     if os.path.exists(path) and not os.path.isdir(path):
@@ -427,8 +450,9 @@ def prepare(path: str | os.PathLike[str]) -> None:
         os.makedirs(path, exist_ok=True)
     except OSError as e:
         warnings.warn(f"cache_dir={path!r} cannot be made, so nothing is cached: {explain(e)}", CacheWarning, 2)
-        return
+        return False
     tidy(path)
+    return True
 
 
 def tidy(path: str | os.PathLike[str]) -> None:
@@ -514,4 +538,8 @@ def _sync_directory(path: str) -> None:
 def explain(error: OSError) -> str:
     """An error of the disk in words, with what to do about it."""
     advice = _ADVICE.get(error.errno)
+    if error.errno == errno.ENOTDIR and error.filename is not None:
+        parents = Path(os.path.abspath(os.fsdecode(error.filename))).parents
+        file = next((p for p in parents if p.exists() and not p.is_dir()), "a part of it")
+        advice = f"{file} is a file: name another folder"
     return f"{error}" + (f" ({advice})" if advice else "")

@@ -343,8 +343,7 @@ def _attempt(folder: Path) -> tuple[list[Any], list[str]]:
     """Reads and writes several records; gives what came back and what was said."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        prepare(folder)
-        cache = opened(folder)
+        cache = opened(folder, unmade=not prepare(folder))
         found = [get(cache, name) for name in "abc"] + [put(cache, name, 5) for name in "xyz"]
     return found, [str(w.message) for w in caught]
 
@@ -376,8 +375,42 @@ def test_a_directory_that_cannot_be_made_costs_the_cache(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(b"")
     found, said = _attempt(tmp_path / "file" / "cache")
     assert found == [None, None, None, False, False, False]
-    assert len(said) <= 2
+    assert len(said) == 1
     assert "cannot be made" in said[0]
+    assert f"({tmp_path / 'file'} is a file: name another folder)" in said[0]
+
+
+def test_a_directory_that_cannot_be_made_on_a_read_only_disk_is_said_once(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 8 << 20) as small:
+        read_only(small)
+        found, said = _attempt(small / "cache")
+        assert found == [None, None, None, False, False, False]
+        assert len(said) == 1
+        assert "mount it writable" in said[0]
+
+
+def test_once_it_can_be_made_it_is_used_and_what_fails_then_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.warns(CacheWarning, match="cannot be made"):
+        cache = opened(tmp_path / "file" / "cache", unmade=not prepare(tmp_path / "file" / "cache"))
+    (tmp_path / "file").unlink()
+    assert put(cache, "a", 1)
+    assert get(cache, "a") == 1
+    path_of(cache, "b").write_bytes(b"damaged")
+    with pytest.warns(CacheWarning, match="cannot be used"):
+        assert get(cache, "b") is None
+
+
+def test_a_directory_that_became_a_file_is_said_once_with_the_remedy(tmp_path: Path) -> None:
+    cache = opened(tmp_path / "cache")
+    prepare(tmp_path / "cache")
+    (tmp_path / "cache").rmdir()
+    (tmp_path / "cache").write_bytes(b"")
+    with pytest.warns(CacheWarning) as caught:
+        assert get(cache, "a") is None
+        assert not put(cache, "b", 1)
+    assert len(caught) == 1
+    assert f"({tmp_path / 'cache'} is a file: name another folder)" in str(caught[0].message)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
