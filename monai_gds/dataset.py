@@ -20,7 +20,7 @@ from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
-from monai_gds.cache.directory import CacheDirectory, PendingItem, Verify, explain, prepare, tidy
+from monai_gds.cache.directory import CacheDirectory, PendingItem, Verify, explain, folder_named, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.key import Key, KeyMaker, hash_text
 from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
@@ -86,7 +86,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     Args:
         data: items, usually dicts of file names.
         transform: a ``Compose`` or a sequence of transforms, deterministic ones first.
-        cache_dir: where the records are; made when it is missing. None means that nothing is cached.
+        cache_dir: where the records are; made when it is missing, ``~`` is the home directory. None means that nothing
+            is cached.
         device: the target: an int or ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for the current CUDA device
             if there is one and the CPU if not.
         hash_func: item -> hash as bytes. The default is stable from run to run; MONAI's ``pickle_hashing`` is not.
@@ -109,7 +110,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             anew.
 
     Raises:
-        ValueError: no such device or backend; ``cache_dir`` is a file.
+        TypeError: ``data`` is no sequence; ``cache_dir`` is no path.
+        ValueError: no such device or backend; ``cache_dir`` is a file, or empty.
         BackendUnavailable: the backend named does not work here.
         HashingError: a transform, or on access an item, has no stable hash.
         UnsupportedType: on access: an item holds something that a record cannot store.
@@ -146,6 +148,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     ) -> None:
         if verify not in ("first", "always", "never"):
             raise ValueError(f"verify={verify!r}: use 'first', 'always' or 'never'")
+        _check_data(data)
         # cache_dir is not for the base class: it would raise where ours only warns, and hashes transforms its own way.
         super().__init__(
             data=data,
@@ -167,16 +170,22 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self.durable = durable
         self._made_by = os.getpid()
         self._state = _State()
+        self._unmade = False
         if cache_dir is not None:
-            self.cache_dir = Path(cache_dir)
-            prepare(self.cache_dir)
+            self.cache_dir = folder_named(cache_dir)
+            self._unmade = not prepare(self.cache_dir)
         self._split_now()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
 
     # What MONAI's datasets offer
 
     def set_data(self, data: Sequence[Any]) -> None:
-        """Takes new data. No record is deleted: others may use them."""
+        """Takes new data. No record is deleted: others may use them.
+
+        Raises:
+            TypeError: it is no sequence.
+        """
+        _check_data(data)
         self.data = data
 
     def set_transform_hash(self, hash_xform_func: Callable[..., bytes] | None) -> None:
@@ -401,6 +410,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
                 durable=self.durable,
                 verify=self.verify,
                 track_meta=self.track_meta,
+                unmade=self._unmade,
             )
             state.process = os.getpid()
         return state.cache
@@ -434,16 +444,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
                 state.split = None  # or the next access would go on with the key of the transforms before
                 raise
             if self.cache_dir is not None and not state.split.deterministic:
-                rest = state.split.rest
-                first = "no transform"
-                if rest:  # a function is known by its own name, anything else by its type's
-                    first = getattr(rest[0], "__qualname__", type(rest[0]).__name__)
-                warnings.warn(
-                    f"nothing is cached: the pipeline begins with {first}, and only what comes before the first random "
-                    "transform (or callable that is no MONAI Transform) is",
-                    CacheWarning,
-                    stacklevel=3,
-                )
+                warnings.warn(f"nothing is cached: {_why_not(state.split.rest)}", CacheWarning, stacklevel=3)
         return state.split
 
     # Going to another process
@@ -472,6 +473,24 @@ class _State:
         self.cache: CacheDirectory | None = None
         self.process = 0
         self.said_cpu = False
+
+
+def _check_data(data: Any) -> None:
+    """Refuses what has no items by number. A mapping would be asked for its keys 0, 1, ..., text give its letters."""
+    by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not by_number or isinstance(data, (Mapping, str, bytes)):
+        raise TypeError(f"data is a {type(data).__name__}: give a sequence of items, such as a list of dicts")
+
+
+def _why_not(rest: list[Callable[..., Any]]) -> str:
+    """Why nothing is cached of a pipeline that is ``rest``, all of it behind the cache."""
+    if not rest:
+        return "there is no transform"
+    first = getattr(rest[0], "__qualname__", type(rest[0]).__name__)  # a function's own name, or that of the type
+    return (
+        f"the pipeline begins with {first}, and only what comes before the first random transform (or callable that is "
+        "no MONAI Transform) is"
+    )
 
 
 def _in_worker() -> bool:

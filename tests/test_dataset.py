@@ -351,17 +351,29 @@ def test_set_data_takes_new_data_and_deletes_nothing(make: Make, cache_dir: Path
     assert Count.calls == 2
 
 
-@pytest.mark.parametrize("transform", [mt.RandFlipd(KEYS), mt.Compose([]), lambda d: d, mt.OneOf([mt.Flipd(KEYS)])])
-def test_nothing_deterministic_is_said_once_and_caches_nothing(make: Make, cache_dir: Path, transform: Any) -> None:
-    begins_with = {mt.RandFlipd: "RandFlipd", mt.OneOf: "OneOf"}.get(type(transform), "")
-    if isinstance(transform, mt.RandFlipd):
-        transform = mt.Compose([transform])
-    with pytest.warns(CacheWarning, match=f"nothing is cached: the pipeline begins with {begins_with}") as caught:
+@pytest.mark.parametrize(
+    ("transform", "reason"),
+    [
+        (mt.Compose([mt.RandFlipd(KEYS)]), "the pipeline begins with RandFlipd, and only"),
+        (mt.Compose([]), "there is no transform$"),
+        (lambda d: d, "the pipeline begins with .*<lambda>, and only"),
+        (mt.OneOf([mt.Flipd(KEYS)]), "the pipeline begins with OneOf, and only"),
+    ],
+)
+def test_nothing_deterministic_is_said_once_and_caches_nothing(
+    make: Make, cache_dir: Path, transform: Any, reason: str
+) -> None:
+    with pytest.warns(CacheWarning, match=f"nothing is cached: {reason}") as caught:
         dataset = make(transform, [{k: torch.rand(1, 3, 3) for k in KEYS}])
         for _ in range(3):
             _ = dataset[0]
     assert len(caught) == 1
     assert records(cache_dir) == []
+
+
+def test_no_transform_at_all_is_said(cache_dir: Path) -> None:
+    with pytest.warns(CacheWarning, match="nothing is cached: there is no transform$"):
+        GDSDataset([1], None, cache_dir, device="cpu")  # type: ignore[arg-type]
 
 
 def test_a_function_that_keeps_the_pipeline_from_the_cache_is_named(make: Make) -> None:
@@ -408,6 +420,44 @@ def test_cache_dir_that_is_a_file(make: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ValueError, match="is a file: name a directory"):
         make(cache=tmp_path / "file")
+
+
+def test_a_cache_dir_that_cannot_be_made_is_said_once(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.warns(CacheWarning, match="file is a file: name another folder") as caught:
+        dataset = make(cache=tmp_path / "file" / "cache")
+        for there in (dataset, pickle.loads(pickle.dumps(dataset))):
+            _ = there[0], there[1]
+            there.flush()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("how", [str, Path])
+def test_the_home_directory_is_meant_by_a_tilde(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    _ = make(cache=how("~/cache"))[0]
+    assert len(records(tmp_path / "home" / "cache")) == 1
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize(("cache", "error"), [("", ValueError), (5, TypeError), (b"cache", TypeError)])
+def test_a_cache_dir_that_names_no_folder(make: Make, cache: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"cache_dir={cache!r} .*None for no cache"):
+        make(cache=cache)
+
+
+@pytest.mark.parametrize(
+    "data", [None, ({"image": i} for i in range(3)), {"image": "ct.nii"}, {1, 2}, "data.json"], ids=lambda d: type(d)
+)
+def test_data_that_are_no_sequence_are_named(data: Any) -> None:
+    with pytest.raises(TypeError, match=f"data is a {type(data).__name__}: give a sequence of items"):
+        GDSDataset(data, pipeline(), None, device="cpu")
+    dataset = GDSDataset([], pipeline(), None, device="cpu")
+    with pytest.raises(TypeError, match="data is a"):
+        dataset.set_data(data)
 
 
 def test_missing_volume_is_monais_own_error(make: Make, cache_dir: Path) -> None:
