@@ -19,6 +19,7 @@ from monai_gds.cache.key import Key
 from monai_gds.cache.upkeep import Found, check, pipeline_of, survey
 from monai_gds.dataset import GDSDataset
 from tests.commands import Done, on_a_terminal, run
+from tests.machines import in_child, shared_folder
 
 EARLIER = Compose([EnsureTyped("image")])
 LATER = Compose([EnsureTyped("image"), ScaleIntensityd("image")])
@@ -222,6 +223,21 @@ def test_a_record_of_a_newer_version_is_not_damage_and_stays(tmp_path: Path, mon
     assert "prune" not in done.stdout
     assert "0 files" in run("cache", "prune", "--damaged", record.parent).stdout
     assert record.exists()
+
+
+def test_records_that_one_may_not_read_are_no_damage_and_stay() -> None:
+    """In a group's folder, another user's records."""
+    with shared_folder() as folder:
+        fill(folder)
+        (record,) = records(folder)
+        record.chmod(0o600)
+        verified, pruned = in_child(
+            lambda: [run("cache", *command, folder).stdout for command in (["verify"], ["prune", "--damaged"])],
+            nobody=True,
+        )
+        assert "1 records, 0 damaged, 1 that cannot be checked" in verified
+        assert "0 files" in pruned
+        assert record.exists()
 
 
 def test_a_record_deleted_while_it_is_looked_at_is_no_damage(record: Path) -> None:
