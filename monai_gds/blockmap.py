@@ -443,7 +443,7 @@ def _origin(header: Mapping[str, Any]) -> Origin:
 
 def _compare(fd: int, fs: FileSystem, path: str, blocks: FileBlocks) -> None:
     """Raises StorageError at the first byte where the device says another thing than the file."""
-    disk = os.open(fs.disk.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    disk = fs.disk.open()
     try:
         with mmap.mmap(-1, _COMPARE_BYTES) as buffer:
             position = 0

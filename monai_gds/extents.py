@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from monai_gds.errors import NotMappable
+from monai_gds.errors import NotMappable, StorageError
 
 __all__ = [
     "Disk",
@@ -35,6 +35,7 @@ __all__ = [
     "MountedFileSystems",
     "disk_of",
     "extents_in",
+    "how_to_be_let_read",
     "look",
     "map_extents",
     "mounts",
@@ -123,6 +124,21 @@ class Disk:
     def character_path(self) -> str:
         """The character device that passes NVMe commands through: ``/dev/ng0n1`` for ``nvme0n1``."""
         return self.path.replace("/dev/nvme", "/dev/ng")
+
+    def open(self) -> int:
+        """A descriptor for reads past the page cache (O_DIRECT), which the caller closes.
+
+        Opening it is also how to find out whether it may be read: a container's device rules refuse what the node's
+        mode allows, and only then.
+
+        Raises:
+            StorageError: it may not be read, or has no node here; with the remedy.
+        """
+        try:
+            return os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except (PermissionError, FileNotFoundError) as e:
+            why = f"the device cannot be read ({e.strerror}): {how_to_be_let_read(self.path)}"
+            raise StorageError(e.errno, why, self.path) from e
 
 
 @dataclass(frozen=True)
@@ -364,6 +380,11 @@ def _check_inode(fd: int, fs: FileSystem, path: str) -> None:
     flags = struct.unpack_from("=I", fcntl.ioctl(fd, _GETFLAGS, bytes(8)))[0]
     if flags & _REFUSED_FLAGS:
         raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if flags & bit))
+
+
+def how_to_be_let_read(disk: str) -> str:
+    """What to do where this process may not read a disk, given the path of its device node."""
+    return f"run as root, or as a member of the group disk; in a container, start that with --device={disk}:r"
 
 
 def read_uuid(fd: int, fs: FileSystem, path: str) -> str:

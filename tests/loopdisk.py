@@ -5,6 +5,7 @@ Making one needs root and a free loop device; a test that asks on a machine with
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,18 @@ def run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()
+
+
+def not_permitted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the system refuse to open this device, as a container's device rules do whoever asks."""
+    system = os.open
+
+    def refuse(path: Any, *arguments: Any, **more: Any) -> int:
+        if path == device:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        return system(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
 
 
 def needs_root(*tools: str) -> None:

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from monai_gds import doctor as doctor_package
-from monai_gds.doctor import Finding, Report, Status, examine, findings
+from monai_gds.doctor import Finding, Report, Status, examine, findings, probes
 from monai_gds.doctor.asking import Answer, Request, ask
 from monai_gds.doctor.machine import Machine
 from monai_gds.errors import BackendUnavailable
 from monai_gds.storage import deepnvme_build
 from tests import commands
 from tests.commands import Done, on_a_terminal
+from tests.loopdisk import loop_disk, not_permitted
 from tests.machines import ROOT, mounted_tmpfs, read_only
 
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
@@ -412,6 +413,27 @@ def test_io_uring(laid: Laid) -> None:
     assert "seccomp" in laid.findings(refused)["io_uring"].remedy
     laid.file("proc/sys/kernel/io_uring_disabled", "2\n")
     assert "sysctl" in laid.findings(refused)["io_uring"].remedy
+
+
+def test_a_disk_that_may_not_be_read_says_how_it_may(laid: Laid) -> None:
+    library = Answer({"version": "0.7.5", "drivers": [], "found": "/lib/libxnvme.so"})
+    told = {"kind": "ext4", "disk": "/dev/vda", "readable": False, "problem": "Operation not permitted"}
+    found = laid.findings(answers(libxnvme=library, blocks=Answer(told)))["blocks"]
+    assert (found.status, found.found) == (Status.MISSING, "xnvme-block cannot read /dev/vda: Operation not permitted")
+    for remedy in ("root", "the group disk", "--device=/dev/vda:r"):
+        assert remedy in found.remedy
+    readable = {**told, "readable": True, "problem": ""}
+    assert laid.findings(answers(libxnvme=library, blocks=Answer(readable)))["blocks"].status is Status.OK
+
+
+def test_whether_a_disk_may_be_read_is_found_out_by_opening_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's device rules refuse root what the mode of the device node allows."""
+    with loop_disk(tmp_path) as disk:
+        told = probes._blocks(str(disk.folder))
+        assert (told["disk"], told["readable"], told["problem"]) == (disk.device, True, "")
+        not_permitted(disk.device, monkeypatch)
+        told = probes._blocks(str(disk.folder))
+    assert (told["disk"], told["readable"], told["problem"]) == (disk.device, False, "Operation not permitted")
 
 
 @pytest.mark.parametrize("step", ["torch", "start"])

@@ -24,6 +24,7 @@ from monai_gds.bench.report import Report, Row
 from monai_gds.blockmap import BlockMap
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage import open_storage
+from monai_gds.terminal import in_words
 
 __all__ = ["PEERS", "Settings", "block_map", "measure"]
 
@@ -90,7 +91,7 @@ def pread_direct(files: Files, stack: ExitStack) -> ReadBatch:
     """A pool of 16 threads; each reads whole extents of one file from the device with O_DIRECT."""
     origin = files.blocks.origin
     assert origin is not None, "built above"
-    device = os.open(origin.disk.path, os.O_RDONLY | os.O_DIRECT)
+    device = origin.disk.open()
     stack.callback(os.close, device)
     pool = stack.enter_context(ThreadPoolExecutor(16))
     views = [dest.numpy().data for dest in files.dests]
@@ -153,7 +154,7 @@ def measure(settings: Settings) -> Report:
                 _check(readers[name], files, batches[0], name)
             except (BackendUnavailable, OSError) as e:
                 readers.pop(name, None)
-                reasons[name] = str(e)
+                reasons[name] = in_words(e)
         for repeat in range(settings.repeats + 1):
             for name, read in readers.items():
                 start = time.perf_counter()

@@ -13,6 +13,7 @@ from typing import Any
 
 from monai_gds.doctor.asking import Answer
 from monai_gds.doctor.machine import UDEV_PROPERTIES, Machine, Place
+from monai_gds.extents import how_to_be_let_read
 
 __all__ = ["Finding", "Status", "collect"]
 
@@ -327,8 +328,8 @@ def blocks(place: Place, answers: Answers) -> Finding:
         return Finding("blocks", Status.MISSING, f"xnvme-block: {answer.error}")
     disk = answer.values["disk"]
     if not answer.values["readable"]:
-        found = f"xnvme-block may not read {disk}"
-        return Finding("blocks", Status.MISSING, found, "as root, or as a member of the group disk", answer.values)
+        found = f"xnvme-block cannot read {disk}: {answer.values['problem']}"
+        return Finding("blocks", Status.MISSING, found, how_to_be_let_read(disk), answer.values)
     return Finding("blocks", Status.OK, f"xnvme-block can read files here from {disk}", "", answer.values)
 
 

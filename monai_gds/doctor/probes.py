@@ -125,6 +125,7 @@ def _libxnvme() -> dict[str, Any]:
 
 
 def _blocks(directory: str) -> dict[str, Any]:
+    """The disk below a directory, and whether it may be read: asked by opening it, as who reads blocks does."""
     from monai_gds.extents import FileSystem
 
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -132,7 +133,12 @@ def _blocks(directory: str) -> dict[str, Any]:
         fs = FileSystem.of(fd, directory)
     finally:
         os.close(fd)
-    return {"kind": fs.kind, "disk": fs.disk.path, "readable": os.access(fs.disk.path, os.R_OK)}
+    problem = ""
+    try:
+        os.close(fs.disk.open())
+    except OSError as e:
+        problem = os.strerror(e.errno) if e.errno else str(e)
+    return {"kind": fs.kind, "disk": fs.disk.path, "readable": not problem, "problem": problem}
 
 
 def _backend(name: str, device: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monai_gds.bench import blocks
-from tests.loopdisk import loop_disk
+from tests.loopdisk import loop_disk, not_permitted
 from tests.storage import libraries
 
 
@@ -38,6 +38,16 @@ def test_a_peer_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.
         report = blocks.measure(blocks.Settings(disk.folder, files=20, nbytes=20_000, batch=16, repeats=1))
     row = next(row for row in report.rows if row.name.startswith("xnvme-block"))
     assert (row.samples, "/nowhere/libxnvme.so" in row.reason) == ((), True)
+
+
+def test_a_disk_that_may_not_be_read_says_how_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XNVME_LIBRARY_PATH", "/nowhere/libxnvme.so")
+    with loop_disk(tmp_path, "xfs") as disk:
+        not_permitted(disk.device, monkeypatch)
+        report = blocks.measure(blocks.Settings(disk.folder, files=20, nbytes=20_000, batch=16, repeats=1))
+    reason = next(row.reason for row in report.rows if row.name == blocks.REFERENCE)
+    for words in (disk.device, "Operation not permitted", "root", "the group disk", f"--device={disk.device}:r"):
+        assert words in reason
 
 
 def test_a_peer_that_reads_wrong_bytes_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
