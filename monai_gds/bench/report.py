@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import textwrap
@@ -33,6 +34,9 @@ from monai_gds.errors import BackendUnavailable
 from monai_gds.terminal import say, show
 
 __all__ = ["Report", "Row", "draw", "emit", "machine", "plot_reports"]
+
+#: How :class:`~monai_gds.errors.BackendUnavailable` begins where a backend was asked for by name.
+_OF_BACKEND = re.compile(r"backend='([^']+)' does not work here: ")
 
 
 @dataclass(frozen=True)
@@ -197,12 +201,30 @@ def emit(
 def _print_tables(reports: Sequence[Report], about: Mapping[str, Any], console: Console) -> None:
     for report in reports:
         show(report.table(), console)
-        for row in (*report.rows, *report.ceilings):
-            if row.reason:
-                say(f"{row.name}: {row.reason}", console)
+    for reason, names in _reasons(reports).items():
+        say(f"{'; '.join(names)}: {reason}", console)
     console.print(
         ", ".join(f"{key}: {value}" for key, value in about.items()), style="dim", markup=False, soft_wrap=True
     )
+
+
+def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
+    """Each reason once, with the rows that it is of; with their table too where the row has figures in another."""
+    rows = [(report, row) for report in reports for row in (*report.rows, *report.ceilings)]
+    ran = {row.name for _, row in rows if row.samples}
+    found: dict[str, list[str]] = {}
+    for report, row in rows:
+        if row.reason:
+            name = f"{row.name} ({report.title})" if row.name in ran else row.name
+            names = found.setdefault(_without_backend(row), [])
+            names += [name] if name not in names else []
+    return found
+
+
+def _without_backend(row: Row) -> str:
+    """The reason without the backend's name where the row says it: backends that lack the same thing then agree."""
+    named = _OF_BACKEND.match(row.reason)
+    return row.reason[named.end() :] if named and named[1] in row.name else row.reason
 
 
 def draw(reports: Sequence[Report], caption: str = "") -> Any:
