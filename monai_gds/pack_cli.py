@@ -51,4 +51,9 @@ def pack(
             pack_folder(images, out, file_bytes=file_mb << 20, progress=progress)
     files = [file for file in out.iterdir() if file.is_file()]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
-    print(f"{len(images)} images of {len(images.classes)} classes in {len(files)} files, {megabytes:.1f} MB: {out}")
+    packed = f"{_counted(len(images), 'image', 'images')} of {_counted(len(images.classes), 'class', 'classes')}"
+    print(f"{packed} in {_counted(len(files), 'file', 'files')}, {megabytes:.1f} MB: {out}")
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"

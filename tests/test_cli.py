@@ -218,6 +218,32 @@ def test_images_cannot_be_made_without_pillow_and_the_extra_is_named(
     done = run("bench", "loaders", "--make", "1", "--datadir", tmp_path / "images")
     assert done.exit_code == 1
     assert "monai_gds[bench]" in done.stderr
+    assert not (tmp_path / "images").exists()
+
+
+def test_images_are_not_made_where_something_is(tmp_path: Path) -> None:
+    done = run("bench", "loaders", "--make", "1", "--datadir", tmp_path)
+    assert done.exit_code == 2
+    assert "leave --make out" in done.output
+
+
+@pytest.mark.parametrize("form", ["records", "squirrel"])
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_pack_into_a_file_says_what_it_wants(form: str, below: str, tmp_path: Path) -> None:
+    if form == "squirrel":
+        pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"\xff\xd8")
+    (tmp_path / "afile").touch()
+    done = run("pack", tmp_path / "images", tmp_path / "afile" / below, "--format", form)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "afile is a file: name a folder to pack into, a new or an empty one" in done.stderr
+
+
+def test_pack_counts_as_one_does(tmp_path: Path) -> None:
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"\xff\xd8")
+    assert "1 image of 1 class in 2 files" in run("pack", tmp_path / "images", tmp_path / "packed").stdout
 
 
 def test_pack_does_not_write_into_what_it_packs(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def _image_folder(datadir: Path | None, make: int | None, temporary: Path) -> Pa
 
     datadir = datadir or temporary / "images"
     if make is not None:
+        if datadir.exists():
+            raise typer.BadParameter(f"{datadir} exists: leave --make out to use what is in it", param_hint="--datadir")
         with progress_bar("making JPEGs", make) as progress:
             write_image_folder(datadir, make, progress=progress)
     return datadir

@@ -93,7 +93,7 @@ def list_folder(root: StrPath) -> ImageList:
         sizes.extend(size for _, size in found)
         counts.append(len(found))
     if not names:
-        raise ImageListError(f"{top} holds {len(classes)} classes and no image ({', '.join(EXTENSIONS)})")
+        raise ImageListError(f"{top} holds no image at {top}/<class>/<file> ({', '.join(EXTENSIONS)})")
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     return ImageList(top, classes, names, labels, np.asarray(sizes, dtype=np.int64))
 

@@ -36,7 +36,7 @@ from monai_gds.errors import BrokenImage, DamagedRecord, ImageListError, RecordE
 from monai_gds.imagenet.listing import ImageList, StrPath, check_classes
 from monai_gds.storage import FileId, Read, Storage, open_storage
 
-__all__ = ["FILE_BYTES", "INDEX", "PackedImages", "is_packed", "open_packed", "pack_folder"]
+__all__ = ["FILE_BYTES", "INDEX", "PackedImages", "empty_folder", "is_packed", "open_packed", "pack_folder"]
 
 INDEX = "index.safetensors"
 
@@ -135,7 +135,7 @@ def pack_folder(
         progress: called with the number of images packed so far.
 
     Raises:
-        ImageListError: ``out`` holds something already.
+        ImageListError: ``out`` holds something already, or is a file.
         BrokenImage: an image file is empty.
         OSError: an image cannot be read, or the disk is full.
         ValueError: ``file_bytes`` is not positive.
@@ -155,10 +155,7 @@ def pack_folder(
     empty = np.flatnonzero(images.sizes == 0)
     if len(empty):
         raise BrokenImage(images.path(int(empty[0])), "it is empty and cannot be packed")
-    top = Path(out)
-    top.mkdir(parents=True, exist_ok=True)
-    if any(top.iterdir()):
-        raise ImageListError(f"{top} is not empty: choose another folder to pack into")
+    top = empty_folder(out)
     storage = open_storage("posix", "cpu")
     rows: list[list[int]] = []
     done = 0
@@ -174,6 +171,23 @@ def pack_folder(
     finally:
         storage.close()
     return open_packed(top)
+
+
+def empty_folder(out: StrPath) -> Path:
+    """The folder to pack into, made when it is missing.
+
+    Raises:
+        ImageListError: it is a file, or holds something already.
+    """
+    top = Path(out)
+    try:
+        top.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as e:
+        file = next(path for path in (top, *top.parents) if path.exists())
+        raise ImageListError(f"{file} is a file: name a folder to pack into, a new or an empty one") from e
+    if any(top.iterdir()):
+        raise ImageListError(f"{top} is not empty: choose another folder to pack into")
+    return top
 
 
 def _file_name(number: int) -> str:

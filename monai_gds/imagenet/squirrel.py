@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from monai_gds.errors import BackendUnavailable, BrokenImage, ImageListError
+from monai_gds.errors import BackendUnavailable, BrokenImage
 from monai_gds.imagenet.listing import ImageList, StrPath
+from monai_gds.imagenet.packed import empty_folder
 
 __all__ = ["squirrel_source", "write_store"]
 
@@ -85,7 +85,7 @@ def write_store(
     Raises:
         BackendUnavailable: squirrel-core or Pillow is not installed.
         BrokenImage: an image cannot be decoded.
-        ImageListError: ``out`` is not empty.
+        ImageListError: ``out`` is not empty, or a file.
     """
     try:
         from PIL import Image  # noqa: F401
@@ -97,10 +97,7 @@ def write_store(
         ) from e
     if size < 1 or shard_size < 1:
         raise ValueError(f"size={size} and shard_size={shard_size} must be positive")
-    top = Path(out)
-    top.mkdir(parents=True, exist_ok=True)
-    if any(top.iterdir()):
-        raise ImageListError(f"{top} is not empty: choose another folder to pack into")
+    top = empty_folder(out)
     store = SquirrelStore(os.fspath(top), serializer=MessagepackSerializer())
     for start in range(0, len(images), shard_size):
         stop = min(start + shard_size, len(images))

@@ -24,11 +24,13 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
         width: in pixels.
         nbytes: about how large the file is to be, within 5%; None for whatever comes out.
         text: written across the middle, so that a viewer knows the picture again, and sees when it is mirrored.
+
+    Raises:
+        ImportError: Pillow is missing; the message names the extra that installs it.
     """
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError as e:
-        raise ImportError(f"making images needs Pillow ({e}): pip install 'monai_gds[bench]'") from e
+    _need_pillow()
+    from PIL import Image, ImageDraw, ImageFont
+
     small = Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8))
     canvas = small.resize((width, height), Image.Resampling.BICUBIC)
     if text:
@@ -52,6 +54,13 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
     return data
 
 
+def _need_pillow() -> None:
+    try:
+        import PIL  # noqa: F401
+    except ImportError as e:
+        raise ImportError(f"making images needs Pillow ({e}): pip install 'monai_gds[bench]'") from e
+
+
 def write_image_folder(
     root: Path,
     count: int,
@@ -73,7 +82,9 @@ def write_image_folder(
 
     Raises:
         FileExistsError: ``root`` exists.
+        ImportError: Pillow is missing; nothing was made.
     """
+    _need_pillow()
     root.mkdir(parents=True)
 
     def write(index: int) -> None:
