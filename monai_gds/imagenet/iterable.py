@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from monai_gds.imagenet.pipeline import FedPipeline, Graph, Input, dali
+from monai_gds.imagenet.sampling import check_int
 from monai_gds.storage import resolve_device
 
 __all__ = ["DaliIterator", "dali_iterator"]
@@ -44,7 +45,7 @@ class DaliIterator:
 
     Raises:
         BackendUnavailable: DALI is not installed.
-        ValueError: ``batch_size`` is not positive, or there is no such device.
+        ValueError: ``batch_size`` is no int or not positive, or there is no such device.
 
     While iterating: TypeError or ValueError for an item that is no array of numbers, or unlike the first in its keys,
     dtype, number of axes or device (it names the key), RuntimeError when the source has nothing left for another
@@ -74,6 +75,7 @@ class DaliIterator:
         seed: int = 0,
         layouts: Mapping[str, str] | None = None,
     ) -> None:
+        check_int("batch_size", batch_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least one sample a batch is needed")
         dali()  # an error now, not at the first batch

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-__all__ = ["LastBatch", "Sampler"]
+__all__ = ["LastBatch", "Sampler", "check_int"]
 
 LastBatch: TypeAlias = Literal["fill", "drop", "partial"]
+
+
+def check_int(name: str, value: object) -> None:
+    """Refuses what is no integer (those of NumPy are): a comparison would fail without naming the argument.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an int, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class Sampler:
         window: with ``bounds``, images are shuffled among this many files at a time, the files among all.
 
     Raises:
-        ValueError: an argument is out of range, or no batch would come out.
+        ValueError: an argument is no int or out of range, or no batch would come out.
     """
 
     count: int
@@ -47,6 +58,8 @@ class Sampler:
     window: int = 8
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "seed", "shard_id", "num_shards", "window"):
+            check_int(name, getattr(self, name))
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: at least one image a batch is needed")
         if self.num_shards < 1 or not 0 <= self.shard_id < self.num_shards:

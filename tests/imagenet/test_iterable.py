@@ -225,9 +225,10 @@ def test_some_keys_only() -> None:
     assert [list(batch) for batch in loader([{"image": np.zeros(2), "name": "x"}], keys=["image"])] == [["image"]]
 
 
-def test_batch_size_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size=0"):
-        loader([], 0)
+@pytest.mark.parametrize(("size", "message"), [(0, "batch_size=0"), ("8", "batch_size must be an int, not '8'")])
+def test_a_batch_size_that_makes_no_sense_is_refused(size: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loader([], size)
 
 
 # Squirrel.

@@ -96,6 +96,9 @@ def test_a_window_holds_few_files_and_mixes_them() -> None:
     ("changes", "message"),
     [
         ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": "8"}, "batch_size must be an int, not '8'"),
+        ({"batch_size": 2.0}, "batch_size must be an int, not 2.0"),
+        ({"num_shards": "1"}, "num_shards must be an int"),
         ({"shard_id": 2, "num_shards": 2}, "shard_id=2"),
         ({"num_shards": 0}, "num_shards=0"),
         ({"count": 2, "num_shards": 3}, "cannot be spread"),
@@ -108,3 +111,7 @@ def test_a_window_holds_few_files_and_mixes_them() -> None:
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampler(**{"count": 10, "batch_size": 2, **changes})
+
+
+def test_an_integer_of_numpy_is_one() -> None:
+    assert len(Sampler(10, np.int64(2), seed=np.uint32(1))) == 5  # type: ignore[arg-type]
