@@ -99,13 +99,8 @@ def test_a_group_alone_shows_its_help(path: tuple[str, ...]) -> None:
 WITH_DEVICE = [path for path, command in LEAVES.items() if any(p.name == "device" for p in command.params)]
 
 
-@pytest.mark.parametrize(
-    ("path", "device"),
-    [
-        *((path, device) for path in WITH_DEVICE for device in ("tpu", "meta")),
-        *((path, "cuda:99") for path in WITH_DEVICE if path != ("doctor",)),  # the doctor looks at it and says so
-    ],
-)
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+@pytest.mark.parametrize("path", WITH_DEVICE, ids=words)
 def test_a_device_that_is_not_there_is_wrong_usage(path: tuple[str, ...], device: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     more = {"load": ["--input-file", tmp_path / "file"], "store": ["--nvme-folder", tmp_path]}.get(path[-1], [])

@@ -380,14 +380,13 @@ def test_a_default_that_does_not_work_is_a_failure(laid: Laid) -> None:
     assert "no space left" in found.found
 
 
-def test_a_device_that_is_not_here_is_no_fault_of_torch(tmp_path: Path) -> None:
-    result = doctor(tmp_path, "--device", "cuda:99", "--json")
-    told = as_json(result)
-    assert (result.exit_code, told["works"], told["device"]) == (1, False, None)
-    assert (told["findings"]["torch"]["status"], told["findings"]["torch"]["remedy"]) == ("ok", "")
-    for name in ("default", "posix"):
-        assert "cuda:99" in told["findings"][name]["found"]
-        assert "ValueError" not in told["findings"][name]["found"]
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_device_that_is_not_here_is_wrong_usage(form: list[str], tmp_path: Path) -> None:
+    result = doctor(tmp_path, "--device", "cuda:99", *form)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "device='cuda:99', but" in result.output
+    assert "ValueError" not in result.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_small_file_system_is_not_one_of_zero_gigabytes(tmp_path: Path) -> None:

@@ -23,10 +23,14 @@ from monai_gds.doctor.asking import LIMIT, Answer, Request, ask
 from monai_gds.doctor.findings import Finding, Status, collect
 from monai_gds.doctor.machine import Machine, Place
 
-__all__ = ["Finding", "Report", "Status", "examine"]
+__all__ = ["Finding", "NoSuchDevice", "Report", "Status", "examine"]
 
 _LOG_LINES = 20
 _MEASURE_LIMIT = 900.0
+
+
+class NoSuchDevice(ValueError):
+    """The device asked about is not on this machine."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ def examine(
 
     Raises:
         NotADirectoryError: the directory is a file.
+        NoSuchDevice: torch works, and does not see ``device``.
     """
     machine = machine or Machine()
     place = machine.place(directory)
@@ -92,6 +97,8 @@ def examine(
         request = Request(str(place.folder), folder, device)
         answers = ask(request)
         torch = answers.get("torch")
+        if torch and torch.values.get("refused"):
+            raise NoSuchDevice(torch.values["refused"])
         if folder is not None and torch and answers.get("backend kvikio", Answer({})).values.get("ok"):
             answers["cufile"] = _try_cufile(request, Path(folder))
         if measure and folder is not None and answers.get("default"):

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from monai_gds.doctor import Finding, Report, Status, examine
+from monai_gds.doctor import Finding, NoSuchDevice, Report, Status, examine
 from monai_gds.terminal import JsonOption, console, errors, say
 
 __all__ = ["app"]
@@ -57,6 +57,8 @@ def doctor(
             report = examine(directory, device=device, measure=measure)
     except NotADirectoryError as e:
         raise typer.BadParameter(str(e), param_hint="DIRECTORY") from None
+    except NoSuchDevice as e:
+        raise typer.BadParameter(f"{e} (without --device the doctor says why)", param_hint="--device") from None
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:

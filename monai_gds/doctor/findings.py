@@ -75,21 +75,11 @@ def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -
         unwritable: why it takes no files; empty where it does.
         answers: what the libraries said.
     """
-    answers = _without_target(answers)
     found = [gpu(machine, answers), torch(answers), directory(place, unwritable)]
     found += _direct_storage(machine, place, answers)
     found += [io_uring(machine, answers), libxnvme(answers), blocks(place, answers), *backends(answers), dali(answers)]
     found += [speed(answers["speed"])] if "speed" in answers else []
     return [*found, container(machine, place, answers), default(answers, unwritable)]
-
-
-def _without_target(answers: Answers) -> Answers:
-    """Where the device asked for is not here, that is what all who were to serve it say."""
-    refused = answers.get("torch", _NOT_ASKED).values.get("refused")
-    if not refused:
-        return answers
-    served = (step for step in answers if step in ("default", "speed") or step.startswith("backend "))
-    return {**answers, **{step: Answer({}, refused) for step in served}}
 
 
 def _devices(answers: Answers) -> list[Mapping[str, Any]]:

@@ -69,6 +69,8 @@ def main(request: Request) -> None:
                 say(error=str(e) if known else f"{type(e).__name__}: {e}")
             else:
                 say(answer=answer)
+                if answer.get("refused"):  # nobody can serve a device that is not here: no need to ask
+                    break
         say(end=True)
     os._exit(0)  # what libraries do at the end of a process is of no interest
 
