@@ -1,6 +1,6 @@
 """The command ``monai-gds``: parses arguments, prints, sets the exit code. The work is done elsewhere.
 
-Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage.
+Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import monai_gds
 from monai_gds.bench.cli import app as bench_app
@@ -30,7 +31,20 @@ if TYPE_CHECKING:
     from monai_gds.cache.upkeep import Found
     from monai_gds.dataset import GDSDataset
 
+
+class _Stoppable(TyperGroup):
+    """Says that it was stopped: Typer ends on Ctrl-C without a word. What a KeyboardInterrupt says itself is added."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as e:
+            say(": ".join(["monai-gds: stopped", *map(str, e.args)]), errors)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=_Stoppable,
     no_args_is_help=True,
     help="Cached MONAI datasets at the speed of the drive and the link.",
     epilog="Example: monai-gds doctor",
@@ -250,7 +264,14 @@ def cache_warm(
 
     Modules are looked for in the working directory first. Exit code 1 when items failed; they are named.
     """
-    done = _dataset_from(function).populate(num_workers, progress)
+    from monai_gds.cache import upkeep
+
+    dataset = _dataset_from(function)
+    try:
+        done = dataset.populate(num_workers, progress)
+    except KeyboardInterrupt:
+        held = len(upkeep.record_files(dataset.cache_dir)) if dataset.cache_dir else 0
+        raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
     say(f"{done.computed} items computed, {done.cached} were cached already")
 
 
@@ -288,5 +309,3 @@ def main() -> None:
     except (MonaiGdsError, OSError, ValueError, ImportError) as e:
         say(f"monai-gds: {in_words(e)}", errors)
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)

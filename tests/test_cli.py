@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,30 @@ def test_a_backend_that_does_not_exist_is_wrong_usage_and_one_that_does_not_work
     assert done.stderr.startswith("monai-gds: ")
     assert len(done.stderr.splitlines()) == 1
     assert "posix" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor", "--measure", "--device", "cpu"],
+        ["demo", "--volumes", "50", "--device", "cpu"],
+        ["bench", "tensor", "store", "--mb-size", "1", "--loop", "100000", "--device", "cpu", "--nvme-folder", "."],
+    ],
+    ids=words,
+)
+def test_ctrl_c_is_one_line_and_exit_code_130(command: list[str], tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        [sys.executable, "-m", "monai_gds", *command],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    end = time.monotonic() + 100
+    while running.poll() is None and not any(tmp_path.rglob("*")) and time.monotonic() < end:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=100)
+    assert (running.returncode, told) == (130, "monai-gds: stopped\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -447,6 +447,10 @@ def good(fail=()):
     return GDSDataset(data, mt.Compose([Make(Path("log"))]), "cache", device="cpu")
 def bad():
     return good(fail=(3,))
+def slow():
+    dataset = good()
+    dataset.set_data([{"n": n, "sleep": 0.1} for n in range(200)])
+    return dataset
 def wrong():
     return 7
 def needs(folder):
@@ -470,6 +474,23 @@ def test_cache_warm(tmp_path: Path, log: Path) -> None:
     failed = warm(tmp_path, "training:bad")
     assert failed.returncode == 1
     assert failed.stderr.startswith("monai-gds: 1 of 5 items failed, the others are cached:\n  3: {'n': 3, ")
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_cache_warm_stopped_by_ctrl_c_says_how_far_it_came(tmp_path: Path, log: Path, workers: str) -> None:
+    (tmp_path / "training.py").write_text(MODULE)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "monai_gds", "cache", "warm", "training:slow", "--num-workers", workers],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    while running.poll() is None and len(list(log.iterdir())) < 3:
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=100)
+    held = len(list((tmp_path / "cache").glob("*.safetensors")))
+    assert 0 < held < 200
+    assert running.returncode == 130
+    assert told == f"monai-gds: stopped: cache holds {held} records now, start it again to go on\n"
 
 
 @pytest.mark.parametrize(
