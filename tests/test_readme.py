@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import re
 from pathlib import Path
@@ -53,6 +55,29 @@ TABLES = {
         ("h100/tensor-store", 1),
     ],
 }
+
+
+#: What the reader has: a page's examples define everything else.
+READERS_OWN = {"items", "transform"}
+
+
+def undefined(code: str) -> set[str]:
+    """Names that this code uses and neither imports nor sets."""
+    nodes = list(ast.walk(ast.parse(code)))
+    known = {
+        alias.asname or alias.name for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names
+    }
+    known |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    known |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    names = [n for n in nodes if isinstance(n, ast.Name)]
+    known |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    return {n.id for n in names} - known - set(dir(builtins))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_import_what_they_use(page: Path) -> None:
+    code = "".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+    assert undefined(code) - READERS_OWN == set()
 
 
 def rows_of(table: str) -> list[list[str]]:
