@@ -26,7 +26,7 @@ import torch
 
 from monai_gds.blockmap import BlockMap, FileBlocks
 from monai_gds.errors import FileChanged, StorageError
-from monai_gds.extents import Disk, MountedFileSystems, extents_in, look, uuid_in
+from monai_gds.extents import Disk, MountedFileSystems, extents_in, how_to_be_let_read, look, uuid_in
 from monai_gds.storage import staging
 from monai_gds.storage._landing import GpuBuffers, GpuLandings, HostLandings, Landing, Landings, PinnedLandings
 from monai_gds.storage._libxnvme import PASSTHROUGH, Completion, Device, Library, Queue
@@ -219,9 +219,7 @@ def _check_permission(uri: str) -> None:
     try:
         os.close(os.open(uri, os.O_RDONLY | os.O_CLOEXEC))
     except PermissionError as e:
-        raise StorageError(
-            e.errno, "the device may not be read: run as root, or as a member of the group that owns it", uri
-        ) from e
+        raise StorageError(e.errno, f"the device may not be read: {how_to_be_let_read(uri)}", uri) from e
 
 
 class _OpenFile:
