@@ -19,8 +19,8 @@ DeepSpeed's source is compiled as it is, but for five things (:func:`_compile_he
 * In one file, files are said to have no end. ``aio_handle.pread`` looks whether the range lies inside the file; if not,
   it says so on standard output, where JSON may be going, and ends the process. The backend looks first, but a file may
   shrink in between; so the read comes back short, which the backend finds.
-* ``gds_handle`` ends its process with ``_Exit`` where it called ``exit``: from one of its threads that waits for the
-  others at the end of the process, and they for it.
+* ``gds_handle`` ends its process with ``_Exit`` where it called ``exit``, also in its own threads: there, the code that
+  libraries have for the end of a process would run beside the other threads, and may wait for them.
 * The handles' C++ types get names of our own. pybind11 refuses a type that is registered already, and the process may
   use DeepSpeed for its own purposes too.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,30 +186,49 @@ def test_something_built_that_cannot_be_loaded_is_an_error_that_says_what_to_rem
     assert str(target) in str(caught.value)
 
 
-def test_what_deepspeed_takes_for_imported_is_imported(tmp_path: Path) -> None:
-    """On a machine with CUDA its builders ask ``torch.utils.cpp_extension``, which they do not import."""
+def compile_with(tmp_path: Path, operator: str, sources: list[str], load: str) -> str:
+    """Has the child compile these files with builders of a made-up DeepSpeed; what their ``load`` printed."""
     package = tmp_path / "deepspeed" / "ops"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
-    sources = list(deepnvme_build._PREFIXES)
     (package / "op_builder.py").write_text(f"""
-import torch
+import subprocess, torch
 class AsyncIOBuilder:
     def deepspeed_src_path(self, path): return {str(tmp_path)!r} + "/" + path
-    def sources(self): return {sources!r}
+    def sources(self): return {[*deepnvme_build._PREFIXES, *sources]!r}
     def include_paths(self): return [str(torch.utils.cpp_extension.CUDA_HOME)]
     def cxx_args(self): return []
-    def load(self, verbose): print("compiled", self.include_paths())
+    def load(self, verbose): {load}
 class GDSBuilder(AsyncIOBuilder): pass
 """)
     for name in ("aio", "gds", "pin_memory"):
-        (tmp_path / "csrc" / name).mkdir(parents=True)
+        (tmp_path / "csrc" / name).mkdir(parents=True, exist_ok=True)
     (tmp_path / "work").mkdir()
     done = subprocess.run(
-        [sys.executable, "-m", "monai_gds.storage.deepnvme_build", "aio", str(tmp_path / "work")],
+        [sys.executable, "-m", "monai_gds.storage.deepnvme_build", operator, str(tmp_path / "work")],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(deepnvme_build.__file__).parents[2]}"},
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "compiled" in done.stdout
+    return done.stdout
+
+
+def test_what_deepspeed_takes_for_imported_is_imported(tmp_path: Path) -> None:
+    """On a machine with CUDA its builders ask ``torch.utils.cpp_extension``, which they do not import."""
+    assert "compiled" in compile_with(tmp_path, "aio", [], 'print("compiled", self.include_paths())')
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="this machine has no C++ compiler")
+@pytest.mark.parametrize(("operator", "code"), [("gds", 3), ("aio", -signal.SIGABRT)])
+def test_gds_ends_its_process_without_what_waits_at_the_end_of_one(tmp_path: Path, operator: str, code: int) -> None:
+    (tmp_path / "csrc" / "gds").mkdir(parents=True)
+    (tmp_path / "csrc" / "gds" / "ends.cpp").write_text("""
+#include <cstdlib>
+struct AtTheEnd { ~AtTheEnd() { abort(); } } at_the_end;
+int main() { exit(3); }
+""")
+    program = tmp_path / "program"
+    build = f'subprocess.run(["c++", self.sources()[-1], "-o", {str(program)!r}], check=True)'
+    compile_with(tmp_path, operator, ["csrc/gds/ends.cpp"], build)
+    assert subprocess.run([program], check=False).returncode == code
