@@ -147,7 +147,7 @@ def _epoch(loader: DataLoader, device: torch.device, step: Callable[[], object])
 
 def _table(times: dict[str, Times], nbytes: int, device: torch.device) -> Table:
     table = Table(title=f"{nbytes / 1e6:.0f} MB of cached volumes to {device}", title_justify="left")
-    table.caption = "ThreadDataLoader where no loader is named; cache alone: epochs without random transforms"
+    table.caption = "ThreadDataLoader if none is named; cache alone: epochs without random transforms"
     for heading in ("", "first epoch", "later epochs", "cache alone", "GB/s", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
     reading = {name: statistics.median(t.reading[1:]) for name, t in times.items()}
