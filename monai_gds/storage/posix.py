@@ -295,6 +295,7 @@ class _Block:
         self._sizes = sizes
         self._tensors: Sequence[torch.Tensor] = ()
         self._made_on: torch.cuda.Stream | None = None
+        self._made_on_raw = 0
         self.lock = threading.Lock()
 
     def tensors(self, first: int, after: int) -> list[torch.Tensor]:
@@ -307,6 +308,7 @@ class _Block:
             if self._pending is not None:
                 (block,) = self._pending.wait()
                 self._made_on = torch.cuda.current_stream(block.device)
+                self._made_on_raw = staging.raw_current_stream(block.device)
                 parts = block.split_with_sizes(self._sizes)[1::2]
                 if all(self._sizes[1::2]):
                     self._tensors = torch._foreach_add(parts, 0) if parts else ()  # there is no _foreach_clone
@@ -314,12 +316,11 @@ class _Block:
                     self._tensors = [part.clone() for part in parts]
                 self._pending = None
         found = list(self._tensors[first:after])
-        if found:
+        if found and staging.raw_current_stream(found[0].device) != self._made_on_raw:
             current = torch.cuda.current_stream(found[0].device)
-            if current != self._made_on:
-                current.wait_stream(self._made_on)  # type: ignore[arg-type]  # it was made
-                for tensor in found:
-                    tensor.record_stream(current)
+            current.wait_stream(self._made_on)  # type: ignore[arg-type]  # it was made
+            for tensor in found:
+                tensor.record_stream(current)
         return found
 
 

@@ -287,6 +287,7 @@ class TestBlocksOnASimulatedDevice:
         monkeypatch.setattr(staging, "hand_off", lambda *args, **settings: None)
         monkeypatch.setattr(staging, "allocate_on_copy_stream", lambda n, device: torch.empty(n, dtype=torch.uint8))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(staging, "raw_current_stream", lambda device: 1)
         with opened("posix", "cpu") as storage:
             yield storage
 

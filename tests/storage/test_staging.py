@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,9 +139,30 @@ def test_a_failed_upload_gives_its_slot_back(device: torch.device) -> None:
     pool = staging.StagingPool(device, slots=1, slot_bytes=1 << 16)
     for _ in range(3):
         slot = pool.acquire()
-        with pytest.raises((RuntimeError, TypeError)):
+        with pytest.raises(ValueError, match="do not fit into"):
             pool.upload(slot, torch.zeros((3, 1 << 16), device=device)[:, :5])
     pool.release(pool.acquire())
+
+
+def test_a_copy_beyond_the_end_of_a_slot_is_refused(device: torch.device) -> None:
+    pool = staging.StagingPool(device, slots=1, slot_bytes=1 << 16)
+    dest = torch.zeros(1 << 15, dtype=torch.uint8, device=device)
+    for offset in (-1, (1 << 15) + 1):
+        with pytest.raises(ValueError, match=f"from {offset} of a slot"):
+            pool.upload(pool.acquire(), dest, offset)
+    pool.upload(pool.acquire(), dest, 1 << 15)
+
+
+def test_a_thread_in_which_cuda_was_never_used_uploads(device: torch.device) -> None:
+    """The driver, unlike CUDA's runtime, needs the device's context to be current in the thread."""
+    pool = staging.StagingPool(device, slots=1, slot_bytes=1 << 16)
+    slot, dest = pool.acquire(), torch.zeros(1 << 16, dtype=torch.uint8, device=device)
+    slot.buffer.fill_(7)
+    torch.cuda.synchronize(device)
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(pool.upload, slot, dest).result(30)
+    torch.cuda.synchronize(device)
+    assert bool((dest == 7).all())
 
 
 def test_slots_that_cannot_be_made_block_nobody(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
