@@ -1,0 +1,51 @@
+"""What staging.py makes of the driver's answers. The driver is simulated: these run without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from monai_gds.storage import staging
+
+INVALID_CONTEXT = 201
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A driver that copies what a test's ``answers`` let it, and a runtime that notes when it was called."""
+    state = SimpleNamespace(answers=[0], copies=[], runtime_calls=0)
+
+    def copy(*arguments: Any) -> int:
+        state.copies.append(arguments)
+        return int(state.answers.pop(0))
+
+    def call_the_runtime() -> tuple[int, int]:
+        state.runtime_calls += 1
+        return 0, 0
+
+    monkeypatch.setattr(staging, "_driver", lambda: SimpleNamespace(cuMemcpyHtoDAsync_v2=copy))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", call_the_runtime)
+    return state
+
+
+def test_a_thread_without_a_context_gets_one_and_its_copy_is_made(driver: SimpleNamespace) -> None:
+    driver.answers = [INVALID_CONTEXT, 0]
+    staging._copy_to_device(1, 2, 3, 4)
+    assert driver.copies == [(1, 2, 3, 4)] * 2
+    assert driver.runtime_calls == 1
+
+
+def test_a_thread_with_a_context_copies_once(driver: SimpleNamespace) -> None:
+    staging._copy_to_device(1, 2, 3, 4)
+    assert driver.copies == [(1, 2, 3, 4)]
+    assert driver.runtime_calls == 0
+
+
+@pytest.mark.parametrize("answers", [[700], [INVALID_CONTEXT, INVALID_CONTEXT]])
+def test_what_cuda_refuses_is_an_error_with_its_number(driver: SimpleNamespace, answers: list[int]) -> None:
+    driver.answers = list(answers)
+    with pytest.raises(RuntimeError, match=f"copy of 3 bytes to the device: error {answers[-1]} of cuMemcpyHtoDAsync"):
+        staging._copy_to_device(1, 2, 3, 4)
