@@ -52,6 +52,12 @@ def run(*command: str) -> str:
     return done.stdout.strip()
 
 
+def new_uuid(partition: str) -> None:
+    """Gives an ext4 file system that is not mounted another UUID, and so makes it another one to whoever knew it."""
+    # -T: tune2fs refuses a file system that was mounted in a later second than its last check, which mkfs counts as
+    run("tune2fs", "-T", "now", "-U", "random", partition)
+
+
 def not_permitted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the system refuse to open this device, as a container's device rules do whoever asks."""
     system = os.open

@@ -18,7 +18,7 @@ from monai_gds import blockmap, extents
 from monai_gds.blockmap import BlockMap, FileBlocks, Origin
 from monai_gds.errors import BlockMapError, FileChanged, NotMappable
 from monai_gds.extents import Disk, Extent
-from tests.loopdisk import LoopDisk, loop_disk, run
+from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
 
 SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 116_000, 3_000_001)
 
@@ -472,7 +472,7 @@ class TestVerify:
             (disk.folder / "set/file.bin").write_bytes(content(20_000))
             blocks = BlockMap.build(disk.folder / "set")
             run("umount", str(disk.folder))
-            run("tune2fs", "-U", "random", disk.device)
+            new_uuid(disk.device)
             run("mount", disk.device, str(disk.folder))
             assert "another file system" in blocks.verify()["set/file.bin"]
 

@@ -26,7 +26,7 @@ from monai_gds.blockmap import BlockMap, FileBlocks
 from monai_gds.errors import CacheWarning, FileChanged, NotMappable, StorageError
 from monai_gds.extents import Extent
 from monai_gds.storage import ALIGNMENT, FileId, Read, Storage, _engine, _libxnvme
-from tests.loopdisk import LoopDisk, loop_disk, run
+from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
 from tests.storage import libraries
 from tests.storage.contract import CudaStorageContract, StorageContract, bytes_of, content, opened
 from tests.storage.disks import small_disk
@@ -547,7 +547,7 @@ class TestMoved:
     def test_the_map_of_another_disk(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
         blocks = BlockMap.build(disk.folder / "set")
         run("umount", str(disk.folder))
-        run("tune2fs", "-U", "random", disk.device)
+        new_uuid(disk.device)
         run("mount", disk.device, str(disk.folder))
         with (
             opened("xnvme-block", "cpu", uri=disk.device, blockmap=blocks) as storage,
