@@ -172,6 +172,6 @@ def test_memory_in_use_is_moved_onto_huge_pages() -> None:
         with contextlib.suppress(OSError):
             given.madvise(25)  # MADV_COLLAPSE
         if _huge_bytes(memory) == before:
-            pytest.skip("this machine has no huge page left, or its kernel is too old")
+            pytest.skip("this kernel gives huge pages unasked, has none left, or is too old")
     assert after > before
     assert bool((memory == 7).all())
