@@ -240,16 +240,19 @@ def cache_prune(
     if damaged:
         gone = {found.path for found in doomed}
         doomed += [found for found in _checked([r.path for r in records if r.path not in gone]) if found.damaged]
+    deleted = []
     for found in doomed:
-        say(f"{found.path}: {found.problem}")
-        if not dry_run:
-            found.path.unlink(missing_ok=True)
+        if dry_run or upkeep.remove(found):
+            deleted.append(found)
+            say(f"{found.path}: {found.problem}")
+        else:
+            say(f"{found.path}: left alone, since it was replaced or removed meanwhile")
     gone = {found.path for found in doomed}
     unknown = sum(found.has_relative_sources and found.path not in gone for found in records)
     if unknown:
         say(f"{unknown} records name sources by relative paths: whether those changed cannot be told; they are kept")
     verb = "to delete" if dry_run else "deleted"
-    say(f"{len(doomed)} files, {_megabytes(doomed)} MB {verb}")
+    say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}")
 
 
 @cache_app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset --num-workers 8")

@@ -12,14 +12,15 @@ from typing import Any
 
 import safetensors
 
+from monai_gds.cache import temporary
 from monai_gds.cache.checksum import checksum
-from monai_gds.cache.directory import SUFFIX, abandoned, read_record
+from monai_gds.cache.directory import SUFFIX, read_record
 from monai_gds.cache.key import source_stat
 from monai_gds.cache.record import Entry, Record
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord, RecordError
 from monai_gds.storage import FileId, Storage, open_storage
 
-__all__ = ["Found", "check", "other_files", "pipeline_of", "prunable", "record_files", "survey"]
+__all__ = ["Found", "check", "other_files", "pipeline_of", "prunable", "record_files", "remove", "survey"]
 
 #: What a writer names a record: its key's digest. Whatever is named otherwise is not ours to judge or to delete.
 _RECORD_NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}")
@@ -40,6 +41,7 @@ class Found:
         mtime_ns: when it was made.
         key: the ingredients of its key, empty where its header cannot be read.
         tensors: the tensors in it.
+        inode: its number in the file system; 0 where the file could not be looked at.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class Found:
     mtime_ns: int = 0
     key: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Entry] = field(default_factory=dict)
+    inode: int = 0
 
     @property
     def sources(self) -> dict[str, list[int]]:
@@ -97,10 +100,10 @@ def check(path: Path) -> Found | None:
 
 
 def _look(path: Path, storage: Storage, whole: bool) -> Found | None:
-    nbytes, mtime_ns = 0, 0
+    nbytes, mtime_ns, inode = 0, 0, 0
     try:
         st = path.stat()
-        nbytes, mtime_ns = st.st_size, st.st_mtime_ns
+        nbytes, mtime_ns, inode = st.st_size, st.st_mtime_ns, st.st_ino
         record, file, _ = read_record(str(path), storage)
         if whole:
             _check_bytes(str(path), record, file, storage)
@@ -108,8 +111,8 @@ def _look(path: Path, storage: Storage, whole: bool) -> Found | None:
         return None
     except (RecordError, OSError, safetensors.SafetensorError) as e:
         damaged = not isinstance(e, (NewerRecord, PermissionError))
-        return Found(path, nbytes, str(e), damaged, mtime_ns)
-    return Found(path, nbytes, "", False, mtime_ns, record.key, record.tensors)
+        return Found(path, nbytes, str(e), damaged, mtime_ns, inode=inode)
+    return Found(path, nbytes, "", False, mtime_ns, record.key, record.tensors, inode)
 
 
 def _check_bytes(path: str, record: Record, file: FileId, storage: Storage) -> None:
@@ -163,8 +166,8 @@ def prunable(
         missing_sources: also records with a source file that is not there. Not by default: a disk may be unmounted.
         pipeline: also the records of this pipeline, see :func:`pipeline_of`. Nobody else can know that one is given up.
     """
-    for temporary in abandoned(os.fspath(directory)):
-        yield Found(Path(temporary), _size(temporary), "left behind by a writer that is gone")
+    for path, nbytes in temporary.abandoned(directory):
+        yield Found(Path(path), nbytes, "left behind by a writer that is gone")
     newest: dict[tuple[Any, ...], Found] = {}
     for found in records:
         if found.problem:
@@ -200,8 +203,24 @@ def _outdated(found: Found, missing_sources: bool) -> str:
     return ""
 
 
-def _size(path: str) -> int:
+def remove(found: Found) -> bool:
+    """Deletes a file that :func:`prunable` or :func:`check` gave, unless another has taken its place meanwhile.
+
+    Whoever reads a damaged record computes it anew and replaces it: a sound one may have its name by now.
+
+    Returns:
+        Whether it was deleted.
+
+    Raises:
+        OSError: no permission, read-only.
+    """
+    if temporary.is_temporary(found.path.name):
+        return temporary.remove(found.path.parent.parent, found.path.name)
     try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+        st = found.path.stat()
+        if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):
+            return False
+        found.path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
