@@ -1,7 +1,7 @@
 """The cache directory: one record file an item, published by rename, read back through a storage backend.
 
     <directory>/<32 hex digits>.safetensors    records
-    <directory>/.tmp/<digest>.<owner>.<n>      records being written; those of killed writers are removed
+    <directory>/.tmp/<digest>.<owner>.<n>      records being written, see :mod:`monai_gds.cache.temporary`
 
 A reader sees a whole record or none, and a mapping of a record stays valid when the record is replaced. Any number of
 processes may fill one directory. Nothing here ends an epoch: what cannot be read is reported once and counts as absent,
@@ -10,16 +10,13 @@ what cannot be written is reported once and left out.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
-import itertools
 import os
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +25,7 @@ import torch
 from monai_gds.cache.checksum import checksum
 from monai_gds.cache.key import Key
 from monai_gds.cache.record import ARRAYS, HEAD_BYTES, Record, header_length, pack_record, parse_header
+from monai_gds.cache.temporary import being_written, tidy
 from monai_gds.cache.tree import EncodedItem, Plan, Recipe, compile_tree, tensor_of
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged, RecordError
@@ -38,7 +36,6 @@ __all__ = [
     "CacheDirectory",
     "PendingItem",
     "Verify",
-    "abandoned",
     "explain",
     "folder_named",
     "prepare",
@@ -47,7 +44,6 @@ __all__ = [
 ]
 
 SUFFIX = ".safetensors"
-_TEMPORARY = ".tmp"
 
 #: When the checksums of a record's tensors are compared: once for each version of the file and process (but at every
 #: read where the storage goes past the file system), at every read, or never. The header's is compared always.
@@ -60,18 +56,11 @@ _HEADS_BYTES = 32 << 20
 #: Bytes that a record with one tensor takes there besides its recipe and its path: ids, checksums, places in dicts.
 _HEAD_BYTES = 800
 
-#: Numbers the temporary files of this process, which may have several caches over one directory.
-_counter = itertools.count()
-
 #: Records of no more bytes are read together.
 _SMALL = 1 << 20
 
 #: How often a record that is replaced whenever it is read is tried again.
 _TRIES = 5
-
-#: A temporary file whose owner cannot be checked from here (another host or container) is left alone this long.
-_FOREIGN_SECONDS = 3600
-
 
 #: Errors that are about the directory and not about one file in it.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -381,17 +370,12 @@ class CacheDirectory:
             item: the item taken apart; must not change until this returns.
 
         Raises:
-            OSError: disk full, read-only, no permission, input/output error.
+            OSError: disk full, read-only, no permission, input/output error; ``.tmp`` is a link.
         """
         buffers = pack_record(item, key.ingredients())
         target = self.record_path(key.digest)
-        temporary = self._temporary(key.digest)
-        try:
+        with being_written(self.path, key.digest, target) as temporary:
             self._storage.write(temporary, buffers, durable=self._durable)
-            os.rename(temporary, target)
-        except BaseException:
-            _remove(temporary)
-            raise
         self._forget(target)
         if self._durable:
             _sync_directory(self.path)
@@ -404,11 +388,6 @@ class CacheDirectory:
             item: the item taken apart; may change as soon as this returns.
         """
         process_writer().submit(self.record_path(key.digest), self.publish, key, item)
-
-    def _temporary(self, digest: str) -> str:
-        folder = f"{self.path}/{_TEMPORARY}"
-        os.makedirs(folder, exist_ok=True)
-        return f"{folder}/{digest}.{_owner()}.{next(_counter)}"
 
     def _warn(self, once_for: Any, message: str) -> None:
         if self._unmade and not os.path.isdir(self.path):
@@ -453,78 +432,6 @@ def prepare(path: str | os.PathLike[str]) -> bool:
         return False
     tidy(path)
     return True
-
-
-def tidy(path: str | os.PathLike[str]) -> None:
-    """Removes the temporary files of a cache directory whose writer is gone."""
-    for temporary in abandoned(os.path.abspath(path)):
-        _remove(temporary)
-
-
-def abandoned(path: str) -> Iterator[str]:
-    """Temporary files whose writer is gone."""
-    try:
-        names = os.listdir(f"{path}/{_TEMPORARY}")
-    except OSError:
-        return
-    for name in names:
-        temporary = f"{path}/{_TEMPORARY}/{name}"
-        if not _owner_lives(name, temporary):
-            yield temporary
-
-
-# The owner of a temporary file is written in its name, so that another process can tell whether it still runs.
-
-
-def _place() -> str:
-    """Where process ids mean what they mean here: this boot of this machine, this pid namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read(8)
-        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return "unknown"
-
-
-def _started(pid: int | str) -> str | None:
-    """When a process started, in clock ticks since boot; None when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _is_hidden(pid: str) -> bool:
-    """Whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
-    try:
-        os.kill(int(pid), 0)  # sends nothing
-    except PermissionError:
-        return True
-    except (OSError, ValueError, OverflowError):
-        pass
-    return False
-
-
-def _owner() -> str:
-    return f"{_place()}.{os.getpid()}.{_started(os.getpid())}"
-
-
-def _owner_lives(name: str, path: str) -> bool:
-    _, place, pid, started, _ = [*name.split("."), "", "", "", ""][:5]
-    if place == _place():
-        now = _started(pid)
-        if now is not None or not _is_hidden(pid):
-            return now == started
-    try:
-        return time.time() - os.stat(path).st_mtime < _FOREIGN_SECONDS
-    except OSError:
-        return True
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
 
 
 def _sync_directory(path: str) -> None:

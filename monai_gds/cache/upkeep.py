@@ -5,7 +5,6 @@ Importing this imports no torch, and :func:`survey` does not either: who lists a
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from monai_gds.cache import header
+from monai_gds.cache import header, temporary
 from monai_gds.cache.header import ARRAYS, Header, Source, Tensor
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
@@ -281,13 +280,8 @@ def prunable(
         pipeline: also the records of this pipeline, see :func:`pipeline_of`. Nobody else can know that one is given up.
         identify: compares the sources of version 2 also by identity. Without it, by size only: hashes take long.
     """
-    from monai_gds.cache.directory import abandoned
-
-    for temporary in map(Path, abandoned(os.fspath(directory))):
-        with contextlib.suppress(FileNotFoundError):
-            st = temporary.stat()
-            reason = "left behind by a writer that is gone"
-            yield Found(temporary, st.st_size, reason, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
+    for path, nbytes in temporary.abandoned(directory):
+        yield Found(Path(path), nbytes, "left behind by a writer that is gone")
     identify = identify and functools.cache(identify)  # many records have one source
     newest: dict[tuple[str, ...], Found] = {}
     for found in records:
@@ -407,6 +401,8 @@ def remove(found: Found) -> bool:
     Raises:
         OSError: no permission, read-only.
     """
+    if temporary.is_temporary(found.path.name):
+        return temporary.remove(found.path.parent.parent, found.path.name)
     try:
         st = found.path.stat()
         if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):
