@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
@@ -23,10 +24,12 @@ from torch.serialization import DEFAULT_PROTOCOL
 from monai_gds.cache.directory import CacheDirectory, PendingItem, Verify, explain, folder_named, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.key import Key, KeyMaker, hash_text
+from monai_gds.cache.single_flight import Leases, pace, take_turn
 from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved
-from monai_gds.populate import Populated, populate
+from monai_gds.naming import naming
+from monai_gds.populate import Populated, Saved, populate
 from monai_gds.ranks import Ranks
 from monai_gds.storage import choose_backend, open_storage, resolve_device
 from monai_gds.transforms import Split
@@ -54,15 +57,16 @@ class Begun(NamedTuple):
 class _Finish:
     """A ``partial`` of ``GDSDataset._finish``, in one object instead of three: hundreds of them are in flight."""
 
-    __slots__ = ("_cache", "_dataset", "_item", "_key", "_pending")
+    __slots__ = ("_cache", "_dataset", "_index", "_item", "_key", "_pending")
 
     def __init__(
-        self, dataset: GDSDataset, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None
+        self, dataset: GDSDataset, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None, index: Any
     ) -> None:
         self._dataset, self._cache, self._key, self._item, self._pending = dataset, cache, key, item, pending
+        self._index = index
 
     def __call__(self) -> Any:
-        return self._dataset._finish(self._cache, self._key, self._item, self._pending)
+        return self._dataset._finish(self._cache, self._key, self._item, self._pending, self._index)
 
 
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type hints to speak of
@@ -174,6 +178,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         if cache_dir is not None:
             self.cache_dir = folder_named(cache_dir)
             self._unmade = not prepare(self.cache_dir)
+            Leases(self.cache_dir).sweep()
         self._split_now()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
 
@@ -211,8 +216,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     def _post_transform(self, item_transformed: Any) -> Any:
         return self._split_now().after(item_transformed)
 
+    def _transform(self, index: int) -> Any:
+        if type(self)._cachecheck is not GDSDataset._cachecheck:  # a subclass's own way from an item to its transforms
+            return super()._transform(index)
+        return self.end(GDSDataset.begin(self, [index])[0])
+
     def _cachecheck(self, item_transformed: Any) -> Any:
-        return self._begin([item_transformed])[0].finish()
+        return self._begin([item_transformed], [None])[0].finish()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Several items at once: all reads are under way before the first is waited for.
@@ -236,7 +246,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         Returns:
             What :meth:`end` takes, in the same process and thread, for each of the indices.
         """
-        return self._begin([self.data[i] for i in indices])
+        return self._begin([self.data[i] for i in indices], indices)
 
     def end(self, begun: Begun) -> Any:
         """The item, on the device, behind its random transforms. What was not cached is computed here, and saved."""
@@ -298,6 +308,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         """Removes what killed processes left half-written in the cache directory."""
         if self.cache_dir is not None:
             tidy(self.cache_dir)
+            Leases(self.cache_dir).sweep()
 
     def for_saving(self) -> GDSDataset:
         """This dataset for a process that only makes records, which are the same for every target device."""
@@ -311,11 +322,15 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         cache, key = self._place(self.data[index])
         return cache.holds(key.digest)
 
-    def save(self, index: int) -> bool:
-        """Sees to it that an item has a record.
+    def save(self, index: int, anyway: bool = False) -> Saved:
+        """Sees to it that an item has a record, unless somebody else is just computing it.
+
+        Args:
+            index: of the item.
+            anyway: computes it too if somebody else does.
 
         Returns:
-            Whether it had to be computed.
+            Whether it was cached, was computed, or is being computed by somebody else.
 
         Raises:
             NotSaved: the record cannot be written.
@@ -325,15 +340,24 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         item = self.data[index]
         cache, key = self._place(item)
         if cache.holds(key.digest):
-            return False
-        encoded = encode_item(self._compute(item))
-        if self._place(item)[1] != key:
-            raise FileChanged(f"a file that item {index} names changed while it was computed: populate again")
-        try:
-            cache.save(key, encoded)
-        except OSError as e:
-            raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {explain(e)}") from e
-        return True
+            return Saved("cached")
+        leases = Leases(cache.path)
+        lease = leases.take(key.digest)
+        if lease is None and not anyway:
+            return Saved("busy")
+        with lease or leases.none(key.digest):
+            if cache.holds(key.digest):  # whoever had the lease may have just finished
+                return Saved("cached")
+            began = time.perf_counter()
+            encoded = self._encode(item, index)
+            seconds = time.perf_counter() - began
+            if self._place(item)[1] != key:
+                raise FileChanged(f"a file that item {index} names changed while it was computed: populate again")
+            try:
+                cache.save(key, encoded)
+            except OSError as e:
+                raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {explain(e)}") from e
+        return Saved("computed", seconds)
 
     def _place(self, item: Any) -> tuple[CacheDirectory, Key]:
         self._split_now()
@@ -343,37 +367,51 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
 
     # The cache
 
-    def _begin(self, items: Sequence[Any]) -> list[Begun]:
+    def _begin(self, items: Sequence[Any], indices: Sequence[Any]) -> list[Begun]:
         split = self._split_now()
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
-            return [Begun(partial(self._only_compute, item)) for item in items]
+            return [Begun(partial(self._only_compute, *one)) for one in zip(items, indices, strict=True)]
         keys = [self._state.keys(item) for item in items]
         pendings = cache.start_all([key.digest for key in keys])
         return [
-            Begun(_Finish(self, cache, key, item, pending), 0 if pending is None else pending.nbytes)
-            for key, item, pending in zip(keys, items, pendings, strict=True)
+            Begun(_Finish(self, cache, key, item, pending, index), 0 if pending is None else pending.nbytes)
+            for key, item, pending, index in zip(keys, items, pendings, indices, strict=True)
         ]
 
-    def _finish(self, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None) -> Any:
+    def _finish(self, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None, index: Any) -> Any:
         if pending is None:  # since then it may have been saved: the item comes twice, or another process was faster
             pending = cache.start(key.digest)
         found = None if pending is None else pending.wait()
-        return self._fill(cache, key, item) if found is None else found[0]
+        return self._fill(cache, key, item, index) if found is None else found[0]
 
-    def _only_compute(self, item: Any) -> Any:
-        return self._assemble(encode_item(self._compute(item), strict=False))
+    def _only_compute(self, item: Any, index: Any) -> Any:
+        return self._assemble(self._encode(item, index, strict=False))
+
+    def _encode(self, item: Any, index: Any, strict: bool = True) -> EncodedItem:
+        """Computes an item and takes it apart; what goes wrong names the item."""
+        began = time.perf_counter()
+        with naming(index, item):
+            encoded = encode_item(self._compute(item), strict=strict)
+        pace.note(time.perf_counter() - began)
+        return encoded
 
     def _compute(self, item: Any) -> Any:
         return self._pre_transform(deepcopy(item))  # transforms write into what they are given
 
-    def _fill(self, cache: CacheDirectory, key: Key, item: Any) -> Any:
-        encoded = encode_item(self._compute(item))
-        # A source that changed meanwhile was read after the key was made: what came of it is not what the key says.
-        if self._state.keys is not None and self._state.keys(item) == key:
-            # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
-            saved_now = self.durable or _in_worker() or self._made_by != os.getpid()
-            (cache.publish if saved_now else cache.publish_behind)(key, encoded)
+    def _fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
+        lease, found = take_turn(cache.path, key.digest, partial(_look, cache, key))
+        if found is not None:
+            return found[0]
+        with lease:
+            encoded = self._encode(item, index)
+            # A source that changed meanwhile was read after the key was made: what came of it is not what the key says.
+            if self._state.keys is not None and self._state.keys(item) == key:
+                # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
+                if self.durable or _in_worker() or self._made_by != os.getpid():
+                    cache.publish(key, encoded)
+                else:
+                    cache.publish_behind(key, encoded, lease.hand_over())
         return self._assemble(encoded)
 
     def _assemble(self, encoded: EncodedItem) -> Any:
@@ -491,6 +529,12 @@ def _why_not(rest: list[Callable[..., Any]]) -> str:
         f"the pipeline begins with {first}, and only what comes before the first random transform (or callable that is "
         "no MONAI Transform) is"
     )
+
+
+def _look(cache: CacheDirectory, key: Key) -> Any:
+    """The item in a tuple, if its record is there by now."""
+    pending = cache.start(key.digest)
+    return None if pending is None else pending.wait()
 
 
 def _in_worker() -> bool:

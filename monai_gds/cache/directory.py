@@ -16,7 +16,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -380,14 +380,15 @@ class CacheDirectory:
         if self._durable:
             _sync_directory(self.path)
 
-    def publish_behind(self, key: Key, item: EncodedItem) -> None:
+    def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background; waits only while too much is waiting to be written.
 
         Args:
             key: the item's key.
             item: the item taken apart; may change as soon as this returns.
+            done: called when the record is there, or could not be written.
         """
-        process_writer().submit(self.record_path(key.digest), self.publish, key, item)
+        process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
 
     def _warn(self, once_for: Any, message: str) -> None:
         if self._unmade and not os.path.isdir(self.path):

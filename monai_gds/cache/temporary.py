@@ -31,6 +31,7 @@ __all__ = [
     "is_temporary",
     "now",
     "open_tmp",
+    "opened",
     "owner",
     "owner_lives",
     "remove",
@@ -153,7 +154,7 @@ def is_temporary(name: str) -> bool:
 
 def tidy(directory: str | os.PathLike[str]) -> None:
     """Removes the temporary files of a cache directory whose owner is gone, as far as that is permitted."""
-    with contextlib.suppress(OSError), _opened(directory) as folder:
+    with contextlib.suppress(OSError), opened(directory) as folder:
         for name, _ in _abandoned(folder, os.listdir(folder)):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
@@ -162,7 +163,7 @@ def tidy(directory: str | os.PathLike[str]) -> None:
 def abandoned(directory: str | os.PathLike[str]) -> list[Abandoned]:
     """The temporary files of a cache directory whose owner is gone."""
     try:
-        with _opened(directory) as folder:
+        with opened(directory) as folder:
             found = list(_abandoned(folder, os.listdir(folder)))
     except OSError:
         return []
@@ -183,7 +184,7 @@ def remove(directory: str | os.PathLike[str], name: str) -> bool:
         OSError: no permission, read-only.
     """
     try:
-        with _opened(directory) as folder:
+        with opened(directory) as folder:
             for _ in _abandoned(folder, [name]):
                 os.unlink(name, dir_fd=folder)
                 return True
@@ -193,8 +194,9 @@ def remove(directory: str | os.PathLike[str], name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(directory: str | os.PathLike[str]) -> Iterator[int]:
-    folder = open_tmp(directory)
+def opened(directory: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
+    """:func:`open_tmp` for a ``with`` block, which closes the descriptor."""
+    folder = open_tmp(directory, create)
     try:
         yield folder
     finally:
