@@ -26,6 +26,7 @@ __all__ = [
     "Source",
     "Tensor",
     "digest_of",
+    "header_length",
     "ingredients",
     "named",
     "parse",
@@ -150,13 +151,18 @@ def read(fd: int) -> Header:
     """
     size = os.fstat(fd).st_size
     head = os.pread(fd, _HEAD_BYTES, 0)
-    needed = _length(head, size)
+    needed = header_length(head, size)
     if needed > len(head):
         head = os.pread(fd, needed, 0)
     return parse(head, size)
 
 
-def _length(head: bytes, size: int) -> int:
+def header_length(head: bytes, size: int) -> int:
+    """Bytes from the start of the file to its data, of a file of ``size`` bytes that begins with ``head``.
+
+    Raises:
+        DamagedRecord: this is not a record.
+    """
     length = 8 + int.from_bytes(head[:8], "little")
     if len(head) < 8 or head[8 : 8 + len(_PREFIX)] != _PREFIX[: len(head) - 8]:
         raise DamagedRecord("it is not a record of monai_gds")
@@ -176,7 +182,7 @@ def parse(head: bytes, size: int) -> Header:
         DamagedRecord: not a record, or one that is not whole.
         NewerRecord: written by a newer version of the format.
     """
-    start = _length(head, size)
+    start = header_length(head, size)
     text = bytearray(head[8:start])
     stored, text[_CRC] = bytes(text[_CRC]), b"00000000"
     if len(text) != start - 8 or stored != b"%08x" % zlib.crc32(text):
@@ -187,7 +193,9 @@ def parse(head: bytes, size: int) -> Header:
         version = int(metadata["version"])
         if metadata["format"] == "monai_gds" and version > max(VERSIONS):
             raise NewerRecord(f"it has format version {version}, and this monai_gds reads up to {max(VERSIONS)}")
-        if metadata["format"] != "monai_gds" or version not in VERSIONS or metadata["checksum"] != "wsum64":
+        if metadata["format"] == "monai_gds" and metadata["checksum"] != "wsum64":
+            raise NewerRecord(f"its checksums are {metadata['checksum']!r:.40}, which this version does not know")
+        if metadata["format"] != "monai_gds" or version not in VERSIONS:
             raise DamagedRecord(f"its format is {metadata['format']!r} version {version}")
         entries = _entries(header, json.loads(metadata["checksums"]), start, size)
         return Header(version, json.loads(metadata["key"]), metadata["tree"], entries, size)
