@@ -1,10 +1,12 @@
 """The command ``monai-gds cache``: arguments and printing; the work is done in :mod:`monai_gds.cache` and the dataset.
 
-``ls`` imports neither torch nor MONAI: whoever lists a directory should not wait seconds for them.
+``ls`` imports neither torch nor MONAI, nor does anything that is imported here: whoever lists a directory should not
+wait seconds for them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -18,10 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from monai_gds.cache import upkeep
+from monai_gds.cache.index import Index
+from monai_gds.cache.upkeep import SHOWN, Found
 from monai_gds.terminal import JsonOption, progress_bar, say, say_lines
 
 if TYPE_CHECKING:
-    from monai_gds.cache.upkeep import Found
     from monai_gds.dataset import GDSDataset
 
 app = typer.Typer(
@@ -63,9 +67,6 @@ def list_records(
 
     At the end there is one line per pipeline. `prune --pipeline` deletes the records of one that you gave up.
     """
-    from monai_gds.cache import upkeep
-    from monai_gds.cache.index import Index
-
     records = upkeep.survey(directory, Index(directory))
     if as_json:
         shown = [] if summary else [_as_json(found) for found in _in_order(records, sort)]
@@ -83,7 +84,7 @@ def list_records(
 
 def _in_order(records: Sequence[Found], order: Order) -> list[Found]:
     keys: dict[Order, Any] = {
-        Order.name: lambda found: found.path.name,
+        Order.name: lambda found: found.name,
         Order.made: lambda found: found.mtime_ns,
         Order.size: lambda found: found.nbytes,
         Order.pipeline: lambda found: found.pipeline,
@@ -97,17 +98,19 @@ def _lines(records: Sequence[Found]) -> list[str]:
     line = "{:<47}  {:<8}  {:<16} {:>7}  {}".format
     lines = [line("record", "pipeline", "made", "MB", "tensors from sources")]
     for found in records:
-        tensors = ", ".join(f"{name} {shape} {dtype}" for name, dtype, shape in found.tensors)
         names = ", ".join(os.path.basename(path) or path for path in found.sources)
-        content = found.problem or tensors + (f" from {names}" if names else "")
-        content = content.replace("\n", "\\n")
-        lines.append(line(found.path.name, _pipeline(found), _time(found), f"{found.nbytes / 1e6:.1f}", content))
+        content = found.problem or _tensors(found.tensors) + (f" from {names}" if names else "")
+        megabytes = f"{found.nbytes / 1e6:.1f}"
+        lines.append(line(found.name, _pipeline(found), _time(found), megabytes, content.replace("\n", "\\n")))
     return lines
 
 
-def _pipeline(found: Found) -> str:
-    from monai_gds.cache.upkeep import SHOWN
+@functools.lru_cache(maxsize=1024)
+def _tensors(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
+    return ", ".join(f"{name} {shape} {dtype}" for name, dtype, shape in tensors)
 
+
+def _pipeline(found: Found) -> str:
     return "?" if found.problem else found.pipeline[:SHOWN] or "-"
 
 
@@ -119,8 +122,13 @@ def _by_pipeline(records: Sequence[Found]) -> dict[str, list[Found]]:
 
 
 def _time(found: Found) -> str:
+    return _minute(found.mtime_ns // 60_000_000_000)
+
+
+@functools.lru_cache(maxsize=1024)
+def _minute(minutes: int) -> str:
     try:
-        return f"{datetime.fromtimestamp(found.mtime_ns / 1e9):%Y-%m-%d %H:%M}"
+        return f"{datetime.fromtimestamp(60 * minutes):%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):  # a file system that keeps times beyond the year 9999
         return "?"
 
@@ -131,7 +139,7 @@ def _megabytes(files: Sequence[Found]) -> str:
 
 def _as_json(found: Found) -> dict[str, Any]:
     return {
-        "name": found.path.name,
+        "name": found.name,
         "bytes": found.nbytes,
         "mtime_ns": found.mtime_ns,
         "version": found.version,
@@ -161,8 +169,6 @@ def _pipelines_as_json(records: Sequence[Found]) -> list[dict[str, Any]]:
 
 
 def _totals(directory: Path, records: Sequence[Found]) -> dict[str, int]:
-    from monai_gds.cache import upkeep
-
     return {
         "count": len(records),
         "bytes": sum(found.nbytes for found in records),
@@ -179,8 +185,6 @@ def _print_json(document: dict[str, Any]) -> None:
 
 def _summary(directory: Path, records: str) -> str:
     """The last line of a listing; files that are not ours are counted apart."""
-    from monai_gds.cache import upkeep
-
     others = len(upkeep.other_files(directory))
     return f"{records}; {others} other files" if others else records
 
@@ -199,13 +203,11 @@ def verify(
 
     A record under the name of another one counts as damaged too.
     """
-    from monai_gds.cache import upkeep
-
     records = []
     for found in _checked(upkeep.record_files(directory)):
         records.append(found)
         if found.problem and not summary and not as_json:
-            say(f"{found.path}: {found.problem}")
+            say(f"{found.file}: {found.problem}")
     damaged = sum(found.damaged for found in records)
     unread = sum(bool(found.problem) and not found.damaged for found in records)
     if as_json:
@@ -222,10 +224,8 @@ def verify(
     raise typer.Exit(1 if damaged or unread else 0)
 
 
-def _checked(paths: Sequence[Path]) -> Iterator[Found]:
+def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
     """Checks every byte of records, which takes long, and shows how far it is."""
-    from monai_gds.cache import upkeep
-
     with progress_bar("checking", len(paths)) as progress:
         for done, path in enumerate(paths, 1):
             found = upkeep.check(path)
@@ -269,9 +269,6 @@ def prune(
     The records of a pipeline that you changed or gave up stay, since another run may use them, until you name it with
     --pipeline. Files that others put there are left alone.
     """
-    from monai_gds.cache import upkeep
-    from monai_gds.cache.index import Index
-
     records = upkeep.survey(directory)
     try:
         unwanted = upkeep.pipeline_of(records, pipeline) if pipeline is not None else ""
@@ -288,18 +285,18 @@ def prune(
         )
     )
     if damaged:
-        gone = {found.path for found in doomed}
-        doomed += [found for found in _checked([r.path for r in records if r.path not in gone]) if found.damaged]
+        gone = {found.file for found in doomed}
+        doomed += [found for found in _checked([r.file for r in records if r.file not in gone]) if found.damaged]
     quiet = summary or as_json
     deleted = doomed if dry_run else list(_deleted(doomed, quiet))
     if dry_run and not quiet:
-        say_lines(f"{found.path}: {found.problem}" for found in doomed)
+        say_lines(f"{found.file}: {found.problem}" for found in doomed)
     if not dry_run:
         Index(directory).tidy()
-    gone = {found.path for found in deleted}
-    unknown = sum(found.has_relative_sources and found.path not in gone for found in records)
+    gone = {found.file for found in deleted}
+    unknown = sum(found.has_relative_sources and found.file not in gone for found in records)
     if as_json:
-        files = [{"path": str(found.path), "bytes": found.nbytes, "problem": found.problem} for found in deleted]
+        files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
         totals = {"count": len(deleted), "bytes": sum(found.nbytes for found in deleted), "relative_sources": unknown}
         shown = {} if summary else {"files": files}
         _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals})
@@ -312,14 +309,12 @@ def prune(
 
 def _deleted(doomed: Sequence[Found], quiet: bool) -> Iterator[Found]:
     """Deletes files and says so one by one: who stops it should see what is gone."""
-    from monai_gds.cache import upkeep
-
     for found in doomed:
         removed = upkeep.remove(found)
         if removed:
             yield found
         if not quiet:
-            say(f"{found.path}: {found.problem if removed else 'kept, since it was replaced or removed meanwhile'}")
+            say(f"{found.file}: {found.problem if removed else 'kept, since it was replaced or removed meanwhile'}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,8 +331,6 @@ def warm(
 
     Modules are looked for in the working directory first. Exit code 1 when items failed; they are named.
     """
-    from monai_gds.cache import upkeep
-
     dataset = _dataset_from(function)
     try:
         done = dataset.populate(num_workers, progress)

@@ -40,8 +40,7 @@ __all__ = [
 
 _WIDE = 100_000
 
-#: Control characters (C0 but for tabs and line ends, DEL, C1), characters that turn or break lines, halves of surrogate
-#: pairs.
+#: Control characters but for tabs and line ends, characters that turn or break lines, halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 #: Standard output, for results.
@@ -54,7 +53,7 @@ errors = Console(stderr=True)
 def printable(text: str) -> str:
     r"""A text in which control characters, which could command the terminal, are written out as ``\x1b``.
 
-    Tabs and line ends stay. So that any text can be printed, halves of surrogate pairs are written out too: file names
+    Tabs and line ends stay. Halves of surrogate pairs are written out too, since they cannot be encoded: names of files
     that are not UTF-8 have them.
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from monai_gds.cache.header import Source, record_name
+from monai_gds.cache.header import VERSIONS, Source, record_name
 
 __all__ = ["FOLDER", "Index", "IndexEntry"]
 
@@ -50,6 +50,7 @@ _PIPELINE = re.compile(r"([0-9a-f]{8,64})\.json")
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # whoever opens a pipe would wait for its writer
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 #: Numbers the files of this process, which may have several indices.
@@ -102,7 +103,8 @@ class Index:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.path.abspath(directory)
-        self._appender: _Appender | None = None
+        self._file = 0, ""  # the process that appends to it, and its name
+        self._is_torn = False
         self._entries: dict[str, IndexEntry] = {}
         self._read_up_to: dict[str, tuple[int, int]] = {}  # of each file, its inode and how much of it was read
         self._described: set[str] = set()
@@ -121,12 +123,25 @@ class Index:
         lines = b"".join(map(_line, entries))
         if not lines:
             return
-        with contextlib.suppress(OSError):
-            appender = self._appender
-            if appender is None or not appender.is_usable():
-                with self._folder(make=True) as folder:
-                    self._appender = appender = _Appender(folder)
-            appender.append(lines)
+        with contextlib.suppress(OSError), self._folder(make=True) as folder:
+            self._append(folder, lines)
+
+    def _append(self, folder: int, lines: bytes) -> None:
+        """Appends whole lines in one write to this process's file; behind a line that a full disk cut off, a new one.
+
+        The file is closed again at once: on NFS others see what is in it from then on, and nobody's umount has to wait.
+        """
+        pid = os.getpid()
+        if self._file[0] != pid:
+            self._file = pid, _own_name(".facts")
+            self._is_torn = False
+        fd = os.open(self._file[1], _APPEND, 0o666, dir_fd=folder)
+        try:
+            data = b"\n" + lines if self._is_torn else lines
+            self._is_torn = True
+            self._is_torn = os.write(fd, data) != len(data)
+        finally:
+            os.close(fd)
 
     def describe_pipeline(self, pipeline: str, description: Mapping[str, str]) -> None:
         """Keeps what a pipeline is, once, if that is possible.
@@ -145,10 +160,6 @@ class Index:
         ):
             if not _description(folder, pipeline):
                 _publish(folder, f"{pipeline}.json", json.dumps(dict(description), indent=0).encode())
-
-    def close(self) -> None:
-        """Closes the file that this process appends to; the next note begins another."""
-        self._appender = None
 
     # Reading
 
@@ -250,38 +261,13 @@ class Index:
             os.close(above)
 
 
-class _Appender:
-    """The file that this process appends facts to. Closed when nobody uses it any more."""
-
-    def __init__(self, folder: int) -> None:
-        self._pid = os.getpid()
-        self._torn = False
-        self._fd = os.open(_own_name(".facts"), _CREATE | os.O_APPEND, 0o666, dir_fd=folder)
-
-    def is_usable(self) -> bool:
-        """Whether the file is this process's own and still there: the user may have deleted the folder."""
-        try:
-            return self._pid == os.getpid() and os.fstat(self._fd).st_nlink > 0
-        except OSError:
-            return False
-
-    def append(self, lines: bytes) -> None:
-        """Appends whole lines in one write. Behind a line that a full disk cut off, a new one is begun."""
-        data = b"\n" + lines if self._torn else lines
-        self._torn = True
-        self._torn = os.write(self._fd, data) != len(data)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.close(self._fd)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Facts and lines
 
 
 def _line(entry: IndexEntry) -> bytes:
-    tensors = [[name, dtype, list(shape)] for name, dtype, shape in entry.tensors]
+    """One fact. The tensors are JSON in JSON, as most records have the same: their text is then read once only."""
+    tensors = json.dumps([[name, dtype, list(shape)] for name, dtype, shape in entry.tensors], separators=(",", ":"))
     fact = [
         "record",
         *entry[:5],
@@ -295,33 +281,41 @@ def _line(entry: IndexEntry) -> bytes:
 
 def _facts(text: bytes) -> Iterator[IndexEntry]:
     """The facts of whole lines; torn and garbled ones, and those of another kind, are passed over."""
-    layouts: dict[Any, Any] = {}  # most records have the same tensors: they share one tuple
+    layouts: dict[str, Any] = {}
     for line in text.split(b"\n"):
         fact = line[9:]
         try:
-            if not fact or int(line[:8], 16) != zlib.crc32(fact):
-                continue
-            entry = _entry(json.loads(fact))
+            if fact and int(line[:8], 16) == zlib.crc32(fact):
+                yield _entry(json.loads(fact.decode()), layouts)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             continue
-        yield entry._replace(tensors=layouts.setdefault(entry.tensors, entry.tensors))
 
 
-def _entry(fact: Any) -> IndexEntry:
+def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
     kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources, version = fact
-    wrong = kind != "record" or {type(nbytes), type(mtime_ns)} != {int}
-    wrong = wrong or {type(digest), type(item), type(pipeline)} != {str}
-    layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in tensors)
-    wrong = wrong or any(type(v) is not str for name, dtype, _ in layout for v in (name, dtype))
-    wrong = wrong or any(type(side) is not int for *_, shape in layout for side in shape)
-    found = {path: (size, identity) for path, (size, identity) in sources.items()}
-    wrong = wrong or any(type(size) is not int or type(i) not in _IDENTITIES for size, i in found.values())
-    if wrong:
+    if kind != "record" or not (type(digest) is type(item) is type(pipeline) is str and _DIGEST.fullmatch(digest)):
         raise TypeError("not a fact of this version")
-    record_name(digest, version)  # of a version that there is
-    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layout, found, version)
+    if type(nbytes) is not int or type(mtime_ns) is not int or version not in VERSIONS:
+        raise TypeError("not a fact of this version")
+    layout = layouts.get(tensors)
+    if layout is None:
+        layout = layouts[tensors] = _layout(tensors)
+    for path, (size, identity) in sources.items():
+        if type(size) is not int or type(identity) not in _IDENTITIES:
+            raise TypeError("not a fact of this version")
+        sources[path] = size, identity
+    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layout, sources, version)
 
 
+def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(text))
+    for name, dtype, shape in layout:
+        if type(name) is not str or type(dtype) is not str or not all(type(side) is int for side in shape):
+            raise TypeError("not a fact of this version")
+    return layout
+
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _IDENTITIES = frozenset({str, int, type(None)})
 
 

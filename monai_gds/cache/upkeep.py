@@ -34,7 +34,7 @@ __all__ = [
     "survey",
 ]
 
-#: Digits of a pipeline that are shown, and the fewest that name one.
+#: Digits of a pipeline that messages show, and the fewest that name one.
 SHOWN, FEWEST = 8, 4
 
 #: The identity of a source whose content was hashed.
@@ -49,7 +49,7 @@ class Found:
     """A file in a cache directory.
 
     Attributes:
-        path: where it is.
+        file: its path; ``path`` and ``name`` give it as a ``Path`` and without the folder.
         nbytes: its size.
         problem: what is wrong with it, or why it may go; empty when nothing is.
         damaged: whether the problem is damage. A record of a newer version, or that one may not read, is not damaged.
@@ -64,7 +64,7 @@ class Found:
         inode: its number in the file system; 0 where the file could not be looked at.
     """
 
-    path: Path
+    file: str
     nbytes: int
     problem: str = ""
     damaged: bool = False
@@ -76,6 +76,14 @@ class Found:
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     same: tuple[str, ...] = ()
     inode: int = 0
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file)
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.file)
 
     @property
     def has_relative_sources(self) -> bool:
@@ -130,9 +138,9 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
         except OSError:  # deleted meanwhile
             continue
         if entry and (entry.version, entry.nbytes, entry.mtime_ns) == (name[1], st.st_size, st.st_mtime_ns):
-            found.append(_as_noted(Path(file.path), entry))
+            found.append(_as_noted(file.path, entry))
         else:
-            looked_at = _look(Path(file.path))
+            looked_at = _look(file.path)
             if looked_at is not None:
                 found.append(looked_at)
                 unknown.append(looked_at)
@@ -141,9 +149,9 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
     return found
 
 
-def _as_noted(path: Path, entry: IndexEntry) -> Found:
+def _as_noted(file: str, entry: IndexEntry) -> Found:
     return Found(
-        path,
+        file,
         entry.nbytes,
         mtime_ns=entry.mtime_ns,
         version=entry.version,
@@ -155,17 +163,17 @@ def _as_noted(path: Path, entry: IndexEntry) -> Found:
 
 
 def _to_note(found: Found) -> IndexEntry:
-    digest = found.path.name.partition(".")[0]
+    digest = found.name.partition(".")[0]
     facts = (found.item, found.pipeline, found.nbytes, found.mtime_ns, found.tensors, found.sources, found.version)
     return IndexEntry(digest, *facts)
 
 
-def check(path: Path) -> Found | None:
+def check(path: str | os.PathLike[str]) -> Found | None:
     """A record, every byte of it checked, also by the safetensors library; None when it was deleted meanwhile."""
-    return _look(path, _check_bytes)
+    return _look(os.fspath(path), _check_bytes)
 
 
-def _look(path: Path, more: Callable[[Path, int, Header], None] | None = None) -> Found | None:
+def _look(path: str, more: Callable[[str, int, Header], None] | None = None) -> Found | None:
     """Reads the header of a record, and has ``more`` check the rest of it."""
     file = Found(path, 0)
     try:
@@ -174,7 +182,7 @@ def _look(path: Path, more: Callable[[Path, int, Header], None] | None = None) -
             st = os.fstat(fd)
             file = Found(path, st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
             read = header.read(fd)
-            key = header.ingredients(read, path.name)
+            key = header.ingredients(read, file.name)
             if more is not None:
                 more(path, fd, read)
         finally:
@@ -201,7 +209,7 @@ def _is_damage(error: Exception) -> bool:
     return not isinstance(error, NewerRecord)
 
 
-def _check_bytes(path: Path, fd: int, read: Header) -> None:
+def _check_bytes(path: str, fd: int, read: Header) -> None:
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -216,7 +224,7 @@ def _check_bytes(path: Path, fd: int, read: Header) -> None:
     if wrong:
         raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
     try:
-        with safe_open(os.fspath(path), "pt"):
+        with safe_open(path, "pt"):
             pass
     except SafetensorError as e:
         raise DamagedRecord(f"the safetensors library refuses it: {e}") from e
@@ -281,7 +289,7 @@ def prunable(
         identify: compares the sources of version 2 also by identity. Without it, by size only: hashes take long.
     """
     for path, nbytes in temporary.abandoned(directory):
-        yield Found(Path(path), nbytes, "left behind by a writer that is gone")
+        yield Found(path, nbytes, "left behind by a writer that is gone")
     identify = identify and functools.cache(identify)  # many records have one source
     newest: dict[tuple[str, ...], Found] = {}
     for found in records:
@@ -302,7 +310,7 @@ def prunable(
         other = newest.get(found.same)
         if other is not None:
             found, other = sorted((found, other), key=lambda f: -f.mtime_ns)
-            yield replace(other, problem=f"superseded by {found.path.name}")
+            yield replace(other, problem=f"superseded by {found.name}")
         newest[found.same] = found
 
 
@@ -404,10 +412,10 @@ def remove(found: Found) -> bool:
     if temporary.is_temporary(found.path.name):
         return temporary.remove(found.path.parent.parent, found.path.name)
     try:
-        st = found.path.stat()
+        st = os.stat(found.file)
         if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):
             return False
-        found.path.unlink()
+        os.unlink(found.file)
     except FileNotFoundError:
         return False
     return True
