@@ -42,11 +42,11 @@ class Process:
             AssertionError: it raised, which the message shows as that process saw it; or the process died.
             TimeoutError: it took longer than ``timeout`` seconds.
         """
-        self._connection.send((work, args))
+        self._connection.send_bytes(pickle.dumps((work, args)))  # send() would share tensors, not send them
         if not self._connection.poll(timeout):
             raise TimeoutError(f"{work.__name__} took longer than {timeout} s")
         try:
-            ok, value = self._connection.recv()
+            ok, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise AssertionError(f"the process died in {work.__name__}") from None
         assert ok, value

@@ -459,9 +459,9 @@ def a_source_given_as_a_path(s: Study) -> Iterator[None]:
 @misses(either=True)
 def a_source_without_a_suffix(s: Study) -> Iterator[None]:  # a source since a Load transform reads its key
     raw, other = s.data / "scan", s.folder / "other"
-    for path, value in ((raw, 1.0), (other, 2.0)):
+    for path, value in ((raw, 1.0), (other, -1.0)):
         with path.open("wb") as f:
-            np.save(f, np.full((1, 2, 2), value))
+            np.save(f, value * np.arange(8.0).reshape(1, 2, 2, 2) ** 2)
         os.utime(path, (TIME, TIME))
     s.edit('str(DATA / f"ct_{i}.nii")', '"scan"')
     s.edit('"NibabelReader", ensure_channel_first=True', '"NumpyReader"')
@@ -504,6 +504,13 @@ def another_time_where_times_count(s: Study) -> Iterator[None]:
     s.settings = {"sources": "stat"}
     yield
     write_volume(s.data / "ct_0.nii", seed=70, mtime=TIME + 1)
+
+
+@misses(either=True, other_item=False)
+def data_touched_where_times_count(s: Study) -> Iterator[None]:
+    s.settings = {"sources": "stat"}
+    yield
+    (s.data / "ct_0.nii").touch()
 
 
 @misses()
@@ -1009,7 +1016,7 @@ def a_hard_link_of_another_record(s: Study) -> Iterator[None]:
 
 @misses(either=True, other_item=None)
 def swapped_records_read_ahead(s: Study) -> Iterator[None]:
-    s.read = "list(__import__('monai_gds').GDSDataLoader(dataset, batch_size=1, collate_fn=lambda b: b[0]))[index]"
+    s.read = READ_AHEAD
     yield
     a, b = s.records()
     a.rename(s.folder / "c")
@@ -1123,18 +1130,30 @@ def gradients_off(s: Study) -> Iterator[None]:
     s.code = "import torch; torch.set_grad_enabled(False)"
 
 
+ALL = "[dataset[i] for i in range(2)][index]"
+BY_WORKERS = "list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, collate_fn=lambda x: x))[index]"
+READ_AHEAD = "list(__import__('monai_gds').GDSDataLoader(dataset, batch_size=1, collate_fn=lambda batch: batch[0]))[index]"
+
+
 @hits()
-def a_worker_of_a_loader(s: Study) -> Iterator[None]:
+def workers_of_a_loader(s: Study) -> Iterator[None]:
+    s.read = ALL
     yield
-    s.read = "list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, collate_fn=lambda x: x))[index]"
-    s.index = 0
+    s.read = BY_WORKERS
 
 
 @hits()
 def items_made_by_workers_of_a_loader(s: Study) -> Iterator[None]:
-    s.read = "list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, collate_fn=lambda x: x))[index]"
+    s.read = BY_WORKERS
     yield
-    s.read = "dataset[index]"
+    s.read = ALL
+
+
+@hits(either=True)
+def items_read_ahead(s: Study) -> Iterator[None]:
+    s.read = ALL
+    yield
+    s.read = READ_AHEAD
 
 
 STATE = "import monai, torch; monai.data.set_track_meta(False); torch.set_default_dtype(torch.float64)"
@@ -1298,6 +1317,24 @@ def another_mount_of_the_data(s: Study) -> Iterator[None]:
 
 
 @hits()
+def the_root_spelt_otherwise(s: Study) -> Iterator[None]:
+    with_paths(s)
+    yield
+    s.settings = {"root": f"{s.folder}/cache/../data/"}
+
+
+@hits()
+def a_neighbour_whose_name_begins_like_the_roots(s: Study) -> Iterator[None]:
+    with_paths(s)
+    neighbour = s.folder / "data2"
+    neighbour.mkdir()
+    write_volume(neighbour / "prior.nii")
+    s.item(f'"prior": {str(neighbour / "prior.nii")!r}')
+    yield
+    now_at(s, s.data.rename(s.folder / "moved"))
+
+
+@hits()
 def relative_names_below_the_root(s: Study) -> Iterator[None]:
     s.edit('str(DATA / f"ct_{i}.nii")', 'f"ct_{i}.nii"')
     s.settings = {"root": s.data}
@@ -1343,9 +1380,18 @@ def other_files_beside_the_data(s: Study) -> Iterator[None]:
 @hits()
 def a_source_that_does_not_count(s: Study) -> Iterator[None]:
     s.settings = {"sources": None}
-    s.edit("ensure_channel_first=True", "ensure_channel_first=True, image_only=True")
+    report = s.data / "report.txt"
+    report.write_text("nothing found")
+    s.item(f'"report": {str(report)!r}')
     yield
-    (s.data / "ct_0.nii").touch()
+    report.write_text("something found")
+
+
+@hits(either=True)
+def data_made_readable_where_times_count(s: Study) -> Iterator[None]:
+    s.settings = {"sources": "stat"}
+    yield
+    (s.data / "ct_0.nii").chmod(0o640)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1479,16 +1525,13 @@ def transforms_that_have_run(s: Study) -> Iterator[None]:
 
 
 FURTHER_READER = """
-from monai.data import ImageReader
+from monai.data import NibabelReader
 from monai.transforms.io import array
 
-class ITKReader(ImageReader):
-    def verify_suffix(self, filename):
-        return False
-    def read(self, data, **kwargs):
-        raise NotImplementedError
-    def get_data(self, img):
-        raise NotImplementedError
+class ITKReader(NibabelReader):
+    def get_data(self, image):
+        values, header = super().get_data(image)
+        return values[::-1].copy(), header
 
 array.SUPPORTED_READERS = {**array.SUPPORTED_READERS, "further": ITKReader}
 old = array.get_default_reader_registration_order
