@@ -344,7 +344,7 @@ def warm(
 def explain(
     function: DatasetFunction,
     indices: Annotated[
-        list[int] | None, typer.Argument(min=0, help="Items to explain; without any, the dataset is.", metavar="[I]...")
+        list[int] | None, typer.Argument(min=0, help="Items to explain; without any, the dataset is.", metavar="I")
     ] = None,
 ) -> None:
     """Say whether items are cached, and where one is not, what differs from the record that is most like it.

@@ -217,8 +217,8 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
     found: dict[str, Tensor] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, stop = entry["data_offsets"]
-        shape = tuple(entry["shape"])
+        begin, stop = map(_whole, entry["data_offsets"])
+        shape = tuple(map(_whole, entry["shape"]))
         if entry["dtype"] not in DTYPES:
             raise DamagedRecord(f"its entry {name!r} has the unknown dtype {entry['dtype']!r}")
         dtype, itemsize = DTYPES[entry["dtype"]]

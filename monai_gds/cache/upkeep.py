@@ -143,9 +143,10 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
             looked_at = _look(file.path)
             if looked_at is not None:
                 found.append(looked_at)
-                unknown.append(looked_at)
+                if not looked_at.problem and (entry is None or entry.mtime_ns <= looked_at.mtime_ns):
+                    unknown.append(_to_note(looked_at))  # but for one whose mtime was set back: the newest fact counts
     if index is not None and os.stat(directory).st_uid == os.geteuid():
-        index.note_records(_to_note(record) for record in unknown if not record.problem)
+        index.note_records(unknown)
     return found
 
 
