@@ -1,8 +1,8 @@
 """What must give a new item, and what must not: one change between two runs of a study, in fresh processes.
 
-A row of the table is a generator. It sets the study up; the study runs at every ``yield``, and once more at the end of a
-row with only one; what comes between is the change. The last run must compute the item (:func:`misses`) or must not
-(:func:`hits`), and either way must give what MONAI computes without a cache in that process.
+A row of the table is a generator. It sets the study up; the study runs at every ``yield``, and once more at the end
+of a row with only one; what comes between is the change. The last run must compute the item (:func:`misses`) or must
+not (:func:`hits`), and either way must give what MONAI computes without a cache in that process.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ class Row(NamedTuple):
 ROWS: dict[str, Row] = {}
 
 
-def misses(*, one_process: bool = False, either: bool = False, other_item: bool | None = True) -> Callable:
+def misses(
+    *, one_process: bool = False, either: bool = False, other_item: bool | None = True
+) -> Callable[[Changes], Changes]:
     """Registers a row that must miss: in fresh processes, in one process, or either."""
     return _register(True, one_process, either, other_item)
 
 
-def hits(*, one_process: bool = False, either: bool = False, other_item: bool | None = None) -> Callable:
+def hits(
+    *, one_process: bool = False, either: bool = False, other_item: bool | None = None
+) -> Callable[[Changes], Changes]:
     """Registers a row that must hit."""
     return _register(False, one_process, either, other_item)
 
@@ -85,7 +89,6 @@ def interpreters() -> Iterator[Callable[[str], Interpreter]]:
         each.close()
 
 
-# This test comes before its table in the file, and is collected after it.
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each row."""
     if "row" in metafunc.fixturenames:
@@ -100,8 +103,9 @@ def test_change(row: Row, interpreters: Callable[[str], Interpreter]) -> None:
         assert not first.wrong, f"before the change, {first.wrong}"
         if row.other_item is not None:
             assert same(first.item, last.item) != row.other_item, "the change does what the row says to the item"
-        seen = "a miss" if last.computed else "a hit"
-        assert (bool(last.computed), last.wrong) == (row.miss, ""), f"it was {seen}; {last.wrong or 'the item is right'}"
+        right = last.wrong or "the item is right"
+        assert bool(last.computed) == row.miss, f"the last run {'missed' if last.computed else 'hit'}; {right}"
+        assert not last.wrong, f"the last run {'missed' if last.computed else 'hit'}; {last.wrong}"
 
 
 def _outcomes(row: Row, study: Study, interpreters: Callable[[str], Interpreter]) -> Iterator[Outcome]:
@@ -334,7 +338,10 @@ def reads_if_there(s: Study) -> Path:
     """Adds a transform that takes a file when it is there."""
     path = s.data / "mask.npy"
     s.item(f'"mask": {str(path)!r}')
-    s.define('def mask(d):\n    d["found"] = float(np.load(d["mask"]).sum()) if Path(d["mask"]).exists() else None\n    return d')
+    s.define(
+        'def mask(d):\n    there = Path(d["mask"]).exists()\n'
+        '    return {**d, "found": float(np.load(d["mask"]).sum()) if there else None}'
+    )
     s.add("mt.Lambda(mask)")
     return path
 
@@ -548,7 +555,7 @@ def changes_a_file(s: Study, define: str, transform: str) -> Iterator[None]:
     overwritten(path, (s.folder / "new.npy").read_bytes())
 
 
-TIMES = '''
+TIMES = """
 class Times(mt.MapTransform):
     def __init__(self, keys, path):
         super().__init__(keys)
@@ -557,7 +564,7 @@ class Times(mt.MapTransform):
     def __call__(self, data):
         values = torch.from_numpy(np.load(self.path))
         return {**data, **{key: data[key] * values for key in self.keys}}
-'''
+"""
 
 
 @misses()
@@ -666,7 +673,9 @@ def a_lazy_transform(s: Study) -> Iterator[None]:
 @misses()
 def overrides_of_a_lazy_pipeline(s: Study) -> Iterator[None]:
     s.add('mt.Rotated("image", 0.3)')
-    s.edit("        ]\n    )", '        ],\n        lazy=True,\n        overrides={"image": {"mode": "bilinear"}},\n    )')
+    s.edit(
+        "        ]\n    )", '        ],\n        lazy=True,\n        overrides={"image": {"mode": "bilinear"}},\n    )'
+    )
     yield
     s.edit('"mode": "bilinear"', '"mode": "nearest"')
 
@@ -1048,7 +1057,9 @@ def another_process(s: Study) -> Iterator[None]:
 @hits()
 def another_hash_seed(s: Study) -> Iterator[None]:
     s.item('"sites": {"a", "b", "c", "d"}')
-    s.define("CODES = {'one', 'two', 'three', 'four'}\n\n\ndef known(x):\n    return x + len(CODES & {'one', 'five', 'six'})")
+    s.define(
+        "CODES = {'one', 'two', 'three', 'four'}\n\n\ndef known(x):\n    return x + len(CODES & {'one', 'five', 'six'})"
+    )
     s.add('mt.Lambdad("image", known)')
     s.add('mt.LabelFilterd("image", applied_labels={1, 2, 3}, allow_missing_keys=True)')
     yield
@@ -1074,7 +1085,13 @@ def another_user(s: Study) -> Iterator[None]:
 @hits()
 def the_environment(s: Study) -> Iterator[None]:
     yield
-    s.environment = {"HOME": "/nowhere", "TZ": "Asia/Tokyo", "LANG": "C", "SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": ""}
+    s.environment = {
+        "HOME": "/nowhere",
+        "TZ": "Asia/Tokyo",
+        "LANG": "C",
+        "SLURM_JOB_ID": "17",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 @hits()
@@ -1132,7 +1149,9 @@ def gradients_off(s: Study) -> Iterator[None]:
 
 ALL = "[dataset[i] for i in range(2)][index]"
 BY_WORKERS = "list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, collate_fn=lambda x: x))[index]"
-READ_AHEAD = "list(__import__('monai_gds').GDSDataLoader(dataset, batch_size=1, collate_fn=lambda batch: batch[0]))[index]"
+READ_AHEAD = (
+    "list(__import__('monai_gds').GDSDataLoader(dataset, batch_size=1, collate_fn=lambda batch: batch[0]))[index]"
+)
 
 
 @hits()
@@ -1451,7 +1470,10 @@ def its_formatting(s: Study) -> Iterator[None]:
     s.define(PLUS)
     s.add('mt.Lambdad("image", lambda x: Plus(0.0)(x) + 1)')
     yield
-    s.edit("x * self.scale + self.offset() + self.more", "(\n            x * self.scale\n            + self.offset() + self.more\n        )")
+    s.edit(
+        "x * self.scale + self.offset() + self.more",
+        "(\n            x * self.scale\n            + self.offset() + self.more\n        )",
+    )
     s.edit("lambda x: Plus(0.0)(x) + 1", "lambda x: (\n    Plus( 0.0 )(x)\n    + 1\n)")
 
 
