@@ -31,9 +31,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from monai_gds.cache.single_flight import pace
 from monai_gds.collate import collate
 from monai_gds.dataset import Begun, GDSDataset
 from monai_gds.errors import FileChanged, NotSaved
+from monai_gds.populate import Saved
 from monai_gds.workers import Workers
 
 __all__ = ["GDSDataLoader"]
@@ -212,7 +214,7 @@ class _Record:
     def __init__(self, dataset: GDSDataset, index: int) -> None:
         self.dataset, self.index = dataset, index
         self.begun: Begun | None = None
-        self.saved: Future[bool] | None = None
+        self.saved: Future[Saved] | None = None
 
 
 class _Helpers:
@@ -226,12 +228,15 @@ class _Helpers:
 
     def __init__(self, parts: Sequence[GDSDataset], num_workers: int, context: Any) -> None:
         self._parts, self._num_workers, self._context = parts, num_workers, context
-        self._workers: Workers[bool] | None = None
+        self._workers: Workers[Saved] | None = None
         self._closed = False
         self._lock = threading.RLock()  # the collector may leave the loop, which closes this, while save() holds it
 
-    def save(self, dataset: GDSDataset, index: int) -> Future[bool]:
-        """Has an item computed and saved. The future raises what its transforms raise, and WorkerDied."""
+    def save(self, dataset: GDSDataset, index: int) -> Future[Saved]:
+        """Has an item computed and saved, unless somebody else is just computing it.
+
+        The future raises what its transforms raise, and WorkerDied.
+        """
         with self._lock:
             if self._closed:
                 raise RuntimeError("the loop was left")
@@ -252,13 +257,13 @@ class _Helpers:
                 part.tidy()
 
 
-def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> bool:
+def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> Saved:
     """What a helper runs."""
     part, index = place
     try:
         return parts[part].save(index)
     except (NotSaved, FileChanged):  # the loader's process computes it then, and warns
-        return False
+        return Saved("busy")
 
 
 def _check_type(name: str, value: object, kind: type, what: str) -> None:
@@ -317,7 +322,9 @@ class _ReadAhead:
             begun, record.begun = record.begun, None
             assert begun is not None
             if record.saved is not None:
-                record.saved.result()
+                saved = record.saved.result()
+                if saved.seconds:
+                    pace.note(saved.seconds)
                 begun = record.dataset.begin([record.index])[0]
                 self._flight.add(0, begun.nbytes)
             items.append(record.dataset.end(begun))

@@ -6,22 +6,24 @@ dataset for single records, :mod:`monai_gds.workers` for processes, and :mod:`mo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from monai_gds.cache.key import strings
+from monai_gds.cache.single_flight import pace
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.naming import paths_of
 from monai_gds.ranks import Ranks
 from monai_gds.workers import Workers
 
 if TYPE_CHECKING:
     from monai_gds.dataset import GDSDataset
 
-__all__ = ["Populated", "populate"]
+__all__ = ["Populated", "Saved", "populate"]
 
 #: Items handed to the workers ahead, for each of them. More would only be lost when one is killed.
 _AHEAD = 2
@@ -31,6 +33,25 @@ _NAMED = 10
 
 #: Characters of an error's message that are kept.
 _WORDS = 500
+
+#: How long items that other processes compute are waited for at the end: so many seconds, or times that an item takes
+#: here if that is longer. Then they are computed here too.
+_PATIENCE_SECONDS, _PATIENCE_ITEMS = 60.0, 10
+
+#: First and longest pause between two rounds over such items.
+_PAUSES = 0.02, 0.5
+
+
+class Saved(NamedTuple):
+    """What became of an item that should have a record.
+
+    Attributes:
+        how: its record was there, its record was made, or somebody else is computing it.
+        seconds: what computing it took.
+    """
+
+    how: Literal["cached", "computed", "busy"]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +94,11 @@ class _Tally:
     computed: int = 0
     failures: list[FailedItem] = field(default_factory=list)
 
-    def note(self, outcome: bool | FailedItem) -> None:
+    def note(self, outcome: Saved | FailedItem) -> None:
         """Counts one item: whether it had to be computed, or how it failed."""
         if isinstance(outcome, FailedItem):
             self.failures.append(outcome)
-        elif outcome:
+        elif outcome.how == "computed":
             self.computed += 1
         else:
             self.cached += 1
@@ -88,68 +109,101 @@ class _Tally:
 
 
 def _fill(dataset: GDSDataset, share: Sequence[int], num_workers: int, bar: _Bar) -> _Tally:
-    tally = _Tally()
-    outcomes = _one_by_one(dataset, share) if num_workers == 0 else _by_workers(dataset, share, num_workers, bar)
-    bar.begin(len(share), "in this process")
-    for outcome in outcomes:
-        tally.note(outcome)
-        bar.advance(len(tally.failures))
+    """Round by round: what other processes were computing comes again in the next."""
+    tally, left, waited = _Tally(), share, 0.0
+    pause, longest = _PAUSES
+    with ExitStack() as stack:
+        work: _Here | _InWorkers = _Here(dataset) if num_workers == 0 else _InWorkers(dataset, num_workers, bar, stack)
+        bar.begin(len(share), "in this process")
+        while left:
+            busy = []
+            anyway = waited >= max(_PATIENCE_SECONDS, _PATIENCE_ITEMS * (pace.mean or 0.0))
+            for index, outcome in work.attempt(left, anyway):
+                if isinstance(outcome, Saved) and outcome.how == "busy":
+                    busy.append(index)
+                    continue
+                tally.note(outcome)
+                bar.advance(len(tally.failures))
+            if len(busy) == len(left):
+                time.sleep(pause)
+                waited += pause
+                pause = min(2 * pause, longest)
+            left = busy
     return tally
 
 
-def _one_by_one(dataset: GDSDataset, share: Sequence[int]) -> Iterator[bool | FailedItem]:
-    return (_attempt(dataset, index) for index in share)
+class _Here:
+    """Attempts items one after the other, in this process."""
+
+    def __init__(self, dataset: GDSDataset) -> None:
+        self._dataset = dataset
+
+    def attempt(self, indices: Sequence[int], anyway: bool) -> Iterator[tuple[int, Saved | FailedItem]]:
+        """Index and outcome of each; see :func:`_attempt`."""
+        return ((index, _attempt(self._dataset, (index, anyway))) for index in indices)
 
 
-def _by_workers(dataset: GDSDataset, share: Sequence[int], num_workers: int, bar: _Bar) -> Iterator[bool | FailedItem]:
+class _InWorkers:
     """Has workers compute what is missing; they are not even started where nothing is."""
-    running: dict[Future[bool | FailedItem], int] = {}
-    with ExitStack() as stack:
-        workers: Workers[bool | FailedItem] | None = None
-        for index in share:
-            if _is_there(dataset, index):
-                yield False
+
+    def __init__(self, dataset: GDSDataset, num_workers: int, bar: _Bar, stack: ExitStack) -> None:
+        self._dataset, self._num_workers, self._bar, self._stack = dataset, num_workers, bar, stack
+        self._workers: Workers[Saved | FailedItem] | None = None
+        self._running: dict[Future[Saved | FailedItem], int] = {}
+
+    def attempt(self, indices: Sequence[int], anyway: bool) -> Iterator[tuple[int, Saved | FailedItem]]:
+        """Index and outcome of each, in the order in which they come to an end; see :func:`_attempt`."""
+        for index in indices:
+            if _is_there(self._dataset, index):
+                yield index, Saved("cached")
                 continue
-            if workers is None:
-                workers = stack.enter_context(Workers(partial(_attempt, dataset), num_workers))
-                bar.describe(f"{num_workers} workers ({workers.kind})")
-            running[workers.submit(index)] = index
-            if len(running) >= _AHEAD * num_workers:
-                yield from _finished(running, dataset)
-        while running:
-            yield from _finished(running, dataset)
+            if self._workers is None:
+                self._workers = self._stack.enter_context(Workers(partial(_attempt, self._dataset), self._num_workers))
+                self._bar.describe(f"{self._num_workers} workers ({self._workers.kind})")
+            self._running[self._workers.submit((index, anyway))] = index
+            if len(self._running) >= _AHEAD * self._num_workers:
+                yield from self._finished()
+        while self._running:
+            yield from self._finished()
 
-
-def _finished(running: dict[Future[bool | FailedItem], int], dataset: GDSDataset) -> Iterator[bool | FailedItem]:
-    """Waits for one at least, and takes those away that have come to an end."""
-    done, _ = wait(running, return_when=FIRST_COMPLETED)
-    try:
-        for future in done:
-            yield future.result()
-            del running[future]
-    except WorkerDied as e:
-        at = ", ".join(f"{index} ({_path_of(dataset.data, index)})" for index in sorted(running.values()))
-        raise WorkerDied(f"{e}. Under way were items {at}. The others are safe: populate goes on from there") from e
+    def _finished(self) -> Iterator[tuple[int, Saved | FailedItem]]:
+        """Waits for one at least, and takes those away that have come to an end."""
+        running = self._running
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        try:
+            for future in done:
+                outcome = future.result()
+                yield running.pop(future), outcome
+                if isinstance(outcome, Saved) and outcome.how == "computed":
+                    pace.note(outcome.seconds)
+        except WorkerDied as e:
+            at = ", ".join(f"{i} ({_path_of(self._dataset.data, i)})" for i in sorted(running.values()))
+            raise WorkerDied(f"{e}. Under way were items {at}. The others are safe: populate goes on from there") from e
 
 
 def _is_there(dataset: GDSDataset, index: int) -> bool:
     try:
-        return dataset._is_cached(index)
+        return dataset.is_cached(index)
     except Exception:  # it will be raised again where failures are noted
         return False
 
 
-def _attempt(dataset: GDSDataset, index: int) -> bool | FailedItem:
+def _attempt(dataset: GDSDataset, what: tuple[int, bool]) -> Saved | FailedItem:
     """Sees to the record of one item; this is what workers run.
 
+    Args:
+        dataset: whose item it is.
+        what: the item's index, and whether it is computed even while somebody else does.
+
     Returns:
-        Whether it had to be computed, or how it failed.
+        What became of it, or how it failed.
 
     Raises:
         NotSaved: the cache directory takes no more, so that to go on is of no use.
     """
+    index, anyway = what
     try:
-        return dataset.save(index)
+        return dataset.save(index, anyway)
     except NotSaved:
         raise
     except Exception as e:
@@ -159,19 +213,19 @@ def _attempt(dataset: GDSDataset, index: int) -> bool | FailedItem:
 def _path_of(data: Sequence[Any], index: int) -> str:
     try:
         item = data[index]
-        found = [text for text in strings(item) if "/" in text]
-        return found[0] if found else repr(item)[:80]
+        return next((path for _, path in paths_of(item)), repr(item)[:80])
     except Exception:  # the item itself may be what fails
         return f"data[{index}]"
 
 
 def _in_words(error: BaseException) -> str:
     words = []
+    notes = "".join(f" ({' '.join(note.split())})" for note in getattr(error, "__notes__", ()))
     cause: BaseException | None = error
     while cause is not None:  # MONAI's own error names the transform, and its cause what went wrong
         words.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:_WORDS])
         cause = cause.__cause__
-    return ", because of ".join(words)
+    return ", because of ".join(words) + notes
 
 
 def _name_some(failed: Sequence[FailedItem], count: int) -> str:

@@ -221,10 +221,15 @@ def _run(argument: Any) -> Any:
         raise _portable(e) from e.__cause__
 
 
+def _notes(error: Exception) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
 def _portable(error: Exception) -> Exception:
     """The error, or one that says the same where it would not survive the way to the parent."""
     try:
-        if str(pickle.loads(pickle.dumps(error))) == str(error):
+        again = pickle.loads(pickle.dumps(error))
+        if str(again) == str(error) and _notes(again) == _notes(error):
             return error
     except Exception:
         pass

@@ -37,6 +37,7 @@ class _Job:
     names: tuple[str, ...]
     copies: Pending
     nbytes: int
+    done: Callable[[], None] | None
 
 
 class Writer:
@@ -55,7 +56,9 @@ class Writer:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
-    def submit(self, path: str, publish: Publish, key: Key, item: EncodedItem) -> None:
+    def submit(
+        self, path: str, publish: Publish, key: Key, item: EncodedItem, done: Callable[[], None] | None = None
+    ) -> None:
         """Takes copies of an item's tensors and queues them; waits while the queue is full.
 
         Args:
@@ -63,6 +66,7 @@ class Writer:
             publish: writes it; called by the thread, with an item whose tensors nobody else knows.
             key: the item's key.
             item: the item; may be changed when this returns.
+            done: called after ``publish``, whatever became of it; not when this raises.
 
         Raises:
             BaseException: what ended the saving of an earlier item, if it was no error of the disk (those are warned
@@ -76,7 +80,7 @@ class Writer:
             self._unsaved[path] += 1
         try:
             copies = snapshot(list(item.tensors.values()))  # the tree and its packed arrays are copies already
-            job = _Job(path, publish, key, replace(item, tensors={}), tuple(item.tensors), copies, nbytes)
+            job = _Job(path, publish, key, replace(item, tensors={}), tuple(item.tensors), copies, nbytes, done)
         except BaseException:
             self._done(path, nbytes)
             raise
@@ -130,6 +134,8 @@ class Writer:
                 del tensors
             except BaseException as e:
                 self._error = self._error or e
+            if job.done is not None:
+                job.done()
             path, nbytes = job.path, job.nbytes
             del job  # its bytes are free before somebody is told so
             self._done(path, nbytes)

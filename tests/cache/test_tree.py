@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as hnp
 from monai.data import MetaTensor
 from monai.utils import GridSampleMode, MetaKeys, SpaceKeys, TraceKeys
 
-from monai_gds.cache import tree
+from monai_gds.cache import codecs
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.dtypes import DTYPES
 from monai_gds.cache.tree import compile_tree, encode_item, register_type
@@ -492,8 +492,8 @@ def test_not_strict_lets_anything_pass() -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "_by_class", {})
-    monkeypatch.setattr(tree, "_by_name", {})
+    monkeypatch.setattr(codecs, "_by_class", {})
+    monkeypatch.setattr(codecs, "_by_name", {})
 
 
 def test_register_type(registry: None, round_trip: RoundTrip) -> None:
@@ -523,7 +523,7 @@ def test_subclass_of_a_registered_type_is_not_meant(registry: None) -> None:
 def test_unregistered_name_in_a_record_says_so(registry: None) -> None:
     register_type(Fraction, "fraction", str, Fraction)
     encoded = encode_item([Fraction(1, 2)])
-    tree._by_name.clear()
+    codecs._by_name.clear()
     with pytest.raises(DamagedRecord, match=r"'fraction'.*register_type"):
         compile_tree(encoded.tree, encoded.arrays, encoded.tensors)
 

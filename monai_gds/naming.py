@@ -1,0 +1,90 @@
+"""Errors that name the item: whatever a transform raises gets a note with the item's index and files.
+
+Used by :class:`monai_gds.dataset.GDSDataset` wherever it computes an item. Notes (PEP 678) are printed below the
+error's message, and stay with it on the way from a worker.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+__all__ = ["naming", "paths_of"]
+
+#: Paths that a note names, and characters of each.
+_MOST_PATHS = 4
+_MOST_CHARACTERS = 160
+
+_SUFFIX = re.compile(r"\w\.[A-Za-z]\w{0,7}$")
+
+
+class naming:  # noqa: N801  # a context manager, used like a function
+    """Adds a note to an exception that leaves the block.
+
+    Args:
+        index: of the item in its dataset, where it is known.
+        item: its data, before any transform.
+
+    Example:
+        >>> import traceback
+        >>> try:
+        ...     with naming(3, {"image": "/data/ct_3.nii.gz", "age": 40}):
+        ...         raise ValueError("broken")
+        ... except ValueError as e:
+        ...     print("".join(traceback.format_exception_only(e)))
+        ValueError: broken
+        monai_gds: while computing item 3 of the dataset: image=/data/ct_3.nii.gz
+        <BLANKLINE>
+    """
+
+    __slots__ = ("_index", "_item")
+
+    def __init__(self, index: Any, item: Any) -> None:
+        self._index, self._item = index, item
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):  # Ctrl-C has nothing to do with the item
+            return
+        note = _note(self._index, self._item)
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def _note(index: Any, item: Any) -> str:
+    try:
+        which = "an item" if index is None else f"item {operator.index(index)}"
+        paths = [f"{name}={_shortened(path)}" if name else _shortened(path) for name, path in paths_of(item)]
+        if len(paths) > _MOST_PATHS:
+            paths[_MOST_PATHS:] = [f"and {len(paths) - _MOST_PATHS} more"]
+        named = ": " + ", ".join(paths) if paths else ""
+    except Exception:  # an item of the user's own types may raise whatever is asked of it
+        which, named = "an item", ""
+    return f"monai_gds: while computing {which} of the dataset{named}"
+
+
+def _shortened(text: str) -> str:
+    """The end says more: it is where the paths of a dataset differ."""
+    return text if len(text) <= _MOST_CHARACTERS else "…" + text[1 - _MOST_CHARACTERS :]
+
+
+def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The key and the text of every value of an item that looks like a path, nested ones too."""
+    if isinstance(value, (str, os.PathLike)):
+        text = os.fspath(value)
+        if isinstance(text, str) and "\n" not in text and ("/" in text or _SUFFIX.search(text)):
+            yield name, text
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from paths_of(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from paths_of(inner, name)
