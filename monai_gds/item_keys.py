@@ -62,7 +62,8 @@ class ItemKeys:
         hashed = _hashed(split, hash_transform, root)
         self.transform_hash = _transform_hash(split, hash_transform, hashed)
         self._hashed = hashed
-        self._files = tuple([os.path.join(os.getcwd(), path) for path in files_named(hashed.strings)])
+        named = files_named(hashed.strings) if hash_transform is not None else []
+        self._files = tuple([os.path.join(os.getcwd(), path) for path in named])
         self._root = root
         self._monai_version: MonaiVersion = monai_version
         self._pipelines: dict[tuple[State, str], Pipeline] = {}

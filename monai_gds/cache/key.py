@@ -105,7 +105,7 @@ class Key:
         changed = [path for path, before, now in pairs if before != now]
         if changed:
             named = [path for path in changed if path in self.pipeline.files]
-            hint = ", which transforms name: if one of them writes it, leave it out of the key by __cache_key__"
+            hint = ". Transforms name it: if one of them writes it, leave it out of the key by __cache_key__"
             return f"{', '.join(changed[:3])} changed{hint if named else ''}"
         if later.pipeline.state != self.pipeline.state:
             return f"settings of the process changed from {dict(self.pipeline.state)} to {dict(later.pipeline.state)}"
@@ -165,8 +165,9 @@ class KeyMaker:
         paths = seen.absolute()
         identities = tuple(map(self._sources.identity, paths, seen.folders))
         if pipeline.files:
-            paths = (*paths, *pipeline.files)
-            identities = (*identities, *[self._sources.identity(path, False) for path in pipeline.files])
+            files = tuple([path for path in pipeline.files if path not in paths])
+            paths = (*paths, *files)
+            identities = (*identities, *[self._sources.identity(path, False) for path in files])
         known = seen.key
         if known is not None and known.pipeline is pipeline and known.identities == identities and known.paths == paths:
             return known

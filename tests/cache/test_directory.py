@@ -20,7 +20,8 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds.cache import directory
-from monai_gds.cache.directory import SUFFIX, CacheDirectory, prepare
+from monai_gds.cache.directory import CacheDirectory, prepare
+from monai_gds.cache.record import SUFFIX
 from monai_gds.cache.temporary import abandoned
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, FileChanged

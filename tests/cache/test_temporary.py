@@ -110,7 +110,7 @@ def test_nearly_the_form_of_a_temporary_is_not_it(tmp_path: Path, clean: Callabl
     digest, place, pid, start, n = name.split(".")
     names = [
         name + ".bak", name + "~", name + "\n", "." + name, name.upper(), name[:-2], name[1:], f"e{name}", name + "a",
-        f"{digest}.lease", f"{digest}.lease.{place}.{pid}.{start}", f"{digest}.{place}.{pid}.{start}.x",
+        f"{digest}.lease.{place}.{pid}.{start}", f"{digest}.{place}.{pid}.{start}.x",
         f"{digest}.{place}.{pid}.{start}.-1", f"{digest}.{place}.{pid}.{start}.\u0663",
         f"{digest}.{place}.x.{start}.{n}",
         f"{digest}.host-1.{pid}.{start}.{n}", f"{digest}..{pid}.{start}.{n}", f"{digest}.safetensors",
@@ -383,7 +383,7 @@ def test_a_sound_record_in_the_place_of_a_damaged_one_survives_prune(
         patch.setattr(upkeep, "prunable", replaced_meanwhile)
         done = run("cache", "prune", tmp_path)
     assert "0 files" in done.stdout
-    assert f"{record}: left alone, since it was replaced" in done.stdout
+    assert f"{record}: kept, since it was replaced" in done.stdout
     assert record.read_bytes() == sound
     record.write_bytes(damaged)
     assert "1 files" in run("cache", "prune", tmp_path).stdout

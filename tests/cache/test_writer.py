@@ -8,14 +8,14 @@ import time
 import pytest
 import torch
 
-from monai_gds.cache.key import Key
+from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.tree import EncodedItem
 from monai_gds.cache.writer import Writer, process_writer
 from tests.machines import in_child
 
 
 def key(name: str) -> Key:
-    return Key(name, "", "", {})
+    return Key(name, "", Pipeline())
 
 
 def item(value: float, nbytes: int = 4000) -> EncodedItem:
