@@ -75,7 +75,7 @@ class Interpreter:
         self._socket, theirs = socket.socketpair()
         env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-W", "ignore", "-m", "tests.fresh", *preload]
-        self._process = subprocess.Popen(command, stdin=theirs, cwd=ROOT, env=env)
+        self._process = subprocess.Popen(command, stdin=theirs.fileno(), cwd=ROOT, env=env)
         theirs.close()
 
     def process(self) -> Process:

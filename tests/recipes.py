@@ -51,6 +51,16 @@ def points(folder: Path) -> dict[str, Any]:
     return {**volumes(folder), "points": np.array([[[1.0, 2.0, 3.0], [4.5, 5.0, 6.0], [0.0, 9.0, 2.5]]])}
 
 
+def points_of_one_channel(folder: Path) -> dict[str, Any]:
+    """The same without an axis for channels."""
+    return {**volumes(folder), "points": points(folder)["points"][0]}
+
+
+def with_affine(folder: Path) -> dict[str, Any]:
+    """A volume, and another affine."""
+    return {**volumes(folder), "there": np.diag([2.0, 2.0, 2.0, 1.0])}
+
+
 def boxes(folder: Path) -> dict[str, Any]:
     """Two boxes, and the corners of two more."""
     corners = np.random.default_rng(1).uniform(0, 9, (2, 8, 3))
@@ -97,6 +107,22 @@ def loaded() -> list[Any]:
     return [mt.LoadImaged(["image", "label"], ensure_channel_first=True)]
 
 
+def masked() -> list[Any]:
+    """With a mask beside the image."""
+    mask = [mt.CopyItemsd("label", names="mask"), mt.Lambdad("mask", lambda x: x > 0), mt.ToNumpyd("mask", bool)]
+    return [*loaded(), *mask]
+
+
+def probabilities() -> list[Any]:
+    """With the image as a map of probabilities that has no channels."""
+    return [*loaded(), mt.ScaleIntensityd("image"), mt.Lambdad("image", lambda x: x[0])]
+
+
+def with_age() -> list[Any]:
+    """With the age as a tensor."""
+    return [*loaded(), mt.ToTensord("age")]
+
+
 def nothing() -> list[Any]:
     """For items that are in memory."""
     return []
@@ -140,17 +166,14 @@ def inverted() -> list[Any]:
     return [*there.transforms, mt.CopyItemsd("image", names="pred"), mt.Invertd("pred", there, "image")]
 
 
-def positive(x: torch.Tensor) -> torch.Tensor:
-    """A threshold."""
-    return x > 0
-
-
 RECIPES: Mapping[str, Recipe] = {
     "Activationsd": Recipe(lambda: [mt.Activationsd("image", sigmoid=True)]),
     "AddCoordinateChannelsd": Recipe(lambda: [mt.AddCoordinateChannelsd("image", (0, 2))]),
     "AdjustContrastd": Recipe(lambda: [mt.AdjustContrastd("image", 1.7, invert_image=True)]),
     "Affined": Recipe(lambda: [mt.Affined(BOTH, (0.1, 0.2, 0.3), mode=["bilinear", "nearest"])]),
-    "ApplyPendingd": Recipe(lambda: [mt.Flipd(BOTH, 0, lazy=True), mt.Zoomd("image", 1.2, lazy=True), mt.ApplyPendingd(BOTH)]),
+    "ApplyPendingd": Recipe(
+        lambda: [mt.Flipd(BOTH, 0, lazy=True), mt.Zoomd("image", 1.2, lazy=True), mt.ApplyPendingd(BOTH)]
+    ),
     "ApplyTransformToPointsd": Recipe(lambda: [mt.ApplyTransformToPointsd("points", "image")], points),
     "AsChannelLastd": Recipe(lambda: [mt.AsChannelLastd("image")]),
     "AsDiscreted": Recipe(lambda: [mt.AsDiscreted("label", to_onehot=5)]),
@@ -165,7 +188,9 @@ RECIPES: Mapping[str, Recipe] = {
     "ConcatItemsd": Recipe(lambda: [mt.ConcatItemsd(BOTH, "both")]),
     "ConvertBoxToPointsd": in_memory(lambda: [mt.ConvertBoxToPointsd("boxes")], boxes),
     "ConvertPointsToBoxesd": in_memory(lambda: [mt.ConvertPointsToBoxesd("corners")], boxes),
-    "ConvertToMultiChannelBasedOnBratsClassesd": Recipe(lambda: [mt.ConvertToMultiChannelBasedOnBratsClassesd("label")]),
+    "ConvertToMultiChannelBasedOnBratsClassesd": Recipe(
+        lambda: [mt.ConvertToMultiChannelBasedOnBratsClassesd("label")]
+    ),
     "CopyItemsd": Recipe(lambda: [mt.CopyItemsd(["image", "weights"], 2, names=["a", "b", "c", "d"])]),
     "CropForegroundd": Recipe(lambda: [mt.CropForegroundd(BOTH, "label", margin=1)]),
     "Cropd": Recipe(lambda: [mt.Cropd(BOTH, mt.SpatialCrop(roi_start=(1, 1, 1), roi_end=(9, 8, 7)))]),
@@ -175,7 +200,9 @@ RECIPES: Mapping[str, Recipe] = {
     "DeleteItemsd": Recipe(lambda: [mt.DeleteItemsd(["label", "age"])]),
     "DistanceTransformEDTd": Recipe(lambda: [mt.DistanceTransformEDTd("label")], needs=("scipy",)),
     "DivisiblePadd": Recipe(lambda: [mt.DivisiblePadd(BOTH, 8)]),
-    "Ensembled": in_memory(lambda: [mt.Ensembled(["pred0", "pred1"], lambda x: torch.stack(list(x)).amax(0), "out")], predictions),
+    "Ensembled": in_memory(
+        lambda: [mt.Ensembled(["pred0", "pred1"], lambda x: torch.stack(list(x)).amax(0), "out")], predictions
+    ),
     "EnsureChannelFirstd": Recipe(lambda: [mt.EnsureChannelFirstd(BOTH)], before=lambda: [mt.LoadImaged(BOTH)]),
     "EnsureTyped": Recipe(lambda: [mt.EnsureTyped(["image", "weights", "age"], dtype=torch.float64)]),
     "FgBgToIndicesd": Recipe(lambda: [mt.FgBgToIndicesd("label", image_key="image", image_threshold=100.0)]),
@@ -183,22 +210,30 @@ RECIPES: Mapping[str, Recipe] = {
     "FlattenSequenced": in_memory(lambda: [mt.FlattenSequenced("lists")], nested),
     "FlattenSubKeysd": in_memory(lambda: [mt.FlattenSubKeysd("study", prefix="of")], nested),
     "Flipd": Recipe(lambda: [mt.Flipd(BOTH, (0, 2))]),
-    "ForegroundMaskd": in_memory(lambda: [mt.ForegroundMaskd("rgb", 100.0, new_key_prefix="mask_")], colours, "skimage"),
+    "ForegroundMaskd": in_memory(
+        lambda: [mt.ForegroundMaskd("rgb", 100.0, new_key_prefix="mask_")], colours, "skimage"
+    ),
     "FromMetaTensord": Recipe(lambda: [mt.Flipd("image", 1), mt.FromMetaTensord(BOTH, ["tensor", "numpy"])]),
     "GaussianSharpend": Recipe(lambda: [mt.GaussianSharpend("image", 1.0, 0.5, 3.0)]),
     "GaussianSmoothd": Recipe(lambda: [mt.GaussianSmoothd("image", 0.8)]),
-    "GenerateHeatmapd": Recipe(lambda: [mt.GenerateHeatmapd("points", 1.5, "heat", "image")], lambda f: {**volumes(f), "points": points(f)["points"][0]}),
+    "GenerateHeatmapd": Recipe(lambda: [mt.GenerateHeatmapd("points", 1.5, "heat", "image")], points_of_one_channel),
     "GibbsNoised": Recipe(lambda: [mt.GibbsNoised("image", 0.4)]),
-    "GridDistortiond": Recipe(lambda: [mt.GridDistortiond(BOTH, 2, [(1.1, 0.9, 1.0)] * 3, mode=["bilinear", "nearest"])]),
+    "GridDistortiond": Recipe(
+        lambda: [mt.GridDistortiond(BOTH, 2, [(1.1, 0.9, 1.0)] * 3, mode=["bilinear", "nearest"])]
+    ),
     "GridPatchd": Recipe(lambda: [mt.GridPatchd("image", (6, 5, 4), num_patches=4, sort_fn="max")]),
     "GridSplitd": in_memory(lambda: [mt.GridSplitd("rgb", (2, 2), 5)], colours),
     "HistogramNormalized": Recipe(lambda: [mt.HistogramNormalized("image", 32, 0, 1)]),
     "Identityd": Recipe(lambda: [mt.Identityd(BOTH)]),
     "ImageFilterd": Recipe(lambda: [mt.ImageFilterd("image", "mean", 3)]),
-    "IntensityStatsd": Recipe(lambda: [mt.IntensityStatsd("image", ["mean", "max", np.ptp], "of", mask_keys="mask")], before=lambda: [*loaded(), mt.CopyItemsd("label", names="mask"), mt.Lambdad("mask", positive), mt.ToNumpyd("mask", bool)]),
+    "IntensityStatsd": Recipe(
+        lambda: [mt.IntensityStatsd("image", ["mean", "max", np.ptp], "of", mask_keys="mask")], before=masked
+    ),
     "Invertd": Recipe(inverted),
     "KSpaceSpikeNoised": Recipe(lambda: [mt.KSpaceSpikeNoised("image", (3, 3, 3), 13.0)]),
-    "KeepLargestConnectedComponentd": Recipe(lambda: [mt.KeepLargestConnectedComponentd("label", [1, 2])], needs=("skimage",)),
+    "KeepLargestConnectedComponentd": Recipe(
+        lambda: [mt.KeepLargestConnectedComponentd("label", [1, 2])], needs=("skimage",)
+    ),
     "LabelFilterd": Recipe(lambda: [mt.LabelFilterd("label", (1, 4))]),
     "LabelToContourd": Recipe(lambda: [mt.LabelToContourd("label")]),
     "LabelToMaskd": Recipe(lambda: [mt.LabelToMaskd("label", (1, 2))]),
@@ -206,12 +241,14 @@ RECIPES: Mapping[str, Recipe] = {
     "LoadImaged": Recipe(lambda: [mt.LoadImaged(BOTH, image_only=False, dtype=None)], before=nothing),
     "MapLabelValued": Recipe(lambda: [mt.MapLabelValued("label", [0, 1, 2, 4], [9, 8, 7, 6], torch.uint8)]),
     "MaskIntensityd": Recipe(lambda: [mt.MaskIntensityd("image", mask_key="label")]),
-    "MeanEnsembled": in_memory(lambda: [mt.MeanEnsembled(["pred0", "pred1", "pred2"], "out", [1.0, 2.0, 0.5])], predictions),
+    "MeanEnsembled": in_memory(
+        lambda: [mt.MeanEnsembled(["pred0", "pred1", "pred2"], "out", [1.0, 2.0, 0.5])], predictions
+    ),
     "MedianSmoothd": Recipe(lambda: [mt.MedianSmoothd("image", 1)]),
     "NormalizeIntensityd": Recipe(lambda: [mt.NormalizeIntensityd("image", nonzero=True, channel_wise=True)]),
     "Orientationd": Recipe(lambda: [mt.Orientationd(BOTH, "PIL", labels=None)]),
     "Padd": Recipe(lambda: [mt.Padd(BOTH, mt.SpatialPad((14, 12, 10)))]),
-    "ProbNMSd": Recipe(lambda: [mt.ProbNMSd("image", 3, 0.5, 0.6, 3)], before=lambda: [*loaded(), mt.ScaleIntensityd("image"), mt.Lambdad("image", lambda x: x[0])]),
+    "ProbNMSd": Recipe(lambda: [mt.ProbNMSd("image", 3, 0.5, 0.6, 3)], before=probabilities),
     "RemoveRepeatedChanneld": Recipe(lambda: [mt.RepeatChanneld("image", 3), mt.RemoveRepeatedChanneld("image", 3)]),
     "RemoveSmallObjectsd": Recipe(lambda: [mt.RemoveSmallObjectsd("label", 20)], needs=("skimage",)),
     "RepeatChanneld": Recipe(lambda: [mt.RepeatChanneld("image", 3)]),
@@ -220,11 +257,19 @@ RECIPES: Mapping[str, Recipe] = {
     "Resized": Recipe(lambda: [mt.Resized("image", (9, 9, 9), anti_aliasing=True, mode="trilinear")]),
     "Rotate90d": Recipe(lambda: [mt.Rotate90d(BOTH, 1, (0, 2))]),
     "Rotated": Recipe(lambda: [mt.Rotated(BOTH, 0.4, keep_size=False, mode=["bilinear", "nearest"])]),
-    "SaveClassificationd": Recipe(lambda folder: [mt.SaveClassificationd("age", output_dir=folder, meta_key_postfix=None)], before=lambda: [*loaded(), mt.ToTensord("age")], writes=True),
-    "SaveImaged": Recipe(lambda folder: [mt.SaveImaged("image", output_dir=folder, savepath_in_metadict=True)], writes=True),
+    "SaveClassificationd": Recipe(
+        lambda folder: [mt.SaveClassificationd("age", output_dir=folder, meta_key_postfix=None)],
+        before=with_age,
+        writes=True,
+    ),
+    "SaveImaged": Recipe(
+        lambda folder: [mt.SaveImaged("image", output_dir=folder, savepath_in_metadict=True)], writes=True
+    ),
     # torch's lstsq gives its coefficients another last bit from call to call, but not these
     "SavitzkyGolaySmoothd": Recipe(lambda: [mt.SavitzkyGolaySmoothd("image", 3, 0)]),
-    "ScaleIntensityRangePercentilesd": Recipe(lambda: [mt.ScaleIntensityRangePercentilesd("image", 5, 95, 0, 1, clip=True)]),
+    "ScaleIntensityRangePercentilesd": Recipe(
+        lambda: [mt.ScaleIntensityRangePercentilesd("image", 5, 95, 0, 1, clip=True)]
+    ),
     "ScaleIntensityRanged": Recipe(lambda: [mt.ScaleIntensityRanged("image", -100, 900, 0, 1, clip=True)]),
     "ScaleIntensityd": Recipe(lambda: [mt.ScaleIntensityd("image", channel_wise=True)]),
     "SelectItemsd": Recipe(lambda: [mt.SelectItemsd(["image", "age"])]),
@@ -235,21 +280,37 @@ RECIPES: Mapping[str, Recipe] = {
     "Spacingd": Recipe(lambda: [mt.Spacingd(BOTH, (2.0, 2.0, 3.0), mode=("bilinear", "nearest"))]),
     "SpatialCropd": Recipe(lambda: [mt.SpatialCropd(BOTH, roi_center=(5, 5, 4), roi_size=(6, 4, 4))]),
     "SpatialPadd": Recipe(lambda: [mt.SpatialPadd(BOTH, (16, 12, 8), mode="edge")]),
-    "SpatialResampled": Recipe(lambda: [mt.SpatialResampled("image", dst_keys="there")], lambda f: {**volumes(f), "there": np.diag([2.0, 2.0, 2.0, 1.0])}),
+    "SpatialResampled": Recipe(lambda: [mt.SpatialResampled("image", dst_keys="there")], with_affine),
     "SplitDimd": Recipe(lambda: [mt.SplitDimd("image", dim=3, keepdim=False)]),
     "SqueezeDimd": Recipe(lambda: [mt.SqueezeDimd("image")]),
     "StdShiftIntensityd": Recipe(lambda: [mt.StdShiftIntensityd("image", 1.5)]),
     "ThresholdIntensityd": Recipe(lambda: [mt.ThresholdIntensityd("image", 300.0, cval=-1.0)]),
     "ToDeviced": Recipe(lambda: [mt.ToDeviced(BOTH, "cpu")]),
-    "ToMetaTensord": Recipe(lambda: [mt.FromMetaTensord(BOTH), mt.Lambdad("image", lambda x: x + 1), mt.ToMetaTensord(BOTH)]),
+    "ToMetaTensord": Recipe(
+        lambda: [mt.FromMetaTensord(BOTH), mt.Lambdad("image", lambda x: x + 1), mt.ToMetaTensord(BOTH)]
+    ),
     "ToNumpyd": Recipe(lambda: [mt.ToNumpyd(BOTH, np.float64)]),
     "ToTensord": Recipe(lambda: [mt.ToTensord(["weights", "age"], torch.float32)]),
     "TorchIOd": Recipe(lambda: [mt.TorchIOd("image", "RescaleIntensity")], needs=("torchio",)),
-    "TorchVisiond": Recipe(lambda: [mt.TorchVisiond("rgb", "Grayscale")], colours, lambda: [mt.ToTensord("rgb")], needs=("torchvision",)),
+    "TorchVisiond": Recipe(
+        lambda: [mt.TorchVisiond("rgb", "Grayscale")], colours, lambda: [mt.ToTensord("rgb")], needs=("torchvision",)
+    ),
     "TransformPointsImageToWorldd": Recipe(lambda: [mt.TransformPointsImageToWorldd("points", "image")], points),
     "TransformPointsWorldToImaged": Recipe(lambda: [mt.TransformPointsWorldToImaged("points", "image")], points),
     "Transposed": Recipe(lambda: [mt.Transposed(BOTH, (0, 3, 1, 2))]),
-    "VoteEnsembled": in_memory(lambda: [mt.AsDiscreted(["pred0", "pred1", "pred2"], threshold=0.5), mt.VoteEnsembled(["pred0", "pred1", "pred2"], "out")], predictions),
-    "WriteFileMappingd": Recipe(lambda folder: [mt.SaveImaged("image", output_dir=folder, savepath_in_metadict=True), mt.WriteFileMappingd("image", folder / "mapping.json")], writes=True),
+    "VoteEnsembled": in_memory(
+        lambda: [
+            mt.AsDiscreted(["pred0", "pred1", "pred2"], threshold=0.5),
+            mt.VoteEnsembled(["pred0", "pred1", "pred2"], "out"),
+        ],
+        predictions,
+    ),
+    "WriteFileMappingd": Recipe(
+        lambda folder: [
+            mt.SaveImaged("image", output_dir=folder, savepath_in_metadict=True),
+            mt.WriteFileMappingd("image", folder / "mapping.json"),
+        ],
+        writes=True,
+    ),
     "Zoomd": Recipe(lambda: [mt.Zoomd(BOTH, 0.8, mode=["area", "nearest"], keep_size=False)]),
-}  # fmt: skip
+}

@@ -52,7 +52,7 @@ def uncached(case: Case) -> Any:
 
 
 def without_ids(value: Any) -> Any:
-    """Removes the identity of transform objects where MONAI's ``reset_ops_id`` does not look: FromMetaTensord's lists."""
+    """Removes the identity of transforms where MONAI's ``reset_ops_id`` does not look: in lists of FromMetaTensord."""
     if isinstance(value, dict):
         if value.keys() >= {TraceKeys.CLASS_NAME, TraceKeys.ID}:
             value[TraceKeys.ID] = TraceKeys.NONE
@@ -73,7 +73,8 @@ def assert_cached_alike(case: Case, expected: Any, cache: Path, device: str, oth
     assert_same(there, hit, "the hit")
     complaint, found = other.call(_hit_elsewhere, case, cache, device, expected)
     assert not complaint, complaint
-    assert strides(missed) == strides(hit) == found, "strides differ"
+    assert_same(strides(missed), strides(hit), "the strides of the miss and the hit")
+    assert_same(strides(missed), found, "the strides of the miss and the hit in another process")
 
 
 def _hit_elsewhere(case: Case, cache: Path, device: str, expected: Any) -> tuple[str, dict[str, tuple[int, ...]]]:

@@ -55,11 +55,11 @@ def same(a: Any, b: Any) -> bool:
 
 
 def strides(value: Any, where: str = "item") -> dict[str, tuple[int, ...]]:
-    """The strides of every tensor and array of a tree, in elements and bytes; metadata is left out."""
-    if isinstance(value, torch.Tensor):
-        return {where: value.stride()}
-    if isinstance(value, np.ndarray):
-        return {where: value.strides}
+    """The strides of every tensor and array of a tree (metadata left out), 0 along axes where they mean nothing."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        found = value.stride() if isinstance(value, torch.Tensor) else value.strides
+        empty = 0 in value.shape
+        return {where: tuple(0 if empty or n == 1 else s for n, s in zip(value.shape, found, strict=True))}
     inside: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         inside = value.items()

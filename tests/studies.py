@@ -55,7 +55,7 @@ def transform():
 TIME = 1_600_000_000
 
 
-class Log(mt.Transform):
+class Log(mt.Transform):  # type: ignore[misc]  # MONAI has no type hints to speak of
     """Counts how often the transforms run, of all processes together: a line each in a file that no key knows."""
 
     def __call__(self, data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every deterministic dictionary transform that MONAI exports: uncached, a miss, and a hit in another process are one."""
+"""Every deterministic dictionary transform of MONAI: uncached, a miss, and a hit in another process are one."""
 
 from __future__ import annotations
 
