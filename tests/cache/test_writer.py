@@ -483,7 +483,7 @@ def save(n):
     item = EncodedItem(tree={}, tensors={"t": torch.full((1000 * random.randint(1, 9),), n)})
     try:
         armed = True
-        process_writer().submit(str(n), publish, Key(str(n), "", "", {}), item)
+        process_writer().submit(str(n), publish, Key(str(n), "", Pipeline()), item)
         os.write(log, f"accepted {n}\n".encode())
         if n % 3 == 0:
             process_writer().wait_for(str(n))
