@@ -222,7 +222,8 @@ class _Table:
 
     @classmethod
     def of(cls, blocks: list[_Rows]) -> _Table:
-        rows = np.concatenate([_rows(b""), *blocks])
+        held = [block for block in blocks if len(block)]
+        rows = held[0] if len(held) == 1 else np.concatenate([_rows(b""), *held])
         return cls(rows[np.argsort(rows[:, 0], kind="stable")])
 
     def __len__(self) -> int:

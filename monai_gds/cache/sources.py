@@ -544,11 +544,10 @@ def _unlisted(path: str, prefix: str) -> _Row:
 
 
 def _digest_of(rows: list[_Row], contents: list[bytes]) -> str:
-    """The hash of a folder: of names, kinds, sizes and contents, in the order of the names' bytes."""
+    """The hash of a folder: of names, kinds, sizes and contents, in the order of the listing."""
     hashed = xxhash.xxh3_128()
-    for name, kind, size, content in sorted(
-        (os.fsencode(row[0]), row[1], row[3], content) for row, content in zip(rows, contents, strict=True)
-    ):
+    for (path, kind, _, size, _, _), content in zip(rows, contents, strict=True):
+        name = os.fsencode(path)
         hashed.update(struct.pack("<IBqI", len(name), kind, size, len(content)) + name + content)
     return hashed.hexdigest()
 

@@ -246,6 +246,15 @@ def test_a_writer_whose_file_was_merged_writes_on(tmp_path: Path) -> None:
     assert known(tmp_path, range(600)) == [*range(81), 500, 501]
 
 
+def test_merging_what_was_merged_before_keeps_it(tmp_path: Path) -> None:
+    for n in range(2):  # the same findings by other processes: the merged file is called the same again
+        ended(tmp_path, [[1, 2]] * 80, 100)
+        SourceMemo(str(tmp_path)).put(k(3 + n), c(3 + n))
+        for path in (tmp_path / ".index").glob("merged*"):
+            os.utime(path, (0, 0))
+    assert known(tmp_path, range(5)) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("step", range(83))
 def test_a_merge_that_is_killed_at_any_step_loses_nothing(
     many: Path, monkeypatch: pytest.MonkeyPatch, step: int

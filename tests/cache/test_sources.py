@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +459,22 @@ def test_the_order_in_which_a_folder_was_filled_is_no_difference(tree: dict[str,
             assert fresh(a) == fresh(b)
 
 
+def test_a_file_system_that_lists_in_another_order_is_no_difference(
+    study: Path, monkeypatch: pytest.MonkeyPatch, no_ticks: None, tmp_path: Path
+) -> None:
+    found, system = Sources("content", str(tmp_path)), os.scandir
+    before = found.identity(str(study))
+
+    @contextlib.contextmanager
+    def reversed_scandir(folder: Any) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with system(folder) as entries:
+            yield reversed(list(entries))
+
+    monkeypatch.setattr(os, "scandir", reversed_scandir)
+    assert fresh(study) == before
+    assert bytes_read(lambda: found.identity(str(study))) == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(trees=st.lists(_TREES, min_size=2, max_size=2, unique_by=lambda t: tuple(sorted(t.items()))))
 def test_different_folders_are_different_sources(trees: list[dict[str, bytes]]) -> None:
@@ -659,11 +676,12 @@ Sources("content", sys.argv[1]).identity(sys.argv[2])"""
 
 
 def test_a_forked_child_knows_what_its_parent_knew_and_writes_its_own(no_ticks: None, tmp_path: Path) -> None:
-    known, new = tmp_path / "known.npy", tmp_path / "new.npy"
-    for path in (known, new):
+    known, late, new = (tmp_path / f"{name}.npy" for name in ("known", "late", "new"))
+    for path in (known, late, new):
         path.write_bytes(os.urandom(MIB))
     sources = Sources("content", str(tmp_path))
     sources.identity(str(known))
+    sources.identity(str(late))  # which waits to be written
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -676,9 +694,9 @@ def test_a_forked_child_knows_what_its_parent_knew_and_writes_its_own(no_ticks: 
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     sources.flush()
-    assert len(list((tmp_path / ".index").iterdir())) == 2
-    fresh = Sources("content", str(tmp_path))
-    assert bytes_read(lambda: [fresh.identity(str(p)) for p in (known, new)]) < MIB
+    assert sorted(p.stat().st_size for p in (tmp_path / ".index").iterdir()) == [40, 80]
+    other = Sources("content", str(tmp_path))
+    assert bytes_read(lambda: [other.identity(str(p)) for p in (known, late, new)]) < MIB
 
 
 def test_a_fork_in_the_middle_of_another_threads_look_locks_nobody_out(tmp_path: Path, volume: Path) -> None:
@@ -789,3 +807,7 @@ def test_of_many_slices_each_is_asked_for_once(tmp_path: Path, monkeypatch: pyte
     for name, folders in candidates({"image": names, "again": names}, {"image"}):
         sources.identity(name, folders)
     assert asked == names
+
+
+def test_neither_torch_nor_monai_is_imported() -> None:
+    assert in_another_process("print({'torch', 'monai'} & set(sys.modules))") == "set()"
