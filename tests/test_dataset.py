@@ -348,6 +348,7 @@ def test_replacing_the_transform(make: Make) -> None:
             _ = dataset[0]
 
 
+@pytest.mark.filterwarnings("ignore:every item was computed anew")
 @pytest.mark.parametrize("hash_transform", [pickle_hashing, json_hashing, None])
 def test_hash_transform(make: Make, hash_transform: Any) -> None:
     transforms = [mt.Compose([mt.Lambdad("x", func=np.exp)]), mt.Compose([mt.Lambdad("x", func=np.log)])]
@@ -546,6 +547,7 @@ def test_full_disk_costs_the_cache_and_not_the_epoch(make: Make, tmp_path: Path,
             for _ in range(2):
                 for i, item in enumerate(expected):
                     assert_same(item, dataset[i])
+            dataset.flush()
         assert len(caught) == 1
         assert Count.calls > len(volumes)
         assert os.listdir(small / ".tmp") == []

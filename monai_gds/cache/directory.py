@@ -445,10 +445,10 @@ class CacheDirectory:
             st = os.stat(path)
             tensors = tuple((name, str(t.dtype)[6:], tuple(t.shape)) for name, t in item.tensors.items())
             pipeline = key.pipeline.digest
+            self.index.describe_pipeline(pipeline, key.pipeline.describe())
             self.index.note_record(
                 IndexEntry(key.digest, key.item, pipeline, st.st_size, st.st_mtime_ns, tensors, dict(key.sources))
             )
-            self.index.describe_pipeline(pipeline, key.pipeline.describe())
 
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background; waits only while too much is waiting to be written.

@@ -59,8 +59,8 @@ class Pipeline:
 
     @property
     def digest(self) -> str:
-        """Tells records of this pipeline and state from others: 32 hex digits."""
-        return digest_of(self.parts("", []))
+        """Tells records of this pipeline and state from others: 32 hex digits; empty where transforms do not count."""
+        return digest_of(self.parts("", [])) if self.transforms else ""
 
     def describe(self) -> dict[str, str]:
         """The description with what counts besides the transforms."""

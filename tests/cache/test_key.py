@@ -262,8 +262,8 @@ def test_sources_none_leaves_files_out(volume: Path) -> None:
     "pipelines",
     [
         pytest.param([Pipeline(t) for t in ("", "x", "y")], id="transforms"),
-        pytest.param([Pipeline("", version) for version in ("", "1.6", "1.6.1")], id="MONAI's version"),
-        pytest.param([Pipeline(state=s) for s in ((), (("track_meta", "False"),))], id="state"),
+        pytest.param([Pipeline("t", version) for version in ("", "1.6", "1.6.1")], id="MONAI's version"),
+        pytest.param([Pipeline("t", state=s) for s in ((), (("track_meta", "False"),))], id="state"),
     ],
 )
 def test_what_a_pipeline_is_counts(keys: Keys, pipelines: list[Pipeline]) -> None:

@@ -471,10 +471,9 @@ def test_any_flipped_bit_of_a_header_is_damage(tmp_path: Path) -> None:
 
 
 def test_dtypes_are_those_that_records_are_written_with() -> None:
-    """Two tables, so that listing records imports no torch."""
-    from monai_gds.cache.dtypes import DTYPES
+    from monai_gds.cache.dtypes import DTYPE_NAMES
 
-    assert {name: (str(dtype)[6:], dtype.itemsize) for name, dtype in DTYPES.items()} == header.DTYPES
+    assert {name: (str(dtype)[6:], dtype.itemsize) for dtype, name in DTYPE_NAMES.items()} == header.DTYPES
 
 
 def test_a_failing_disk_is_damage_and_a_lack_of_memory_is_not(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
