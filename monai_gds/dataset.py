@@ -258,7 +258,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     def _transform(self, index: int) -> Any:
         if type(self)._cachecheck is not GDSDataset._cachecheck:  # a subclass's own way from an item to its transforms
             return super()._transform(index)
-        return self.end(GDSDataset.begin(self, [index])[0])
+        return self._post_transform(self._begin([self.data[index]], [index])[0].finish())
 
     def _cachecheck(self, item_transformed: Any) -> Any:
         return self._begin([item_transformed], [None])[0].finish()

@@ -44,8 +44,14 @@ def _flushes_subnormals() -> bool:
     return _SMALLEST_NORMAL * 0.5 == 0.0  # a mode of the thread, which Python's own arithmetic shares with torch's
 
 
+#: How many modes (default devices are one kind of them) are in force. None: this torch does not have it.
+_modes_in_force: Callable[[], int] | None = getattr(torch._C, "_len_torch_function_stack", None)
+
+
 def _default_device() -> str:
-    return str(torch.get_default_device())
+    if _modes_in_force is not None and not _modes_in_force():
+        return "cpu"
+    return str(torch.get_default_device())  # 2.5 us
 
 
 def _autocast(device: str) -> str:
