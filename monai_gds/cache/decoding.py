@@ -445,10 +445,8 @@ class Plan:
 
         def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> Any:
             own, own_mask = data_of(t, v, a), np.ma.nomask if mask_of is None else mask_of(t, v, a)
-            if mask_of is not None and (own_mask.shape, own_mask.dtype) != (
-                own.shape,
-                np.ma.make_mask_descr(own.dtype),
-            ):
+            expected = own.shape, np.ma.make_mask_descr(own.dtype)
+            if mask_of is not None and (own_mask.shape, own_mask.dtype) != expected:
                 raise DamagedRecord("it holds a masked array whose mask is of another kind than its data")
             out: Any = np.ma.MaskedArray(own, own_mask, hard_mask=hard, copy=False)
             out._fill_value = None if fill_of is None else fill_of(t, v, a)

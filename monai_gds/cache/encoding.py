@@ -202,9 +202,7 @@ class _Encoder:
         raise UnsupportedType(_unsupported(value, path))
 
     def scalar(self, value: np.generic, path: _Path) -> Any:
-        if (
-            type(value) is np.str_
-        ):  # by value: NumPy drops trailing zeros of the fixed-size form, and in its own __str__
+        if type(value) is np.str_:  # by value, as str has it: NumPy's own ways drop zeros at the end
             return {"$str": self.text(str.__str__(value))}
         if type(value) is np.bytes_:
             return {"$numpy_bytes": base64.b64encode(value).decode()}
