@@ -9,6 +9,7 @@ it is a DamagedRecord, and what only a newer version can have written is a Newer
 
 from __future__ import annotations
 
+import ast
 import base64
 import collections
 import functools
@@ -57,10 +58,6 @@ _Form: TypeAlias = "int | tuple[Any, ...]"
 #: Puts one node together from the tensors by name, the values, and a list of: the packed block of small arrays seen as
 #: each of the plan's dtypes; the dataset's item; and the block as it is.
 _Build: TypeAlias = "Callable[[Mapping[str, torch.Tensor], Sequence[Any], Sequence[Any]], Any]"
-
-
-#: A container of an item may be two in its tree.
-_MAX_DEPTH = 2 * MAX_DEPTH
 
 
 class Recipe:
@@ -169,8 +166,8 @@ class _Reader:
     def forms(self, nodes: Iterable[Any]) -> tuple[_Form, ...]:
         """Of what is in a container."""
         self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise DamagedRecord(f"its item tree is nested more than {_MAX_DEPTH} deep")
+        if self._depth > MAX_DEPTH + 1:  # a slice may be the innermost
+            raise DamagedRecord(f"its item tree is nested more than {MAX_DEPTH} deep")
         found = tuple([self.form(node) for node in nodes])
         self._depth -= 1
         return found
@@ -220,8 +217,8 @@ class _Reader:
         forms = self.forms([node for _, node in pairs])
         if {str}.issuperset(map(type, keys)):
             return "dict", tuple(keys), forms
-        # As text, because 1, 1.0 and True are the same key.
-        return "pairs", json.dumps(keys), self._root, forms
+        # As text, because 1, 1.0 and True are the same key. (json.dumps takes ten times as long.)
+        return "pairs", repr(keys), self._root, forms
 
     def converted(self, tag: str, pairs: list[list[Any]]) -> _Form:
         return "converted", tag, self.pairs(pairs)
@@ -272,13 +269,17 @@ class _Reader:
 
     def small_tensor(self, payload: list[Any]) -> _Form:
         name, shape, offset, flags = payload
-        _fields(flags, "$small_tensor", requires_grad=False)
-        return "small tensor", name, tuple(shape), offset, bool(flags.get("requires_grad"))
+        (grad,) = _fields(flags, "$small_tensor", requires_grad=False) if flags else (False,)
+        return "small tensor", name, tuple(shape), offset, bool(grad)
 
     def tensor(self, payload: dict[str, Any]) -> _Form:
-        name, is_complex, grad, descr = _fields(
-            payload, "$tensor", "name", complex=False, requires_grad=False, numpy=None
-        )
+        name = payload["name"]
+        is_complex = grad = False
+        descr = None
+        if len(payload) > 1:
+            _, is_complex, grad, descr = _fields(
+                payload, "$tensor", "name", complex=False, requires_grad=False, numpy=None
+            )
         if name not in self._names or name in self._used:
             raise DamagedRecord(f"its tensor {name!r} is not there, or has two uses")
         self._used.add(name)
@@ -382,7 +383,7 @@ class Plan:
         return self.dict_(keys, forms)
 
     def pairs(self, keys: str, root: str | None, forms: Sequence[_Form]) -> _Build:
-        return self.dict_([_without_tensors(node, root) for node in json.loads(keys)], forms)
+        return self.dict_([_without_tensors(node, root) for node in ast.literal_eval(keys)], forms)
 
     def converted(self, tag: str, form: _Form) -> _Build:
         make, inner = _CONVERTED[tag], self._node(form)
@@ -443,8 +444,11 @@ class Plan:
         mask_of, fill_of = [None if form is None else self._node(form) for form in (mask, fill)]
 
         def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> Any:
-            own_mask = np.ma.nomask if mask_of is None else mask_of(t, v, a)
-            out: Any = np.ma.MaskedArray(data_of(t, v, a), own_mask, hard_mask=hard, copy=False)
+            own, own_mask = data_of(t, v, a), np.ma.nomask if mask_of is None else mask_of(t, v, a)
+            expected = own.shape, np.ma.make_mask_descr(own.dtype)
+            if mask_of is not None and (own_mask.shape, own_mask.dtype) != expected:
+                raise DamagedRecord("it holds a masked array whose mask is of another kind than its data")
+            out: Any = np.ma.MaskedArray(own, own_mask, hard_mask=hard, copy=False)
             out._fill_value = None if fill_of is None else fill_of(t, v, a)
             return out
 
@@ -558,6 +562,10 @@ def _array_dtype(descr: str) -> np.dtype[Any]:
     return dtype
 
 
+def _real(node: Any) -> float:
+    return float(*_fields(node, "a number", "$float") if type(node) is dict else (node,))
+
+
 def _np_scalar(descr: Any, data: str) -> Any:
     return np.frombuffer(base64.b64decode(data), np.lib.format.descr_to_dtype(_as_descr(descr)), 1)[0]
 
@@ -591,12 +599,13 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "$set": set,
     "$frozenset": frozenset,
     "$size": torch.Size,
-    "$ordered_dict": OrderedDict,
+    "$slice": lambda members: slice(*members),
 }
-_IMMUTABLE = frozenset({"$tuple", "$frozenset", "$size"})
+_IMMUTABLE = frozenset({"$tuple", "$frozenset", "$size", "$slice"})
 
 #: What is made of a dict, by the tag of its pairs.
 _CONVERTED: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "$ordered_dict": OrderedDict,
     "$counter": _counter,
     "$namespace": _namespace,
     "$proxy": types.MappingProxyType,
@@ -609,7 +618,7 @@ _READERS: dict[str, _Read] = {
     "$item": lambda r, p: r.item(p),
     "$int": _constant(lambda r, p: int(p, 16)),
     "$float": _constant(lambda r, p: float(p)),
-    "$complex": _constant(lambda r, p: complex(*map(_without_tensors, p))),
+    "$complex": _constant(lambda r, p: complex(*map(_real, p))),
     "$bytes": _constant(lambda r, p: base64.b64decode(p)),
     "$bytearray": lambda r, p: ("bytearray", r.value(base64.b64decode(p))),
     "$enum": _constant(lambda r, p: enum_member(*p)),
@@ -621,12 +630,11 @@ _READERS: dict[str, _Read] = {
     "$numpy_bytes": _constant(lambda r, p: np.bytes_(base64.b64decode(p))),
     "$void": lambda r, p: ("void", r.array(p)),
     "$dtype": _constant(lambda r, p: np.lib.format.descr_to_dtype(_as_descr(p))),
-    "$slice": _constant(lambda r, p: slice(*map(_without_tensors, p))),
     "$tuple": lambda r, p: r.container("$tuple", p),
     "$set": lambda r, p: r.container("$set", p),
     "$frozenset": lambda r, p: r.container("$frozenset", p),
     "$size": lambda r, p: r.container("$size", p),
-    "$ordered_dict": lambda r, p: r.container("$ordered_dict", [{"$tuple": pair} for pair in p]),
+    "$slice": lambda r, p: r.container("$slice", p),
     "$dict": _Reader.pairs,
     "$defaultdict": _Reader.default_dict,
     "$deque": _Reader.deque,

@@ -202,8 +202,8 @@ class _Encoder:
         raise UnsupportedType(_unsupported(value, path))
 
     def scalar(self, value: np.generic, path: _Path) -> Any:
-        if type(value) is np.str_:  # by value: NumPy drops trailing zeros of the fixed-size form
-            return {"$str": self.text(str(value))}
+        if type(value) is np.str_:  # by value, as str has it: NumPy's own ways drop zeros at the end
+            return {"$str": self.text(str.__str__(value))}
         if type(value) is np.bytes_:
             return {"$numpy_bytes": base64.b64encode(value).decode()}
         if type(value) is not value.dtype.type or type(value) is np.record:
@@ -362,7 +362,8 @@ class _Encoder:
         if value.untyped_storage().nbytes() > value.nbytes + _SLACK or not self._claim(value.untyped_storage()):
             value = value.clone(memory_format=torch.contiguous_format)
             self._claim(value.untyped_storage())
-        return value.view(-1).view(value.shape)  # an axis of length 1 had any stride until now
+        # An axis of length 1 may have had any stride until now.
+        return value.view(-1).view(value.shape) if 1 in value.shape and _is_odd(value) else value
 
     def _claim(self, storage: torch.UntypedStorage) -> bool:
         """Notes the memory of a storage; False when another tensor of the item uses some of it."""
@@ -430,7 +431,7 @@ _ENCODERS: dict[type, _Encode] = {
     torch.Tensor: _Encoder.tensor,
     MetaTensor: _Encoder.metatensor,
     type: _Encoder.class_,
-    slice: lambda e, v, p: {"$slice": [e.node(x, p) for x in (v.start, v.stop, v.step)]},
+    slice: lambda e, v, p: {"$slice": e.members((v.start, v.stop, v.step), p)},
 }
 
 _DESCRIPTIONS = {dtype: descr for descr, dtype in NUMERIC.items()}
@@ -486,6 +487,16 @@ def _describe(dtype: np.dtype[Any], value: Any, path: _Path) -> Any:
     except ValueError:  # fields that overlap
         pass
     raise UnsupportedType(_unsupported(value, path, f"has the dtype {dtype}, which cannot be stored in a record"))
+
+
+def _is_odd(contiguous: torch.Tensor) -> bool:
+    """Whether the strides are not those that a new tensor of this shape has."""
+    step = 1
+    for length, stride in zip(reversed(contiguous.shape), reversed(contiguous.stride()), strict=True):
+        if stride != step:
+            return True
+        step *= length
+    return False
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:

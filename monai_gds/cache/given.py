@@ -54,25 +54,22 @@ class Given:
             return None
         return known.path if value is known.original or _unchanged(known.original, value) else None
 
-    def _look(self, value: Any, path: Path, copies: dict[int, Any], is_open: set[int]) -> bool:
-        """Notes a value and what is in it; returns whether a record may be unable to store it."""
+    def _look(self, value: Any, path: Path, copies: dict[int, Any], is_open: set[int]) -> None:
+        """Notes what a record may be unable to store: a value, or what is in it and can be reached by a path."""
         if type(value) in _LEAVES or _is_plain(value) or id(value) in is_open:
-            return False
-        odd = True
+            return
+        odd = type(value) not in (dict, list, tuple)
         if isinstance(value, (dict, list, tuple)):
             is_open.add(id(value))
-            members = dict.items(value) if isinstance(value, dict) else enumerate(value)
-            odd = type(value) not in (dict, list, tuple)
-            for key, member in list(members):
+            for key, member in list(dict.items(value) if isinstance(value, dict) else enumerate(value)):
                 if type(key) is str or (type(key) is int and -(2**63) <= key < 2**63):
-                    odd |= self._look(member, (*path, key), copies, is_open)
+                    self._look(member, (*path, key), copies, is_open)
                 else:
-                    odd = True
+                    odd = True  # only as a whole
             is_open.discard(id(value))
         if odd:
             copy = copies.get(id(value), value)
             self._known.setdefault(id(copy), _Known(path, value, _reference(copy)))
-        return odd
 
 
 def given_copy(item: Any) -> tuple[Any, Given]:
