@@ -1,6 +1,6 @@
 """``GDSDataset``: MONAI's ``PersistentDataset`` whose cache moves at the speed of the drive and the link.
 
-This file knows MONAI: pipelines, the split, Subsets. It knows nothing of bytes, files or backends; it asks
+This file knows MONAI: pipelines, the split, Subsets. It does not know bytes, files or backends: it asks
 :mod:`monai_gds.cache` for an item under a key, and gives it the items that were missing.
 """
 
@@ -11,28 +11,34 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy, deepcopy
+from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
-from monai_gds.cache.directory import CacheDirectory, PendingItem, Verify, explain, folder_named, prepare, tidy
+from monai_gds.cache.directory import CacheDirectory, Form, PendingItem, Verify, explain, folder_named, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
-from monai_gds.cache.key import Key, KeyMaker, hash_text
-from monai_gds.cache.single_flight import Leases, pace, take_turn
-from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item
+from monai_gds.cache.index import Index
+from monai_gds.cache.key import Key
+from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
+from monai_gds.cache.sources import Policy, Sources
+from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item, given_copy
 from monai_gds.cache.writer import process_writer
-from monai_gds.errors import CacheWarning, FileChanged, NotSaved
+from monai_gds.describe import describe, explain_item, name_of, why_missed
+from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
+from monai_gds.item_keys import HashTransform, ItemKeys, MonaiVersion
 from monai_gds.naming import naming
 from monai_gds.populate import Populated, Saved, populate
 from monai_gds.ranks import Ranks
+from monai_gds.state import State, applied
 from monai_gds.storage import choose_backend, open_storage, resolve_device
-from monai_gds.transforms import Split
+from monai_gds.transforms import Split, uncached_behind
 
 __all__ = ["GDSDataset"]
 
@@ -75,15 +81,18 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     An item is computed once, up to the first random transform, and written as one record, behind the training (see
     :meth:`flush`); every later access reads the record straight to ``device`` and runs the random transforms. A hit
     gives what a miss gave: the same tree, types, dtypes, shapes, values, metadata, applied operations and device, so
-    that ``Invert`` works on cached items. Numeric arrays of the item become tensors on the device; arrays inside
-    metadata keep their type and stay on the CPU; string arrays stay NumPy. On a CPU target the tensors are private
-    mappings of the record: a crop touches only the pages it needs, and an in-place transform never reaches the file.
-    (What no mapping can do is to grow: ``resize_`` refuses such a tensor.)
+    that ``Invert`` works on cached items. On a CPU target the tensors and arrays are private mappings of the record: a
+    crop touches only the pages it needs, and an in-place transform never reaches the file. (What no mapping can do is
+    to grow: ``resize_`` refuses such a tensor.) On a CUDA target numeric arrays of the item become tensors there, see
+    ``arrays``; arrays inside metadata keep their type and stay on the CPU; string arrays stay NumPy.
 
-    Records are shared: many processes, runs and experiments may use one ``cache_dir`` at once. Changed transforms,
-    changed items, and source files whose size or mtime changed get records of their own; ``monai-gds cache prune``
-    deletes superseded ones, and with ``--pipeline`` those of transforms that you gave up. A damaged record is reported,
-    computed anew and replaced; a full or read-only disk costs the cache and not the epoch.
+    Records are shared: many processes, runs and experiments may use one ``cache_dir`` at once. An item gets a new
+    record when anything changes that it was computed from: the item itself, the transforms with their parameters and
+    code, files that the item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's
+    version. ``print(dataset)`` shows what is cached and where the split is, and :meth:`explain` why an item is not.
+    ``monai-gds cache prune`` deletes superseded records, and with ``--pipeline`` those of transforms that you gave up.
+    A damaged record is reported, computed anew and replaced; a full or read-only disk costs the cache and not the
+    epoch.
 
     In the workers of a DataLoader (``num_workers > 0``), and in forked processes, items come as CPU tensors.
 
@@ -106,7 +115,21 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         backend: how bytes are moved: ``"auto"`` takes KvikIO for CUDA targets where it works and ``"posix"`` otherwise;
             a name means that backend or an error. See :func:`monai_gds.available_backends`.
         backend_options: keyword arguments for the backend, see its class.
-        hash_sources: whether size and mtime of the files that an item names are part of its key.
+        sources: how the files that an item or a transform names are told from one another. A string of an item names
+            one if a transform whose name begins with ``Load`` reads its key, or if it looks like a path; a folder
+            counts with everything in it, and only where its path is absolute or has a separator. ``"content"``: by
+            size and content. The content is read when it was not seen before, and remembered in ``cache_dir`` as long
+            as inode and times stay. ``"once"``: the same, but each file is looked at once per process. ``"stat"``: by
+            size and mtime, which is blind to a file that was replaced with its mtime kept. A function path -> str,
+            bytes or None (is not a source). None: files do not count.
+        root: a folder that keys and records are relative to, so that a cache goes on serving data that were moved or
+            copied: paths below it, in items, transforms, metadata and applied operations, are stored without it and
+            come back below the root of the reader.
+        monai_version: how much of MONAI's version is part of the key: ``"exact"``, ``"minor"`` or None.
+        arrays: how numeric arrays of items come: ``"numpy"`` (CPU targets only), ``"torch"``, or ``"auto"``, which is
+            ``"numpy"`` on a CPU target.
+        unsupported: what happens to an item that holds something that a record cannot store: ``"warn"`` computes it in
+            every epoch, with one warning; ``"error"`` raises UnsupportedType.
         verify: when the checksums of what was read are compared: ``"first"`` (once for each file and process;
             with the backend ``"xnvme-block"``, at every read), ``"always"`` or ``"never"``.
         durable: whether a record survives a power cut from the moment the item is returned: it is written before that,
@@ -114,11 +137,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             anew.
 
     Raises:
-        TypeError: ``data`` is no sequence; ``cache_dir`` is no path.
-        ValueError: no such device or backend; ``cache_dir`` is a file, or empty.
+        TypeError: ``data`` is not a sequence; ``cache_dir`` is not a path.
+        ValueError: no such device, backend or choice; ``cache_dir`` is a file, or empty; ``root`` is not a folder.
         BackendUnavailable: the backend named does not work here.
         HashingError: a transform, or on access an item, has no stable hash.
-        UnsupportedType: on access: an item holds something that a record cannot store.
+        UnsupportedType: on access, with ``unsupported="error"``.
 
     Example:
         >>> import tempfile, numpy as np
@@ -137,7 +160,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         cache_dir: Path | str | None,
         device: int | str | torch.device | None = None,
         hash_func: Callable[..., bytes] = canonical_hash,
-        hash_transform: Callable[..., bytes] | None = canonical_hash,
+        hash_transform: HashTransform = canonical_hash,
         reset_ops_id: bool = True,
         pickle_module: str = "pickle",
         pickle_protocol: int = DEFAULT_PROTOCOL,
@@ -146,12 +169,20 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         *,
         backend: str = "auto",
         backend_options: Mapping[str, Any] | None = None,
-        hash_sources: bool = True,
+        sources: Policy = "content",
+        root: str | os.PathLike[str] | None = None,
+        monai_version: MonaiVersion = "exact",
+        arrays: Literal["auto", "numpy", "torch"] = "auto",
+        unsupported: Literal["warn", "error"] = "warn",
         verify: Verify = "first",
         durable: bool = False,
     ) -> None:
-        if verify not in ("first", "always", "never"):
-            raise ValueError(f"verify={verify!r}: use 'first', 'always' or 'never'")
+        _check_choice("verify", verify, "first", "always", "never")
+        _check_choice("monai_version", monai_version, "exact", "minor", None)
+        _check_choice("arrays", arrays, "auto", "numpy", "torch")
+        _check_choice("unsupported", unsupported, "warn", "error")
+        if not callable(sources):
+            _check_choice("sources", sources, "content", "stat", "once", None)
         _check_data(data)
         # cache_dir is not for the base class: it would raise where ours only warns, and hashes transforms its own way.
         super().__init__(
@@ -169,12 +200,19 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self.backend, self.backend_reason = choose_backend(backend, self.device)
         self.backend_options = dict(backend_options or {})
         self.hash_transform = hash_transform
-        self.hash_sources = hash_sources
+        self.sources: Policy = sources
+        self.root = None if root is None else _root_named(root)
+        self.monai_version: MonaiVersion = monai_version
+        self.arrays = arrays
+        if arrays == "numpy" and self.device.type != "cpu":
+            raise ValueError(f"arrays='numpy' needs device='cpu': on {self.device} use 'auto' or 'torch'")
+        self.unsupported = unsupported
         self.verify: Verify = verify
         self.durable = durable
         self._made_by = os.getpid()
         self._state = _State()
         self._unmade = False
+        self._computes_under: State | None = None  # of a copy that computes for another process
         if cache_dir is not None:
             self.cache_dir = folder_named(cache_dir)
             self._unmade = not prepare(self.cache_dir)
@@ -193,19 +231,20 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         _check_data(data)
         self.data = data
 
-    def set_transform_hash(self, hash_xform_func: Callable[..., bytes] | None) -> None:
+    def set_transform_hash(self, hash_xform_func: HashTransform) -> None:
         """Hashes the deterministic transforms and the settings of their ``Compose``; None leaves them out of the key.
 
         Raises:
             HashingError: a transform has no stable hash.
         """
         self.hash_transform = hash_xform_func
-        self.transform_hash = ""
         split = self._state.split
-        if hash_xform_func is not None and split is not None:
-            settings = canonical_hash(split.settings()).decode()
-            self.transform_hash = settings + _hash_transforms(hash_xform_func, split.deterministic)
-        self._state.keys = KeyMaker(self.hash_func, self.transform_hash, self.hash_sources)
+        if split is None:
+            return
+        folder = None if self.cache_dir is None else os.fspath(self.cache_dir)
+        sources = Sources(self.sources, folder)
+        self._state.keys = ItemKeys(split, self.hash_func, hash_xform_func, sources, self.root, self.monai_version)
+        self.transform_hash = self._state.keys.transform_hash
 
     def _pre_transform(self, item_transformed: Any) -> Any:
         out = self._split_now().before(item_transformed)
@@ -313,14 +352,67 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     def for_saving(self) -> GDSDataset:
         """This dataset for a process that only makes records, which are the same for every target device."""
         view = copy(self)
+        self._split_now()
+        view._computes_under = None if self._state.keys is None else self._state.keys.capture()
         if self.device.type != "cpu":
             view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
         return view
 
-    def _is_cached(self, index: int) -> bool:
-        """Whether an item has a record; only its header is read."""
+    def is_cached(self, index: int) -> bool:
+        """Whether an item has a record; only its header is read.
+
+        Raises:
+            HashingError: the item has no stable hash.
+            ValueError: nothing is cached.
+        """
+        if not self.caches:
+            raise ValueError("nothing is cached: there is no cache_dir, or no deterministic transform in front")
         cache, key = self._place(self.data[index])
         return cache.holds(key.digest)
+
+    def explain(self, index: int) -> str:
+        """Says whether an item is a hit or a miss, and at a miss what differs from the record that is most like it.
+
+        Args:
+            index: of the item.
+
+        Returns:
+            A few lines, such as "item 3 is a miss … Spacingd.pixdim 1.5 → 1.0".
+
+        Raises:
+            HashingError: the item has no stable hash.
+
+        Example:
+            >>> import tempfile
+            >>> from monai.transforms import Compose, ScaleIntensityd
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     dataset = GDSDataset([{"image": 1.0}], Compose([ScaleIntensityd("image")]), folder, device="cpu")
+            ...     print(dataset.explain(0).splitlines()[0][:16])
+            item 0 is a miss
+        """
+        return explain_item(self, index)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    def split(self) -> Split:
+        """The pipeline in two halves: what is cached, and what runs in every epoch."""
+        return self._split_now()
+
+    def key(self, index: int) -> Key:
+        """The key of an item, made now.
+
+        Raises:
+            HashingError: the item has no stable hash.
+        """
+        self._split_now()
+        assert self._state.keys is not None, "made with the split"
+        return self._state.keys([self.data[index]])[0]
+
+    def record_path(self, key: Key) -> str:
+        """Where the record of a key lies, whether there is one or not."""
+        cache = self._cache()
+        return "" if cache is None else cache.record_path(key.digest)
 
     def save(self, index: int, anyway: bool = False) -> Saved:
         """Sees to it that an item has a record, unless somebody else is just computing it.
@@ -337,7 +429,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             FileChanged: a file that the item names changed while it was computed.
             Exception: what the transforms raise.
         """
-        item = self.data[index]
+        with nullcontext() if self._computes_under is None else applied(self._computes_under):
+            return self._save(self.data[index], index, anyway)
+
+    def _save(self, item: Any, index: int, anyway: bool) -> Saved:
         cache, key = self._place(item)
         if cache.holds(key.digest):
             return Saved("cached")
@@ -349,10 +444,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             if cache.holds(key.digest):  # whoever had the lease may have just finished
                 return Saved("cached")
             began = time.perf_counter()
-            encoded = self._encode(item, index)
+            encoded, _ = self._compute(item, index, "error")
             seconds = time.perf_counter() - began
-            if self._place(item)[1] != key:
-                raise FileChanged(f"a file that item {index} names changed while it was computed: populate again")
+            changed = key.changes(self._place(item)[1])
+            if changed:
+                raise FileChanged(f"while item {index} was computed, {changed}: populate again")
             try:
                 cache.save(key, encoded)
             except OSError as e:
@@ -363,7 +459,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self._split_now()
         cache = self._cache()
         assert cache is not None and self._state.keys is not None, "who asks has made sure that items are cached"
-        return cache, self._state.keys(item)
+        return cache, self._state.keys([item])[0]
 
     # The cache
 
@@ -372,7 +468,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
             return [Begun(partial(self._only_compute, *one)) for one in zip(items, indices, strict=True)]
-        keys = [self._state.keys(item) for item in items]
+        keys = self._state.keys(items)
         pendings = cache.start_all([key.digest for key in keys])
         return [
             Begun(_Finish(self, cache, key, item, pending, index), 0 if pending is None else pending.nbytes)
@@ -382,43 +478,99 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     def _finish(self, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None, index: Any) -> Any:
         if pending is None:  # since then it may have been saved: the item comes twice, or another process was faster
             pending = cache.start(key.digest)
-        found = None if pending is None else pending.wait()
+        found = None if pending is None else pending.wait(item)
         return self._fill(cache, key, item, index) if found is None else found[0]
 
     def _only_compute(self, item: Any, index: Any) -> Any:
-        return self._assemble(self._encode(item, index, strict=False))
+        encoded, _ = self._compute(item, index, "pass")
+        return self._assemble(encoded, item)
 
-    def _encode(self, item: Any, index: Any, strict: bool = True) -> EncodedItem:
-        """Computes an item and takes it apart; what goes wrong names the item."""
+    def _compute(self, item: Any, index: Any, unsupported: str) -> tuple[EncodedItem, bool]:
+        """Computes an item and takes it apart; what goes wrong names the item.
+
+        Args:
+            item: of the dataset.
+            index: its index, where it is known.
+            unsupported: what to do about a value that a record cannot hold: ``"error"``, ``"warn"`` or ``"pass"``.
+
+        Returns:
+            The item taken apart, and whether a record can hold it.
+        """
         began = time.perf_counter()
         with naming(index, item):
-            encoded = encode_item(self._compute(item), strict=strict)
+            mine, given = given_copy(item)  # transforms write into what they are given
+            computed = self._pre_transform(mine)
+            try:
+                encoded, storable = encode_item(computed, root=self.root, given=given), True
+            except UnsupportedType as e:
+                if unsupported == "error":
+                    raise
+                if unsupported == "warn":
+                    self._warn_once(UnsupportedType, f"computed in every epoch, since it cannot be cached: {e}")
+                encoded, storable = encode_item(computed, strict=False), False
         pace.note(time.perf_counter() - began)
-        return encoded
-
-    def _compute(self, item: Any) -> Any:
-        return self._pre_transform(deepcopy(item))  # transforms write into what they are given
+        return encoded, storable
 
     def _fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
-        lease, found = take_turn(cache.path, key.digest, partial(_look, cache, key))
+        lease, found = take_turn(cache.path, key.digest, partial(_look, cache, key, item))
         if found is not None:
             return found[0]
         with lease:
-            encoded = self._encode(item, index)
-            # A source that changed meanwhile was read after the key was made: what came of it is not what the key says.
-            if self._state.keys is not None and self._state.keys(item) == key:
-                # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
-                if self.durable or _in_worker() or self._made_by != os.getpid():
-                    cache.publish(key, encoded)
-                else:
-                    cache.publish_behind(key, encoded, lease.hand_over())
-        return self._assemble(encoded)
+            self._note_miss(cache, key)
+            encoded, storable = self._compute(item, index, self.unsupported)
+            if storable:
+                self._save_behind(cache, key, item, encoded, lease)
+        return self._assemble(encoded, item)
 
-    def _assemble(self, encoded: EncodedItem) -> Any:
+    def _save_behind(self, cache: CacheDirectory, key: Key, item: Any, encoded: EncodedItem, lease: Lease) -> None:
+        assert self._state.keys is not None, "the key came from there"
+        # A source or a setting that changed meanwhile may have been seen before or after: the item fits neither key.
+        changed = key.changes(self._state.keys([item])[0])
+        if changed:
+            self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
+            return
+        # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
+        if self.durable or _in_worker() or self._made_by != os.getpid():
+            cache.publish(key, encoded)
+        else:
+            cache.publish_behind(key, encoded, lease.hand_over())
+        self._state.keys.flush()
+
+    def _assemble(self, encoded: EncodedItem, item: Any) -> Any:
         """An item that was just computed, put together exactly as if it had been read."""
         device = self.target()
         tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
-        return compile_tree(encoded.tree, encoded.arrays, tensors, track_meta=self.track_meta)(tensors)
+        return compile_tree(encoded.tree, encoded.arrays, tensors, **self._form()._asdict())(tensors, item)
+
+    def _form(self) -> Form:
+        numpy = self.arrays == "numpy" or (self.arrays == "auto" and self.device.type == "cpu")
+        return Form(self.track_meta, numpy, self.root)
+
+    def _note_miss(self, cache: CacheDirectory, key: Key) -> None:
+        """Warns once, with the reason, when all items missed over a folder that has records of a similar pipeline.
+
+        The reason is looked up at the first miss, before records of this run are in the index.
+        """
+        state = self._state
+        state.misses += 1
+        if state.misses == 1:
+            cache.warn_of_older_format()
+            state.why = why_missed(cache.index, key) if cache.index is not None else []
+        worker = torch.utils.data.get_worker_info()
+        if not state.why or state.misses * (1 if worker is None else worker.num_workers) < len(self.data):
+            return
+        reasons, state.why = "; ".join(state.why), []
+        warnings.warn(
+            f"every item was computed anew, though {self.cache_dir} holds records of a similar pipeline. What differs: "
+            f"{reasons}. See dataset.explain(index)",
+            CacheWarning,
+            stacklevel=5,
+        )
+
+    def _warn_once(self, kind: type[Exception], message: str) -> None:
+        if kind not in self._state.said:
+            self._state.said.add(kind)
+            warnings.warn(message, CacheWarning, stacklevel=5)
 
     def flush(self) -> None:
         """Waits until every item computed so far is saved, or the reason why it was not has been warned of.
@@ -447,7 +599,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
                 open_storage(backend, device, **options),
                 durable=self.durable,
                 verify=self.verify,
-                track_meta=self.track_meta,
+                form=self._form(),
+                index=Index(self.cache_dir),
                 unmade=self._unmade,
             )
             state.process = os.getpid()
@@ -483,6 +636,14 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
                 raise
             if self.cache_dir is not None and not state.split.deterministic:
                 warnings.warn(f"nothing is cached: {_why_not(state.split.rest)}", CacheWarning, stacklevel=3)
+            elif self.cache_dir is not None and (behind := uncached_behind(state.split.rest)):
+                warnings.warn(
+                    f"{behind} transforms behind {name_of(state.split.rest[0])} run in every epoch although they are "
+                    "deterministic, since it is not a Transform of MONAI's and counts as random: use Lambda or "
+                    "Lambdad, or derive it from monai.transforms.Transform",
+                    CacheWarning,
+                    stacklevel=3,
+                )
         return state.split
 
     # Going to another process
@@ -503,11 +664,14 @@ class _State:
     dataset, and would seed the transforms that are reachable from here a second time.
     """
 
-    __slots__ = ("cache", "keys", "process", "said_cpu", "split")
+    __slots__ = ("cache", "keys", "misses", "process", "said", "said_cpu", "split", "why")
 
     def __init__(self) -> None:
         self.split: Split | None = None
-        self.keys: KeyMaker | None = None
+        self.keys: ItemKeys | None = None
+        self.misses = 0
+        self.said: set[type[Exception]] = set()
+        self.why: list[str] = []  # what differs from the records that are there, until it was said
         self.cache: CacheDirectory | None = None
         self.process = 0
         self.said_cpu = False
@@ -524,29 +688,30 @@ def _why_not(rest: list[Callable[..., Any]]) -> str:
     """Why nothing is cached of a pipeline that is ``rest``, all of it behind the cache."""
     if not rest:
         return "there is no transform"
-    first = getattr(rest[0], "__qualname__", type(rest[0]).__name__)  # a function's own name, or that of the type
     return (
-        f"the pipeline begins with {first}, and only what comes before the first random transform (or callable that is "
-        "no MONAI Transform) is"
+        f"the pipeline begins with {name_of(rest[0])}, and only what comes before the first random transform (or "
+        "callable that is not a MONAI Transform) is"
     )
 
 
-def _look(cache: CacheDirectory, key: Key) -> Any:
-    """The item in a tuple, if its record is there by now."""
+def _look(cache: CacheDirectory, key: Key, item: Any) -> Any:
+    """The computed item in a tuple, if its record is there by now."""
     pending = cache.start(key.digest)
-    return None if pending is None else pending.wait()
+    return None if pending is None else pending.wait(item)
 
 
 def _in_worker() -> bool:
     return torch.utils.data.get_worker_info() is not None
 
 
-def _hash_transforms(hash_func: Callable[..., bytes], transforms: list[Callable[..., Any]]) -> str:
-    try:
-        found = hash_func(transforms)
-    except TypeError as e:
-        # MONAI's json_hashing cannot take transforms, and MONAI then hashes their names.
-        if "is not JSON serializable" not in str(e):
-            raise
-        found = hash_func("".join(type(t).__name__ for t in transforms))
-    return hash_text(found, "hash_transform")
+def _check_choice(name: str, value: Any, *choices: str | None) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+
+
+def _root_named(root: str | os.PathLike[str]) -> str:
+    """The folder that a user's ``root`` names, absolute, without a slash at its end."""
+    path = os.path.abspath(folder_named(root, "root"))
+    if not os.path.isdir(path):
+        raise ValueError(f"root={os.fspath(root)!r} is not a folder: name the one that the data lie in")
+    return path

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-__all__ = ["naming"]
+__all__ = ["naming", "paths_of"]
 
 #: Paths that a note names, and characters of each.
 _MOST_PATHS = 4
@@ -62,7 +62,7 @@ class naming:  # noqa: N801  # a context manager, used like a function
 def _note(index: Any, item: Any) -> str:
     try:
         which = "an item" if index is None else f"item {operator.index(index)}"
-        paths = list(_paths(item))
+        paths = [f"{name}={_shortened(path)}" if name else _shortened(path) for name, path in paths_of(item)]
         if len(paths) > _MOST_PATHS:
             paths[_MOST_PATHS:] = [f"and {len(paths) - _MOST_PATHS} more"]
         named = ": " + ", ".join(paths) if paths else ""
@@ -76,15 +76,15 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else "…" + text[1 - _MOST_CHARACTERS :]
 
 
-def _paths(value: Any, name: str = "") -> Iterator[str]:
-    """``name=path`` for every value that looks like a path, nested ones too."""
+def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The key and the text of every value of an item that looks like a path, nested ones too."""
     if isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
         if isinstance(text, str) and "\n" not in text and ("/" in text or _SUFFIX.search(text)):
-            yield f"{name}={_shortened(text)}" if name else _shortened(text)
+            yield name, text
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _paths(inner, f"{name}.{key}" if name else str(key))
+            yield from paths_of(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _paths(inner, name)
+            yield from paths_of(inner, name)

@@ -14,9 +14,9 @@ from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from monai_gds.cache.key import strings
 from monai_gds.cache.single_flight import pace
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.naming import paths_of
 from monai_gds.ranks import Ranks
 from monai_gds.workers import Workers
 
@@ -183,7 +183,7 @@ class _InWorkers:
 
 def _is_there(dataset: GDSDataset, index: int) -> bool:
     try:
-        return dataset._is_cached(index)
+        return dataset.is_cached(index)
     except Exception:  # it will be raised again where failures are noted
         return False
 
@@ -213,8 +213,7 @@ def _attempt(dataset: GDSDataset, what: tuple[int, bool]) -> Saved | FailedItem:
 def _path_of(data: Sequence[Any], index: int) -> str:
     try:
         item = data[index]
-        found = [text for text in strings(item) if "/" in text]
-        return found[0] if found else repr(item)[:80]
+        return next((path for _, path in paths_of(item)), repr(item)[:80])
     except Exception:  # the item itself may be what fails
         return f"data[{index}]"
 

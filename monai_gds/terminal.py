@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -28,13 +30,18 @@ __all__ = [
     "errors",
     "in_words",
     "known_device",
+    "printable",
     "progress",
     "progress_bar",
     "say",
+    "say_lines",
     "show",
 ]
 
 _WIDE = 100_000
+
+#: Control characters but for tabs and line ends, characters that turn or break lines, halves of surrogate pairs.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 #: Standard output, for results.
 console = Console()
@@ -43,9 +50,30 @@ console = Console()
 errors = Console(stderr=True)
 
 
+def printable(text: str) -> str:
+    r"""A text in which control characters, which could command the terminal, are written out as ``\x1b``.
+
+    Tabs and line ends stay. Halves of surrogate pairs are written out too, since they cannot be encoded: names of files
+    that are not UTF-8 have them.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def say(line: str, to: Console = console) -> None:
     """Prints a line as it is: no markup, no colours, and not broken where the terminal ends."""
-    to.print(line, highlight=False, soft_wrap=True, markup=False)
+    to.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Prints lines on standard output as :func:`say` does, all at once: rich takes 0.3 ms for each."""
+    text = "".join(f"{printable(line)}\n" for line in lines)
+    out = sys.stdout
+    try:
+        out.write(text.encode(out.encoding or "utf-8", "backslashreplace").decode(out.encoding or "utf-8"))
+        out.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # or the interpreter fails again at its exit
+        raise SystemExit(1) from None
 
 
 def in_words(error: BaseException) -> str:

@@ -7,15 +7,16 @@ start would run in every epoch. Here it is looked into where that is equivalent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Literal
 
-from monai.transforms import Compose, Transform
+from monai.transforms import Compose, MapTransform, Transform
 from monai.transforms.compose import execute_compose
 from monai.transforms.traits import RandomizableTrait
 
-__all__ = ["Split"]
+__all__ = ["Split", "loaded_keys", "uncached_behind"]
 
 
 class Split:
@@ -55,6 +56,32 @@ class Split:
     def after(self, item: Any) -> Any:
         """Runs everything from the first random transform on."""
         return execute_compose(item, self.rest, **self._settings) if self.rest else item
+
+
+def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Literal["all"]:
+    """The keys of an item under which transforms load files; "all" where one loads the item itself.
+
+    A transform that loads is one of a class, or derived from one, whose name begins with ``Load``.
+    """
+    found: set[str] = set()
+    for transform in transforms:
+        if isinstance(transform, Compose):
+            inner = loaded_keys(transform.transforms)
+            if inner == "all":
+                return "all"
+            found |= inner
+        elif any(cls.__name__.startswith("Load") for cls in type(transform).__mro__):
+            if not isinstance(transform, MapTransform):
+                return "all"
+            found |= {key for key in transform.keys if isinstance(key, str)}
+    return frozenset(found)
+
+
+def uncached_behind(rest: Sequence[Callable[..., Any]]) -> int:
+    """How many deterministic transforms run in every epoch only since a callable in front of them is no Transform."""
+    if not rest or isinstance(rest[0], (Transform, RandomizableTrait)):
+        return 0
+    return sum(1 for _ in itertools.takewhile(lambda t: not _is_random(t), rest[1:]))
 
 
 def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["ROOT", "fork", "in_child", "mounted_tmpfs", "python", "read_only", "shared_folder"]
+__all__ = ["NOBODY", "ROOT", "fork", "in_child", "mounted_tmpfs", "python", "read_only", "shared_folder"]
 
 ROOT = Path(__file__).parent.parent
 

@@ -1,16 +1,16 @@
-"""Strict equality of item trees, and what two items share: the two questions that most tests of the cache ask."""
+"""Strict equality of item trees, what two items share, and what a device makes of one: what most tests of items ask."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from monai.data import MetaTensor
 
-__all__ = ["assert_same", "mutable_parts", "same"]
+__all__ = ["assert_same", "moved", "mutable_parts", "same", "strides"]
 
 
 def assert_same(a: Any, b: Any, where: str = "item") -> None:
@@ -52,6 +52,37 @@ def same(a: Any, b: Any) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def strides(value: Any, where: str = "item") -> dict[str, tuple[int, ...]]:
+    """The strides of every tensor and array of a tree (metadata left out), 0 along axes where they mean nothing."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        found = value.stride() if isinstance(value, torch.Tensor) else value.strides
+        empty = 0 in value.shape
+        return {where: tuple(0 if empty or n == 1 else s for n, s in zip(value.shape, found, strict=True))}
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, (list, tuple)):
+        inside = enumerate(value)
+    return {k: s for name, v in inside for k, s in strides(v, f"{where}[{name!r}]").items()}
+
+
+def moved(value: Any, device: str) -> Any:
+    """What an item is on a CUDA target: its tensors there, and tensors in place of arrays; metadata stays as it is."""
+    if isinstance(value, torch.Tensor):
+        there = value.as_subclass(torch.Tensor).to(device)
+        if isinstance(value, MetaTensor):
+            there = there.as_subclass(MetaTensor)
+            there.__dict__.update(vars(value))
+        return there
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 8:
+        return torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape).to(device)
+    if isinstance(value, dict):
+        return {k: moved(v, device) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(moved(v, device) for v in value)
+    return value
 
 
 def _tensors(a: torch.Tensor, b: torch.Tensor, where: str) -> None:

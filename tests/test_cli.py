@@ -14,13 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 
 import monai_gds
 from monai_gds import cli
-from monai_gds.dataset import GDSDataset
 from monai_gds.errors import StorageError
 from monai_gds.terminal import progress_bar
 from tests.commands import Done, on_a_terminal, run
@@ -209,20 +207,6 @@ def test_a_volume_without_voxels_is_wrong_usage(option: str, voxels: tuple[int, 
     assert "each side takes 1 voxel or more" in done.output
 
 
-def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
-    from monai.transforms import Compose, EnsureTyped
-
-    source = tmp_path / "ct [bold]a[x].npy"
-    np.save(source, np.zeros(4))
-    items = [{"im[/b]age": np.zeros((1, 64, 64, 64), dtype=np.float32), "source": str(source)}]
-    with GDSDataset(items, Compose([EnsureTyped("im[/b]age")]), tmp_path / "cache", device="cpu") as dataset:
-        _ = dataset[0]
-    listed = run("cache", "ls", tmp_path / "cache")
-    assert listed.exit_code == 0
-    assert "im[/b]age (1, 64, 64, 64) float32" in listed.stdout
-    assert source.name in listed.stdout
-
-
 def test_why_a_backend_was_chosen_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from monai_gds import dataset
 
@@ -279,17 +263,6 @@ def test_pack_does_not_write_into_what_it_packs(tmp_path: Path) -> None:
 # Behind a pipe.
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from monai.transforms import Compose, EnsureTyped
-
-    folder = tmp_path_factory.mktemp("cache")
-    items = [{"image": np.full((1, 64, 64, 64), i, dtype=np.float32)} for i in range(3)]
-    with GDSDataset(items, Compose([EnsureTyped("image")]), folder, device="cpu") as dataset:
-        _ = [dataset[i] for i in range(3)]
-    return folder
-
-
 def as_a_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process of its own whose output is piped."""
     return subprocess.run(
@@ -307,22 +280,6 @@ def test_demo_is_quiet_behind_a_pipe(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert control_characters(done.stdout + done.stderr) == set()
     assert "same volumes" in done.stdout
-
-
-@pytest.mark.parametrize("command", ["ls", "verify", "prune"])
-def test_the_cache_commands_are_quiet_behind_a_pipe(cache: Path, command: str) -> None:
-    done = run("cache", command, cache)
-    assert done.exit_code == 0
-    assert done.stderr == ""
-    assert control_characters(done.stdout) == set()
-    assert re.search(r"[03] (records|files)", done.stdout)
-
-
-def test_names_are_whole_behind_a_pipe(cache: Path) -> None:
-    """A terminal's table folds them; who pipes wants to cut and grep."""
-    listed = run("cache", "ls", cache).stdout
-    for record in cache.glob("*.safetensors"):
-        assert record.name in listed
 
 
 @pytest.mark.parametrize("of", ["dataset", "tensor"])

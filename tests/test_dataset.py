@@ -123,9 +123,7 @@ def test_gives_what_the_pipeline_gives(make: Make, volumes: list[dict[str, Any]]
     for _ in range(2):
         got, expected = make()[1], pipeline()(copy.deepcopy(volumes[1]))
         mt.utils.reset_ops_id(expected)
-        arrays = {k: torch.from_numpy(v) for k, v in expected.items() if isinstance(v, np.ndarray)}
-        assert "weights" in arrays
-        expected.update(arrays)  # numeric arrays are tensors, both times
+        assert isinstance(expected["weights"], np.ndarray), "arrays stay arrays, both times"
         assert_same(expected, got)
         assert {"name", "age", "notes", "mask", "foreground_start_coord"} <= set(got)
 
@@ -147,8 +145,9 @@ def test_hits_share_nothing(make: Make) -> None:
 
 def test_in_place_transforms_reach_neither_the_file_nor_the_next_hit(make: Make, cache_dir: Path) -> None:
     def spoil(data: Any) -> Any:
-        for key in (*KEYS, "weights"):
+        for key in KEYS:
             data[key].fill_(-1)
+        data["weights"][:] = -1
         data["image"].meta.clear()
         data["image"].applied_operations.clear()
         data["notes"]["codes"].append(3)
@@ -256,14 +255,46 @@ def test_without_cache_dir_nothing_is_written_and_the_item_is_the_same(
     assert_same(make()[0], item)
 
 
-def test_what_cannot_be_stored_is_an_error_with_a_cache_and_passes_without(make: Make) -> None:
-    class Odd:
-        pass
+class Odd:
+    """What no record can hold."""
 
+
+def test_what_cannot_be_stored_is_computed_in_every_epoch_with_one_warning(make: Make, cache_dir: Path) -> None:
+    transform = mt.Compose([Count(), mt.Lambda(lambda d: {**d, "odd": Odd()})])
+    dataset = make(transform)
+    with pytest.warns(CacheWarning, match=r"item\['odd'\] is a .*Odd.*DeleteItemsd") as told:
+        items = [dataset[i] for i in (0, 1, 0, 1)]
+    assert len(told) == 1
+    assert Count.calls == 4
+    assert all(type(item["odd"]) is Odd for item in items)
+    assert records(cache_dir) == []
+
+
+def test_what_cannot_be_stored_is_an_error_where_that_is_wanted(make: Make) -> None:
     transform = mt.Compose([mt.Lambda(lambda d: {**d, "odd": Odd()})])
     with pytest.raises(UnsupportedType, match=r"item\['odd'\] is a .*Odd.*DeleteItemsd"):
-        _ = make(transform)[0]
-    assert type(make(transform, cache=None)[0]["odd"]).__name__ == "Odd"
+        _ = make(transform, unsupported="error")[0]
+    assert type(make(transform, cache=None)[0]["odd"]) is Odd
+
+
+def test_values_of_the_item_that_no_record_can_hold_are_taken_from_it(make: Make) -> None:
+    data = [{"x": 1, "odd": Odd()}]
+    for _ in range(2):
+        item = make(mt.Compose([Count()]), data)[0]
+        assert type(item["odd"]) is Odd
+        assert item["odd"] is not data[0]["odd"]
+    assert Count.calls == 1
+
+
+@pytest.mark.parametrize("arrays", ["auto", "numpy", "torch"])
+def test_arrays_are_what_was_asked_for(make: Make, arrays: Any) -> None:
+    data = [{"x": np.arange(6, dtype=np.int16).reshape(2, 3), "t": torch.ones(2)}]
+    for _ in range(3):  # a miss, a verified read, a mapping
+        item = make(mt.Compose([mt.Identity()]), data, arrays=arrays)[0]
+        assert type(item["x"]) is (torch.Tensor if arrays == "torch" else np.ndarray)
+        assert type(item["t"]) is torch.Tensor
+        assert np.array_equal(np.asarray(item["x"]), data[0]["x"])
+        item["x"][0] = 9  # writable, and nobody else's
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,7 +314,8 @@ def test_changed_source_changed_transform_changed_item(make: Make, tmp_path: Pat
     assert dataset[0]["age"] == 99
     other = counted()
     other.transforms[5].scaler.b_max = 2.0
-    assert float(make(other, data)[0]["image"].median()) == 1.0
+    with pytest.warns(CacheWarning, match=r"every item was computed anew.*ScaleIntensityRanged.*b_max 1.0 → 2.0"):
+        assert float(make(other, data)[0]["image"].median()) == 1.0
     assert Count.calls == 4
 
 
@@ -298,7 +330,8 @@ def test_a_source_that_changes_while_it_is_read_is_not_cached_under_the_old_key(
             return {"text": path.read_text()}
 
     dataset = make(mt.Compose([Read()]), [{"file": str(path)}])
-    assert dataset[0]["text"] == "new"
+    with pytest.warns(CacheWarning, match=f"not cached: while it was computed, {path} changed"):
+        assert dataset[0]["text"] == "new"
     assert records(Path(dataset.cache_dir)) == []
 
 
@@ -330,11 +363,11 @@ def test_hash_func(make: Make, hash_func: Any) -> None:
     assert Count.calls == 2
 
 
-def test_hash_sources_false(make: Make, tmp_path: Path) -> None:
+def test_sources_none(make: Make, tmp_path: Path) -> None:
     data = write_volumes(tmp_path, 1)
     for _ in range(2):
-        _ = make(counted(), data, hash_sources=False)[0]
-        os.utime(data[0]["image"], ns=(1, 1))
+        _ = make(counted(), data, sources=None)[0]
+        Path(data[0]["image"]).write_bytes(b"no volume any more")
     assert Count.calls == 1
 
 
@@ -445,7 +478,7 @@ def test_the_home_directory_is_meant_by_a_tilde(
 
 @pytest.mark.parametrize(("cache", "error"), [("", ValueError), (5, TypeError), (b"cache", TypeError)])
 def test_a_cache_dir_that_names_no_folder(make: Make, cache: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"cache_dir={cache!r} .*None for no cache"):
+    with pytest.raises(error, match=f"cache_dir={cache!r} .*None for none"):
         make(cache=cache)
 
 
@@ -477,7 +510,7 @@ def test_unhashable_transform_and_item_name_themselves(make: Make) -> None:
     with pytest.raises(HashingError, match=r"variable handle.*TextIOWrapper.*hash_transform=None"):
         make(mt.Compose([mt.Lambda(lambda d: handle)]))
     make(mt.Compose([mt.Lambda(lambda d: handle)]), hash_transform=None)
-    with pytest.raises(HashingError, match=r"value\['f'\].*TextIOWrapper.*hash_func"):
+    with pytest.raises(HashingError, match=r"item\['f'\].*TextIOWrapper.*hash_func"):
         _ = make(mt.Compose([mt.Identity()]), [{"f": handle}])[0]
 
 
@@ -759,7 +792,8 @@ def test_is_a_persistent_dataset_with_monais_signature(tmp_path: Path) -> None:
     ours = inspect.signature(GDSDataset.__init__).parameters
     assert list(ours)[1:8] == monais
     assert set(inspect.signature(PersistentDataset.__init__).parameters) <= set(ours)
-    assert all(ours[n].kind is inspect.Parameter.KEYWORD_ONLY for n in ("backend", "verify", "durable", "hash_sources"))
+    own = ("backend", "verify", "durable", "sources", "root", "monai_version", "arrays", "unsupported")
+    assert all(ours[n].kind is inspect.Parameter.KEYWORD_ONLY for n in own)
     assert issubclass(GDSDataset, PersistentDataset)
     GDSDataset([], [mt.Identity()], str(tmp_path), "cpu", pickle_module="pickle", pickle_protocol=2, weights_only=False)
 

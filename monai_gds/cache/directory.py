@@ -1,7 +1,8 @@
 """The cache directory: one record file an item, published by rename, read back through a storage backend.
 
-    <directory>/<32 hex digits>.safetensors    records
-    <directory>/.tmp/<digest>.<owner>.<n>      records being written; those of killed writers are removed
+    <directory>/<32 hex digits>.v2.safetensors  records
+    <directory>/.tmp/<digest>.<owner>.<n>       records being written, see :mod:`monai_gds.cache.temporary`
+    <directory>/.index/                         what is known of records and sources: advisory, made anew when missing
 
 A reader sees a whole record or none, and a mapping of a record stays valid when the record is replaced. Any number of
 processes may fill one directory. Nothing here ends an epoch: what cannot be read is reported once and counts as absent,
@@ -13,32 +14,40 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import itertools
 import os
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from monai_gds.cache.checksum import checksum
+from monai_gds.cache.header import named
+from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.key import Key
-from monai_gds.cache.record import ARRAYS, HEAD_BYTES, Record, header_length, pack_record, parse_header
+from monai_gds.cache.record import (
+    ARRAYS,
+    HEAD_BYTES,
+    SUFFIX,
+    Record,
+    check_name,
+    header_length,
+    pack_record,
+    parse_header,
+)
+from monai_gds.cache.temporary import being_written, tidy
 from monai_gds.cache.tree import EncodedItem, Plan, Recipe, compile_tree, tensor_of
 from monai_gds.cache.writer import process_writer
-from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged, RecordError
+from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged, NewerRecord, RecordError
 from monai_gds.storage import FileId, Pending, Storage
 
 __all__ = [
-    "SUFFIX",
     "CacheDirectory",
     "PendingItem",
     "Verify",
-    "abandoned",
     "explain",
     "folder_named",
     "prepare",
@@ -46,8 +55,6 @@ __all__ = [
     "tidy",
 ]
 
-SUFFIX = ".safetensors"
-_TEMPORARY = ".tmp"
 
 #: When the checksums of a record's tensors are compared: once for each version of the file and process (but at every
 #: read where the storage goes past the file system), at every read, or never. The header's is compared always.
@@ -60,18 +67,11 @@ _HEADS_BYTES = 32 << 20
 #: Bytes that a record with one tensor takes there besides its recipe and its path: ids, checksums, places in dicts.
 _HEAD_BYTES = 800
 
-#: Numbers the temporary files of this process, which may have several caches over one directory.
-_counter = itertools.count()
-
 #: Records of no more bytes are read together.
 _SMALL = 1 << 20
 
 #: How often a record that is replaced whenever it is read is tried again.
 _TRIES = 5
-
-#: A temporary file whose owner cannot be checked from here (another host or container) is left alone this long.
-_FOREIGN_SECONDS = 3600
-
 
 #: Errors that are about the directory and not about one file in it.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -83,6 +83,20 @@ _ADVICE: dict[Any, str] = {
     errno.EACCES: "give yourself permission, or move cache_dir",
     errno.EPERM: "give yourself permission, or move cache_dir",
 }
+
+
+class Form(NamedTuple):
+    """In which form items come out of records.
+
+    Attributes:
+        track_meta: False gives MetaTensors back as plain tensors.
+        numpy: arrays come as NumPy arrays; False: as tensors.
+        root: the data root that paths in records are relative to; None: there is none.
+    """
+
+    track_meta: bool = True
+    numpy: bool = False
+    root: str | None = None
 
 
 class _Layout:
@@ -117,8 +131,8 @@ class _Head(NamedTuple):
     checksums: tuple[int, ...]
 
     @classmethod
-    def of(cls, record: Record, file: FileId, arrays: bytes, track_meta: bool) -> _Head:
-        recipe = compile_tree(record.tree, arrays, record.tensors, track_meta=track_meta)
+    def of(cls, record: Record, file: FileId, arrays: bytes, form: Form) -> _Head:
+        recipe = compile_tree(record.tree, arrays, record.tensors, **form._asdict())
         entries = [(name, e.dtype, tuple(e.shape), e.offset, e.nbytes) for name, e in record.tensors.items()]
         return cls(file, recipe, _shared_layout(tuple(entries)), tuple(e.checksum for e in record.tensors.values()))
 
@@ -170,8 +184,11 @@ class PendingItem:
         self._head, self._pending, self._verify = head, pending, verify
         self.nbytes = head.file.size
 
-    def wait(self) -> Any:
+    def wait(self, item: Any = None) -> Any:
         """Waits for the reads. The item's tensors may be used at once on the CUDA stream that is current.
+
+        Args:
+            item: the dataset's own item, of which a record may leave parts out.
 
         Returns:
             ``(item,)``, since an item may be None itself; or None.
@@ -184,14 +201,19 @@ class PendingItem:
                     _check(name, expected, data)
                 self._cache.mark_verified(self._path, head.file)
         except FileChanged as e:  # replaced by another process while it was read: read the new one
-            return self._cache.reread(self._path, self._tries, e)
+            return self._cache.reread(self._path, self._tries, e, item)
         except FileNotFoundError:  # deleted by another process
             return None
         except (RecordError, OSError) as e:
             self._cache.report_unusable(self._path, e)
             return None
         parts = zip(head.layout.tensors, raw, strict=True)
-        return (head.recipe({name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in parts}),)
+        tensors = {name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in parts}
+        try:
+            return (head.recipe(tensors, item),)
+        except RecordError as e:
+            self._cache.report_unusable(self._path, e)
+            return None
 
 
 class CacheDirectory:
@@ -203,7 +225,8 @@ class CacheDirectory:
         durable: a published record survives a power cut (fsync of file and directory). If not, it is only whole: a
             record that a power cut tore is found by its checksums.
         verify: see :data:`Verify`.
-        track_meta: False gives MetaTensors back as plain tensors.
+        form: in which form items come out of records.
+        index: what is noted of records, see :class:`monai_gds.cache.index.Index`; None: nothing is.
         unmade: the user knows from :func:`prepare` that the directory cannot be made: nothing more is said of it.
     """
 
@@ -214,20 +237,23 @@ class CacheDirectory:
         *,
         durable: bool = False,
         verify: Verify = "first",
-        track_meta: bool = True,
+        form: Form = Form(),  # noqa: B008 (immutable)
+        index: Index | None = None,
         unmade: bool = False,
     ) -> None:
         self.path = os.path.abspath(path)
+        self.index = index
         self._storage = storage
         self._durable = durable
         self._verify: Verify = "always" if verify == "first" and storage.past_file_system else verify
-        self._track_meta = track_meta
+        self._form = form
         self._unmade = unmade
         self._heads: dict[str, tuple[_Head, int]] = {}  # with the bytes that each takes
         self._heads_bytes = 0
         self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         self._verified: dict[str, FileId] = {}
         self._reported: set[Any] = set()
+        self._newer: set[str] = set()  # records that this version cannot read and must not replace
         self._lock = threading.Lock()
 
     # Reading
@@ -248,12 +274,19 @@ class CacheDirectory:
         return self._start(path)
 
     def holds(self, digest: str) -> bool:
-        """Whether there is a record with a sound header; its data is not read. A damaged one is reported."""
+        """Whether there is a record with a sound header; its data is not read. A damaged one is reported.
+
+        One that a newer version wrote counts: it is not replaced.
+        """
         path = self.record_path(digest)
         try:
-            read_record(path, self._storage)
+            record, _, _ = read_record(path, self._storage)
+            check_name(record, digest)
         except FileNotFoundError:
             return False
+        except NewerRecord as e:
+            self.report_unusable(path, e)
+            return True
         except (RecordError, OSError) as e:
             self.report_unusable(path, e)
             return False
@@ -279,10 +312,10 @@ class CacheDirectory:
                 found[i] = PendingItem(self, paths[i], head, pending, verify, _TRIES)
         return found
 
-    def reread(self, path: str, tries: int, error: FileChanged) -> Any:
+    def reread(self, path: str, tries: int, error: FileChanged, item: Any) -> Any:
         """Reads a record anew that was replaced while it was read; results as of :meth:`PendingItem.wait`."""
         pending = self._restart(path, tries, error)
-        return None if pending is None else pending.wait()
+        return None if pending is None else pending.wait(item)
 
     def _restart(self, path: str, tries: int, error: FileChanged) -> PendingItem | None:
         self._forget(path)
@@ -310,7 +343,9 @@ class CacheDirectory:
         known = self._heads.get(path)
         if known is not None:
             return known[0]  # whether the file is still the same is checked when it is opened to be read
-        head = _Head.of(*read_record(path, self._storage), self._track_meta)
+        record, file, arrays = read_record(path, self._storage)
+        check_name(record, os.path.basename(path).removesuffix(SUFFIX))
+        head = _Head.of(record, file, arrays, self._form)
         self._remember(path, head)
         return head
 
@@ -345,11 +380,20 @@ class CacheDirectory:
         self._verified[path] = file
 
     def report_unusable(self, path: str, error: Exception) -> None:
-        """Warns, once a file, of a record that cannot be used; it will be computed anew and replaced.
+        """Warns, once per file, of a record that cannot be used; it will be computed anew and replaced.
 
-        What is wrong with the whole directory is said once and not for every file.
+        An error of the whole directory is reported once and not for every file. A record of a newer version is not
+        replaced, and they are reported together.
         """
         self._forget(path)
+        if isinstance(error, NewerRecord):
+            self._newer.add(path)
+            self._warn(
+                NewerRecord,
+                f"cache record {path} cannot be used and is computed without being replaced: {error}; the same goes "
+                "for others of its kind. Update monai_gds, or give this version a cache_dir of its own",
+            )
+            return
         once_for: Any = path
         reason = str(error)
         if isinstance(error, OSError) and error.errno in _NO_ACCESS:
@@ -366,6 +410,8 @@ class CacheDirectory:
         Returns:
             Whether the record is there now.
         """
+        if self.record_path(key.digest) in self._newer:
+            return False
         try:
             self.save(key, item)
         except OSError as e:
@@ -381,20 +427,28 @@ class CacheDirectory:
             item: the item taken apart; must not change until this returns.
 
         Raises:
-            OSError: disk full, read-only, no permission, input/output error.
+            OSError: disk full, read-only, no permission, input/output error; ``.tmp`` is a link.
         """
         buffers = pack_record(item, key.ingredients())
         target = self.record_path(key.digest)
-        temporary = self._temporary(key.digest)
-        try:
+        with being_written(self.path, key.digest, target) as temporary:
             self._storage.write(temporary, buffers, durable=self._durable)
-            os.rename(temporary, target)
-        except BaseException:
-            _remove(temporary)
-            raise
         self._forget(target)
         if self._durable:
             _sync_directory(self.path)
+        self._note(key, item, target)
+
+    def _note(self, key: Key, item: EncodedItem, path: str) -> None:
+        if self.index is None:
+            return
+        with contextlib.suppress(OSError):  # pruned already
+            st = os.stat(path)
+            tensors = tuple((name, str(t.dtype)[6:], tuple(t.shape)) for name, t in item.tensors.items())
+            pipeline = key.pipeline.digest
+            self.index.note_record(
+                IndexEntry(key.digest, key.item, pipeline, st.st_size, st.st_mtime_ns, tensors, dict(key.sources))
+            )
+            self.index.describe_pipeline(pipeline, key.pipeline.describe())
 
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background; waits only while too much is waiting to be written.
@@ -406,10 +460,16 @@ class CacheDirectory:
         """
         process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
 
-    def _temporary(self, digest: str) -> str:
-        folder = f"{self.path}/{_TEMPORARY}"
-        os.makedirs(folder, exist_ok=True)
-        return f"{folder}/{digest}.{_owner()}.{next(_counter)}"
+    def warn_of_older_format(self) -> None:
+        """Warns when records of version 1 lie here, which no key finds any more."""
+        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
+            if any((told := named(entry.name)) is not None and told[1] == 1 for entry in entries):
+                self._warn(
+                    "older format",
+                    f"the records in {self.path} that an earlier version of monai_gds made are not used: their keys "
+                    "did not cover all that an item is computed from, so the cache is made once more. To delete them: "
+                    f"monai-gds cache prune --old-format {self.path}",
+                )
 
     def _warn(self, once_for: Any, message: str) -> None:
         if self._unmade and not os.path.isdir(self.path):
@@ -421,18 +481,18 @@ class CacheDirectory:
         warnings.warn(message, CacheWarning, stacklevel=2)
 
 
-def folder_named(cache_dir: str | os.PathLike[str]) -> Path:
-    """The folder that a user's ``cache_dir`` names; ``~`` is the home directory.
+def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> Path:
+    """The folder that an argument of the user's names; ``~`` is the home directory.
 
     Raises:
-        TypeError: it is no path.
+        TypeError: it is not a path.
         ValueError: it is empty.
     """
-    if not isinstance(cache_dir, (str, os.PathLike)):
-        raise TypeError(f"cache_dir={cache_dir!r} is no path: name a folder, or give None for no cache")
-    if not os.fspath(cache_dir):
-        raise ValueError("cache_dir='' names no folder: name one, or give None for no cache")
-    return Path(os.path.expanduser(cache_dir))
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{argument}={path!r} is not a path: name a folder, or give None for none")
+    if not os.fspath(path):
+        raise ValueError(f"{argument}='' does not name a folder: name one, or give None for none")
+    return Path(os.path.expanduser(path))
 
 
 def prepare(path: str | os.PathLike[str]) -> bool:
@@ -454,78 +514,6 @@ def prepare(path: str | os.PathLike[str]) -> bool:
         return False
     tidy(path)
     return True
-
-
-def tidy(path: str | os.PathLike[str]) -> None:
-    """Removes the temporary files of a cache directory whose writer is gone."""
-    for temporary in abandoned(os.path.abspath(path)):
-        _remove(temporary)
-
-
-def abandoned(path: str) -> Iterator[str]:
-    """Temporary files whose writer is gone."""
-    try:
-        names = os.listdir(f"{path}/{_TEMPORARY}")
-    except OSError:
-        return
-    for name in names:
-        temporary = f"{path}/{_TEMPORARY}/{name}"
-        if not _owner_lives(name, temporary):
-            yield temporary
-
-
-# The owner of a temporary file is written in its name, so that another process can tell whether it still runs.
-
-
-def _place() -> str:
-    """Where process ids mean what they mean here: this boot of this machine, this pid namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read(8)
-        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return "unknown"
-
-
-def _started(pid: int | str) -> str | None:
-    """When a process started, in clock ticks since boot; None when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _is_hidden(pid: str) -> bool:
-    """Whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
-    try:
-        os.kill(int(pid), 0)  # sends nothing
-    except PermissionError:
-        return True
-    except (OSError, ValueError, OverflowError):
-        pass
-    return False
-
-
-def _owner() -> str:
-    return f"{_place()}.{os.getpid()}.{_started(os.getpid())}"
-
-
-def _owner_lives(name: str, path: str) -> bool:
-    _, place, pid, started, _ = [*name.split("."), "", "", "", ""][:5]
-    if place == _place():
-        now = _started(pid)
-        if now is not None or not _is_hidden(pid):
-            return now == started
-    try:
-        return time.time() - os.stat(path).st_mtime < _FOREIGN_SECONDS
-    except OSError:
-        return True
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
 
 
 def _sync_directory(path: str) -> None:

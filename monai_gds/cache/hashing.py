@@ -1,20 +1,29 @@
 """A canonical hash of Python values: equal from process to process and run to run, whatever the memory layout.
 
-Used for the items of a dataset and for its transforms. What counts is what a value *is*: types, contents, the code of
-functions. What does not count is where it happens to live or what it did last:
-
-* identity, sharing, and the order of dicts and sets;
-* a device: any ``torch.device``, an attribute named ``device``, and under such a key what names one (``"cuda:1"``);
-* random state: NumPy's, Python's and torch's generators;
-* what an object leaves in itself while it runs (:data:`TRANSIENT`).
+Used for the items of a dataset and for its transforms. A value counts by its contents: types, data, the code of
+functions. It does not count where it lives or what it did last: identity, sharing, and the order of dicts and sets.
 
 Functions and lambdas count by bytecode, constants, defaults, closure and the globals they read; classes of the user's
-by the code of their methods. What belongs to an installed library counts by name and the library's version, MONAI by
-name (its version is an ingredient of the key by itself).
+by the code of their methods. Code of an installed library counts by name and the library's version, MONAI's by name
+(its version is an ingredient of the key by itself).
+
+Transforms are hashed for what they compute, so some of their state is left out:
+
+* a device: any ``torch.device``, and whatever names one (``"cuda:1"``, None) as an attribute, a variable or under a key
+  called ``device``;
+* random state: NumPy's, Python's and torch's generators;
+* what an object leaves in itself while it runs (:data:`TRANSIENT`), and readers of ``LoadImage`` that nobody asked for.
+
+The data of an item is passed on by transforms, so everything in it counts.
+
+The walk that hashes transforms also describes them: ``{attribute path: short text}``, from which two pipelines are
+compared when a hit was expected (:mod:`monai_gds.cache.explain`), and it collects the strings it meets, which may name
+files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import enum
 import functools
@@ -29,15 +38,17 @@ import struct
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from monai_gds.errors import HashingError
 
-__all__ = ["TRANSIENT", "canonical_hash"]
+__all__ = ["TRANSIENT", "HashedTransforms", "below", "canonical_hash", "hash_item", "hash_transforms"]
 
 #: Attributes that are no part of a value, by the name of a class anywhere among its bases: random state, and what is
 #: left behind by the last call.
@@ -51,6 +62,9 @@ TRANSIENT: dict[str, frozenset[str]] = {
 
 #: Properties that count in place of what they are kept in, which is made on first use.
 _PROPERTIES = {"monai.transforms.inverse.TraceableTransform": "tracing"}
+
+#: Attributes of MONAI's that count in part, by the name of their class.
+_READERS = ("monai.transforms.io.array.LoadImage", "readers")
 
 _STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
 
@@ -86,15 +100,105 @@ def canonical_hash(value: Any) -> bytes:
         >>> canonical_hash({"a": 1, "b": 2}) == canonical_hash({"b": 2, "a": 1})
         True
     """
-    hasher = _Hasher()
-    content = hasher.digest(value, "value")
-    return hasher.join([content, *hasher.definitions()]).hex().encode()
+    return _Hasher().hash(value, "value").encode()
+
+
+def hash_item(item: Any, root: str | None = None) -> str:
+    """Hashes an item of a dataset: everything in it counts, for transforms pass it on.
+
+    Args:
+        item: as for :func:`canonical_hash`.
+        root: paths below this folder count by what follows it.
+
+    Returns:
+        32 hex digits.
+
+    Raises:
+        HashingError: as by :func:`canonical_hash`.
+    """
+    return _Hasher(root, exact=True).hash(item, "item")
+
+
+@dataclass(frozen=True, slots=True)
+class HashedTransforms:
+    """What one walk over transforms found.
+
+    Attributes:
+        digest: 32 hex digits.
+        description: ``{attribute path: short text}`` of what counts.
+        strings: every string met, without those of transforms that write files.
+        names_cuda: whether a CUDA device is named, so that CUDA's settings matter.
+        requires_grad: whether a tensor requires a gradient, so that the grad mode matters.
+    """
+
+    digest: str
+    description: dict[str, str]
+    strings: frozenset[str]
+    names_cuda: bool
+    requires_grad: bool
+
+
+def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None = None) -> HashedTransforms:
+    """Hashes transforms and describes them.
+
+    Args:
+        transforms: what computes an item, in order.
+        root: paths below this folder count by what follows it.
+
+    Raises:
+        HashingError: as by :func:`canonical_hash`.
+    """
+    hasher = _Hasher(root, describes=True)
+    digests = []
+    for i, transform in enumerate(transforms):
+        name = getattr(transform, "__qualname__", type(transform).__qualname__)
+        digests.append(hasher.digest(transform, f"transforms[{i}] {name}"))
+    digest = hasher.join([*digests, *hasher.definitions()]).hex()
+    return HashedTransforms(
+        digest, hasher.description or {}, frozenset(hasher.strings), hasher.names_cuda, hasher.requires_grad
+    )
+
+
+def below(text: str, root: str | None) -> str | None:
+    """What follows the root in a path that is the root or lies below it; None for any other text.
+
+    Args:
+        text: any string.
+        root: an absolute folder without a slash at its end, or None.
+    """
+    if root is None or not text.startswith(root):
+        return None
+    rest = text[len(root) :]
+    return rest if not rest or rest[0] == "/" or root == "/" else None
 
 
 class _Hasher:
-    def __init__(self) -> None:
+    """One walk.
+
+    Args:
+        root: see :func:`hash_item`.
+        exact: devices, random states and the sign of a NaN count.
+        describes: fill ``description`` and ``strings``.
+    """
+
+    #: Containers with more members are described by their digest.
+    _MOST_DESCRIBED = 32
+
+    def __init__(self, root: str | None = None, *, exact: bool = False, describes: bool = False) -> None:
         self._open: dict[int, int] = {}  # objects being hashed, by identity, with their depth
         self._defined: dict[int, tuple[Any, str]] = {}  # functions and classes of the user's that were met
+        self._root = root
+        self._exact = exact
+        self._writes_files = 0  # > 0 inside a transform that writes the files it names
+        self.description: dict[str, str] | None = {} if describes else None
+        self.strings: set[str] = set()
+        self.names_cuda = False
+        self.requires_grad = False
+
+    def hash(self, value: Any, where: str) -> str:
+        """The hash of a value, as 32 hex digits."""
+        content = self.digest(value, where)
+        return self.join([content, *self.definitions()]).hex()
 
     def digest(self, value: Any, where: str) -> bytes:
         return self.join(self._parts(value, where))
@@ -117,12 +221,14 @@ class _Hasher:
         while done < len(self._defined):
             for value, where in list(self._defined.values())[done:]:
                 parts = self._class_body(value) if isinstance(value, type) else self._globals(value, where)
-                found.add(self.join([self.digest(value, where), *parts]))
+                code = self.join([self.digest(value, where), *parts])
+                self._describe(f"{value.__module__}.{value.__qualname__}", f"code {code.hex()[:8]}")
+                found.add(code)
                 done += 1
         return sorted(found)
 
     def _parts(self, value: Any, where: str) -> Iterable[bytes]:
-        plain = _plain(value)
+        plain = self._plain(value, where)
         if plain is not None:
             return plain
         if id(value) in self._open:
@@ -138,7 +244,10 @@ class _Hasher:
         if kind in (list, tuple) or kind is torch.Size:
             return [b"list" if kind is list else b"tuple", *self._all(value, where)]
         if isinstance(value, (set, frozenset)):
-            return [b"set", *sorted(self._all(value, where))]
+            with self._silence():
+                members = sorted(self._all(value, where))
+            self._describe(where, f"a set of {len(members)}, {self.join(members).hex()[:8]}")
+            return [b"set", *members]
         if isinstance(value, np.ndarray):
             return self._array(value, where)
         if isinstance(value, torch.Tensor):
@@ -150,17 +259,64 @@ class _Hasher:
             return code
         return self._object(value, where)
 
-    def _all(self, values: Iterable[Any], where: str) -> list[bytes]:
-        return [self.digest(v, f"{where}[{i}]") for i, v in enumerate(values)]
+    def _plain(self, value: Any, where: str) -> list[bytes] | None:
+        """The parts of a value that holds no others."""
+        if isinstance(value, (str, pathlib.PurePath)) and not isinstance(value, enum.Enum):
+            if self.description is not None and not self._writes_files:
+                self.strings.add(str(value))
+            rest = below(str(value), self._root)
+            if rest is not None and isinstance(value, (str, pathlib.PurePath)):
+                self._describe(where, f"<root>{rest}")
+                return [b"below the root", type(value).__name__.encode(), rest.encode("utf-8", "surrogatepass")]
+        if isinstance(value, torch.device):
+            self.names_cuda |= value.type == "cuda"
+            return [b"device", str(value).encode()] if self._exact else [b"device"]
+        if isinstance(value, _RANDOM_STATES) and not self._exact:
+            return [b"random state"]
+        if type(value) is float and math.isnan(value) and not self._exact:
+            plain: list[bytes] | None = [b"float", b"nan"]
+        else:
+            plain = _plain(value)
+        if plain is not None:
+            self._describe(where, _short(value))
+        return plain
+
+    def _describe(self, where: str, text: str) -> None:
+        if self.description is not None:
+            self.description[where] = text
+
+    @contextlib.contextmanager
+    def _silence(self) -> Iterator[None]:
+        """Nothing is described meanwhile, but strings are collected."""
+        kept, self.description = self.description, {} if self.description is not None else None
+        try:
+            yield
+        finally:
+            self.description = kept
+
+    def _all(self, values: Sequence[Any] | Iterable[Any], where: str) -> list[bytes]:
+        members = list(values)
+        if self.description is None or len(members) <= self._MOST_DESCRIBED:
+            return [self.digest(v, f"{where}[{i}]") for i, v in enumerate(members)]
+        with self._silence():
+            found = [self.digest(v, where) for v in members]
+        self._describe(where, f"{len(members)} values, {self.join(found).hex()[:8]}")
+        return found
 
     def _mapping(self, value: Mapping[Any, Any], where: str) -> list[bytes]:
         pairs = []
         for key, v in value.items():
             name = f"{where}[{key!r}]"
-            is_device = isinstance(key, str) and key in _DEVICE_NAMES and _names_device(v)
-            content = b"device" if is_device else self.digest(v, name)
+            content = b"device" if self._is_device(key, v) else self.digest(v, name)
             pairs.append(self.digest(key, f"{where}'s key {key!r}") + content)
         return sorted(pairs)
+
+    def _is_device(self, name: Any, value: Any) -> bool:
+        """Whether this is a transform's device, which does not count: another one gives the same item elsewhere."""
+        if self._exact or not isinstance(name, str) or name not in _DEVICE_NAMES or not _names_device(value):
+            return False
+        self.names_cuda |= "cuda" in str(value)
+        return True
 
     # Arrays
 
@@ -168,17 +324,33 @@ class _Hasher:
         head = [b"array", str(np.lib.format.dtype_to_descr(value.dtype)).encode(), repr(value.shape).encode()]
         if value.dtype.hasobject:
             return [*head, *self._all(value.ravel().tolist(), where)]
-        return [*head, value.tobytes()]
+        if value.dtype.kind == "U" and (self._root is not None or self.description is not None):
+            head.extend(self._all(value.ravel().tolist(), where))  # its strings may be paths
+            if self._root is not None:
+                return [*head[:1], *head[2:]]  # the width of the dtype hangs on the root's length
+        data = _data_digest(value)
+        self._describe(where, _short_array(value, data))
+        if type(value) in (np.ndarray, np.memmap):
+            return [*head, data]
+        extra = [self._name(type(value))]
+        if isinstance(value, np.ma.MaskedArray):
+            extra.append(self.digest([np.ma.getmaskarray(value), value.fill_value], f"{where}'s mask"))
+        return [*head, data, *extra]
 
     def _tensor(self, value: torch.Tensor, where: str) -> list[bytes]:
         if value.layout != torch.strided:
             raise HashingError(_refusal(value, where, f"layout {value.layout}"))
         plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
-        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        raw = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
+        data = _data_digest(raw)
+        self._describe(where, f"tensor {str(value.dtype)[6:]} {tuple(value.shape)} {data.hex()[:8]}")
         extra = []
+        if value.requires_grad:
+            self.requires_grad = True
+            extra.append(b"requires grad")
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            extra = [self._name(type(value)), *self._mapping(vars(value), where)]
-        return [b"tensor", str(value.dtype).encode(), repr(tuple(value.shape)).encode(), raw, *extra]
+            extra.extend([self._name(type(value)), *self._mapping(vars(value), where)])
+        return [b"tensor", str(value.dtype).encode(), repr(tuple(value.shape)).encode(), data, *extra]
 
     # Code
 
@@ -211,13 +383,17 @@ class _Hasher:
         library = _library(value.__module__)
         named = "<" not in value.__qualname__
         if library is not None and named:
+            self._describe_library(library)
             return [b"function", library, value.__module__.encode(), value.__qualname__.encode()]
         where = f"{where} ({value.__qualname__})"
         parts = [b"code", _module_name(value.__module__), self.digest(value.__code__, where)]
         parts.append(self.digest(value.__defaults__, where + "'s defaults"))
         parts.append(self.digest(value.__kwdefaults__, where + "'s defaults"))
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            parts.append(b"device" if name in _DEVICE_NAMES else self.digest(cell, f"{where}'s variable {name}"))
+            content = cell.cell_contents if _is_filled(cell) else cell
+            parts.append(
+                b"device" if self._is_device(name, content) else self.digest(cell, f"{where}'s variable {name}")
+            )
         if library is None:
             self._defined.setdefault(id(value), (value, where))
         return parts
@@ -225,7 +401,7 @@ class _Hasher:
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
         names = sorted(_names(function.__code__))
         for name in names:
-            if name in function.__globals__ and name not in _DEVICE_NAMES:
+            if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
                 value = function.__globals__[name]
                 yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
@@ -264,7 +440,13 @@ class _Hasher:
         where = f"class {cls.__qualname__}"
         return [*self._mapping(members, where), *self._all(cls.__bases__, where + "'s bases")]
 
+    def _describe_library(self, library: bytes) -> None:
+        name, _, version = library.decode().partition(" ")
+        if version:
+            self._describe(f"library {name}", version)
+
     def _name(self, cls: type) -> bytes:
+        self._describe_library(_library(cls.__module__) or b"")
         return b"\0".join([_library(cls.__module__) or b"", _module_name(cls.__module__), cls.__qualname__.encode()])
 
     # Objects
@@ -274,13 +456,21 @@ class _Hasher:
         own = getattr(value, "__cache_key__", None)
         if own is not None:
             return [*head, self.digest(own(), f"{where}.__cache_key__()")]
+        writes = _writes_files(value)
+        self._writes_files += writes
+        try:
+            return [*head, *self._contents(value, where)]
+        finally:
+            self._writes_files -= writes
+
+    def _contents(self, value: Any, where: str) -> list[bytes]:
         if isinstance(value, Mapping):
-            return [*head, *self._mapping(value, where), *self._attributes(value, where)]
+            return [*self._mapping(value, where), *self._attributes(value, where)]
         if isinstance(value, types.ModuleType):
             return [b"module", _library(value.__name__) or b"", value.__name__.encode()]
         # A class written in C (str, deque, an open file…) holds what no attribute shows; pickling shows it.
         native = [] if _is_python(type(value)) else self._reduced(value, where)
-        return [*head, *native, *self._attributes(value, where)]
+        return [*native, *self._attributes(value, where)]
 
     def _attributes(self, value: Any, where: str) -> Iterable[bytes]:
         skip: set[str] = set()
@@ -290,12 +480,15 @@ class _Hasher:
             skip |= TRANSIENT.get(name, frozenset())
             if name in _PROPERTIES:
                 state[_PROPERTIES[name]] = getattr(value, _PROPERTIES[name])
+            if name == _READERS[0]:
+                state[_READERS[1]] = _asked_readers(value)
             slots = vars(cls).get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
                 if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
                     state[slot] = getattr(value, slot)
-        for name in sorted(state.keys() - skip - _DEVICE_NAMES, key=str):
-            yield str(name).encode() + self.digest(state[name], f"{where}.{name}")
+        for name in sorted(state.keys() - skip, key=str):
+            if not self._is_device(name, state[name]):
+                yield str(name).encode() + self.digest(state[name], f"{where}.{name}")
 
     def _reduced(self, value: Any, where: str) -> Iterable[bytes]:
         """An object of a C type, by the parts that it would be pickled as."""
@@ -323,7 +516,7 @@ def _plain(value: Any) -> list[bytes] | None:
     if kind is int:
         return [b"int", hex(value).encode()]
     if kind is float:
-        return [b"float", b"nan" if math.isnan(value) else struct.pack("<d", value)]
+        return [b"float", struct.pack("<d", value)]
     if kind is complex:
         return [b"complex", struct.pack("<dd", value.real, value.imag)]
     if kind in (bytes, bytearray):
@@ -334,10 +527,6 @@ def _plain(value: Any) -> list[bytes] | None:
         return [b"scalar", str(value.dtype).encode(), value.tobytes()]
     if isinstance(value, (np.dtype, torch.dtype)):
         return [b"dtype", str(value).encode()]
-    if isinstance(value, torch.device):
-        return [b"device"]
-    if isinstance(value, _RANDOM_STATES):
-        return [b"random state"]
     if isinstance(value, logging.Logger):
         return [b"logger", value.name.encode()]
     if isinstance(value, re.Pattern):
@@ -348,8 +537,60 @@ def _plain(value: Any) -> list[bytes] | None:
 
 
 def _names_device(value: Any) -> bool:
-    """Whether a string names a device of torch's; a scanner of that name in an item counts as what it is."""
+    """Whether a value names devices of torch's; a scanner called that way counts as what it is."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_names_device, value))
+    if value is None or isinstance(value, torch.device):
+        return True
     return isinstance(value, str) and re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", value) is not None
+
+
+def _data_digest(array: np.ndarray) -> bytes:
+    """16 bytes of XXH3 over an array's data in C order: at the speed of memory, where a cryptographic hash is not."""
+    if not array.dtype.itemsize or not array.size:
+        return b""
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    if len(text) <= 80:
+        return text
+    return f"{text[:60]}… ({len(text)} characters, {hashlib.blake2b(text.encode('utf-8', 'replace')).hexdigest()[:8]})"
+
+
+def _short_array(value: np.ndarray, data: bytes) -> str:
+    if value.size <= 16 and value.dtype.kind in "biufc":
+        return f"array {value.dtype} {value.tolist()}"
+    return f"array {value.dtype} {value.shape} {data.hex()[:8]}"
+
+
+def _writes_files(value: Any) -> bool:
+    """Whether this is a transform of MONAI's that writes the files that it names: they are no input of it."""
+    return any(
+        c.__module__.startswith("monai.") and c.__name__.startswith(("Save", "Write")) for c in type(value).__mro__
+    )
+
+
+def _asked_readers(loader: Any) -> list[Any]:
+    """The readers of a ``LoadImage`` that decide what it reads.
+
+    Without ``reader=`` the file's suffix chooses among all that are installed, and all count. With ``reader=`` MONAI
+    registers the default ones all the same, in front of those that were asked for, and which those are hangs on the
+    libraries that are installed.
+    """
+    readers = list(loader.readers)
+    if loader.auto_select:
+        return readers
+    from monai.transforms.io.array import SUPPORTED_READERS, get_default_reader_registration_order
+
+    default = iter([SUPPORTED_READERS[name] for name in get_default_reader_registration_order()])
+    asked = 0
+    for reader in readers:
+        if not any(type(reader) is cls for cls in default):  # `default` goes on behind the one that was found
+            break
+        asked += 1
+    return readers[asked:] or readers
 
 
 def _names(code: types.CodeType) -> set[str]:

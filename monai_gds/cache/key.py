@@ -1,35 +1,72 @@
 """The key: under which name an item's record lies, and what went into it.
 
-A key covers the item, the deterministic transforms, MONAI's version, and size and mtime of every file that the item
-names (of a folder, as in DICOM, its listing). The dataset gives the first two as hashes; the files are looked at here,
-on every access, so that a volume that was edited is never served stale.
+A key covers the item, the deterministic transforms, the process's settings that change results, MONAI's version, and
+the content of every source file. The dataset gives the pipeline with its state; the item and the files are looked at
+here, on every access, so that a volume that was edited is never served stale.
+
+:meth:`Key.parts` is exactly what is digested. The record stores it, and a reader digests it again: a record that lies
+under another name than its own is not believed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import marshal
 import os
-import pathlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import monai
-import numpy as np
-
+from monai_gds.cache.hashing import below, canonical_hash, hash_item
+from monai_gds.cache.header import digest_of
+from monai_gds.cache.sources import Identity, Sources, candidates
 from monai_gds.errors import HashingError
 
-__all__ = ["Key", "KeyMaker", "hash_text", "source_stat", "strings"]
+__all__ = ["Key", "KeyMaker", "Pipeline", "hash_text"]
 
-#: What is known of a source file: (size, mtime_ns); of a folder, (entries, a hash of their names, sizes and mtimes).
-Stat = tuple[int, int]
+#: First of the parts: a change of what the others mean gives another one.
+_FORMAT = "monai_gds 2"
 
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
 
 #: Items whose hash is remembered: at most about 24 MB. A hash costs 40 us.
 _MOST_SEEN = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What all keys of one pipeline share.
+
+    Attributes:
+        transforms: hash of the deterministic transforms, empty when they are not part of the key.
+        monai: MONAI's version as far as it counts, empty when it does not.
+        state: settings of the process that differ from their defaults, ``(name, value)`` each.
+        root: the data root that keys and records are relative to, without a slash at its end; None: paths are absolute.
+        description: what the transforms are made of, ``{attribute path: short text}``.
+        files: files that the transforms name.
+    """
+
+    transforms: str = ""
+    monai: str = ""
+    state: tuple[tuple[str, str], ...] = ()
+    root: str | None = None
+    description: dict[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+
+    def parts(self, item: str, sources: list[list[Any]]) -> list[Any]:
+        """What is digested, JSON-able, for an item's hash and its sources, ``[name, size, content]`` each."""
+        state = [list(pair) for pair in self.state]
+        return [_FORMAT, item, self.transforms, self.monai, state, sources, self.root is not None]
+
+    @property
+    def digest(self) -> str:
+        """Tells records of this pipeline and state from others: 32 hex digits."""
+        return digest_of(self.parts("", []))
+
+    def describe(self) -> dict[str, str]:
+        """The description with what counts besides the transforms."""
+        state = {f"state.{name}": value for name, value in self.state}
+        rooted = {"root": "given"} if self.root is not None else {}
+        return {**self.description, "monai": self.monai or "any", **state, **rooted}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +76,59 @@ class Key:
     Attributes:
         digest: 32 hex digits.
         item: hash of the item.
-        transform: hash of the deterministic transforms, empty when they are no part of the key.
-        sources: ``{path: (size, mtime_ns)}`` of the files that the item names.
+        pipeline: what computes it.
+        paths: the sources, absolute.
+        identities: of each source, or None where there is neither a file nor a folder.
     """
 
     digest: str
     item: str
-    transform: str
-    sources: dict[str, Stat]
+    pipeline: Pipeline
+    paths: tuple[str, ...] = ()
+    identities: tuple[Identity | None, ...] = ()
+
+    @property
+    def sources(self) -> dict[str, Identity]:
+        """The sources that are there, by absolute path."""
+        pairs = zip(self.paths, self.identities, strict=True)
+        return {path: identity for path, identity in pairs if identity is not None}
+
+    def parts(self) -> list[Any]:
+        """What is digested, JSON-able."""
+        return _parts(self.item, self.pipeline, self.paths, self.identities)
+
+    def changes(self, later: Key) -> str:
+        """What changed until the same item's key was made again, in words; empty when nothing did."""
+        if later.digest == self.digest:
+            return ""
+        pairs = zip(self.paths, self.identities, later.identities, strict=False)
+        changed = [path for path, before, now in pairs if before != now]
+        if changed:
+            named = [path for path in changed if path in self.pipeline.files]
+            hint = ". Transforms name it: if one of them writes it, leave it out of the key by __cache_key__"
+            return f"{', '.join(changed[:3])} changed{hint if named else ''}"
+        if later.pipeline.state != self.pipeline.state:
+            return f"settings of the process changed from {dict(self.pipeline.state)} to {dict(later.pipeline.state)}"
+        return "the item or the transforms changed"
 
     def ingredients(self) -> dict[str, Any]:
-        """What the record stores of its key, JSON-able.
+        """What the record stores of its key, JSON-able: the parts, and for looking after the cache what they hide."""
+        return {
+            "parts": self.parts(),
+            "item": self.item,
+            "pipeline": self.pipeline.digest,
+            "monai": self.pipeline.monai,
+            "sources": {path: [identity.size, identity.content] for path, identity in self.sources.items()},
+        }
 
-        Paths are stored absolute: who looks after the cache stands in another folder. The digest has them as given.
-        """
-        sources = {_absolute(path): list(stat) for path, stat in self.sources.items()}
-        return {"item": self.item, "transform": self.transform, "monai": monai.__version__, "sources": sources}
 
-
-def _absolute(path: str) -> str:
-    """Not ``os.path.abspath``: behind a link, the ``..`` that it takes away leads elsewhere."""
-    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+def _parts(item: str, pipeline: Pipeline, paths: Sequence[str], identities: Sequence[Identity | None]) -> list[Any]:
+    named = []
+    for path, identity in zip(paths, identities, strict=True):
+        if identity is not None:
+            rest = below(path, pipeline.root)
+            named.append([path if rest is None else f"<root>{rest}", identity.size, identity.content])
+    return pipeline.parts(item, sorted(named))  # by the names as they count, whatever the root is
 
 
 class KeyMaker:
@@ -67,39 +136,48 @@ class KeyMaker:
 
     Args:
         hash_func: item -> hash as bytes, as MONAI's ``hash_func``.
-        transform: hash of the deterministic transforms, or empty.
-        hash_sources: whether size and mtime of the files that an item names are part of its key.
+        sources: tells what files are.
+        loaded: keys of an item under which a transform loads files, so that any string there names a source; ``"all"``
+            for items that are nothing else.
+        root: see :class:`Pipeline`.
     """
 
-    def __init__(self, hash_func: Callable[[Any], bytes], transform: str, hash_sources: bool) -> None:
+    def __init__(
+        self,
+        hash_func: Callable[[Any], bytes] = canonical_hash,
+        sources: Sources | None = None,
+        loaded: Collection[str] | Literal["all"] = (),
+        root: str | None = None,
+    ) -> None:
         self._hash_func = hash_func
-        self._transform = transform
-        self._hash_sources = hash_sources
+        self._sources = sources or Sources(None, None)
+        self._loaded = loaded
+        self._root = root
         self._seen: dict[bytes, _Seen] = {}
 
-    def __call__(self, item: Any) -> Key:
+    def __call__(self, item: Any, pipeline: Pipeline) -> Key:
         """The key of an item.
 
         Raises:
             HashingError: the item holds something without a stable content.
         """
         seen = self._look(item)
-        sources, stats = {}, []
-        for i, path in enumerate(seen.paths):
-            stat = source_stat(path)
-            if stat is not None:
-                sources[path] = stat
-                stats.append((i, stat))  # paths are in the item's hash already: their places are enough here
-        if stats:
-            return self._key(seen.hash, sources, stats)
-        if seen.key is None:
-            seen.key = self._key(seen.hash, {}, [])
+        paths = seen.absolute()
+        identities = tuple(map(self._sources.identity, paths, seen.folders))
+        if pipeline.files:
+            files = tuple([path for path in pipeline.files if path not in paths])
+            paths = (*paths, *files)
+            identities = (*identities, *[self._sources.identity(path, False) for path in files])
+        known = seen.key
+        if known is not None and known.pipeline is pipeline and known.identities == identities and known.paths == paths:
+            return known
+        digest = digest_of(_parts(seen.hash, pipeline, paths, identities))
+        seen.key = Key(digest, seen.hash, pipeline, paths, identities)
         return seen.key
 
-    def _key(self, item_hash: str, sources: dict[str, Stat], stats: list[tuple[int, Stat]]) -> Key:
-        parts = (item_hash, self._transform, monai.__version__, stats)
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-        return Key(digest, item_hash, self._transform, sources)
+    def flush(self) -> None:
+        """Writes down what was learned of sources, for other processes."""
+        self._sources.flush()
 
     def _look(self, item: Any) -> _Seen:
         """What does not depend on the files that an item names.
@@ -118,12 +196,15 @@ class KeyMaker:
         return found
 
     def _hash(self, item: Any) -> _Seen:
-        paths = tuple(dict.fromkeys(strings(item))) if self._hash_sources else ()
-        return _Seen(hash_text(self._hash_func(item), "hash_func"), paths)
+        if self._hash_func is canonical_hash:
+            found = hash_item(item, self._root)
+        else:
+            found = hash_text(self._hash_func(item), "hash_func")
+        return _Seen(found, candidates(item, self._loaded))
 
 
 def hash_text(found: Any, name: str) -> str:
-    """What a user's hash function returned, as text.
+    """The text that a user's hash function returned.
 
     Args:
         found: bytes, as MONAI's hash functions return.
@@ -138,14 +219,26 @@ def hash_text(found: Any, name: str) -> str:
 
 
 class _Seen:
-    """What is remembered of an item: its hash, the strings in it that may name files, its key if none of them does."""
+    """What is remembered of an item: its hash, the strings in it that may name files, and its last key."""
 
-    __slots__ = ("hash", "key", "paths")
+    __slots__ = ("_is_absolute", "_paths", "folders", "hash", "key")
 
-    def __init__(self, item_hash: str, paths: tuple[str, ...]) -> None:
+    def __init__(self, item_hash: str, strings: Sequence[tuple[str, bool]]) -> None:
         self.hash = item_hash
-        self.paths = paths
         self.key: Key | None = None
+        self._paths = tuple([path for path, _ in strings])
+        self.folders = tuple([folders for _, folders in strings])  # whether each may be a folder
+        self._is_absolute = all(map(os.path.isabs, self._paths))
+
+    def absolute(self) -> tuple[str, ...]:
+        """The paths; relative ones lead elsewhere from another working directory.
+
+        Not by ``os.path.abspath``: behind a link, the ``..`` that it takes away leads elsewhere.
+        """
+        if self._is_absolute:
+            return self._paths
+        here = os.getcwd()
+        return tuple([os.path.join(here, path) for path in self._paths])
 
 
 def _is_plain(value: Any) -> bool:
@@ -157,47 +250,3 @@ def _is_plain(value: Any) -> bool:
 
 def _all_plain(values: Collection[Any]) -> bool:
     return _PLAIN.issuperset(map(type, values)) or all(map(_is_plain, values))
-
-
-def strings(value: Any) -> Iterator[str]:
-    """Every string and path among the values of an item, nested ones too."""
-    if isinstance(value, str):
-        if 0 < len(value) < 4096 and "\0" not in value:
-            yield value
-    elif isinstance(value, pathlib.PurePath):
-        yield str(value)
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from strings(v)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for v in value:
-            yield from strings(v)
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "UO":
-        yield from strings(value.ravel().tolist())
-
-
-def source_stat(path: str) -> Stat | None:
-    """Size and mtime of a file, or what stands for them of a folder; None where there is neither."""
-    try:
-        st = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    if (st.st_mode & 0o170000) == 0o100000:
-        return st.st_size, st.st_mtime_ns
-    if (st.st_mode & 0o170000) == 0o040000:
-        return _listing(path)
-    return None
-
-
-def _listing(path: str) -> Stat:
-    entries = []
-    with contextlib.suppress(OSError), os.scandir(path) as found:  # no permission to list it: an empty listing
-        for entry in found:
-            try:
-                st = entry.stat()
-            except OSError:  # a dead link, or it vanished meanwhile
-                entries.append((entry.name, -1, 0))
-            else:
-                entries.append((entry.name, st.st_size, st.st_mtime_ns))
-    digest = hashlib.blake2b(repr(sorted(entries)).encode("utf-8", "surrogatepass"), digest_size=7).digest()
-    return len(entries), int.from_bytes(digest, "little")

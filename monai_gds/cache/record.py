@@ -1,11 +1,13 @@
 """A record: one cached item in one valid safetensors file, laid out so that every way of reading finds it aligned.
 
-The format, version 1. Any safetensors tool opens it, and reading it can run no code.
+The format, version 2. Any safetensors tool opens it, and reading it can run no code. The file is named after its key,
+``<digest>.v2.safetensors``; version 1 was ``<digest>.safetensors`` and differs in ``key`` and ``version`` alone.
 
     8 bytes   N, the length of the header, little-endian
     N bytes   the header: JSON, padded with spaces so that the data begin at a multiple of 4096
     data      in this order, without holes (safetensors allows none):
               __arrays        U8     the small arrays of the item tree, packed together (see monai_gds.cache.tree)
+              __tiles.<name>  U8     the tables of packed tensors, see below
               small tensors   each under 64 KiB, the largest element sizes first, so that each is aligned to its own
               __pad.0         U8     zeros up to a multiple of 4096
               a tensor of 64 KiB or more, then __pad.1 up to the next multiple of 4096, and so on to the end of the file
@@ -15,22 +17,29 @@ strings only, as safetensors demands:
 
     header_crc32   first of all, at a fixed place: CRC-32 of the N bytes with these eight digits as zeros, in hex
     format         "monai_gds"
-    version        "1"
+    version        "2"
     checksum       the name of the checksum, "wsum64" (monai_gds.cache.checksum)
-    checksums      JSON: {entry: 16 hex digits} for __arrays and every tensor
-    key            JSON: the key's ingredients (monai_gds.cache.key)
+    checksums      JSON: {entry: 16 hex digits} for every entry but padding and packed tensors
+    key            JSON: the key's ingredients (monai_gds.cache.key). ``parts`` is what the digest in the file's name
+                   was made of; a reader makes it again. The rest is for looking after a cache and is never compared.
     tree           JSON: the item tree (monai_gds.cache.tree)
+
+A tensor is whole or packed. A packed one is a U8 entry of its streams, and its node of the tree names dtype, shape,
+strides, tile shape, filter and codec besides the entry: ``{"$tensor": {"name", "tiles": {...}}}``. Tiles cut the last
+three axes, in C order. The table ``__tiles.<name>`` has per tile one byte kind (0 stream, 1 stored, 2 constant),
+uint32 size and uint32 CRC-32 of the packed bytes, each column on its own; offsets follow by summing up sizes, each
+stream beginning at a multiple of 16. A table has a checksum of its own, and memory for a tile is taken only once it
+holds. This version writes whole tensors only, and refuses packed ones by name.
 
 Refused, as damage: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
 itself takes the last), entries that overlap or leave holes, sizes that do not match, a byte too many or too few at the
-end. Refused by name: a newer version. Names that begin with two underscores are the format's own. Room is left for
-per-tensor codecs and chunks: a node of the tree may carry more than a name, and a reader refuses what it does not know.
+end, and a record whose parts are not those of its name. Refused by name, and never overwritten: a newer version, and
+any tag, field or codec that a reader does not know. Names that begin with two underscores are the format's own.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,15 +47,30 @@ from typing import Any, NamedTuple
 import torch
 
 from monai_gds.cache import checksum as _checksum
-from monai_gds.cache.dtypes import DTYPE_NAMES, DTYPES
+from monai_gds.cache import header
+from monai_gds.cache.dtypes import DTYPE_NAMES
+from monai_gds.cache.header import ARRAYS, header_length
 from monai_gds.cache.tree import EncodedItem, tensor_bytes
-from monai_gds.errors import DamagedRecord, NewerRecord
+from monai_gds.errors import DamagedRecord
 from monai_gds.storage import ALIGNMENT, Buffer
 
-__all__ = ["ARRAYS", "HEAD_BYTES", "VERSION", "Entry", "Record", "header_length", "pack_record", "parse_header"]
+__all__ = [
+    "ARRAYS",
+    "HEAD_BYTES",
+    "SUFFIX",
+    "VERSION",
+    "Entry",
+    "Record",
+    "check_name",
+    "header_length",
+    "pack_record",
+    "parse_header",
+]
 
-VERSION = 1
-ARRAYS = "__arrays"
+VERSION = 2
+
+#: What the name of a record ends in, behind its digest.
+SUFFIX = header.VERSIONS[VERSION]
 PAD = "__pad."
 
 #: Tensors of this many bytes or more begin at a multiple of ALIGNMENT.
@@ -74,6 +98,7 @@ class Record:
     """A parsed header.
 
     Attributes:
+        version: of the format.
         key: the key's ingredients.
         tree: the item tree.
         arrays: where the packed small arrays lie, or None when there are none.
@@ -81,6 +106,7 @@ class Record:
         nbytes: size of the whole file.
     """
 
+    version: int
     key: dict[str, Any]
     tree: Any
     arrays: Entry | None
@@ -111,7 +137,7 @@ def pack_record(item: EncodedItem, key: dict[str, Any]) -> list[Buffer]:
             layout.align(ALIGNMENT)
             layout.add(name, tensor.dtype, list(tensor.shape), tensor_bytes(tensor))
     layout.align(ALIGNMENT)
-    return [_header(layout, item.tree, key), *layout.buffers]
+    return [_pack_header(layout, item.tree, key), *layout.buffers]
 
 
 class _Layout:
@@ -139,7 +165,7 @@ class _Layout:
         self.end += nbytes
 
 
-def _header(layout: _Layout, tree: Any, key: dict[str, Any]) -> bytes:
+def _pack_header(layout: _Layout, tree: Any, key: dict[str, Any]) -> bytes:
     metadata = {
         "header_crc32": "00000000",
         "format": "monai_gds",
@@ -163,20 +189,6 @@ def _dumps(value: Any) -> str:
 # Reading
 
 
-def header_length(head: bytes, size: int) -> int:
-    """Bytes from the start of the file to its data, of a file of ``size`` bytes that begins with ``head``.
-
-    Raises:
-        DamagedRecord: this is no record.
-    """
-    length = 8 + int.from_bytes(head[:8], "little")
-    if len(head) < 8 or head[8 : 8 + len(_PREFIX)] != _PREFIX[: len(head) - 8]:
-        raise DamagedRecord("it is not a record of monai_gds")
-    if length % ALIGNMENT or length > size:
-        raise DamagedRecord("its header has an impossible length")
-    return length
-
-
 def parse_header(head: bytes, size: int) -> Record:
     """Reads a header strictly.
 
@@ -188,49 +200,28 @@ def parse_header(head: bytes, size: int) -> Record:
         DamagedRecord: not a record, or one that is not whole.
         NewerRecord: written by a newer version of the format.
     """
-    start = header_length(head, size)
-    text = bytearray(head[8:start])
-    stored, text[_CRC] = bytes(text[_CRC]), b"00000000"
-    if len(text) != start - 8 or stored != b"%08x" % zlib.crc32(text):
-        raise DamagedRecord("its header does not match its checksum")
+    found = header.parse(head, size)
+    if not isinstance(found.key, dict):
+        raise DamagedRecord("its key is not a JSON object")
     try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
-        metadata = header.pop("__metadata__")
-        version = int(metadata["version"])
-        if metadata["format"] == "monai_gds" and version > VERSION:
-            raise NewerRecord(f"it has format version {version}, and this monai_gds reads up to {VERSION}")
-        if (metadata["format"], version, metadata["checksum"]) != ("monai_gds", VERSION, _checksum.NAME):
-            raise DamagedRecord(f"its format is {metadata['format']!r} version {version}")
-        entries = _entries(header, json.loads(metadata["checksums"]), start, size)
-        arrays = entries.pop(ARRAYS, None)
-        return Record(json.loads(metadata["key"]), json.loads(metadata["tree"]), arrays, entries, size)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        if isinstance(e, (DamagedRecord, NewerRecord)):
-            raise
-        raise DamagedRecord(f"its header is malformed: {e!r}") from e
+        tree = json.loads(found.tree)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise DamagedRecord(f"its item tree is not JSON: {e!r}") from e
+    entries = {name: Entry(getattr(torch, t.dtype), list(t.shape), *t[2:]) for name, t in found.entries.items()}
+    arrays = entries.pop(ARRAYS, None)
+    return Record(found.version, found.key, tree, arrays, entries, size)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise DamagedRecord("its header names an entry twice")
-    return out
+def check_name(record: Record, digest: str) -> None:
+    """Compares a record with the name that it lies under.
 
+    Args:
+        record: its parsed header.
+        digest: what was asked for.
 
-def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size: int) -> dict[str, Entry]:
-    """The entries that are not padding, in the order of the file, which they must cover without a gap."""
-    found: dict[str, Entry] = {}
-    end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, stop = entry["data_offsets"]
-        dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]
-        if dtype is None:
-            raise DamagedRecord(f"its entry {name!r} has the unknown dtype {entry['dtype']!r}")
-        if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
-            raise DamagedRecord(f"its entry {name!r} is not where or as large as it should be")
-        end = stop
-        if not name.startswith(PAD):
-            found[name] = Entry(dtype, shape, start + begin, stop - begin, int(checksums[name], 16))
-    if start + end != size:
-        raise DamagedRecord(f"it has {size} bytes instead of {start + end}")
-    return found
+    Raises:
+        DamagedRecord: it is another item's: swapped, copied or linked.
+    """
+    parts = record.key.get("parts")
+    if not isinstance(parts, list) or header.digest_of(parts) != digest:
+        raise DamagedRecord("it is not the record of its name: it was swapped, copied or linked from another one")

@@ -20,11 +20,12 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-from monai_gds.cache.directory import _is_hidden, _owner, _place, _started
+from monai_gds.cache.temporary import now as server_time
+from monai_gds.cache.temporary import opened, owner, owner_lives
 
 __all__ = ["Lease", "Leases", "Pace", "pace", "take_turn"]
 
@@ -39,11 +40,7 @@ UNKNOWN_SECONDS = 10.0
 #: First and longest pause between two looks at a lease that is waited for.
 _PAUSES = 0.001, 0.05
 
-_TEMPORARY = ".tmp"
 _NAME = re.compile(r"([0-9a-f]{32})\.lease")
-
-#: A host that has no /proc gives this place, and so do all others without.
-_NOWHERE = "unknown"
 
 T = TypeVar("T")
 
@@ -98,7 +95,7 @@ class Lease:
     def _forget_file(self) -> None:
         if self._mark is not None:
             folder, digest = self._what
-            with contextlib.suppress(OSError), _opened(folder) as fd:
+            with contextlib.suppress(OSError), opened(folder) as fd:
                 written = _look(fd, digest).mark
                 if written == self._mark or not (written or self._written):
                     os.unlink(_name(digest), dir_fd=fd)
@@ -126,7 +123,7 @@ class Lease:
 
     def _beat(self) -> None:
         folder, digest = self._what
-        with contextlib.suppress(OSError), _opened(folder) as fd:
+        with contextlib.suppress(OSError), opened(folder) as fd:
             file = os.open(_name(digest), _READ, dir_fd=fd)
             try:
                 if os.read(file, _MOST) == self._mark:  # else somebody took it over while this process was frozen
@@ -157,7 +154,7 @@ class Leases:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._folder = f"{os.path.realpath(directory)}/{_TEMPORARY}"
+        self._folder = os.path.realpath(directory)
 
     def take(self, digest: str) -> Lease | None:
         """The lease of an item, with or without a file; None when somebody else holds it and lives.
@@ -210,14 +207,14 @@ class Leases:
         if _here.holds((self._folder, digest)):
             return True
         try:
-            with _opened(self._folder) as fd:
+            with opened(self._folder) as fd:
                 return not self._is_abandoned(fd, _look(fd, digest))
         except OSError:
             return False
 
     def sweep(self) -> None:
         """Removes the leases that dead processes left, which nobody may ever ask for again."""
-        with contextlib.suppress(OSError), _opened(self._folder) as fd:
+        with contextlib.suppress(OSError), opened(self._folder) as fd:
             for name in os.listdir(fd):
                 found = _NAME.fullmatch(name)
                 if found is not None and not _here.holds((self._folder, found[1])):
@@ -227,7 +224,7 @@ class Leases:
     def _make_file(self, lease: Lease) -> bool:
         """Whether the lease is ours now. Raises OSError where no file can be made."""
         _, digest = lease._what
-        with _opened_or_made(self._folder) as fd:
+        with opened(self._folder, create=True) as fd:
             for _ in range(2):
                 if lease._write(fd):
                     return True
@@ -249,13 +246,9 @@ class Leases:
 
     def _is_abandoned(self, fd: int, seen: _Seen) -> bool:
         """Whether nobody holds a lease any more. Who asks has made sure that it is none of this process's."""
-        place, pid, started, *_ = [*seen.mark.decode(errors="replace").split("."), "", "", ""]
-        if place == _here.place != _NOWHERE:
-            if f"{place}.{pid}.{started}" == _here.owner:
-                return True
-            now = _started(pid)
-            if now != started and (now is not None or not _is_hidden(pid)):
-                return True
+        holder = seen.mark.decode(errors="replace").rpartition(".")[0]
+        if holder == _here.owner or owner_lives(holder) is False:
+            return True
         # Of a time to come too: the server's clock was put back.
         return abs(_here.server_time(self._folder, fd) - seen.touched) > STALE_SECONDS
 
@@ -301,7 +294,7 @@ class _Process:
 
     Attributes:
         held: by folder and digest.
-        place, owner: this process, in the words of a lease.
+        owner: this process, in the words of a lease.
     """
 
     def __init__(self) -> None:
@@ -311,20 +304,13 @@ class _Process:
         self._thread: threading.Thread | None = None
         self._wake = threading.Lock()  # released to wake the thread, which takes it again
         self._wake.acquire()
-        self._names: tuple[str, str] | None = None
-
-    @property
-    def place(self) -> str:
-        return self._called()[0]
+        self._owner: str | None = None
 
     @property
     def owner(self) -> str:
-        return self._called()[1]
-
-    def _called(self) -> tuple[str, str]:
-        if self._names is None:  # read once: /proc is slow
-            self._names = _place(), _owner()
-        return self._names
+        if self._owner is None:  # read once: /proc is slow
+            self._owner = owner()
+        return self._owner
 
     def mark(self) -> bytes:
         """What a new lease's file says: no other's says the same."""
@@ -351,19 +337,12 @@ class _Process:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps
         ahead, asked = self._clocks.get(folder, (0.0, -BEAT_SECONDS))
         if not asked <= now < asked + BEAT_SECONDS:
-            ahead, asked = self._ask_server(fd) - now, now
+            told = server_time(fd)
+            if told is None:
+                raise OSError("the time cannot be asked for where no file can be made")
+            ahead, asked = told - now, now
             self._clocks[folder] = ahead, asked
         return now + ahead
-
-    def _ask_server(self, fd: int) -> float:
-        name = f"{'0' * 32}.{self.mark().decode()}"  # named as a temporary file: removed as those of dead writers are
-        file = os.open(name, _CREATE, 0o666, dir_fd=fd)
-        try:
-            os.utime(file)
-            return os.fstat(file).st_mtime
-        finally:
-            os.close(file)
-            os.unlink(name, dir_fd=fd)
 
     # The thread. It is begun and ended without a lock, since an interrupt could leave one locked for ever.
 
@@ -441,27 +420,6 @@ class _Seen(NamedTuple):
 
 def _name(digest: str) -> str:
     return f"{digest}.lease"
-
-
-@contextlib.contextmanager
-def _opened(folder: str) -> Iterator[int]:
-    """A descriptor of the folder, which must not be a link: that would lead into somebody else's."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _opened_or_made(folder: str) -> Iterator[int]:
-    with contextlib.ExitStack() as stack:
-        try:
-            fd = stack.enter_context(_opened(folder))
-        except FileNotFoundError:
-            os.makedirs(folder, exist_ok=True)
-            fd = stack.enter_context(_opened(folder))
-        yield fd
 
 
 def _look(fd: int, digest: str) -> _Seen:

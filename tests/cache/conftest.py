@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from monai_gds.cache.directory import CacheDirectory
-from monai_gds.cache.key import Key
+from monai_gds.cache.header import digest_of
+from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.tree import encode_item
 from monai_gds.storage import open_storage
 
 
 def key(name: str = "a") -> Key:
-    """A key whose record is called after ``name``."""
-    return Key(f"{name:0>32}", "item", "transform", {})
+    """The key of an item whose hash is ``name``."""
+    pipeline = Pipeline("transform")
+    return Key(digest_of(pipeline.parts(name, [])), name, pipeline)
 
 
 @pytest.fixture

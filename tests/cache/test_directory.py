@@ -20,7 +20,9 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds.cache import directory
-from monai_gds.cache.directory import SUFFIX, CacheDirectory, abandoned, prepare
+from monai_gds.cache.directory import CacheDirectory, prepare
+from monai_gds.cache.record import SUFFIX
+from monai_gds.cache.temporary import abandoned
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, FileChanged
 from monai_gds.storage import FileId, Pending, open_storage
@@ -480,7 +482,7 @@ def test_half_a_record_is_never_served_and_goes_with_its_writer(tmp_path: Path) 
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    assert list(abandoned(str(tmp_path))) == [f"{tmp_path}/.tmp/{half}"]
+    assert [found.path for found in abandoned(tmp_path)] == [f"{tmp_path}/.tmp/{half}"]
     assert get(opened(tmp_path), "a") is None
     prepare(tmp_path)
     assert temporaries(tmp_path) == []
@@ -502,47 +504,6 @@ def test_killed_at_any_moment_leaves_whole_records(tmp_path: Path) -> None:
             assert {get(opened(tmp_path), name) for name in "abcd"} <= {3, None}
     prepare(tmp_path)
     assert temporaries(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "age", "stays"),
-    [
-        ("{digest}.{place}.{pid}.{started}.0", 0, True),
-        ("{digest}.{place}.{pid}.{started}.0", 10**6, True),
-        ("{digest}.{place}.{pid}.1.0", 0, False),  # the process id was given to another process
-        ("{digest}.{place}.999999999.5.0", 0, False),
-        ("{digest}.otherhost-123.{pid}.{started}.0", 0, True),
-        ("{digest}.otherhost-123.{pid}.{started}.0", 10**6, False),
-        ("rubbish", 0, True),
-        ("rubbish", 10**6, False),
-    ],
-)
-def test_whose_temporaries_go(tmp_path: Path, name: str, age: int, stays: bool) -> None:
-    place, pid, started = directory._owner().split(".")
-    path = tmp_path / ".tmp" / name.format(digest="d" * 32, place=place, pid=pid, started=started)
-    path.parent.mkdir()
-    path.write_bytes(b"")
-    os.utime(path, (time.time() - age, time.time() - age))
-    prepare(tmp_path)
-    assert path.exists() == stays
-
-
-def test_the_temporary_of_a_process_that_cannot_be_seen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where /proc is mounted with hidepid: of another user's process there is only the answer of kill()."""
-
-    def not_permitted(pid: int, signal: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "kill", not_permitted)
-    monkeypatch.setattr(directory, "_started", lambda pid: None)
-    path = tmp_path / ".tmp" / f"{'d' * 32}.{directory._place()}.4000.77.0"
-    path.parent.mkdir()
-    path.write_bytes(b"")
-    prepare(tmp_path)
-    assert path.exists()
-    os.utime(path, (0, 0))
-    prepare(tmp_path)
-    assert not path.exists()
 
 
 def _fill(folder: Path, seed: int) -> list[str]:

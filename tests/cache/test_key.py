@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,27 @@ from monai.data.utils import json_hashing, pickle_hashing
 
 from monai_gds.cache import key
 from monai_gds.cache.hashing import canonical_hash
-from monai_gds.cache.key import KeyMaker, source_stat
+from monai_gds.cache.header import digest_of
+from monai_gds.cache.key import Key, KeyMaker, Pipeline
+from monai_gds.cache.sources import Sources
+
+PIPELINE = Pipeline("transforms", "1.6.1")
+
+
+class Keys:
+    """Keys of one pipeline."""
+
+    def __init__(self, hash_func: Callable[[Any], bytes] = canonical_hash, policy: Any = "content", **kwargs: Any):
+        self.make = KeyMaker(hash_func, Sources(policy, None), **kwargs)
+        self.pipeline = Pipeline("transforms", "1.6.1", root=kwargs.get("root"))
+
+    def __call__(self, item: Any) -> Key:
+        return self.make(item, self.pipeline)
 
 
 @pytest.fixture
-def keys() -> KeyMaker:
-    return KeyMaker(canonical_hash, "transforms", True)
+def keys() -> Keys:
+    return Keys()
 
 
 @pytest.fixture
@@ -30,16 +46,16 @@ def volume(tmp_path: Path) -> Path:
     return path
 
 
-def _digests(keys: KeyMaker, *items: Any) -> list[str]:
+def _digests(keys: Keys, *items: Any) -> list[str]:
     return [keys(item).digest for item in items]
 
 
 # The item
 
 
-def test_is_stable(keys: KeyMaker, volume: Path) -> None:
+def test_is_stable(keys: Keys, volume: Path) -> None:
     item = {"image": str(volume), "label": [1, 2.5, None, True]}
-    again = KeyMaker(canonical_hash, "transforms", True)
+    again = Keys()
     assert len({*_digests(keys, item, dict(item)), again(item).digest}) == 1
     assert len(keys(item).digest) == 32
     int(keys(item).digest, 16)
@@ -60,17 +76,20 @@ def test_is_stable(keys: KeyMaker, volume: Path) -> None:
         pytest.param([{"x": "a", "y": "b"}, {"x": "b", "y": "a"}], id="which key has which value"),
         pytest.param([{"x": None}, {}], id="a key more"),
         pytest.param([{"device": "GE"}, {"device": "Siemens"}, {"device": 1}], id="a key called device"),
+        pytest.param([{"device": "cuda:0"}, {"device": "cuda:1"}, {"device": None}], id="names of devices"),
+        pytest.param([{"x": torch.device("cpu")}, {"x": torch.device("cuda", 1)}], id="devices"),
+        pytest.param([{"x": torch.zeros(2)}, {"x": torch.zeros(2, requires_grad=True)}], id="gradients"),
     ],
 )
-def test_different_items_have_different_keys(keys: KeyMaker, items: list[Any]) -> None:
+def test_different_items_have_different_keys(keys: Keys, items: list[Any]) -> None:
     assert len(set(_digests(keys, *items))) == len(items)
 
 
-def test_order_of_keys_is_no_difference(keys: KeyMaker) -> None:
+def test_order_of_keys_is_no_difference(keys: Keys) -> None:
     assert keys({"a": 1, "b": [2]}).digest == keys({"b": [2], "a": 1}).digest
 
 
-def test_sees_an_item_that_was_changed_in_place(keys: KeyMaker) -> None:
+def test_sees_an_item_that_was_changed_in_place(keys: Keys) -> None:
     item = {"image": "a", "windows": [1, 2], "array": np.zeros(3)}
     seen = [keys(item).digest]
     item["image"] = "b"
@@ -85,17 +104,19 @@ def test_sees_an_item_that_was_changed_in_place(keys: KeyMaker) -> None:
 # Source files
 
 
-def test_changes_with_size_and_mtime_of_a_source(keys: KeyMaker, volume: Path) -> None:
+def test_changes_with_the_content_of_a_source_and_not_with_its_times(keys: Keys, volume: Path) -> None:
     item = {"image": str(volume)}
     first = keys(item)
-    assert first.sources == {str(volume): (6, volume.stat().st_mtime_ns)}
-    volume.write_bytes(b"longer volume")
-    longer = keys(item).digest
     os.utime(volume, ns=(0, 0))
-    older = keys(item).digest
+    touched = keys(item)
+    volume.write_bytes(b"VOLUME")
+    os.utime(volume, ns=(0, 0))
+    edited = keys(item).digest
     volume.unlink()
     gone = keys(item)
-    assert len({first.digest, longer, older, gone.digest}) == 4
+    assert touched.digest == first.digest
+    assert len({first.digest, edited, gone.digest}) == 3
+    assert {path: identity.size for path, identity in first.sources.items()} == {str(volume): 6}
     assert gone.sources == {}
 
 
@@ -111,134 +132,143 @@ def test_changes_with_size_and_mtime_of_a_source(keys: KeyMaker, volume: Path) -
         pytest.param(lambda p: {"image": np.array([str(p)], object)}, id="an array of objects"),
     ],
 )
-def test_finds_sources_wherever_they_are_named(keys: KeyMaker, volume: Path, item: Any) -> None:
+def test_finds_sources_wherever_they_are_named(keys: Keys, volume: Path, item: Any) -> None:
     before = keys(item(volume)).digest
-    os.utime(volume, ns=(0, 0))
+    volume.write_bytes(b"VOLUME")
     assert keys(item(volume)).digest != before
 
 
-def test_a_key_is_not_a_path(keys: KeyMaker, volume: Path) -> None:
+def test_a_key_is_not_a_path(keys: Keys, volume: Path) -> None:
     assert keys({str(volume): 1}).sources == {}
 
 
-def test_swapped_sources_are_a_difference(keys: KeyMaker, tmp_path: Path) -> None:
+def test_swapped_sources_are_a_difference(keys: Keys, tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     item = {"image": str(a), "label": str(b)}
-    a.write_bytes(b"1")
-    b.write_bytes(b"22")
-    os.utime(a, ns=(0, 1))
-    os.utime(b, ns=(0, 1))
-    before = keys(item).digest
-    a.write_bytes(b"22")
-    b.write_bytes(b"1")
-    os.utime(a, ns=(0, 1))
-    os.utime(b, ns=(0, 1))
-    assert keys(item).digest != before
+    digests = set()
+    for one, two in ((b"1", b"2"), (b"2", b"1")):
+        a.write_bytes(one)
+        b.write_bytes(two)
+        digests.add(keys(item).digest)
+    assert len(digests) == 2
 
 
-def test_which_of_the_sources_is_there_is_a_difference(keys: KeyMaker, tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
+def test_which_of_the_sources_is_there_is_a_difference(keys: Keys, tmp_path: Path) -> None:
     digests = []
-    for present in (a, b):
+    for present in (tmp_path / "a", tmp_path / "b"):
         present.write_bytes(b"1")
-        os.utime(present, ns=(0, 1))
-        digests.append(keys([str(a), str(b)]).digest)
+        digests.append(keys([str(tmp_path / "a"), str(tmp_path / "b")]).digest)
         present.unlink()
     assert digests[0] != digests[1]
 
 
-def test_a_folder_counts_by_its_listing(keys: KeyMaker, tmp_path: Path) -> None:
-    folder = tmp_path / "series"
-    folder.mkdir()
-    item = {"image": str(folder)}
-    seen = [keys(item).digest]
-    for name in ("1.dcm", "2.dcm"):
-        (folder / name).write_bytes(b"slice")
-        seen.append(keys(item).digest)
-    (folder / "2.dcm").write_bytes(b"other slice")
-    seen.append(keys(item).digest)
-    os.utime(folder / "1.dcm", ns=(0, 0))
-    seen.append(keys(item).digest)
-    (folder / "1.dcm").rename(folder / "3.dcm")
-    seen.append(keys(item).digest)
-    assert len(set(seen)) == len(seen)
-    assert keys(item).digest == seen[-1]
+def test_a_plain_word_does_not_name_a_folder(keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+    before = keys({"split": "train"}).digest
+    (tmp_path / "train" / "log").write_bytes(b"1")
+    assert keys({"split": "train"}).digest == before
+    loading = Keys(loaded={"split"})
+    assert loading({"split": "train"}).sources.keys() == {f"{tmp_path}/train"}
 
 
-def test_a_dead_link_in_a_folder_hides_nothing(keys: KeyMaker, tmp_path: Path) -> None:
-    folder = tmp_path / "series"
-    folder.mkdir()
-    for i in range(20):
-        (folder / f"{i}.dcm").write_bytes(b"slice")
-        (folder / f"{i}.link").symlink_to("nowhere")
-    before = keys(str(folder)).digest
-    for i in range(20):
-        os.utime(folder / f"{i}.dcm", ns=(0, i))
-        now = keys(str(folder)).digest
-        assert now != before
-        before = now
+def test_relative_paths_mean_another_file_in_another_folder(
+    keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = set()
+    for name in "ab":
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "ct.nii").write_bytes(b"1")
+        monkeypatch.chdir(folder)
+        found = keys({"image": "ct.nii"})
+        digests.add(found.digest)
+        assert list(found.ingredients()["sources"]) == [f"{folder}/ct.nii"]
+    assert len(digests) == 2
 
 
-def test_odd_strings_are_no_paths(keys: KeyMaker) -> None:
-    odd = ["", "\0", "x" * 10_000, "/" * 5000, "\ud800", "a\nb"]
-    assert keys({"notes": odd}).sources == {}
+def test_a_source_behind_a_link_is_stored_as_what_it_leads_to(
+    keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "far" / "sub").mkdir(parents=True)
+    (tmp_path / "far" / "ct.nii").write_bytes(b"1")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "sub")
+    monkeypatch.chdir(tmp_path)
+    (stored,) = keys({"image": "link/../ct.nii"}).ingredients()["sources"]
+    assert os.path.samefile(stored, tmp_path / "far" / "ct.nii")
 
 
-def test_source_stat_leaves_pipes_and_devices_alone(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    assert source_stat(str(tmp_path / "pipe")) is None
-    assert source_stat("/dev/null") is None
+def test_a_file_that_appears_and_goes_again_changes_the_key(keys: Keys, tmp_path: Path) -> None:
+    item = {"image": str(tmp_path / "a.nii")}
+    without = keys(item).digest
+    (tmp_path / "a.nii").write_bytes(b"1")
+    there = keys(item)
+    assert there.digest != without
+    assert list(there.sources) == [item["image"]]
+    (tmp_path / "a.nii").unlink()
+    assert keys(item).digest == without
 
 
-def test_of_many_slices_each_is_asked_for_once(keys: KeyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [str(tmp_path / f"{i:05}.dcm") for i in range(2000)]
-    for name in names:
-        Path(name).write_bytes(b"")
-    asked: Counter[str] = Counter()
-    stat = os.stat
+def test_files_of_the_pipeline_count(keys: Keys, volume: Path) -> None:
+    pipeline = Pipeline("transforms", files=(str(volume),))
+    before = keys.make({"n": 1}, pipeline)
+    volume.write_bytes(b"another atlas")
+    after = keys.make({"n": 1}, pipeline)
+    assert before.digest != after.digest
+    assert "__cache_key__" in before.changes(after), "what to do about a transform that writes it"
 
-    def counted(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
-        asked[str(path)] += 1
-        return stat(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "stat", counted)
-    assert len(keys({"image": names, "again": names}).sources) == 2000
-    assert {asked[name] for name in names} == {1}
+# The data root
+
+
+def test_below_the_root_only_the_rest_of_a_path_counts(tmp_path: Path) -> None:
+    digests = set()
+    for name in ("a", "longer name", "z"):
+        root = tmp_path / name
+        root.mkdir()
+        (root / "ct.nii").write_bytes(b"1")
+        other = tmp_path / "m.nii"  # sorted before or behind it
+        other.write_bytes(b"2")
+        item = {
+            "image": f"{root}/ct.nii", "atlas": other, "names": np.array([f"{root}/x", "y"]), "path": root / "ct.nii"
+        }  # fmt: skip
+        digests.add(Keys(root=str(root))(item).digest)
+    assert len(digests) == 1
+
+
+def test_a_folder_whose_name_only_begins_like_the_root_is_not_below_it(tmp_path: Path) -> None:
+    item = {"image": f"{tmp_path}-old/ct.nii"}
+    other = {"image": f"{tmp_path}/ct.nii"}
+    keys = Keys(root=str(tmp_path))
+    assert len({keys(item).digest, keys(other).digest, keys({"image": "-old/ct.nii"}).digest}) == 3
+
+
+def test_with_and_without_a_root_are_different_records() -> None:
+    assert Keys(root="/data")({"n": 1}).digest != Keys()({"n": 1}).digest
 
 
 # What can be switched off or replaced
 
 
-def test_hash_sources_false_leaves_files_out(volume: Path) -> None:
-    keys = KeyMaker(canonical_hash, "", False)
+def test_sources_none_leaves_files_out(volume: Path) -> None:
+    keys = Keys(policy=None)
     before = keys({"image": str(volume)})
     volume.write_bytes(b"another volume")
-    assert keys({"image": str(volume)}) == before
+    assert keys({"image": str(volume)}).digest == before.digest
     assert before.sources == {}
 
 
-def test_transform_is_part_of_the_key() -> None:
-    digests = {KeyMaker(canonical_hash, t, True)({"a": 1}).digest for t in ("", "x", "y")}
-    assert len(digests) == 3
-
-
-def test_monai_version_is_part_of_the_key(keys: KeyMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = keys({"a": 1}).digest
-    monkeypatch.setattr("monai.__version__", "0.0.1")
-    other = KeyMaker(canonical_hash, "transforms", True)  # as in another process
-    assert other({"a": 1}).digest != before
-    assert other({"a": 1}).ingredients()["monai"] == "0.0.1"
-
-
-def test_a_file_that_appears_and_goes_again_changes_the_key(keys: KeyMaker, tmp_path: Path) -> None:
-    item = {"image": str(tmp_path / "a.nii")}
-    without = keys(item)
-    (tmp_path / "a.nii").write_bytes(b"1")
-    there = keys(item)
-    assert there.digest != without.digest
-    assert list(there.sources) == [item["image"]]
-    (tmp_path / "a.nii").unlink()
-    assert keys(item) == without
+@pytest.mark.parametrize(
+    "pipelines",
+    [
+        pytest.param([Pipeline(t) for t in ("", "x", "y")], id="transforms"),
+        pytest.param([Pipeline("", version) for version in ("", "1.6", "1.6.1")], id="MONAI's version"),
+        pytest.param([Pipeline(state=s) for s in ((), (("track_meta", "False"),))], id="state"),
+    ],
+)
+def test_what_a_pipeline_is_counts(keys: Keys, pipelines: list[Pipeline]) -> None:
+    digests = {keys.make({"a": 1}, pipeline).digest for pipeline in pipelines}
+    assert len(digests) == len(pipelines) == len({pipeline.digest for pipeline in pipelines})
 
 
 def test_remembers_no_more_items_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,53 +279,40 @@ def test_remembers_no_more_items_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
         return canonical_hash(item)
 
     monkeypatch.setattr(key, "_MOST_SEEN", 3)
-    keys = KeyMaker(counting, "", True)
+    keys = Keys(counting)
     digests = [keys({"n": n}).digest for n in range(5)]
     assert [keys({"n": n}).digest for n in range(5)] == digests
-    assert len(keys._seen) == 3
+    assert len(keys.make._seen) == 3
     assert len(hashed) == 7
 
 
 @pytest.mark.parametrize("hash_func", [pickle_hashing, json_hashing, lambda item: b"always the same"])
 def test_takes_a_hash_func_of_the_users(hash_func: Any, volume: Path) -> None:
-    keys = KeyMaker(hash_func, "", True)
+    keys = Keys(hash_func)
     item = {"image": str(volume), "n": 1}
     assert keys(item).digest == keys(dict(item)).digest
     assert keys(item).item == hash_func(item).decode()
-    os.utime(volume, ns=(0, 0))
-    assert keys(item).digest != KeyMaker(hash_func, "", False)(item).digest
+    before = keys(item).digest
+    volume.write_bytes(b"VOLUME")
+    assert keys(item).digest != before
 
 
-def test_ingredients_are_json_able(keys: KeyMaker, volume: Path) -> None:
-    import json
-
-    found = json.loads(json.dumps(keys({"image": pathlib.Path(volume)}).ingredients()))
-    assert found["sources"] == {str(volume): [6, volume.stat().st_mtime_ns]}
-    assert set(found) == {"item", "transform", "monai", "sources"}
+# What a record stores
 
 
-def test_sources_are_stored_absolute_and_the_digest_has_them_as_given(
-    keys: KeyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digests = set()
-    for name in "ab":
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "ct.nii").write_bytes(b"1")
-        os.utime(folder / "ct.nii", ns=(0, 0))
-        monkeypatch.chdir(folder)
-        key = keys({"image": "ct.nii"})
-        digests.add(key.digest)
-        assert key.ingredients()["sources"] == {f"{folder}/ct.nii": [1, 0]}
-    assert len(digests) == 1
+def test_what_is_stored_gives_the_digest_again(keys: Keys, volume: Path) -> None:
+    made = keys({"image": pathlib.Path(volume), "odd": "\ud800 ünï"})
+    found = json.loads(json.dumps(made.ingredients()))
+    assert digest_of(found["parts"]) == made.digest
+    assert found["sources"] == {str(volume): [6, made.sources[str(volume)].content]}
+    assert found["pipeline"] == PIPELINE.digest
 
 
-def test_a_source_behind_a_link_is_stored_as_what_it_leads_to(
-    keys: KeyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "far" / "sub").mkdir(parents=True)
-    (tmp_path / "far" / "ct.nii").write_bytes(b"1")
-    (tmp_path / "link").symlink_to(tmp_path / "far" / "sub")
-    monkeypatch.chdir(tmp_path)
-    (stored,) = keys({"image": "link/../ct.nii"}).ingredients()["sources"]
-    assert os.path.samefile(stored, tmp_path / "far" / "ct.nii")
+def test_what_changed_meanwhile_is_named(keys: Keys, volume: Path) -> None:
+    item = {"image": str(volume)}
+    before = keys(item)
+    assert before.changes(keys(item)) == ""
+    volume.write_bytes(b"other")
+    assert before.changes(keys(item)) == f"{volume} changed"
+    later = keys.make(item, Pipeline("transforms", "1.6.1", (("track_meta", "False"),)))
+    assert "track_meta" in keys(item).changes(later)

@@ -17,7 +17,8 @@ from monai.data import MetaTensor
 
 from monai_gds.cache import checksum
 from monai_gds.cache.directory import read_record
-from monai_gds.cache.record import HEAD_BYTES, LARGE, Record, pack_record, parse_header
+from monai_gds.cache.header import digest_of
+from monai_gds.cache.record import HEAD_BYTES, LARGE, Record, check_name, pack_record, parse_header
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 from monai_gds.storage import ALIGNMENT, Storage, open_storage
@@ -274,20 +275,53 @@ def test_editing_the_header_properly_is_no_damage(path: Path, storage: Storage) 
         pytest.param(lambda h: h["__metadata__"].pop("tree"), id="no tree"),
         pytest.param(lambda h: h["__metadata__"].update(tree="{"), id="tree is no JSON"),
         pytest.param(lambda h: h["__metadata__"].update(checksums="{}"), id="no checksums"),
-        pytest.param(lambda h: h["__metadata__"].update(checksum="md5"), id="another checksum"),
         pytest.param(lambda h: h["__metadata__"].update(format="other"), id="another format"),
         pytest.param(lambda h: h["__metadata__"].update(version="0"), id="version 0"),
         pytest.param(lambda h: h["__metadata__"].update(version="x"), id="version is no number"),
         pytest.param(lambda h: h["__metadata__"].update(tree='{"$tensor":{"name":"c"}}'), id="not there"),
-        pytest.param(lambda h: h["__metadata__"].update(tree='{"$tensor":{"name":"b","codec":"zstd"}}'), id="codec"),
+        pytest.param(lambda h: h["__metadata__"].update(key="[]"), id="key is a list"),
+        pytest.param(lambda h: h["__metadata__"].update(tree="[" * 100_000), id="tree without an end"),
     ],
 )  # fmt: skip
 def test_what_no_writer_writes_is_damage(path: Path, storage: Storage, change: Any) -> None:
     assert isinstance(_refused(_edited(change), path, storage), DamagedRecord)
 
 
-def test_newer_version_is_refused_by_name(path: Path, storage: Storage) -> None:
-    error = _refused(_edited(lambda h: h["__metadata__"].update(version="2", checksum="new")), path, storage)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        pytest.param(lambda h: h["__metadata__"].update(version="3", checksum="new"), "version 3", id="version"),
+        pytest.param(lambda h: h["__metadata__"].update(checksum="md5"), "md5", id="checksum"),
+        pytest.param(
+            lambda h: h["__metadata__"].update(tree='{"$tensor":{"name":"b","tiles":{}}}'), "tiles", id="packed"
+        ),
+        pytest.param(lambda h: h["__metadata__"].update(tree='{"$new":1}'), "$new", id="tag"),
+    ],
+)
+def test_what_a_newer_version_may_have_written_is_refused_by_name(
+    path: Path, storage: Storage, change: Any, named: str
+) -> None:
+    error = _refused(_edited(change), path, storage)
     assert isinstance(error, NewerRecord)
-    assert "version 2" in str(error)
-    assert "up to 1" in str(error)
+    assert named in str(error)
+
+
+def test_records_of_version_1_are_still_readable(path: Path, storage: Storage) -> None:
+    path.write_bytes(_edited(lambda h: h["__metadata__"].update(version="1")))
+    assert torch.equal(unpack(path, storage)["b"], torch.ones(3))
+
+
+@pytest.mark.parametrize("parts", [None, "text", {"a": 1}, ["other"], 5])
+def test_a_record_under_another_name_than_its_own_is_refused(path: Path, storage: Storage, parts: Any) -> None:
+    key = {} if parts is None else {"parts": parts}
+    path.write_bytes(_edited(lambda h: h["__metadata__"].update(key=json.dumps(key))))
+    record, _, _ = read_record(str(path), storage)
+    with pytest.raises(DamagedRecord, match="swapped, copied or linked"):
+        check_name(record, digest_of(["mine"]))
+
+
+def test_a_record_under_its_own_name_is_taken(path: Path, storage: Storage) -> None:
+    parts = ["monai_gds 2", "item", 1, None, [["/data/ü \ud800", 5, "x"]]]
+    path.write_bytes(_edited(lambda h: h["__metadata__"].update(key=json.dumps({"parts": parts}))))
+    record, _, _ = read_record(str(path), storage)
+    check_name(record, digest_of(parts))

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
-from monai_gds.cache.key import Key
+from monai_gds.cache import writer as module
+from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.tree import EncodedItem
 from monai_gds.cache.writer import Writer, process_writer
-from tests.machines import in_child
+from tests.machines import ROOT, in_child
 
 
 def key(name: str) -> Key:
-    return Key(name, "", "", {})
+    return Key(name, "", Pipeline())
 
 
 def item(value: float, nbytes: int = 4000) -> EncodedItem:
@@ -32,7 +41,8 @@ class Disk:
 
     def publish(self, key: Key, item: EncodedItem) -> bool:
         assert self.open.wait(20)
-        self.got.append((key.digest, float(item.tensors["t"][0]), threading.get_ident()))
+        (value,) = item.tensors["t"].unique().tolist()
+        self.got.append((key.digest, value, threading.get_ident()))
         return True
 
 
@@ -148,12 +158,381 @@ def test_an_interrupt_while_the_thread_starts_loses_nothing(monkeypatch: pytest.
     assert [name for name, _, _ in disk.got] == ["a", "b"]
 
 
-def test_no_more_threads_means_that_the_caller_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    disk, writer = Disk(), Writer()
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a user may have no more of them; the tests' own are there."""
+    start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+        if thread.name == "monai-gds-writer":
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_no_more_threads_means_that_the_caller_writes() -> None:
+    disk, writer = Disk(), Writer()
     writer.submit("a", disk.publish, key("a"), item(1))
     assert disk.got == [("a", 1.0, threading.get_ident())]
+
+
+def test_not_even_a_bare_thread_means_that_the_caller_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(module, "start_new_thread", refuse)
+    disk, writer = Disk(), Writer()
+    writer.submit("a", disk.publish, key("a"), item(1))
+    assert disk.got == [("a", 1.0, threading.get_ident())]
+
+
+def test_an_item_that_waits_is_not_queued_twice() -> None:
+    disk, writer = Disk(), Writer()
+    done: list[str] = []
+    disk.open.clear()
+    for name in ("first", "second"):
+        writer.submit("a", disk.publish, key("a"), item(1), lambda name=name: done.append(name))  # type: ignore[misc]
+    assert done == ["second"]
+    disk.open.set()
+    writer.flush()
+    assert done == ["second", "first"]
+    assert [name for name, _, _ in disk.got] == ["a"]
+    writer.submit("a", disk.publish, key("a"), item(2))
+    writer.flush()
+    assert [value for _, value, _ in disk.got] == [1, 2]
+
+
+def test_done_is_called_once_whatever_happens() -> None:
+    disk, writer = Disk(), Writer()
+    calls: list[str] = []
+
+    def broken(key: Key, item: EncodedItem) -> bool:
+        calls.append("published")
+        raise ZeroDivisionError("a defect")
+
+    def done() -> None:
+        calls.append("done")
+
+    writer.submit("a", broken, key("a"), item(1), done)
+    writer.wait_for("a")
+    assert calls == ["published", "done"]
+    with pytest.raises(ZeroDivisionError):  # of the item before
+        writer.submit("b", disk.publish, key("b"), item(1), done)
+    assert calls == ["published", "done", "done"]
+    no_tensor: Any = EncodedItem(tree={}, tensors={"t": 1})  # type: ignore[dict-item]
+    with pytest.raises(AttributeError):
+        writer.submit("c", disk.publish, key("c"), no_tensor, done)
+    assert calls == ["published", "done", "done", "done"]
+    writer.submit("d", disk.publish, key("d"), item(1), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        writer.flush()
+    writer.flush()
+
+
+def test_however_small_no_more_than_some_thousands_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_QUEUE_ITEMS", 3)
+    disk, writer = Disk(), Writer()
+    disk.open.clear()
+    submitted: list[int] = []
+
+    def train() -> None:
+        for n in range(10):
+            writer.submit(str(n), disk.publish, key(str(n)), item(n))
+            submitted.append(n)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    time.sleep(0.1)
+    assert len(submitted) == 3
+    disk.open.set()
+    thread.join(20)
+    writer.flush()
+    assert len(disk.got) == 10
+
+
+def test_many_threads_submit_and_wait() -> None:
+    disk, writer = Disk(), Writer(limit=20_000)
+
+    def work(n: int) -> None:
+        for m in range(50):
+            name = f"{n}.{m}"
+            writer.submit(name, disk.publish, key(name), item(m))
+            if m % 7 == 0:
+                writer.wait_for(name)
+                assert any(got == name for got, _, _ in list(disk.got))
+            if m % 11 == 0:
+                writer.flush()
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    in_time(writer.flush)
+    assert len(disk.got) == len({name for name, _, _ in disk.got}) == 400
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupts
+
+
+def in_time(work: Callable[[], object]) -> None:
+    """Does it in another thread; a failure if that hangs."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it hangs"
+
+
+def interrupted(n: int, work: Callable[[], object]) -> bool:
+    """Does it with Ctrl-C before the n-th operation of the interpreter in the writer; False if there are fewer.
+
+    What the writer calls of ``threading`` counts, what the tests' disk calls does not.
+    """
+    operations = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        called: FrameType | None = frame
+        while called is not None and called.f_code.co_filename == threading.__file__:
+            called = called.f_back
+        if called is None or called.f_code.co_filename != module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(operations) == n:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+class Session:
+    """A writer, its disk, and what of the items given to it has come of them."""
+
+    def __init__(self) -> None:
+        self.disk, self.writer = Disk(), Writer(limit=10_000)
+        self.accepted: list[str] = []
+        self.done: list[str] = []
+
+    def submit(self, name: str, nbytes: int = 4000) -> None:
+        self.writer.submit(name, self.disk.publish, key(name), item(1, nbytes), lambda: self.done.append(name))
+        self.accepted.append(name)
+
+    def open_soon(self) -> None:
+        threading.Timer(0.001, self.disk.open.set).start()
+
+
+def submit(session: Session) -> None:
+    session.submit("a")
+
+
+def submit_to_a_full_queue(session: Session) -> None:
+    session.submit("b", 8000)
+
+
+def flush(session: Session) -> None:
+    session.writer.flush()
+
+
+def wait_for(session: Session) -> None:
+    session.writer.wait_for("first")
+
+
+CALLS = [submit, submit_to_a_full_queue, flush, wait_for]
+
+
+def sessions() -> Iterator[tuple[int, Session]]:
+    return ((n, Session()) for n in itertools.count(1))
+
+
+def check(session: Session) -> None:
+    """Nothing hangs, what was accepted is there and whole, and the queue has room."""
+    session.disk.open.set()
+    in_time(session.writer.flush)
+    got = [name for name, _, _ in session.disk.got]
+    assert set(session.accepted) <= set(got)
+    assert set(session.accepted) <= set(session.done)
+    in_time(lambda: session.submit("large", 40_000))
+    in_time(session.writer.flush)
+    assert session.disk.got[-1][:2] == ("large", 1.0)
+    in_time(lambda: session.writer.wait_for("large"))
+    end = time.monotonic() + 60
+    while any(thread.name == "monai-gds-writer" for thread in threading.enumerate()):
+        assert time.monotonic() < end, "the thread ends"
+        time.sleep(0.0001)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_interrupt_before_any_operation_neither_hangs_nor_loses_an_item(call: Callable[[Session], None]) -> None:
+    """The disk is busy with another item, so that everybody waits."""
+    for n, session in sessions():
+        session.disk.open.clear()
+        session.submit("first")
+        session.open_soon()
+        struck = interrupted(n, lambda session=session: call(session))  # type: ignore[misc]
+        check(session)
+        if not struck:
+            break
+    assert n > 20
+
+
+def test_an_interrupt_before_any_operation_of_the_first_submit() -> None:
+    for n, session in sessions():
+        struck = interrupted(n, lambda session=session: submit(session))  # type: ignore[misc]
+        check(session)
+        if not struck:
+            break
+    assert n > 20
+    assert session.accepted[0] == "a"
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.usefixtures("no_threads")
+def test_an_interrupt_before_any_operation_where_the_caller_writes(call: Callable[[Session], None]) -> None:
+    """What waits was left by an earlier interrupt."""
+    for n, session in sessions():
+        leave(session, "first")
+        struck = interrupted(n, lambda session=session: call(session))  # type: ignore[misc]
+        session.accepted.append("first")
+        check(session)
+        if not struck:
+            break
+    assert n > 20
+
+
+def leave(session: Session, name: str) -> None:
+    """An item in the queue, and nobody who writes it: Ctrl-C came between the two."""
+
+    def interrupt(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupt)
+        session.submit(name)
+    assert session.disk.got == []
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_ctrl_c_while_the_caller_writes_comes_through_and_the_item_is_written_later() -> None:
+    disk, writer = Disk(), Writer()
+    interrupts = [KeyboardInterrupt(), SystemExit()]
+
+    def publish(key: Key, item: EncodedItem) -> bool:
+        if interrupts:
+            raise interrupts.pop()
+        return disk.publish(key, item)
+
+    with pytest.raises(SystemExit):
+        writer.submit("a", publish, key("a"), item(1))
+    with pytest.raises(KeyboardInterrupt):
+        writer.submit("b", disk.publish, key("b"), item(2))
+    in_time(lambda: writer.wait_for("a"))
+    in_time(writer.flush)
+    assert [name for name, _, _ in disk.got] == ["a", "b"]
+
+
+def test_what_ends_other_threads_does_not_end_the_writers() -> None:
+    disk, writer = Disk(), Writer()
+
+    def publish(key: Key, item: EncodedItem) -> bool:
+        raise SystemExit
+
+    writer.submit("a", publish, key("a"), item(1))
+    in_time(lambda: writer.wait_for("a"))
+    with pytest.raises(SystemExit):
+        writer.flush()
+    writer.submit("b", disk.publish, key("b"), item(2))
+    writer.flush()
+    assert [name for name, _, _ in disk.got] == ["b"]
+
+
+#: Forks processes, each of which saves items for a second, and sends them SIGINT all the while.
+#: Each logs what was accepted and written; those that do not end are printed.
+STORM = r"""
+import os, random, signal, sys, time
+import torch
+from monai_gds.cache.key import Key, Pipeline
+from monai_gds.cache.tree import EncodedItem
+from monai_gds.cache.writer import process_writer
+
+armed, struck = False, 0
+
+def strike(*_):
+    global armed, struck
+    if armed:
+        armed, struck = False, struck + 1
+        raise KeyboardInterrupt
+
+def publish(key, item):
+    assert bool((item.tensors["t"] == int(key.digest)).all())
+    os.write(log, f"wrote {key.digest}\n".encode())
+    return True
+
+def save(n):
+    global armed
+    item = EncodedItem(tree={}, tensors={"t": torch.full((1000 * random.randint(1, 9),), n)})
+    try:
+        armed = True
+        process_writer().submit(str(n), publish, Key(str(n), "", Pipeline()), item)
+        os.write(log, f"accepted {n}\n".encode())
+        if n % 3 == 0:
+            process_writer().wait_for(str(n))
+        if n % 5 == 0:
+            process_writer().flush()
+        armed = False
+    except KeyboardInterrupt:
+        pass
+
+torch.set_num_threads(1)
+signal.signal(signal.SIGINT, strike)
+pids = []
+for number in range(int(sys.argv[1])):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        pids = []
+        log = os.open(f"{sys.argv[2]}/{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        process_writer()._limit = 20_000
+        n, until = 0, time.monotonic() + 0.7
+        while time.monotonic() < until:
+            save(n := n + 1)
+        os.write(log, f"struck {struck}\n".encode())
+        break  # to the end of the interpreter, which waits for what is queued
+deadline = time.monotonic() + 60
+while pids:
+    time.sleep(random.uniform(0.0002, 0.002))
+    pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0] == 0]
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+    if pids and time.monotonic() > deadline:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        print(f"{len(pids)} hung", flush=True)
+        break
+"""
+
+
+def test_a_storm_of_ctrl_c_ends_and_loses_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STORM, "4", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    logs = [log.read_text().split("\n") for log in tmp_path.iterdir()]
+    assert len(logs) == 4
+    for lines in logs:
+        accepted, wrote = ({line.split()[1] for line in lines if line.startswith(how)} for how in ("accepted", "wrote"))
+        assert accepted <= wrote
+        assert any(line.startswith("struck") and line != "struck 0" for line in lines)

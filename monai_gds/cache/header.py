@@ -1,0 +1,300 @@
+"""What a record's header tells, read without torch: the command ``monai-gds cache`` must start fast.
+
+Called by :mod:`monai_gds.cache.upkeep`. Imports the standard library only and opens files for reading only. The format
+is specified in :mod:`monai_gds.cache.record`, whose reader gives torch's types and puts items together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple, TypeAlias
+
+from monai_gds.errors import DamagedRecord, NewerRecord
+
+__all__ = [
+    "ARRAYS",
+    "DTYPES",
+    "VERSIONS",
+    "Header",
+    "Ingredients",
+    "Source",
+    "Tensor",
+    "digest_of",
+    "header_length",
+    "ingredients",
+    "named",
+    "parse",
+    "read",
+    "record_name",
+]
+
+#: The format's versions, and how the names of their records end, behind 32 hex digits.
+VERSIONS = {1: ".safetensors", 2: ".v2.safetensors"}
+
+#: The entry of an item's small arrays, packed together.
+ARRAYS = "__arrays"
+_PAD = "__pad."
+_ALIGNMENT = 4096
+
+#: safetensors' name of a dtype -> torch's name, and bytes of an element.
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "C64": ("complex64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+}
+
+_NAME = re.compile(r"([0-9a-f]{32})(\.v2)?\.safetensors")
+_HEX = re.compile(r"[0-9a-f]*")
+_PREFIX = b'{"__metadata__":{"header_crc32":"'
+_CRC = slice(len(_PREFIX), len(_PREFIX) + 8)
+
+#: Bytes to read at first: the header of an item of a few NIfTI images.
+_HEAD_BYTES = 16 << 10
+
+
+#: Size of a source file and its identity: its mtime in version 1, in version 2 most often a hash of its content.
+Source: TypeAlias = tuple[int, int | str | None]
+
+
+class Tensor(NamedTuple):
+    """One tensor in the file: ``offset`` and ``nbytes`` in bytes of the file, ``checksum`` of those bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header.
+
+    Attributes:
+        version: of the format.
+        key: what the record stores of its key; nothing of it is checked yet, see :func:`ingredients`.
+        tree: the item tree, as JSON text.
+        entries: the tensors by name in the order of the file, among them :data:`ARRAYS`; without padding.
+        nbytes: size of the whole file.
+    """
+
+    version: int
+    key: Any
+    tree: str
+    entries: dict[str, Tensor]
+    nbytes: int
+
+
+class Ingredients(NamedTuple):
+    """What went into a record's key.
+
+    Attributes:
+        item: hash of the item.
+        pipeline: hex digits that tell the transforms from others; empty where they are no part of the key.
+        monai: MONAI's version.
+        sources: what each source was, by its path.
+        same: equal for records that differ by the identity of their sources and by MONAI's version only.
+    """
+
+    item: str
+    pipeline: str
+    monai: str
+    sources: dict[str, Source]
+    same: tuple[str, ...]
+
+
+def named(name: str) -> tuple[str, int] | None:
+    """The digest and the version that a file's name tells; None when it is not the name of a record."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else (found[1], 2 if found[2] else 1)
+
+
+def record_name(digest: str, version: int) -> str:
+    """The name of the file that holds the record of a key."""
+    return digest + VERSIONS[version]
+
+
+def digest_of(parts: Any) -> str:
+    """What a record of version 2 is called after, from the parts of its key."""
+    text = json.dumps(parts, separators=(",", ":"), ensure_ascii=True)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read(fd: int) -> Header:
+    """Reads the header of an open file.
+
+    Raises:
+        DamagedRecord: not a record, or one that is not whole.
+        NewerRecord: written by a newer version of the format.
+        OSError: the file cannot be read.
+    """
+    size = os.fstat(fd).st_size
+    head = os.pread(fd, _HEAD_BYTES, 0)
+    needed = header_length(head, size)
+    if needed > len(head):
+        head = os.pread(fd, needed, 0)
+    return parse(head, size)
+
+
+def header_length(head: bytes, size: int) -> int:
+    """Bytes from the start of the file to its data, of a file of ``size`` bytes that begins with ``head``.
+
+    Raises:
+        DamagedRecord: this is not a record.
+    """
+    length = 8 + int.from_bytes(head[:8], "little")
+    if len(head) < 8 or head[8 : 8 + len(_PREFIX)] != _PREFIX[: len(head) - 8]:
+        raise DamagedRecord("it is not a record of monai_gds")
+    if length % _ALIGNMENT or length > size:
+        raise DamagedRecord("its header has an impossible length")
+    return length
+
+
+def parse(head: bytes, size: int) -> Header:
+    """Reads a header strictly.
+
+    Args:
+        head: the beginning of the file, at least its header.
+        size: bytes of the whole file.
+
+    Raises:
+        DamagedRecord: not a record, or one that is not whole.
+        NewerRecord: written by a newer version of the format.
+    """
+    start = header_length(head, size)
+    text = bytearray(head[8:start])
+    stored, text[_CRC] = bytes(text[_CRC]), b"00000000"
+    if len(text) != start - 8 or stored != b"%08x" % zlib.crc32(text):
+        raise DamagedRecord("its header does not match its checksum")
+    try:
+        header = json.loads(text, object_pairs_hook=_no_duplicates)
+        metadata = header.pop("__metadata__")
+        version = int(metadata["version"])
+        if metadata["format"] == "monai_gds" and version > max(VERSIONS):
+            raise NewerRecord(f"it has format version {version}, and this monai_gds reads up to {max(VERSIONS)}")
+        if metadata["format"] == "monai_gds" and metadata["checksum"] != "wsum64":
+            raise NewerRecord(f"its checksums are {metadata['checksum']!r:.40}, which this version does not know")
+        if metadata["format"] != "monai_gds" or version not in VERSIONS:
+            raise DamagedRecord(f"its format is {metadata['format']!r} version {version}")
+        entries = _entries(header, json.loads(metadata["checksums"]), start, size)
+        return Header(version, json.loads(metadata["key"]), metadata["tree"], entries, size)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
+        if isinstance(e, (DamagedRecord, NewerRecord)):
+            raise
+        raise DamagedRecord(f"its header is malformed: {e!r}") from e
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise DamagedRecord("its header names an entry twice")
+    return out
+
+
+def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size: int) -> dict[str, Tensor]:
+    """The entries that are not padding, in the order of the file, which they must cover without a gap."""
+    found: dict[str, Tensor] = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = map(_whole, entry["data_offsets"])
+        shape = tuple(map(_whole, entry["shape"]))
+        if entry["dtype"] not in DTYPES:
+            raise DamagedRecord(f"its entry {name!r} has the unknown dtype {entry['dtype']!r}")
+        dtype, itemsize = DTYPES[entry["dtype"]]
+        if begin != end or stop - begin != math.prod(shape) * itemsize or min(shape, default=0) < 0:
+            raise DamagedRecord(f"its entry {name!r} is not where or as large as it should be")
+        end = stop
+        if not name.startswith(_PAD):
+            found[name] = Tensor(dtype, shape, start + begin, stop - begin, int(checksums[name], 16))
+    if start + end != size:
+        raise DamagedRecord(f"it has {size} bytes instead of {start + end}")
+    return found
+
+
+def ingredients(header: Header, name: str) -> Ingredients:
+    """What a record tells of its key, compared with the name of its file.
+
+    Raises:
+        DamagedRecord: the key is not one that any version wrote, or not the key that the file is called after.
+    """
+    told = named(name)
+    if told is None or told[1] != header.version:
+        raise DamagedRecord(f"it is of format version {header.version}, and its name is not")
+    digest, version = told
+    key = header.key
+    try:
+        found = _of_version_1(key) if version == 1 else _of_version_2(key)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise DamagedRecord(f"its key is malformed: {e!r}") from e
+    if version == 2 and digest_of(key["parts"]) != digest:
+        raise DamagedRecord("it is not the record of its name: it was swapped, copied or renamed")
+    return found
+
+
+def _of_version_1(key: dict[str, Any]) -> Ingredients:
+    """A hash of the transform hash is the pipeline.
+
+    The transform hash itself begins with the settings of the ``Compose``, which most pipelines share, and may be any
+    text where the user gave ``hash_transform``.
+    """
+    item, transform = _text(key.get("item", "")), _text(key.get("transform", ""))
+    sources: dict[str, Source] = {}
+    for path, (size, mtime_ns) in key.get("sources", {}).items():
+        sources[path] = _whole(size), _whole(mtime_ns)
+    pipeline = blake2b(transform.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() if transform else ""
+    return Ingredients(item, pipeline, _monai(key), sources, ("1", item, transform, *sorted(sources)))
+
+
+def _of_version_2(key: dict[str, Any]) -> Ingredients:
+    parts = key["parts"]
+    if type(parts) is not list:
+        raise TypeError("its parts are not a list")
+    item, pipeline = _text(key["item"]), _text(key["pipeline"])
+    if not _HEX.fullmatch(pipeline):
+        raise ValueError("its pipeline is not in hex digits")
+    sources: dict[str, Source] = {}
+    for path, (size, identity) in key["sources"].items():
+        if identity is not None and type(identity) not in (str, int):
+            raise TypeError(f"{identity!r:.40} is not the identity of a source")
+        sources[path] = _whole(size), identity
+    # Of parts = [format, item, transforms, MONAI, state, sources, rooted], without MONAI's version and the sources.
+    common = json.dumps([*parts[:3], *parts[4:5], *parts[6:]])
+    return Ingredients(item, pipeline, _monai(key), sources, ("2", common, *sorted(sources)))
+
+
+def _monai(key: dict[str, Any]) -> str:
+    version = key.get("monai")
+    return version if type(version) is str else ""
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r:.40} is not a text")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.40} is not a whole number")
+    return value

@@ -1,0 +1,464 @@
+"""The index of a cache directory: what its records hold, without opening each of them. Advisory: nothing fails by it.
+
+    <directory>/.index/<place>.<pid>.<start>.<n>.facts    facts that one process appended, one per line
+    <directory>/.index/pipelines/<hex>.json               what a pipeline is, as {attribute path: short text}
+
+Written by whoever publishes records and by ``monai-gds cache``; read by ``cache ls`` and by :mod:`.explain`. A fact is
+``<crc32 of the JSON> <JSON>``: torn and garbled lines are passed over, repeated ones do no harm, and of several facts
+about one record the one about its newest file counts. Each process appends to a file of its own, so that no two ever
+interleave, also on NFS. :meth:`Index.tidy` merges the files of processes that have ended.
+
+Where the index is missing, full, read-only or wrong, records are used as before; only the command is slower then.
+Nothing here follows a link or touches a file whose name has another form. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import stat
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from monai_gds.cache.header import VERSIONS, Source, record_name
+
+__all__ = ["FOLDER", "Index", "IndexEntry"]
+
+FOLDER = ".index"
+_PIPELINES = "pipelines"
+
+#: Files of ended processes that may lie there before they are merged.
+_FILES = 16
+
+#: A file whose process cannot be checked from here (another host or container) counts as in use this long.
+_FOREIGN_SECONDS = 3600
+
+#: Files larger than this are not ours, or not worth reading: about 2 million records.
+_MOST_BYTES = 1 << 30
+
+#: Forms of names: place, pid, start and number of the writer.
+_UNKNOWN = "unknown"
+_OWNER = rf"(?:[0-9a-f]{{8}}-[0-9]+|{_UNKNOWN})\.[0-9]+\.(?:[0-9]+|None)"
+_FACTS = re.compile(rf"{_OWNER}\.[0-9]+\.facts")
+_UNFINISHED = re.compile(rf"\.{_OWNER}\.[0-9]+\.new")
+_PIPELINE = re.compile(r"([0-9a-f]{8,64})\.json")
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # whoever opens a pipe would wait for its writer
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+#: Numbers the files of this process, which may have several indices.
+_counter = itertools.count()
+
+
+class IndexEntry(NamedTuple):
+    """What the index tells of one record.
+
+    Attributes:
+        digest: the key's, 32 hex digits.
+        item: hash of the item.
+        pipeline: hex digits of the transforms and the process's state; empty where they are no part of the key.
+        nbytes: size of the record.
+        mtime_ns: when it was made; with ``nbytes``, tells whether the file is still the one that was noted.
+        tensors: name, dtype (as torch calls it, ``"float32"``) and shape of each.
+        sources: size and identity of each source by its absolute path.
+        version: of the record's format.
+    """
+
+    digest: str
+    item: str
+    pipeline: str
+    nbytes: int
+    mtime_ns: int
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    sources: dict[str, Source]
+    version: int = 2
+
+    @property
+    def name(self) -> str:
+        """The name of the record's file."""
+        return record_name(self.digest, self.version)
+
+
+class Index:
+    """Notes and finds what the records of a cache directory hold. It costs nothing before it is first asked.
+
+    May be used from several threads; a forked child writes a file of its own.
+
+    Args:
+        directory: the cache directory. Nothing is made in it before something is noted.
+
+    Example:
+        >>> index = Index(directory)
+        >>> index.note_record(IndexEntry("ab" * 16, "item", "cafe0123", 4096, 1, (), {}))
+        >>> [entry.name for entry in Index(directory).by_item("item")]
+        ['abababababababababababababababab.v2.safetensors']
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = os.path.abspath(directory)
+        self._file = 0, ""  # the process that appends to it, and its name
+        self._is_torn = False
+        self._entries: dict[str, IndexEntry] = {}
+        self._read_up_to: dict[str, tuple[int, int]] = {}  # of each file, its inode and how much of it was read
+        self._described: set[str] = set()
+
+    def __reduce__(self) -> Any:
+        return Index, (self.directory,)
+
+    # Writing
+
+    def note_record(self, entry: IndexEntry) -> None:
+        """Notes that a record was published, if that is possible."""
+        self.note_records([entry])
+
+    def note_records(self, entries: Iterable[IndexEntry]) -> None:
+        """Notes several records in one write, if that is possible."""
+        lines = b"".join(map(_line, entries))
+        if not lines:
+            return
+        with contextlib.suppress(OSError), self._folder(make=True) as folder:
+            self._append(folder, lines)
+
+    def _append(self, folder: int, lines: bytes) -> None:
+        """Appends whole lines in one write to this process's file; behind a line that a full disk cut off, a new one.
+
+        The file is closed again at once: on NFS others see what is in it from then on, and nobody's umount has to wait.
+        """
+        pid = os.getpid()
+        if self._file[0] != pid:
+            self._file = pid, _own_name(".facts")
+            self._is_torn = False
+        fd = os.open(self._file[1], _APPEND, 0o666, dir_fd=folder)
+        try:
+            data = b"\n" + lines if self._is_torn else lines
+            self._is_torn = True
+            self._is_torn = os.write(fd, data) != len(data)
+        finally:
+            os.close(fd)
+
+    def describe_pipeline(self, pipeline: str, description: Mapping[str, str]) -> None:
+        """Keeps what a pipeline is, once, if that is possible.
+
+        Args:
+            pipeline: its hex digits, as records name it.
+            description: short texts by attribute path, ``{"transforms[1] Spacingd.pixdim": "(1.5, 1.5, 1.5)"}``.
+        """
+        if pipeline in self._described or not _PIPELINE.fullmatch(f"{pipeline}.json"):
+            return
+        self._described.add(pipeline)
+        with (
+            contextlib.suppress(OSError),
+            self._folder(make=True) as above,
+            _open_folder(_PIPELINES, above, True) as folder,
+        ):
+            if not _description(folder, pipeline):
+                _publish(folder, f"{pipeline}.json", json.dumps(dict(description), indent=0).encode())
+
+    # Reading
+
+    def entries(self) -> dict[str, IndexEntry]:
+        """What is known of each record by its digest, whether the record is still there or not.
+
+        Reads everything at first, and later only what was added.
+        """
+        with contextlib.suppress(OSError), self._folder() as folder:
+            for name in os.listdir(folder):
+                if _FACTS.fullmatch(name):
+                    for entry in self._added(folder, name):
+                        _keep_newest(self._entries, entry)
+        return dict(self._entries)
+
+    def by_item(self, item: str) -> list[IndexEntry]:
+        """What is known of the records of an item, by the item's hash."""
+        return [entry for entry in self.entries().values() if entry.item == item]
+
+    def holds(self, entry: IndexEntry) -> bool:
+        """Whether there is a file of this record."""
+        return os.path.exists(os.path.join(self.directory, entry.name))
+
+    def pipelines(self) -> dict[str, dict[str, str]]:
+        """The descriptions of all pipelines by their hex digits."""
+        found = {}
+        with contextlib.suppress(OSError), self._folder() as above, _open_folder(_PIPELINES, above) as folder:
+            for name in sorted(os.listdir(folder)):
+                pipeline = _PIPELINE.fullmatch(name)
+                description = _description(folder, pipeline[1]) if pipeline else {}
+                if pipeline and description:
+                    found[pipeline[1]] = description
+        return found
+
+    def pipeline(self, pipeline: str) -> dict[str, str]:
+        """The description of one pipeline; empty where none is kept."""
+        if _PIPELINE.fullmatch(f"{pipeline}.json"):
+            with contextlib.suppress(OSError), self._folder() as above, _open_folder(_PIPELINES, above) as folder:
+                return _description(folder, pipeline)
+        return {}
+
+    def _added(self, folder: int, name: str) -> list[IndexEntry]:
+        """The facts of one file that were not read yet. What follows its last whole line is left for later."""
+        try:
+            st = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            inode, begin = self._read_up_to.get(name, (st.st_ino, 0))
+            if inode != st.st_ino or st.st_size < begin:
+                begin = 0
+            if st.st_size == begin:
+                return []
+            text = _read(folder, name, begin)
+        except OSError:  # merged meanwhile, or another user's
+            return []
+        end = text.rfind(b"\n") + 1
+        self._read_up_to[name] = st.st_ino, begin + end
+        return list(_facts(text[:end]))
+
+    # Looking after it
+
+    def tidy(self) -> None:
+        """Merges the files of processes that have ended where there are many, and removes unfinished ones.
+
+        Facts about records that are gone are left out. Two processes may do this at once: facts that are written twice
+        do no harm.
+        """
+        with contextlib.suppress(OSError), self._folder() as folder:
+            _remove_unfinished(folder)
+            ended = [n for n in os.listdir(folder) if _FACTS.fullmatch(n) and _is_abandoned(folder, n)]
+            if len(ended) > _FILES:
+                self._merge(folder, ended)
+            with _open_folder(_PIPELINES, folder) as pipelines:
+                _remove_unfinished(pipelines)
+
+    def _merge(self, folder: int, names: list[str]) -> None:
+        newest: dict[str, IndexEntry] = {}
+        read: dict[str, int] = {}
+        for name in names:
+            with contextlib.suppress(OSError):
+                text = _read(folder, name)
+                read[name] = len(text)
+                for entry in _facts(text):
+                    _keep_newest(newest, entry)
+        there = set(os.listdir(self.directory))
+        lines = b"".join(_line(entry) for entry in newest.values() if entry.name in there)
+        if lines:
+            _publish(folder, _own_name(".facts"), lines)
+        for name, nbytes in read.items():
+            with contextlib.suppress(OSError):
+                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size == nbytes:  # nobody appended after all
+                    os.unlink(name, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _folder(self, make: bool = False) -> Iterator[int]:
+        above = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with _open_folder(FOLDER, above, make) as folder:
+                yield folder
+        finally:
+            os.close(above)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Facts and lines
+
+
+def _line(entry: IndexEntry) -> bytes:
+    """One fact. The tensors are JSON in JSON, as most records have the same: their text is then read once only."""
+    tensors = json.dumps([[name, dtype, list(shape)] for name, dtype, shape in entry.tensors], separators=(",", ":"))
+    fact = [
+        "record",
+        *entry[:5],
+        tensors,
+        {path: list(source) for path, source in entry.sources.items()},
+        entry.version,
+    ]
+    text = json.dumps(fact, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _facts(text: bytes) -> Iterator[IndexEntry]:
+    """The facts of whole lines; torn and garbled ones, and those of another kind, are passed over."""
+    layouts: dict[str, Any] = {}
+    for line in text.split(b"\n"):
+        fact = line[9:]
+        try:
+            if fact and int(line[:8], 16) == zlib.crc32(fact):
+                yield _entry(json.loads(fact.decode()), layouts)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            continue
+
+
+def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
+    kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources, version = fact
+    if kind != "record" or not (type(digest) is type(item) is type(pipeline) is str and _DIGEST.fullmatch(digest)):
+        raise TypeError("not a fact of this version")
+    if type(nbytes) is not int or type(mtime_ns) is not int or version not in VERSIONS:
+        raise TypeError("not a fact of this version")
+    layout = layouts.get(tensors)
+    if layout is None:
+        layout = layouts[tensors] = _layout(tensors)
+    for path, (size, identity) in sources.items():
+        if type(size) is not int or type(identity) not in _IDENTITIES:
+            raise TypeError("not a fact of this version")
+        sources[path] = size, identity
+    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layout, sources, version)
+
+
+def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(text))
+    for name, dtype, shape in layout:
+        if type(name) is not str or type(dtype) is not str or not all(type(side) is int for side in shape):
+            raise TypeError("not a fact of this version")
+    return layout
+
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_IDENTITIES = frozenset({str, int, type(None)})
+
+
+def _keep_newest(entries: dict[str, IndexEntry], entry: IndexEntry) -> None:
+    known = entries.get(entry.digest)
+    if known is None or known.mtime_ns <= entry.mtime_ns:
+        entries[entry.digest] = entry
+
+
+def _description(folder: int, pipeline: str) -> dict[str, str]:
+    try:
+        found = json.loads(_read(folder, f"{pipeline}.json"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    whole = isinstance(found, dict) and all(isinstance(text, str) for text in found.values())
+    return found if whole else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files below the folder's descriptor
+
+
+@contextlib.contextmanager
+def _open_folder(name: str, above: int, make: bool = False) -> Iterator[int]:
+    """A folder, made when it is missing with the permissions of the one above, so that a group may write to both."""
+    made = False
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=above)
+            made = True
+    folder = os.open(name, _FOLDER_FLAGS, dir_fd=above)
+    try:
+        if made:
+            os.fchmod(folder, stat.S_IMODE(os.fstat(above).st_mode))
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _read(folder: int, name: str, begin: int = 0) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is something else.
+    """
+    fd = os.open(name, _READ, dir_fd=folder)
+    try:
+        st = os.fstat(fd)
+        if not stat.S_ISREG(st.st_mode) or st.st_size - begin > _MOST_BYTES:
+            raise OSError(f"{name} is not a file of an index")
+        return os.pread(fd, max(0, st.st_size - begin), begin)
+    finally:
+        os.close(fd)
+
+
+def _remove_unfinished(folder: int) -> None:
+    """Removes what killed processes were writing in :func:`_publish`."""
+    for name in os.listdir(folder):
+        if _UNFINISHED.fullmatch(name) and _is_abandoned(folder, name):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+
+
+def _publish(folder: int, name: str, data: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    unfinished = "." + _own_name(".new")
+    fd = os.open(unfinished, _CREATE, 0o666, dir_fd=folder)
+    try:
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished, dir_fd=folder)
+        raise
+
+
+def _own_name(suffix: str) -> str:
+    return f"{_owner()}.{next(_counter)}{suffix}"
+
+
+def _is_abandoned(folder: int, name: str) -> bool:
+    """Whether a file's writer has ended, and whether this user may delete the file."""
+    try:
+        st = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        sticky = os.fstat(folder).st_mode & stat.S_ISVTX
+    except OSError:  # another process was quicker
+        return False
+    if not stat.S_ISREG(st.st_mode) or (sticky and st.st_uid != os.geteuid()):
+        return False
+    lives = _owner_lives(".".join(name.removeprefix(".").split(".")[:3]))
+    return time.time() - st.st_mtime > _FOREIGN_SECONDS if lives is None else not lives
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose a file is: written in its name, so that another process can tell whether its writer still runs
+
+
+def _owner() -> str:
+    """This process, in words that no other process has: ``<boot>-<pid namespace>.<pid>.<start time>``."""
+    return f"{_place()}.{os.getpid()}.{_started(os.getpid())}"
+
+
+def _owner_lives(text: str) -> bool | None:
+    """Whether the process that :func:`_owner` named still runs; None where that cannot be told from here."""
+    place, pid, started = text.split(".")
+    if place != _place() or place == _UNKNOWN:
+        return None
+    now = _started(pid)
+    if now is None and _is_hidden(pid):
+        return None
+    return now == started
+
+
+def _place() -> str:
+    """Where process ids mean what they mean here: this boot of this machine, this pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read(8)
+        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return _UNKNOWN
+
+
+def _started(pid: int | str) -> str | None:
+    """When a process started, in clock ticks since boot; None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def _is_hidden(pid: str) -> bool:
+    """Whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
+    try:
+        os.kill(int(pid), 0)  # sends nothing
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False

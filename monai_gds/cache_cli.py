@@ -1,0 +1,386 @@
+"""The command ``monai-gds cache``: arguments and printing; the work is done in :mod:`monai_gds.cache` and the dataset.
+
+``ls`` imports neither torch nor MONAI, nor does anything that is imported here: whoever lists a directory should not
+wait seconds for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from monai_gds.cache import upkeep
+from monai_gds.cache.index import Index
+from monai_gds.cache.upkeep import SHOWN, Found
+from monai_gds.terminal import JsonOption, progress_bar, say, say_lines
+
+if TYPE_CHECKING:
+    from monai_gds.dataset import GDSDataset
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="List, verify, prune, fill and explain cache directories.",
+    epilog="Example: monai-gds cache ls /nvme/cache",
+)
+
+CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
+DatasetFunction = Annotated[
+    str, typer.Argument(help="module:function. The function takes no arguments and returns a GDSDataset.")
+]
+
+
+class Order(StrEnum):
+    """What ``ls`` can sort records by."""
+
+    name = "name"
+    made = "made"
+    size = "size"
+    pipeline = "pipeline"
+    source = "source"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ls
+
+
+@app.command("ls", epilog="Example: monai-gds cache ls --sort size /nvme/cache")
+def list_records(
+    directory: CacheDirectory,
+    sort: Annotated[
+        Order, typer.Option("--sort", help="In which order: the latest made and the largest come last.")
+    ] = Order.name,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only the pipelines and the totals.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the records of a cache directory: the pipeline that made each, when, its size, tensors and sources.
+
+    At the end there is one line per pipeline. `prune --pipeline` deletes the records of one that you gave up.
+    """
+    records = upkeep.survey(directory, Index(directory))
+    if as_json:
+        shown = [] if summary else [_as_json(found) for found in _in_order(records, sort)]
+        document = {"directory": str(directory), **({} if summary else {"records": shown})}
+        _print_json({**document, "pipelines": _pipelines_as_json(records), **_totals(directory, records)})
+        return
+    lines = [] if summary else _lines(_in_order(records, sort))
+    for pipeline, made in sorted(_by_pipeline(records).items()):
+        latest = _time(max(made, key=lambda found: found.mtime_ns))
+        lines.append(f"pipeline {pipeline}: {len(made)} records, {_megabytes(made)} MB, the latest made {latest}")
+    damaged = sum(found.damaged for found in records)
+    lines.append(_summary(directory, f"{len(records)} records of {_megabytes(records)} MB, {damaged} damaged"))
+    say_lines(lines)
+
+
+def _in_order(records: Sequence[Found], order: Order) -> list[Found]:
+    keys: dict[Order, Any] = {
+        Order.name: lambda found: found.name,
+        Order.made: lambda found: found.mtime_ns,
+        Order.size: lambda found: found.nbytes,
+        Order.pipeline: lambda found: found.pipeline,
+        Order.source: lambda found: sorted(found.sources),
+    }
+    return sorted(records, key=keys[order])
+
+
+def _lines(records: Sequence[Found]) -> list[str]:
+    """Lines and not a table: a table would cut or fold the names where the terminal is narrow."""
+    line = "{:<47}  {:<8}  {:<16} {:>7}  {}".format
+    lines = [line("record", "pipeline", "made", "MB", "tensors from sources")]
+    for found in records:
+        names = ", ".join(os.path.basename(path) or path for path in found.sources)
+        content = found.problem or _tensors(found.tensors) + (f" from {names}" if names else "")
+        megabytes = f"{found.nbytes / 1e6:.1f}"
+        lines.append(line(found.name, _pipeline(found), _time(found), megabytes, content.replace("\n", "\\n")))
+    return lines
+
+
+@functools.lru_cache(maxsize=1024)
+def _tensors(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
+    return ", ".join(f"{name} {shape} {dtype}" for name, dtype, shape in tensors)
+
+
+def _pipeline(found: Found) -> str:
+    return "?" if found.problem else found.pipeline[:SHOWN] or "-"
+
+
+def _by_pipeline(records: Sequence[Found]) -> dict[str, list[Found]]:
+    pipelines: dict[str, list[Found]] = {}
+    for found in records:
+        pipelines.setdefault(_pipeline(found), []).append(found)
+    return pipelines
+
+
+def _time(found: Found) -> str:
+    return _minute(found.mtime_ns // 60_000_000_000)
+
+
+@functools.lru_cache(maxsize=1024)
+def _minute(minutes: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(60 * minutes):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):  # a file system that keeps times beyond the year 9999
+        return "?"
+
+
+def _megabytes(files: Sequence[Found]) -> str:
+    return f"{sum(found.nbytes for found in files) / 1e6:.1f}"
+
+
+def _as_json(found: Found) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "bytes": found.nbytes,
+        "mtime_ns": found.mtime_ns,
+        "version": found.version,
+        "pipeline": found.pipeline,
+        "item": found.item,
+        "tensors": [{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in found.tensors],
+        "sources": found.sources,
+        "problem": found.problem,
+        "damaged": found.damaged,
+    }
+
+
+def _pipelines_as_json(records: Sequence[Found]) -> list[dict[str, Any]]:
+    sound: dict[str, list[Found]] = {}
+    for found in records:
+        if not found.problem:
+            sound.setdefault(found.pipeline, []).append(found)
+    return [
+        {
+            "pipeline": pipeline,
+            "records": len(made),
+            "bytes": sum(found.nbytes for found in made),
+            "latest_mtime_ns": max(found.mtime_ns for found in made),
+        }
+        for pipeline, made in sorted(sound.items())
+    ]
+
+
+def _totals(directory: Path, records: Sequence[Found]) -> dict[str, int]:
+    return {
+        "count": len(records),
+        "bytes": sum(found.nbytes for found in records),
+        "damaged": sum(found.damaged for found in records),
+        "unreadable": sum(bool(found.problem) and not found.damaged for found in records),
+        "other_files": len(upkeep.other_files(directory)),
+    }
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    """On one line per call and in ASCII, so that any name can be printed and any tool reads it."""
+    say_lines([json.dumps(document)])
+
+
+def _summary(directory: Path, records: str) -> str:
+    """The last line of a listing; files that are not ours are counted apart."""
+    others = len(upkeep.other_files(directory))
+    return f"{records}; {others} other files" if others else records
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify and prune
+
+
+@app.command("verify", epilog="Example: monai-gds cache verify /nvme/cache")
+def verify(
+    directory: CacheDirectory,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only the totals.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every byte of every record; exit code 1 when one is damaged or cannot be read.
+
+    A record under the name of another one counts as damaged too.
+    """
+    records = []
+    for found in _checked(upkeep.record_files(directory)):
+        records.append(found)
+        if found.problem and not summary and not as_json:
+            say(f"{found.file}: {found.problem}")
+    damaged = sum(found.damaged for found in records)
+    unread = sum(bool(found.problem) and not found.damaged for found in records)
+    if as_json:
+        problems = {} if summary else {"problems": [_as_json(found) for found in records if found.problem]}
+        _print_json({"directory": str(directory), **problems, **_totals(directory, records)})
+    else:
+        not_checked = f", {unread} that cannot be checked" if unread else ""
+        say(_summary(directory, f"{len(records)} records, {damaged} damaged{not_checked}"))
+        if damaged:
+            say(
+                "Damaged records are computed again when they are next used. "
+                f"To delete them now: monai-gds cache prune --damaged {directory}"
+            )
+    raise typer.Exit(1 if damaged or unread else 0)
+
+
+def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
+    """Checks every byte of records, which takes long, and shows how far it is."""
+    with progress_bar("checking", len(paths)) as progress:
+        for done, path in enumerate(paths, 1):
+            found = upkeep.check(path)
+            progress(done)
+            if found is not None:
+                yield found
+
+
+@app.command("prune", epilog="Example: monai-gds cache prune --dry-run /nvme/cache")
+def prune(
+    directory: CacheDirectory,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            "--pipeline",
+            metavar="HASH",
+            help="Also delete the records of this pipeline; `ls` shows the hashes, 4 digits do.",
+        ),
+    ] = None,
+    missing_sources: Annotated[
+        bool, typer.Option("--missing-sources", help="Also delete records whose source files are gone.")
+    ] = False,
+    check_sources: Annotated[
+        bool,
+        typer.Option(
+            "--check-sources", help="Also compare the contents of source files, not their sizes alone: reads them all."
+        ),
+    ] = False,
+    old_format: Annotated[
+        bool, typer.Option("--old-format", help="Also delete records of format version 1, which are not read any more.")
+    ] = False,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Also delete records that verify calls damaged: reads every byte.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only the totals.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete temporary files of killed writers, unreadable records, and records that newer ones superseded.
+
+    The records of a pipeline that you changed or gave up stay, since another run may use them, until you name it with
+    --pipeline. Files that others put there are left alone.
+    """
+    records = upkeep.survey(directory)
+    try:
+        unwanted = upkeep.pipeline_of(records, pipeline) if pipeline is not None else ""
+    except ValueError as e:
+        raise typer.BadParameter(str(e), param_hint="--pipeline") from None
+    doomed = list(
+        upkeep.prunable(
+            directory,
+            records,
+            missing_sources=missing_sources,
+            old_format=old_format,
+            pipeline=unwanted,
+            identify=upkeep.content_identity if check_sources else None,
+        )
+    )
+    if damaged:
+        gone = {found.file for found in doomed}
+        doomed += [found for found in _checked([r.file for r in records if r.file not in gone]) if found.damaged]
+    quiet = summary or as_json
+    deleted = doomed if dry_run else list(_deleted(doomed, quiet))
+    if dry_run and not quiet:
+        say_lines(f"{found.file}: {found.problem}" for found in doomed)
+    if not dry_run:
+        Index(directory).tidy()
+    gone = {found.file for found in deleted}
+    unknown = sum(found.has_relative_sources and found.file not in gone for found in records)
+    if as_json:
+        files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
+        totals = {"count": len(deleted), "bytes": sum(found.nbytes for found in deleted), "relative_sources": unknown}
+        shown = {} if summary else {"files": files}
+        _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals})
+        return
+    if unknown:
+        say(f"{unknown} records name sources by relative paths: whether those changed cannot be told; they are kept")
+    verb = "to delete" if dry_run else "deleted"
+    say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}")
+
+
+def _deleted(doomed: Sequence[Found], quiet: bool) -> Iterator[Found]:
+    """Deletes files and says so one by one: who stops it should see what is gone."""
+    for found in doomed:
+        removed = upkeep.remove(found)
+        if removed:
+            yield found
+        if not quiet:
+            say(f"{found.file}: {found.problem if removed else 'kept, since it was replaced or removed meanwhile'}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# warm and explain
+
+
+@app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset --num-workers 8")
+def warm(
+    function: DatasetFunction,
+    num_workers: Annotated[int, typer.Option(min=0, help="Processes that compute items; 0: this one alone.")] = 0,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
+) -> None:
+    """Compute every item of a dataset that is not cached yet; started again after a kill, it goes on where it was.
+
+    Modules are looked for in the working directory first. Exit code 1 when items failed; they are named.
+    """
+    dataset = _dataset_from(function)
+    try:
+        done = dataset.populate(num_workers, progress)
+    except KeyboardInterrupt:
+        held = len(upkeep.record_files(dataset.cache_dir)) if dataset.cache_dir else 0
+        raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
+    say(f"{done.computed} items computed, {done.cached} were cached already")
+
+
+@app.command("explain", epilog="Example: monai-gds cache explain training:make_dataset 0 7")
+def explain(
+    function: DatasetFunction,
+    indices: Annotated[
+        list[int] | None, typer.Argument(min=0, help="Items to explain; without any, the dataset is.", metavar="I")
+    ] = None,
+) -> None:
+    """Say whether items are cached, and where one is not, what differs from the record that is most like it.
+
+    Without an item: what of the dataset is cached and what is computed in every epoch. Modules are looked for in the
+    working directory first.
+    """
+    dataset: Any = _dataset_from(function)
+    for index in indices or []:
+        if index >= len(dataset):
+            raise typer.BadParameter(f"{index}: the dataset has {len(dataset)} items", param_hint="I")
+    say_lines([dataset.explain(index) for index in indices] if indices else [str(dataset)])
+
+
+def _dataset_from(function: str) -> GDSDataset:
+    """Imports ``module:function``, calls it, and checks what it returns."""
+    module, colon, name = function.partition(":")
+    if not (module and colon and name):
+        raise typer.BadParameter(f"{function!r} is not of the form module:function", param_hint="FUNCTION")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+            raise  # the module is there, and imports one that is not
+        raise typer.BadParameter(f"no module {e.name!r} in {os.getcwd()} or installed", param_hint="FUNCTION") from None
+    if not callable(make):
+        raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as e:
+        raise typer.BadParameter(f"{function} is called without arguments: {e}", param_hint="FUNCTION") from None
+    dataset = make()
+    from monai_gds.dataset import GDSDataset
+
+    if not isinstance(dataset, GDSDataset):
+        kind = type(dataset).__name__
+        raise typer.BadParameter(f"{function} returned a {kind}, not a GDSDataset", param_hint="FUNCTION")
+    return dataset

@@ -1,0 +1,113 @@
+"""What a user may want to know of a dataset, in words: what is cached, and why an item is not.
+
+Called by ``print(dataset)``, :meth:`GDSDataset.explain`, and the warning after an epoch of misses. It reads, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from monai_gds.cache.explain import Nearest, Wanted, nearest
+from monai_gds.cache.index import Index
+from monai_gds.cache.key import Key
+from monai_gds.transforms import uncached_behind
+
+if TYPE_CHECKING:
+    from monai_gds.dataset import GDSDataset
+
+__all__ = ["describe", "explain_item", "name_of", "why_missed"]
+
+
+def name_of(transform: Callable[..., Any]) -> str:
+    """A function's own name, or that of the type."""
+    return str(getattr(transform, "__qualname__", type(transform).__name__))
+
+
+def describe(dataset: GDSDataset) -> str:
+    """Target, backend, what is cached, where the split is and why there, and the sources of the first item."""
+    split = dataset.split()
+    rows = [
+        ("target", str(dataset.device)),
+        ("backend", f"{dataset.backend} ({dataset.backend_reason})"),
+        ("cache", _cache(dataset)),
+        ("cached", _names(split.deterministic) or "nothing"),
+        ("each epoch", _names(split.rest) or "nothing"),
+        ("split", _split(split.deterministic, split.rest)),
+    ]
+    if len(dataset.data) and split.deterministic:
+        rows.append(("sources", _sources(dataset)))
+    head = f"{type(dataset).__name__} of {len(dataset.data)} items"
+    return "\n".join([head, *(f"  {name + ':':<12}{text}" for name, text in rows)])
+
+
+def _cache(dataset: GDSDataset) -> str:
+    if dataset.cache_dir is None:
+        return "none"
+    below = f", relative to {dataset.root}" if dataset.root else ""
+    return f"{dataset.cache_dir}{below}"
+
+
+def _names(transforms: Sequence[Callable[..., Any]]) -> str:
+    return ", ".join(map(name_of, transforms))
+
+
+def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
+    if not rest:
+        return "at the end: no transform is random"
+    behind = uncached_behind(rest)
+    if behind:
+        return (
+            f"in front of {name_of(rest[0])}, which is not a Transform of MONAI's; {behind} behind it could be cached"
+        )
+    return f"in front of {name_of(rest[0])}, the first random transform"
+
+
+def _sources(dataset: GDSDataset) -> str:
+    if dataset.sources is None:
+        return "files do not count (sources=None)"
+    by = dataset.sources if isinstance(dataset.sources, str) else name_of(dataset.sources)
+    found = dataset.key(0).sources
+    return f"of item 0, by {by}: {', '.join(found) or 'none'}"
+
+
+def explain_item(dataset: GDSDataset, index: int) -> str:
+    """Whether an item has a record, and where; if not, the record that is most like it, and what differs."""
+    if not dataset.caches or dataset.cache_dir is None:
+        return f"item {index} is computed at every access: nothing is cached"
+    dataset.flush()
+    key = dataset.key(index)
+    facts = Index(dataset.cache_dir)
+    lines = []
+    if dataset.is_cached(index):
+        lines.append(f"item {index} is a hit: {dataset.record_path(key)}")
+    else:
+        near = nearest(facts, _wanted(key))
+        lines.append(f"item {index} is a miss: there is no {dataset.record_path(key)}")
+        lines.append(_nearest(near, dataset))
+    state = ", ".join(f"{name} {value}" for name, value in key.pipeline.state) or "defaults"
+    lines.append(f"  settings of the process: {state}")
+    lines.extend(
+        f"  source {path}: {identity.size} bytes, {identity.content}" for path, identity in key.sources.items()
+    )
+    return "\n".join(lines)
+
+
+def _nearest(near: Nearest, dataset: GDSDataset) -> str:
+    if near.entry is None:
+        return f"  {'; '.join(near.differences)}"
+    made = f"{datetime.fromtimestamp(near.entry.mtime_ns / 1e9):%Y-%m-%d %H:%M}"
+    differences = "".join(f"\n    {difference}" for difference in near.differences)
+    return f"  the nearest record is {near.entry.name}, made {made}; what differs:{differences}"
+
+
+def why_missed(index: Index, key: Key) -> list[str]:
+    """What differs from the nearest record; nothing where none is near."""
+    near = nearest(index, _wanted(key))
+    return near.differences if near.entry is not None else []
+
+
+def _wanted(key: Key) -> Wanted:
+    return Wanted(key.item, key.pipeline.digest, dict(key.sources), key.pipeline.describe())

@@ -1,0 +1,138 @@
+"""The keys of a dataset's items: what MONAI knows of a pipeline, brought to the cache's :class:`KeyMaker`.
+
+Used by the dataset. It knows MONAI's transforms and the process's settings; it does not know records or files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import monai
+
+from monai_gds.cache.hashing import HashedTransforms, canonical_hash, hash_transforms
+from monai_gds.cache.key import Key, KeyMaker, Pipeline, hash_text
+from monai_gds.cache.sources import Sources, files_named
+from monai_gds.errors import HashingError
+from monai_gds.state import State, capture
+from monai_gds.transforms import Split, loaded_keys
+
+__all__ = ["HashTransform", "ItemKeys", "MonaiVersion"]
+
+_log = logging.getLogger("monai_gds")
+
+#: Transforms -> hash as bytes; None leaves them out of the key.
+HashTransform = Callable[..., bytes] | None
+
+#: How much of MONAI's version is part of a key.
+MonaiVersion = Literal["exact", "minor"] | None
+
+
+class ItemKeys:
+    """Makes the keys of one dataset's items, for one pipeline.
+
+    Args:
+        split: the pipeline.
+        hash_func: item -> hash as bytes.
+        hash_transform: see :data:`HashTransform`.
+        sources: tells what files are.
+        root: see :class:`monai_gds.cache.key.Pipeline`.
+        monai_version: see :data:`MonaiVersion`.
+
+    Attributes:
+        transform_hash: of the deterministic transforms and the settings of their ``Compose``; empty when they are not
+            part of the key.
+
+    Raises:
+        HashingError: a transform has no stable hash.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        hash_func: Callable[..., bytes],
+        hash_transform: HashTransform,
+        sources: Sources,
+        root: str | None,
+        monai_version: MonaiVersion,
+    ) -> None:
+        hashed = _hashed(split, hash_transform, root)
+        self.transform_hash = _transform_hash(split, hash_transform, hashed)
+        self._hashed = hashed
+        named = files_named(hashed.strings) if hash_transform is not None else []
+        self._files = tuple([os.path.join(os.getcwd(), path) for path in named])
+        self._root = root
+        self._monai_version: MonaiVersion = monai_version
+        self._pipelines: dict[tuple[State, str], Pipeline] = {}
+        self._logged = False
+        self._make = KeyMaker(hash_func, sources, loaded_keys(split.deterministic), root)
+
+    def capture(self) -> State:
+        """The settings of this process and thread that count for this pipeline."""
+        return capture(names_cuda=self._hashed.names_cuda, requires_grad=self._hashed.requires_grad)
+
+    def pipeline(self) -> Pipeline:
+        """What the keys that are made now share; the settings may change between any two."""
+        state, version = self.capture(), _version(self._monai_version)
+        known = self._pipelines.get((state, version))
+        if known is None:
+            known = Pipeline(self.transform_hash, version, state, self._root, self._hashed.description, self._files)
+            self._pipelines[state, version] = known
+        return known
+
+    def __call__(self, items: Sequence[Any]) -> list[Key]:
+        """The keys of items.
+
+        Raises:
+            HashingError: an item holds something without a stable content.
+        """
+        pipeline = self.pipeline()
+        keys = [self._make(item, pipeline) for item in items]
+        if keys and not self._logged:
+            self._logged = True
+            _log.info("sources of the first item: %s", ", ".join(keys[0].sources) or "none")
+        return keys
+
+    def flush(self) -> None:
+        """Writes down what was learned of sources, for other processes."""
+        self._make.flush()
+
+
+def _version(wanted: MonaiVersion) -> str:
+    if wanted is None:
+        return ""
+    found = str(monai.__version__)
+    if wanted == "minor":
+        found = ".".join(re.split(r"[.+]", found)[:2])
+    return found
+
+
+def _hashed(split: Split, hash_transform: HashTransform, root: str | None) -> HashedTransforms:
+    """What the walk over the transforms finds; little, where the user hashes transforms that have no stable hash."""
+    try:
+        return hash_transforms(split.deterministic, root)
+    except HashingError:
+        if hash_transform is canonical_hash:
+            raise
+        return HashedTransforms("", {}, frozenset(), names_cuda=False, requires_grad=False)
+
+
+def _transform_hash(split: Split, hash_transform: HashTransform, hashed: HashedTransforms) -> str:
+    if hash_transform is None:
+        return ""
+    settings = canonical_hash(split.settings()).decode()
+    for name, value in split.settings().items():
+        hashed.description[f"Compose.{name}"] = repr(value)
+    if hash_transform is canonical_hash:
+        return settings + hashed.digest
+    try:
+        found = hash_transform(split.deterministic)
+    except TypeError as e:
+        # MONAI's json_hashing cannot take transforms, and MONAI then hashes their names.
+        if "is not JSON serializable" not in str(e):
+            raise
+        found = hash_transform("".join(type(t).__name__ for t in split.deterministic))
+    return settings + hash_text(found, "hash_transform")

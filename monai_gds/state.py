@@ -1,0 +1,189 @@
+"""Settings of the process that change what a transform computes: part of every key.
+
+The dataset captures them whenever it makes a key, since a user may change them between two accesses. A helper that
+computes an item in another process or thread applies the captured state first (:func:`applied`): a spawned worker
+starts with the defaults.
+
+Only settings that differ from the defaults are listed, so that one which a later version adds invalidates nothing.
+Settings that matter on a CUDA device alone (TF32, cuDNN, deterministic algorithms) count where a transform names one.
+Not covered, since they differ between machines as well: the number of threads, over which sums are split, and the
+processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import monai.config
+import torch
+from monai.data.meta_obj import get_track_meta, set_track_meta
+
+__all__ = ["State", "applied", "capture"]
+
+#: Names and values of the settings that differ from their defaults, in the order of the tables below.
+State = tuple[tuple[str, str], ...]
+
+#: Half of it is a subnormal number, which a processor told to flush those gives as zero.
+_SMALLEST_NORMAL = sys.float_info.min
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    name: str
+    read: Callable[[], Any]
+    default: Any
+    apply: Callable[[Any], object] | None = None  # None: it comes with the environment
+
+
+def _flushes_subnormals() -> bool:
+    return _SMALLEST_NORMAL * 0.5 == 0.0  # a mode of the thread, which Python's own arithmetic shares with torch's
+
+
+def _default_device() -> str:
+    return str(torch.get_default_device())
+
+
+def _autocast(device: str) -> str:
+    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
+
+
+def _set_autocast(device: str, value: str) -> None:
+    torch.set_autocast_enabled(device, value != "off")
+    if value != "off":
+        torch.set_autocast_dtype(device, getattr(torch, value.removeprefix("torch.")))
+
+
+def _cpu_matmul() -> str:
+    return _matmul_under(torch.get_float32_matmul_precision())
+
+
+@cache
+def _matmul_under(precision: str) -> str:
+    """Whether this processor multiplies float32 matrices with fewer bits under that setting.
+
+    The setting is mostly made for TF32 on a GPU. On a CPU "medium" allows bfloat16 where the processor has it.
+    """
+    if precision == "highest":
+        return "exact"
+    a = torch.linspace(1, 2, 128 * 128, dtype=torch.float32, device="cpu").reshape(128, 128)
+    reduced = a @ a
+    torch.set_float32_matmul_precision("highest")
+    try:
+        exact = a @ a
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return "exact" if torch.equal(exact, reduced) else precision
+
+
+def _truncated_images() -> bool:
+    module = sys.modules.get("PIL.ImageFile")
+    return bool(module is not None and module.LOAD_TRUNCATED_IMAGES)
+
+
+def _allow_truncated_images(allow: bool) -> None:
+    if allow or "PIL.ImageFile" in sys.modules:
+        from PIL import ImageFile
+
+        ImageFile.LOAD_TRUNCATED_IMAGES = allow
+
+
+#: In this order; what is read by a plain attribute or call costs well under a microsecond in all.
+_SETTINGS = (
+    _Setting("track_meta", get_track_meta, True, set_track_meta),
+    _Setting("default_dtype", torch.get_default_dtype, torch.float32, torch.set_default_dtype),
+    _Setting("default_device", _default_device, "cpu", torch.set_default_device),
+    _Setting("flush_denormal", _flushes_subnormals, False, torch.set_flush_denormal),
+    _Setting("autocast", partial(_autocast, "cpu"), "off", partial(_set_autocast, "cpu")),
+    _Setting("cpu_matmul", _cpu_matmul, "exact", torch.set_float32_matmul_precision),
+    _Setting("truncated_images", _truncated_images, False, _allow_truncated_images),
+    _Setting("monai_compiled", lambda: monai.config.USE_COMPILED, False),
+    _Setting("monai_meta_dict", lambda: monai.config.USE_META_DICT, False),
+)
+
+_WITH_GRADIENTS = (_Setting("grad", torch.is_grad_enabled, True, torch.set_grad_enabled),)
+
+
+def _set_attribute(owner: Any, name: str) -> Callable[[Any], None]:
+    return lambda value: setattr(owner, name, value)
+
+
+def _cuda_flag(label: str, owner: Any, name: str, default: Any) -> _Setting:
+    return _Setting(label, lambda: getattr(owner, name), default, _set_attribute(owner, name))
+
+
+_ON_CUDA = (
+    _Setting("matmul_precision", torch.get_float32_matmul_precision, "highest", torch.set_float32_matmul_precision),
+    _cuda_flag("cudnn", torch.backends.cudnn, "enabled", True),
+    _cuda_flag("cudnn_benchmark", torch.backends.cudnn, "benchmark", False),
+    _cuda_flag("cudnn_deterministic", torch.backends.cudnn, "deterministic", False),
+    _cuda_flag("cudnn_tf32", torch.backends.cudnn, "allow_tf32", True),
+    _cuda_flag("reduced_fp16", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", True),
+    _cuda_flag("reduced_bf16", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True),
+    _Setting("deterministic", torch.are_deterministic_algorithms_enabled, False, torch.use_deterministic_algorithms),
+    _Setting("autocast_cuda", partial(_autocast, "cuda"), "off", partial(_set_autocast, "cuda")),
+)
+
+_BY_NAME = {setting.name: setting for setting in (*_SETTINGS, *_WITH_GRADIENTS, *_ON_CUDA)}
+
+
+def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
+    """The state of this process and thread.
+
+    Args:
+        names_cuda: a transform names a CUDA device, so that its settings count.
+        requires_grad: a transform holds parameters, so that the grad mode counts.
+
+    Example:
+        >>> import torch
+        >>> capture()
+        ()
+        >>> torch.set_default_dtype(torch.float64)
+        >>> capture()
+        (('default_dtype', 'torch.float64'),)
+        >>> torch.set_default_dtype(torch.float32)
+    """
+    found = [(s.name, str(value)) for s in _SETTINGS if (value := s.read()) != s.default]
+    if requires_grad:
+        found += [(s.name, str(value)) for s in _WITH_GRADIENTS if (value := s.read()) != s.default]
+    if names_cuda or any(name == "default_device" and value.startswith("cuda") for name, value in found):
+        found += [(s.name, str(value)) for s in _ON_CUDA if (value := s.read()) != s.default]
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def applied(state: State) -> Iterator[None]:
+    """Gives this process and thread a state that was captured elsewhere, and puts its own back.
+
+    What cannot be applied, since it comes with the environment, stays as it is: the key that is made here shows it.
+    """
+    wanted = dict(state)
+    changed: list[tuple[_Setting, Any]] = []
+    try:
+        for setting in _BY_NAME.values():
+            now = setting.read()
+            value = wanted.get(setting.name, str(setting.default))
+            relevant = setting.name in wanted or setting in _SETTINGS
+            if relevant and str(now) != value and setting.apply is not None:
+                changed.append((setting, now))
+                setting.apply(_value_of(setting, value))
+        yield
+    finally:
+        for setting, before in reversed(changed):
+            assert setting.apply is not None
+            setting.apply(before)
+
+
+def _value_of(setting: _Setting, text: str) -> Any:
+    """A setting's value from its text in a state."""
+    if isinstance(setting.default, bool):
+        return text == "True"
+    if isinstance(setting.default, torch.dtype):
+        return getattr(torch, text.removeprefix("torch."))
+    if setting.name == "cpu_matmul":
+        return "highest" if text == "exact" else text
+    return text

@@ -1,0 +1,1881 @@
+"""What must give a new item, and what must not: one change between two runs of a study, in fresh processes.
+
+A row of the table is a generator. It sets the study up; the study runs at every ``yield``, and once more at the end
+of a row with only one; what comes between is the change. The last run must compute the item (:func:`misses`) or must
+not (:func:`hits`), and either way must give what MONAI computes without a cache in that process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.fresh import Interpreter
+from tests.loopdisk import loop_disk, needs_root
+from tests.machines import NOBODY, shared_folder
+from tests.same import same
+from tests.studies import TIME, Outcome, Study, run, run_on, version_beside, write_volume
+
+Changes = Callable[[Study], Iterator[None]]
+
+
+class Row(NamedTuple):
+    """One change and what it must lead to.
+
+    Attributes:
+        change: the generator.
+        miss: whether the item must be computed.
+        one_process: whether all runs are accesses of one dataset in one process, rather than each in a fresh one.
+        other_item: whether the change must show in the item, too; a row that must miss and does not show it would
+            be about nothing. None: it may or may not.
+    """
+
+    change: Changes
+    miss: bool
+    one_process: bool
+    other_item: bool | None
+
+
+ROWS: dict[str, Row] = {}
+
+
+def misses(
+    *, one_process: bool = False, either: bool = False, other_item: bool | None = True
+) -> Callable[[Changes], Changes]:
+    """Registers a row that must miss: in fresh processes, in one process, or either."""
+    return _register(True, one_process, either, other_item)
+
+
+def hits(
+    *, one_process: bool = False, either: bool = False, other_item: bool | None = None
+) -> Callable[[Changes], Changes]:
+    """Registers a row that must hit."""
+    return _register(False, one_process, either, other_item)
+
+
+def _register(miss: bool, one_process: bool, either: bool, other_item: bool | None) -> Callable[[Changes], Changes]:
+    def register(change: Changes) -> Changes:
+        name = f"{'miss' if miss else 'hit'}-{change.__name__}"
+        if not one_process:
+            ROWS[name] = Row(change, miss, False, other_item)
+        if one_process or either:
+            ROWS[f"{name}-in_one_process"] = Row(change, miss, True, other_item)
+        return change
+
+    return register
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[Callable[[str], Interpreter]]:
+    """Interpreters by PYTHONHASHSEED."""
+    running: dict[str, Interpreter] = {}
+
+    def interpreter(hash_seed: str) -> Interpreter:
+        if hash_seed not in running:
+            running[hash_seed] = Interpreter("tests.studies", hash_seed=hash_seed)
+        return running[hash_seed]
+
+    yield interpreter
+    for each in running.values():
+        each.close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each row."""
+    if "row" in metafunc.fixturenames:
+        metafunc.parametrize("row", ROWS.values(), ids=ROWS.keys())
+
+
+def test_change(row: Row, interpreters: Callable[[str], Interpreter]) -> None:
+    with shared_folder() as folder:
+        study = Study(folder)
+        outcomes = list(_outcomes(row, study, interpreters))
+        first, last = outcomes[0], outcomes[-1]
+        assert not first.wrong, f"before the change, {first.wrong}"
+        if row.other_item is not None:
+            assert same(first.item, last.item) != row.other_item, "the change does what the row says to the item"
+        right = last.wrong or "the item is right"
+        assert bool(last.computed) == row.miss, f"the last run {'missed' if last.computed else 'hit'}; {right}"
+        assert not last.wrong, f"the last run {'missed' if last.computed else 'hit'}; {last.wrong}"
+
+
+def _outcomes(row: Row, study: Study, interpreters: Callable[[str], Interpreter]) -> Iterator[Outcome]:
+    """Runs the study at every ``yield`` of the row, and once more if there is only one."""
+    changes, count = row.change(study), 0
+    process = interpreters("0").process() if row.one_process else None
+    while next(changes, study) is not study or count < 2:
+        if process is None:
+            yield interpreters(study.hash_seed).call(run, study)
+        else:
+            yield process.call(run_on if count else run, study)
+        count += 1
+    if process is not None:
+        process.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Items
+
+
+@misses()
+def a_value_of_the_item(s: Study) -> Iterator[None]:
+    yield
+    s.edit("40 + i", "41 + i")
+
+
+@misses()
+def the_type_of_a_value(s: Study) -> Iterator[None]:
+    yield
+    s.edit("40 + i", "40.0 + i")
+
+
+@misses()
+def a_key_of_the_item(s: Study) -> Iterator[None]:
+    yield
+    s.edit('"age": 40', '"years": 40')
+
+
+@misses()
+def another_entry(s: Study) -> Iterator[None]:
+    yield
+    s.item('"site": "a"')
+
+
+def with_array(s: Study, values: str) -> None:
+    s.item(f'"weights": {values}')
+    s.add('mt.EnsureTyped("weights", dtype=torch.float64)')
+
+
+@misses()
+def one_element_of_an_array(s: Study) -> Iterator[None]:
+    with_array(s, "np.array([1.0, 2.0, 3.0])")
+    yield
+    s.edit("2.0, 3.0", "2.0, 3.5")
+
+
+@misses()
+def one_element_of_a_large_array(s: Study) -> Iterator[None]:
+    with_array(s, "np.where(np.arange(1 << 20) == 700_001, 1.0, 0.0)")
+    yield
+    s.edit("700_001", "700_002")
+
+
+@misses()
+def the_dtype_of_an_array(s: Study) -> Iterator[None]:
+    s.item('"weights": np.array([1, 2], np.int32)')
+    s.add('mt.EnsureTyped("weights")')
+    yield
+    s.edit("np.int32", "np.int64")
+
+
+@misses()
+def the_shape_of_an_array(s: Study) -> Iterator[None]:
+    with_array(s, "np.ones((2, 3))")
+    yield
+    s.edit("(2, 3)", "(3, 2)")
+
+
+@misses()
+def an_element_of_a_tensor(s: Study) -> Iterator[None]:
+    s.item('"weights": torch.tensor([1.0, 2.0])')
+    yield
+    s.edit("[1.0, 2.0]", "[1.0, 2.5]")
+
+
+@misses()
+def a_tuple_in_place_of_a_list(s: Study) -> Iterator[None]:
+    s.item('"spacing": [1.0, 2.0]')
+    yield
+    s.edit("[1.0, 2.0]", "(1.0, 2.0)")
+
+
+@misses()
+def a_path_in_place_of_a_string(s: Study) -> Iterator[None]:
+    s.item('"report": "report"')
+    yield
+    s.edit('"report": "report"', '"report": Path("report")')
+
+
+@misses()
+def a_scalar_of_numpy_in_place_of_a_float(s: Study) -> Iterator[None]:
+    s.item('"dose": 1.5')
+    yield
+    s.edit('"dose": 1.5', '"dose": np.float64(1.5)')
+
+
+@misses()
+def the_sign_of_zero(s: Study) -> Iterator[None]:
+    s.item('"dose": 0.0')
+    yield
+    s.edit('"dose": 0.0', '"dose": -0.0')
+
+
+@misses(one_process=True)
+def an_array_changed_in_place(s: Study) -> Iterator[None]:
+    with_array(s, "np.zeros((1 << 17,))")
+    yield
+    s.code = "dataset.data[0]['weights'][70_000] = 1.0"
+
+
+@misses(one_process=True)
+def a_tensor_changed_in_place(s: Study) -> Iterator[None]:
+    s.item('"weights": torch.zeros(1 << 17)')
+    yield
+    s.code = "dataset.data[0]['weights'][70_000] = 1.0"
+
+
+@misses(one_process=True)
+def a_tensor_changed_through_numpy(s: Study) -> Iterator[None]:  # which its version counter does not see
+    s.item('"weights": torch.zeros(1 << 17)')
+    yield
+    s.code = "dataset.data[0]['weights'].numpy()[70_000] = 1.0"
+
+
+@misses(one_process=True)
+def an_array_changed_through_another_view(s: Study) -> Iterator[None]:  # it is read-only, what it shows is not
+    s.define("BASE = np.zeros((1 << 17,))\nVIEW = BASE.view()\nVIEW.flags.writeable = False")
+    with_array(s, "VIEW")
+    yield
+    s.code = "import sys; sys.modules['study'].BASE[70_000] = 1.0"
+
+
+@misses(either=True)
+def an_array_mapped_from_a_file(s: Study) -> Iterator[None]:
+    path = s.data / "weights.npy"
+    np.save(path, np.zeros(1 << 17))
+    with_array(s, f"np.load({str(path)!r}, mmap_mode='r')")
+    yield
+    raw = bytearray(path.read_bytes())
+    raw[-100] = 1
+    with path.open("r+b") as f:
+        f.write(raw)
+    os.utime(path, (TIME, TIME))
+
+
+@misses(one_process=True)
+def an_item_changed_in_place(s: Study) -> Iterator[None]:
+    yield
+    s.code = "dataset.data[0]['age'] = 7"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+
+
+def other_content(s: Study, name: str = "ct_0.nii") -> Path:
+    """A file beside the data with other bytes of the same size and time."""
+    path = s.folder / f"other_{name}"
+    write_volume(path, seed=99)
+    return path
+
+
+def overwritten(path: Path, raw: bytes) -> None:
+    """Writes into a file and puts its times back."""
+    before = path.stat()
+    path.write_bytes(raw)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@misses(either=True)
+def other_bytes_of_the_same_size_and_time(s: Study) -> Iterator[None]:
+    other = other_content(s).read_bytes()
+    yield
+    overwritten(s.data / "ct_0.nii", other)
+
+
+@misses(either=True)
+def one_byte_in_the_middle(s: Study) -> Iterator[None]:
+    path = s.data / "ct_0.nii"
+    yield
+    raw = bytearray(path.read_bytes())
+    raw[500] ^= 1
+    overwritten(path, bytes(raw))
+
+
+@misses(either=True)
+def copied_over_with_its_times(s: Study) -> Iterator[None]:  # cp -p
+    other = other_content(s)
+    yield
+    subprocess.run(["cp", "-p", other, s.data / "ct_0.nii"], check=True)
+
+
+@misses(either=True)
+def replaced_by_a_rename_with_its_times(s: Study) -> Iterator[None]:  # rsync -t
+    other = other_content(s)
+    yield
+    other.replace(s.data / "ct_0.nii")
+
+
+@misses(either=True)
+def unpacked_over_it(s: Study) -> Iterator[None]:
+    with tarfile.open(s.folder / "new.tar", "w") as tar:
+        tar.add(other_content(s), "ct_0.nii")
+    yield
+    with tarfile.open(s.folder / "new.tar") as tar:
+        tar.extractall(s.data, filter="data")
+    assert (s.data / "ct_0.nii").stat().st_mtime == TIME
+
+
+@misses(either=True)
+def edited_within_a_tick_of_the_clock(s: Study) -> Iterator[None]:
+    other = other_content(s).read_bytes()
+    with loop_disk(s.folder, make=("-I", "128")) as disk:  # such inodes hold times of whole seconds
+        shutil.copytree(s.data, disk.folder / "data")
+        s.data = disk.folder / "data"
+        path = s.data / "ct_0.nii"
+        for _ in range(10):
+            time.sleep(1 - time.time() % 1)
+            path.write_bytes(path.read_bytes())
+            before = path.stat()
+            yield
+            path.write_bytes(other)
+            after = path.stat()
+            if (before.st_mtime_ns, before.st_ctime_ns) == (after.st_mtime_ns, after.st_ctime_ns):
+                break
+        else:
+            pytest.skip("this machine is too slow to run the study within a second")
+        yield
+
+
+@misses(either=True)
+def two_sources_swapped_by_renaming(s: Study) -> Iterator[None]:
+    a, b, c = (s.data / name for name in ("ct_0.nii", "ct_1.nii", "c"))
+    yield
+    a.rename(c)
+    b.rename(a)
+    c.rename(b)
+
+
+@misses(either=True)
+def the_folder_above_replaced(s: Study) -> Iterator[None]:  # which leaves even the files' ctimes alone
+    other = s.folder / "other"
+    other.mkdir()
+    for i in range(2):
+        write_volume(other / f"ct_{i}.nii", seed=50 + i)
+    yield
+    s.data.rename(s.folder / "old")
+    other.rename(s.data)
+
+
+@misses(either=True)
+def a_link_that_leads_elsewhere(s: Study) -> Iterator[None]:
+    path = s.data / "ct_0.nii"
+    path.rename(s.data / "version1.nii")
+    path.symlink_to("version1.nii")
+    write_volume(s.data / "version2.nii", seed=2)
+    yield
+    path.unlink()
+    path.symlink_to("version2.nii")
+
+
+@misses(either=True)
+def a_source_of_another_size(s: Study) -> Iterator[None]:
+    yield
+    write_volume(s.data / "ct_0.nii", size=7)
+
+
+def reads_if_there(s: Study) -> Path:
+    """Adds a transform that takes a file when it is there."""
+    path = s.data / "mask.npy"
+    s.item(f'"mask": {str(path)!r}')
+    s.define(
+        'def mask(d):\n    there = Path(d["mask"]).exists()\n'
+        '    return {**d, "found": float(np.load(d["mask"]).sum()) if there else None}'
+    )
+    s.add("mt.Lambda(mask)")
+    return path
+
+
+@misses(either=True)
+def a_source_that_appears(s: Study) -> Iterator[None]:
+    path = reads_if_there(s)
+    yield
+    np.save(path, np.ones(3))
+
+
+@misses(either=True)
+def a_source_that_goes(s: Study) -> Iterator[None]:
+    path = reads_if_there(s)
+    np.save(path, np.ones(3))
+    yield
+    path.unlink()
+
+
+def with_folder(s: Study, *files: str) -> Path:
+    """Adds a folder to the item, and a transform that sums up the bytes below it."""
+    folder = s.data / "store"
+    for i, name in enumerate(files):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([i] * 64))
+        os.utime(path, (TIME, TIME))
+    s.item(f'"store": {str(folder)!r}')
+    s.define(
+        'def total(d):\n    files = sorted(p for p in Path(d["store"]).rglob("*") if p.is_file())\n'
+        '    d["total"] = [(p.name, sum(p.read_bytes())) for p in files]\n    return d'
+    )
+    s.add("mt.Lambda(total)")
+    return folder
+
+
+@misses(either=True)
+def a_chunk_of_zarr(s: Study) -> Iterator[None]:
+    folder = with_folder(s, "zarr.json", "c/0/0/0", "c/0/0/1", "c/1/0/0")
+    yield
+    overwritten(folder / "c/0/0/1", bytes([9] * 64))
+
+
+@misses(either=True)
+def a_slice_of_a_study(s: Study) -> Iterator[None]:
+    folder = with_folder(s, *(f"series{i}/{j}.dcm" for i in range(2) for j in range(3)))
+    yield
+    (folder / "series1/1.dcm").write_bytes(bytes([77] * 64))
+
+
+@misses(either=True)
+def a_new_slice_of_a_study(s: Study) -> Iterator[None]:
+    folder = with_folder(s, *(f"series{i}/{j}.dcm" for i in range(2) for j in range(3)))
+    yield
+    (folder / "series1/3.dcm").write_bytes(bytes([77] * 64))
+
+
+@misses(either=True)
+def two_slices_swapped(s: Study) -> Iterator[None]:
+    folder = with_folder(s, "series/0.dcm", "series/1.dcm")
+    yield
+    a, b = (folder / f"series/{i}.dcm" for i in range(2))
+    a.rename(folder / "series/c")
+    b.rename(a)
+    (folder / "series/c").rename(b)
+
+
+@misses()
+def another_folder_with_equal_names_sizes_and_times(s: Study) -> Iterator[None]:
+    s.edit('str(DATA / f"ct_{i}.nii")', 'f"ct_{i}.nii"')
+    other = s.folder / "site_b"
+    other.mkdir()
+    for i in range(2):
+        write_volume(other / f"ct_{i}.nii", seed=50 + i)
+    s.cwd = s.data
+    yield
+    s.cwd = other
+
+
+@misses()
+def relative_names_from_another_folder(s: Study) -> Iterator[None]:
+    s.edit('str(DATA / f"ct_{i}.nii")', 'f"ct_{i}.nii"')
+    other = s.folder / "site_b"
+    other.mkdir()
+    for i in range(2):
+        write_volume(other / f"ct_{i}.nii", seed=50 + i, size=8, mtime=TIME + 5)
+    s.cwd = s.data
+    yield
+    s.cwd = other
+
+
+@misses(one_process=True)
+def the_working_folder_with_relative_names(s: Study) -> Iterator[None]:
+    s.edit('str(DATA / f"ct_{i}.nii")', 'f"ct_{i}.nii"')
+    other = s.folder / "site_b"
+    other.mkdir()
+    for i in range(2):
+        write_volume(other / f"ct_{i}.nii", seed=50 + i)
+    s.cwd = s.data
+    yield
+    s.code = f"import os; os.chdir({str(other)!r})"
+
+
+@misses(either=True)
+def one_source_of_several(s: Study) -> Iterator[None]:
+    s.item('"parts": {"all": [str(DATA / f"ct_{k}.nii") for k in range(2)]}')
+    s.define('def sizes(d):\n    d["sums"] = [sum(Path(p).read_bytes()) for p in d["parts"]["all"]]\n    return d')
+    s.add("mt.Lambda(sizes)")
+    other = other_content(s).read_bytes()
+    yield
+    overwritten(s.data / "ct_1.nii", other)
+
+
+@misses(either=True)
+def a_source_given_as_a_path(s: Study) -> Iterator[None]:
+    s.edit('str(DATA / f"ct_{i}.nii")', 'DATA / f"ct_{i}.nii"')
+    other = other_content(s).read_bytes()
+    yield
+    overwritten(s.data / "ct_0.nii", other)
+
+
+@misses(either=True)
+def a_source_without_a_suffix(s: Study) -> Iterator[None]:  # a source since a Load transform reads its key
+    raw, other = s.data / "scan", s.folder / "other"
+    for path, value in ((raw, 1.0), (other, -1.0)):
+        with path.open("wb") as f:
+            np.save(f, value * np.arange(8.0).reshape(1, 2, 2, 2) ** 2)
+        os.utime(path, (TIME, TIME))
+    s.edit('str(DATA / f"ct_{i}.nii")', '"scan"')
+    s.edit('"NibabelReader", ensure_channel_first=True', '"NumpyReader"')
+    s.cwd = s.data
+    yield
+    overwritten(raw, other.read_bytes())
+
+
+@misses(either=True)
+def a_source_below_the_home_folder(s: Study) -> Iterator[None]:  # LoadImage expands ~
+    s.edit('str(DATA / f"ct_{i}.nii")', 'f"~/ct_{i}.nii"')
+    s.environment = {"HOME": str(s.data)}
+    other = other_content(s).read_bytes()
+    yield
+    overwritten(s.data / "ct_0.nii", other)
+
+
+@misses()
+def another_home_folder(s: Study) -> Iterator[None]:
+    s.edit('str(DATA / f"ct_{i}.nii")', 'f"~/ct_{i}.nii"')
+    other = s.folder / "other"
+    other.mkdir()
+    for i in range(2):
+        write_volume(other / f"ct_{i}.nii", seed=50 + i)
+    s.environment = {"HOME": str(s.data)}
+    yield
+    s.environment = {"HOME": str(other)}
+
+
+@misses(either=True)
+def items_that_are_names(s: Study) -> Iterator[None]:
+    s.edit('{"image": str(DATA / f"ct_{i}.nii"), "age": 40 + i}', 'str(DATA / f"ct_{i}.nii")')
+    s.edit('mt.LoadImaged("image", ', "mt.LoadImage(")
+    s.edit('mt.ScaleIntensityd("image", ', "mt.ScaleIntensity(")
+    other = other_content(s).read_bytes()
+    yield
+    overwritten(s.data / "ct_0.nii", other)
+
+
+@misses(either=True)
+def the_other_file_of_a_pair(s: Study) -> Iterator[None]:  # of ct.hdr, ct.img has the voxels
+    import nibabel as nib
+
+    for name in ("ct", "new"):
+        values = np.random.default_rng(len(name)).integers(0, 99, (6, 6, 6), dtype=np.int16)
+        nib.save(nib.Nifti1Pair(values, np.eye(4)), s.data / f"{name}.img")
+        for suffix in ("img", "hdr"):
+            os.utime(s.data / f"{name}.{suffix}", (TIME, TIME))
+    s.edit('f"ct_{i}.nii"', '"ct.hdr"')
+    yield
+    overwritten(s.data / "ct.img", (s.data / "new.img").read_bytes())
+
+
+@misses(either=True)
+def what_a_link_in_a_folder_leads_to(s: Study) -> Iterator[None]:
+    folder = with_folder(s, "series0/0.dcm")
+    elsewhere = s.folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "0.dcm").write_bytes(bytes(64))
+    (folder / "series1").symlink_to(elsewhere)
+    s.edit('Path(d["store"]).rglob("*") if p.is_file()', 'Path(d["store"]).glob("*/*.dcm")')
+    yield
+    (elsewhere / "0.dcm").write_bytes(bytes([5] * 64))
+
+
+@misses()
+def a_source_of_another_name(s: Study) -> Iterator[None]:
+    s.settings = {"root": s.data}
+    yield
+    (s.data / "ct_0.nii").rename(s.data / "scan_0.nii")
+    (s.data / "ct_1.nii").rename(s.data / "scan_1.nii")
+    s.edit('f"ct_{i}.nii"', 'f"scan_{i}.nii"')
+
+
+@misses()
+def a_source_outside_the_root_that_moved(s: Study) -> Iterator[None]:
+    root = s.folder / "root"
+    root.mkdir()
+    s.settings = {"root": root}
+    yield
+    s.data = s.data.rename(s.folder / "moved")
+
+
+@misses()
+def another_item_below_another_root(s: Study) -> Iterator[None]:
+    s.settings = {"root": s.data}
+    yield
+    s.data = s.folder / "data2"
+    s.data.mkdir()
+    for i in range(2):
+        write_volume(s.data / f"ct_{i}.nii", seed=60 + i)
+    s.settings = {"root": s.data}
+
+
+@misses(either=True)
+def another_time_where_times_count(s: Study) -> Iterator[None]:
+    s.settings = {"sources": "stat"}
+    yield
+    write_volume(s.data / "ct_0.nii", seed=70, mtime=TIME + 1)
+
+
+@misses(either=True, other_item=False)
+def data_touched_where_times_count(s: Study) -> Iterator[None]:
+    s.settings = {"sources": "stat"}
+    yield
+    (s.data / "ct_0.nii").touch()
+
+
+@misses()
+def a_source_hashed_once_in_each_process(s: Study) -> Iterator[None]:
+    s.settings = {"sources": "once"}
+    other = other_content(s).read_bytes()
+    yield
+    overwritten(s.data / "ct_0.nii", other)
+
+
+@misses(either=True)
+def what_a_function_gives_for_a_source(s: Study) -> Iterator[None]:
+    version = s.data / "VERSION"
+    version.write_text("1")
+    s.settings = {"sources": version_beside}
+    other = other_content(s).read_bytes()
+    yield
+    overwritten(s.data / "ct_0.nii", other)
+    version.write_text("2")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files that transforms name
+
+
+def changes_a_file(s: Study, define: str, transform: str) -> Iterator[None]:
+    """A study whose transforms name the file ATLAS, which then changes with its size and time kept."""
+    path = s.data / "atlas.npy"
+    np.save(path, np.full((1, 6, 6, 6), 0.5, np.float32))
+    os.utime(path, (TIME, TIME))
+    s.define(define.replace("ATLAS", repr(str(path))))
+    s.add(transform.replace("ATLAS", repr(str(path))))
+    yield
+    np.save(s.folder / "new.npy", np.full((1, 6, 6, 6), 0.25, np.float32))
+    overwritten(path, (s.folder / "new.npy").read_bytes())
+
+
+TIMES = """
+class Times(mt.MapTransform):
+    def __init__(self, keys, path):
+        super().__init__(keys)
+        self.path = path
+
+    def __call__(self, data):
+        values = torch.from_numpy(np.load(self.path))
+        return {**data, **{key: data[key] * values for key in self.keys}}
+"""
+
+
+@misses()
+def a_file_given_to_a_constructor(s: Study) -> Iterator[None]:
+    yield from changes_a_file(s, TIMES, 'Times("image", ATLAS)')
+
+
+@misses()
+def a_path_given_to_a_constructor(s: Study) -> Iterator[None]:
+    yield from changes_a_file(s, TIMES, 'Times("image", Path(ATLAS))')
+
+
+@misses(one_process=True)
+def a_file_given_to_a_constructor_meanwhile(s: Study) -> Iterator[None]:
+    yield from changes_a_file(s, TIMES, 'Times("image", ATLAS)')
+
+
+@misses()
+def a_file_that_a_partial_names(s: Study) -> Iterator[None]:
+    define = "from functools import partial\n\n\ndef times(x, path):\n    return x * torch.from_numpy(np.load(path))"
+    yield from changes_a_file(s, define, 'mt.Lambdad("image", partial(times, path=ATLAS))')
+
+
+@misses()
+def a_file_that_a_global_names(s: Study) -> Iterator[None]:
+    define = "WEIGHTS = ATLAS\n\n\ndef times(x):\n    return x * torch.from_numpy(np.load(WEIGHTS))"
+    yield from changes_a_file(s, define, 'mt.Lambdad("image", times)')
+
+
+@misses()
+def a_file_that_a_closure_names(s: Study) -> Iterator[None]:
+    define = "def times(path):\n    return lambda x: x * torch.from_numpy(np.load(path))"
+    yield from changes_a_file(s, define, 'mt.Lambdad("image", times(ATLAS))')
+
+
+@misses()
+def a_file_that_a_constant_names(s: Study) -> Iterator[None]:
+    yield from changes_a_file(s, "", 'mt.Lambdad("image", lambda x: x * torch.from_numpy(np.load(ATLAS)))')
+
+
+@misses(either=True)
+def a_file_given_to_a_constructor_that_appears(s: Study) -> Iterator[None]:
+    path = s.data / "atlas.npy"
+    s.define(TIMES.replace("np.load(self.path)", "np.load(self.path) if Path(self.path).exists() else np.ones(1)"))
+    s.add(f'Times("image", {str(path)!r})')
+    yield
+    np.save(path, np.full((1, 6, 6, 6), 0.5))
+
+
+@misses()
+def a_relative_file_given_to_a_constructor(s: Study) -> Iterator[None]:
+    s.define(TIMES)
+    s.add('Times("image", "atlas.npy")')
+    for i, name in enumerate(("a", "b")):
+        (s.folder / name).mkdir()
+        np.save(s.folder / name / "atlas.npy", np.full((1, 6, 6, 6), i + 0.5))
+        os.utime(s.folder / name / "atlas.npy", (TIME, TIME))
+    s.cwd = s.folder / "a"
+    yield
+    s.cwd = s.folder / "b"
+
+
+@misses()
+def a_table_given_to_a_constructor(s: Study) -> Iterator[None]:
+    table = s.folder / "ages.csv"
+    table.write_text("0,1.5\n")
+    os.utime(table, (TIME, TIME))
+    s.define(
+        "class Table:\n    def __init__(self, path):\n        self.path = path\n\n"
+        "    def __call__(self, d):\n        return {**d, 'row': open(self.path).read()}"
+    )
+    s.add(f"mt.Lambda(Table({str(table)!r}))")
+    yield
+    overwritten(table, b"0,2.5\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transforms
+
+
+@misses()
+def a_parameter(s: Study) -> Iterator[None]:
+    yield
+    s.edit("maxv=1.5", "maxv=2.0")
+
+
+@misses()
+def the_order_of_transforms(s: Study) -> Iterator[None]:
+    s.add('mt.Flipd("image", 0)')
+    s.add('mt.Zoomd("image", 1.5)')
+    yield
+    s.edit('mt.Flipd("image", 0)', "FIRST")
+    s.edit('mt.Zoomd("image", 1.5)', 'mt.Flipd("image", 0)')
+    s.edit("FIRST", 'mt.Zoomd("image", 1.5)')
+
+
+@misses()
+def a_transform_added(s: Study) -> Iterator[None]:
+    yield
+    s.add('mt.Flipd("image", 0)')
+
+
+@misses()
+def a_transform_removed(s: Study) -> Iterator[None]:
+    s.add('mt.Flipd("image", 0)')
+    yield
+    s.edit('            mt.Flipd("image", 0),\n', "")
+
+
+@misses()
+def a_lazy_pipeline(s: Study) -> Iterator[None]:
+    s.add('mt.Rotated("image", 0.3)')
+    s.add('mt.Zoomd("image", 1.5)')
+    yield
+    s.edit("        ]\n    )", "        ],\n        lazy=True,\n    )")
+
+
+@misses()
+def a_lazy_transform(s: Study) -> Iterator[None]:
+    s.add('mt.Rotated("image", 0.3)')
+    s.add('mt.Zoomd("image", 1.5)')
+    s.edit("        ]\n    )", "        ],\n        lazy=None,\n    )")
+    yield
+    s.edit('"image", 0.3', '"image", 0.3, lazy=True')
+    s.edit('"image", 1.5', '"image", 1.5, lazy=True')
+
+
+@misses()
+def overrides_of_a_lazy_pipeline(s: Study) -> Iterator[None]:
+    s.add('mt.Rotated("image", 0.3)')
+    s.edit(
+        "        ]\n    )", '        ],\n        lazy=True,\n        overrides={"image": {"mode": "bilinear"}},\n    )'
+    )
+    yield
+    s.edit('"mode": "bilinear"', '"mode": "nearest"')
+
+
+@misses()
+def map_items(s: Study) -> Iterator[None]:
+    s.define("class Twice(mt.Transform):\n    def __call__(self, data):\n        return [data, dict(data)]")
+    s.define("class Count(mt.Transform):\n    def __call__(self, data):\n        return {'count': len(data)}")
+    s.add("Twice()")
+    s.add("Count()")
+    yield
+    s.edit("        ]\n    )", "        ],\n        map_items=False,\n    )")
+
+
+@misses()
+def the_code_of_a_lambda(s: Study) -> Iterator[None]:
+    s.add('mt.Lambdad("image", lambda x: x + 1)')
+    yield
+    s.edit("x + 1", "x - 1")
+
+
+@misses()
+def a_constant_of_a_lambda(s: Study) -> Iterator[None]:
+    s.add('mt.Lambdad("image", lambda x: x + 1)')
+    yield
+    s.edit("x + 1", "x + 2")
+
+
+@misses()
+def a_method_that_a_lambda_calls(s: Study) -> Iterator[None]:
+    s.add('mt.Lambdad("image", lambda x: x.floor())')
+    yield
+    s.edit("floor", "ceil")
+
+
+@misses()
+def the_value_of_a_closure(s: Study) -> Iterator[None]:
+    s.define("def plus(offset):\n    return lambda x: x + offset")
+    s.add('mt.Lambdad("image", plus(1.0))')
+    yield
+    s.edit("plus(1.0)", "plus(1.5)")
+
+
+@misses()
+def a_global_that_a_function_reads(s: Study) -> Iterator[None]:
+    s.define("OFFSET = 1.0\n\n\ndef plus(x):\n    return x + OFFSET")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.edit("OFFSET = 1.0", "OFFSET = 1.5")
+
+
+@misses()
+def a_function_that_a_function_calls(s: Study) -> Iterator[None]:
+    s.define("def offset():\n    return 1.0\n\n\ndef plus(x):\n    return x + offset()")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.edit("return 1.0", "return 1.5")
+
+
+@misses()
+def a_function_of_another_file(s: Study) -> Iterator[None]:
+    helpers = s.folder / "helpers.py"
+    helpers.write_text("def plus(x):\n    return x + 1.0\n")
+    s.define("import helpers")
+    s.add('mt.Lambdad("image", lambda x: helpers.plus(x))')
+    yield
+    helpers.write_text("def plus(x):\n    return x + 1.5\n")
+
+
+@misses()
+def a_default_argument(s: Study) -> Iterator[None]:
+    s.define("def plus(x, offset=1.0):\n    return x + offset")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.edit("offset=1.0", "offset=1.5")
+
+
+@misses()
+def a_default_of_a_keyword(s: Study) -> Iterator[None]:
+    s.define("def plus(x, *, offset=1.0):\n    return x + offset")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.edit("offset=1.0", "offset=1.5")
+
+
+@misses()
+def an_argument_of_a_partial(s: Study) -> Iterator[None]:
+    s.define("from functools import partial\n\n\ndef plus(offset, x):\n    return x + offset")
+    s.add('mt.Lambdad("image", partial(plus, 1.0))')
+    yield
+    s.edit("plus, 1.0", "plus, 1.5")
+
+
+@misses()
+def a_keyword_of_a_partial(s: Study) -> Iterator[None]:
+    s.define("from functools import partial\n\n\ndef plus(x, offset):\n    return x + offset")
+    s.add('mt.Lambdad("image", partial(plus, offset=1.0))')
+    yield
+    s.edit("offset=1.0", "offset=1.5")
+
+
+PLUS = """
+class Base:
+    scale = 1.0
+
+    def offset(self):
+        return 1.0
+
+
+class Plus(Base):
+    def __init__(self, more):
+        self.more = more
+
+    def __call__(self, x):
+        return x * self.scale + self.offset() + self.more
+"""
+
+
+@misses()
+def an_attribute_of_a_callable(s: Study) -> Iterator[None]:
+    s.define(PLUS)
+    s.add('mt.Lambdad("image", Plus(0.0))')
+    yield
+    s.edit("Plus(0.0)", "Plus(0.5)")
+
+
+@misses()
+def a_class_edited_in_its_file(s: Study) -> Iterator[None]:
+    s.define(PLUS)
+    s.add('mt.Lambdad("image", Plus(0.0))')
+    yield
+    s.edit("x * self.scale", "x / 2 * self.scale")
+
+
+@misses()
+def a_method_of_a_base_class(s: Study) -> Iterator[None]:
+    s.define(PLUS)
+    s.add('mt.Lambdad("image", Plus(0.0))')
+    yield
+    s.edit("return 1.0", "return 1.5")
+
+
+@misses()
+def an_attribute_of_a_class(s: Study) -> Iterator[None]:
+    s.define(PLUS)
+    s.add('mt.Lambdad("image", Plus(0.0))')
+    yield
+    s.edit("scale = 1.0", "scale = 1.5")
+
+
+@misses()
+def what_a_class_says_of_itself(s: Study) -> Iterator[None]:
+    s.define(
+        "class Model:\n    def __init__(self, version):\n        self.net = lambda x: x * version\n"
+        "        self.version = version\n\n    def __cache_key__(self):\n        return self.version\n\n"
+        "    def __call__(self, x):\n        return self.net(x)"
+    )
+    s.add('mt.Lambdad("image", Model(2))')
+    yield
+    s.edit("Model(2)", "Model(3)")
+
+
+@misses()
+def the_value_of_an_enum(s: Study) -> Iterator[None]:
+    s.define("import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0")
+    s.add('mt.Lambdad("image", lambda x: x * Scale.LARGE.value)')
+    yield
+    s.edit("LARGE = 2.0", "LARGE = 3.0")
+
+
+@misses()
+def an_enum_that_a_transform_holds(s: Study) -> Iterator[None]:
+    s.define("import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0")
+    s.define(
+        "class By:\n    def __init__(self, s):\n        self.s = s\n\n    def __call__(self, x):\n        return x * self.s.value"
+    )
+    s.add('mt.Lambdad("image", By(Scale.LARGE))')
+    yield
+    s.edit("LARGE = 2.0", "LARGE = 3.0")
+
+
+@misses()
+def a_decorator(s: Study) -> Iterator[None]:
+    s.define(
+        "import functools\n\n\ndef logged(f):\n    @functools.wraps(f)\n    def g(x):\n        return f(x) + 0.0\n\n"
+        "    return g\n\n\n@logged\ndef plus(x):\n    return x + 1.0"
+    )
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.edit("f(x) + 0.0", "f(x) + 0.5")
+
+
+@misses()
+def a_function_that_remembers(s: Study) -> Iterator[None]:
+    s.define("import functools\n\n\n@functools.lru_cache\ndef offset(i):\n    return i + 1.0")
+    s.add('mt.Lambdad("image", lambda x: x + offset(1))')
+    yield
+    s.edit("i + 1.0", "i + 1.5")
+
+
+@misses()
+def a_value_in_a_global_dictionary(s: Study) -> Iterator[None]:
+    s.define("CONFIG = {'scale': {'ct': 1.0}}")
+    s.add('mt.Lambdad("image", lambda x: x * CONFIG["scale"]["ct"])')
+    yield
+    s.edit("'ct': 1.0", "'ct': 1.5")
+
+
+@misses()
+def a_constant_two_files_away(s: Study) -> Iterator[None]:
+    (s.folder / "helpers.py").write_text("import deeper\n\ndef plus(x):\n    return x + deeper.OFFSET\n")
+    (s.folder / "deeper.py").write_text("OFFSET = 1.0\n")
+    s.define("from helpers import plus")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    (s.folder / "deeper.py").write_text("OFFSET = 1.5\n")
+
+
+@misses()
+def an_argument_of_an_operator(s: Study) -> Iterator[None]:
+    s.define("import operator")
+    s.add('mt.Lambdad("image", operator.methodcaller("add", 1.0))')
+    yield
+    s.edit('"add", 1.0', '"add", 1.5')
+
+
+@misses()
+def a_function_of_torch(s: Study) -> Iterator[None]:
+    s.add('mt.Lambdad("image", torch.sin)')
+    yield
+    s.edit("torch.sin", "torch.cos")
+
+
+@misses()
+def a_function_of_numpy(s: Study) -> Iterator[None]:
+    s.add('mt.Lambdad("image", lambda x: torch.as_tensor(np.square(x.numpy())))')
+    s.add('mt.Lambda(lambda d: {**d, "age": float(np.sqrt(d["age"]))})')
+    yield
+    s.edit("np.sqrt", "np.cbrt")
+
+
+@misses()
+def a_method_that_overrides_one_of_monais(s: Study) -> Iterator[None]:
+    s.define("class Flip(mt.Flipd):\n    def __call__(self, d):\n        return super().__call__({**d, 'age': 1.0})")
+    s.add('Flip("image", 0)')
+    yield
+    s.edit("'age': 1.0", "'age': 2.0")
+
+
+NET = "class Net:\n    def __call__(self, x):\n        with torch.no_grad():\n            return net(x.as_tensor()[None])[0]\n\n"
+
+
+@misses()
+def the_weights_of_a_model(s: Study) -> Iterator[None]:
+    s.define(f"net = torch.nn.Conv3d(1, 1, 1)\ntorch.nn.init.constant_(net.weight, 0.5)\n\n\n{NET}")
+    s.edit("net = torch", "torch.manual_seed(0)\nnet = torch")
+    s.add('mt.Lambdad("image", Net())')
+    yield
+    s.edit("net.weight, 0.5", "net.weight, 0.75")
+
+
+@misses()
+def a_model_in_training(s: Study) -> Iterator[None]:
+    s.define(f"net = torch.nn.BatchNorm3d(1).eval()\n\n\n{NET}")
+    s.add('mt.Lambdad("image", Net())')
+    yield
+    s.edit(".eval()", ".train()")
+
+
+@misses()
+def an_array_that_a_transform_holds(s: Study) -> Iterator[None]:
+    s.add('mt.NormalizeIntensityd("image", np.array([0.25]), np.array([2.0]))')
+    yield
+    s.edit("[0.25]", "[0.5]")
+
+
+@misses()
+def an_option_of_a_reader(s: Study) -> Iterator[None]:
+    s.edit("ensure_channel_first=True", "ensure_channel_first=True, as_closest_canonical=False")
+    import nibabel as nib
+
+    for path in s.data.iterdir():
+        image = nib.load(path)
+        nib.save(nib.Nifti1Image(np.asarray(image.dataobj), np.diag([-1.5, 1.5, 2.0, 1.0])), path)
+    yield
+    s.edit("as_closest_canonical=False", "as_closest_canonical=True")
+
+
+@misses()
+def another_reader(s: Study) -> Iterator[None]:
+    s.define(
+        "from monai.data import NibabelReader\n\n\nclass Mirrored(NibabelReader):\n    def get_data(self, image):\n"
+        "        values, header = super().get_data(image)\n        return values[::-1].copy(), header"
+    )
+    yield
+    s.edit('reader="NibabelReader"', "reader=Mirrored")
+
+
+@misses()
+def the_readers_one_would_get_without_asking(s: Study) -> Iterator[None]:
+    s.edit('reader="NibabelReader", ', "")
+    yield
+    s.code = FURTHER_READER
+
+
+@misses()
+def the_dtype_of_a_transform(s: Study) -> Iterator[None]:
+    s.add('mt.EnsureTyped("image", dtype=torch.float32)')
+    yield
+    s.edit("torch.float32", "torch.float64")
+
+
+@misses()
+def tracing_of_one_transform(s: Study) -> Iterator[None]:
+    s.define("flip = mt.Flip(0)\n\n\ndef flipped(x):\n    return flip(x)")
+    s.add('mt.Lambdad("image", flipped)')
+    yield
+    s.edit("flip = mt.Flip(0)\n", "flip = mt.Flip(0)\nflip.tracing = False\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The state of the process
+
+
+@misses(either=True)
+def tracking_of_metadata(s: Study) -> Iterator[None]:
+    s.add('mt.Spacingd("image", (3.0, 3.0, 3.0))')
+    yield
+    s.code = "import monai; monai.data.set_track_meta(False)"
+
+
+@misses(either=True)
+def tracking_of_metadata_on_again(s: Study) -> Iterator[None]:
+    s.add('mt.Spacingd("image", (3.0, 3.0, 3.0))')
+    s.code = "import monai; monai.data.set_track_meta(False)"
+    yield
+    s.code = "import monai; monai.data.set_track_meta(True)"
+
+
+@misses(either=True)
+def the_default_dtype(s: Study) -> Iterator[None]:
+    s.define("def thirds(d):\n    return {**d, 'thirds': torch.tensor([1 / 3, 2 / 3])}")
+    s.add("mt.Lambda(thirds)")
+    yield
+    s.code = "import torch; torch.set_default_dtype(torch.float64)"
+
+
+@misses(either=True)
+def small_numbers_set_to_zero(s: Study) -> Iterator[None]:
+    s.add('mt.Lambdad("image", lambda x: x * 1e-20 * 1e-20)')
+    yield
+    s.code = "import torch; assert torch.set_flush_denormal(True)"
+
+
+@misses()
+def metadata_beside_arrays(s: Study) -> Iterator[None]:
+    yield
+    s.code = "import monai.config; monai.config.USE_META_DICT = True"
+
+
+@misses()
+def tracing_by_the_environment(s: Study) -> Iterator[None]:
+    s.add('mt.Flipd("image", 0)')
+    yield
+    s.environment = {"MONAI_TRACE_TRANSFORM": "0"}
+
+
+@misses()
+def identities_of_transforms_kept(s: Study) -> Iterator[None]:
+    s.add('mt.Flipd("image", 0)')
+    s.keep_ids = False
+    yield
+    s.settings = {"reset_ops_id": False}
+
+
+@misses()
+def identities_of_transforms_reset(s: Study) -> Iterator[None]:  # with those of another process no Invertd works
+    s.add('mt.Flipd("image", 0)')
+    s.settings = {"reset_ops_id": False}
+    s.keep_ids = False
+    yield
+    s.settings = {}
+    s.keep_ids = True
+
+
+VERSION = "import monai; monai.__version__ = {!r}"
+
+
+@misses(other_item=False)
+def another_patch_of_monai(s: Study) -> Iterator[None]:
+    s.code = VERSION.format("1.6.1")
+    yield
+    s.code = VERSION.format("1.6.2")
+
+
+@misses(other_item=False)
+def another_minor_version_of_monai(s: Study) -> Iterator[None]:
+    s.settings = {"monai_version": "minor"}
+    s.code = VERSION.format("1.6.1")
+    yield
+    s.code = VERSION.format("1.7.0")
+
+
+@misses(other_item=False)
+def another_word_on_the_version_of_monai(s: Study) -> Iterator[None]:
+    s.settings = {"monai_version": "minor"}
+    yield
+    s.settings = {"monai_version": "exact"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records that are not what their names say
+
+
+def one_record_each(s: Study) -> Iterator[None]:
+    """Runs item 1, then item 0."""
+    s.index = 1
+    yield
+    s.index = 0
+    yield
+
+
+def by_item(s: Study) -> tuple[Path, Path]:
+    """The records of items 0 and 1, after :func:`one_record_each`."""
+    second, first = sorted(s.records(), key=lambda path: path.stat().st_mtime_ns)
+    return first, second
+
+
+@misses(either=True, other_item=None)
+def two_records_swapped(s: Study) -> Iterator[None]:
+    yield from one_record_each(s)
+    a, b = by_item(s)
+    a.rename(s.folder / "c")
+    b.rename(a)
+    (s.folder / "c").rename(b)
+    yield
+
+
+@misses(either=True, other_item=None)
+def a_record_copied_under_another_name(s: Study) -> Iterator[None]:
+    yield from one_record_each(s)
+    a, b = by_item(s)
+    shutil.copyfile(b, a)
+    yield
+
+
+@misses(either=True, other_item=None)
+def a_link_to_another_record(s: Study) -> Iterator[None]:
+    yield from one_record_each(s)
+    a, b = by_item(s)
+    a.unlink()
+    a.symlink_to(b.name)
+    yield
+
+
+@misses(either=True, other_item=None)
+def a_hard_link_of_another_record(s: Study) -> Iterator[None]:
+    yield from one_record_each(s)
+    a, b = by_item(s)
+    a.unlink()
+    a.hardlink_to(b)
+    yield
+
+
+@misses(either=True, other_item=None)
+def swapped_records_read_ahead(s: Study) -> Iterator[None]:
+    s.read = READ_AHEAD
+    yield
+    a, b = s.records()
+    a.rename(s.folder / "c")
+    b.rename(a)
+    (s.folder / "c").rename(b)
+    yield
+
+
+@misses(other_item=None)
+def a_record_of_another_pipeline(s: Study) -> Iterator[None]:
+    yield
+    (first,) = s.records()
+    s.edit("maxv=1.5", "maxv=2.5")
+    yield
+    (second,) = set(s.records()) - {first}
+    shutil.copyfile(first, second)
+    yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where and how the study runs
+
+
+@hits()
+def another_process(s: Study) -> Iterator[None]:
+    yield
+
+
+@hits()
+def another_hash_seed(s: Study) -> Iterator[None]:
+    s.item('"sites": {"a", "b", "c", "d"}')
+    s.define(
+        "CODES = {'one', 'two', 'three', 'four'}\n\n\ndef known(x):\n    return x + len(CODES & {'one', 'five', 'six'})"
+    )
+    s.add('mt.Lambdad("image", known)')
+    s.add('mt.LabelFilterd("image", applied_labels={1, 2, 3}, allow_missing_keys=True)')
+    yield
+    s.hash_seed = "12345"
+
+
+@hits(either=True)
+def another_working_folder(s: Study) -> Iterator[None]:
+    yield
+    s.cwd = Path("/")
+    s.code = "import os; os.chdir('/')"
+
+
+@hits()
+def another_user(s: Study) -> Iterator[None]:
+    needs_root()
+    yield
+    s.folder.chmod(0o777)
+    s.cache.chmod(0o777)
+    s.user = NOBODY
+
+
+@hits()
+def the_environment(s: Study) -> Iterator[None]:
+    yield
+    s.environment = {
+        "HOME": "/nowhere",
+        "TZ": "Asia/Tokyo",
+        "LANG": "C",
+        "SLURM_JOB_ID": "17",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@hits()
+def another_patch_of_python(s: Study) -> Iterator[None]:
+    yield
+    s.code = (
+        "import sys, platform\nfrom collections import namedtuple\n"
+        "V = namedtuple('V', 'major minor micro releaselevel serial')\n"
+        "sys.version_info = V(*sys.version_info[:2], 99, 'final', 0)\nsys.version = sys.version.replace('.', '.9', 1)\n"
+        "sys.hexversion += 0x100\nplatform.python_version = lambda: '3.11.99'"
+    )
+
+
+@hits(either=True)
+def seeds_set(s: Study) -> Iterator[None]:
+    yield
+    s.code = "import monai; monai.utils.set_determinism(0)"
+
+
+@hits(either=True)
+def deterministic_algorithms(s: Study) -> Iterator[None]:
+    yield
+    s.code = "import torch; torch.use_deterministic_algorithms(True)"
+
+
+@hits(either=True)
+def settings_of_cudnn_and_tf32(s: Study) -> Iterator[None]:
+    yield
+    s.code = (
+        "import torch\nb = torch.backends\nb.cudnn.benchmark = True\nb.cudnn.deterministic = True\n"
+        "b.cudnn.enabled = False\nb.cuda.matmul.allow_tf32 = True\nb.cudnn.allow_tf32 = False"
+    )
+
+
+@hits(either=True)
+def another_number_of_threads(s: Study) -> Iterator[None]:
+    yield
+    s.code = "import torch; torch.set_num_threads(2)"
+
+
+@hits(either=True)
+def logging_and_warnings_configured(s: Study) -> Iterator[None]:
+    yield
+    s.code = (
+        "import logging, warnings\nlogging.basicConfig(level=logging.DEBUG, filename='run.log')\n"
+        "warnings.simplefilter('ignore')"
+    )
+
+
+@hits(either=True)
+def gradients_off(s: Study) -> Iterator[None]:
+    yield
+    s.code = "import torch; torch.set_grad_enabled(False)"
+
+
+#: Settings that a spawned worker starts without.
+STATE = (
+    "import monai, torch; monai.data.set_track_meta(False); torch.set_default_dtype(torch.float64)"
+    "; torch.set_flush_denormal(True)"
+)
+ALL = "[dataset[i] for i in range(2)][index]"
+BY_WORKERS = "list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, collate_fn=lambda x: x))[index]"
+READ_AHEAD = (
+    "list(__import__('monai_gds').GDSDataLoader(dataset, batch_size=1, collate_fn=lambda batch: batch[0]))[index]"
+)
+
+
+@hits()
+def workers_of_a_loader(s: Study) -> Iterator[None]:
+    s.read = ALL
+    yield
+    s.read = BY_WORKERS
+
+
+@hits()
+def items_made_by_workers_of_a_loader(s: Study) -> Iterator[None]:
+    s.code = STATE
+    s.read = BY_WORKERS
+    yield
+    s.read = ALL
+
+
+@hits(either=True)
+def items_read_ahead(s: Study) -> Iterator[None]:
+    s.code = STATE
+    s.read = ALL
+    yield
+    s.read = READ_AHEAD
+
+
+@hits()
+def items_computed_ahead(s: Study) -> Iterator[None]:
+    s.code = STATE
+    s.read = READ_AHEAD
+    s.add('mt.Lambdad("image", lambda x: x * torch.tensor(1e-20) * 1e-20)')
+    yield
+    s.read = ALL
+
+
+@hits()
+def items_made_by_populate(s: Study) -> Iterator[None]:
+    s.code = STATE
+    s.read = "dataset.populate(num_workers=2, progress=False) and dataset[index]"
+    yield
+    s.read = "dataset[index]"
+
+
+@hits()
+def items_made_by_spawned_workers(s: Study) -> Iterator[None]:
+    (s.folder / "study.py").touch()
+    s.environment = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), str(s.folder)])}
+    s.code = STATE + "; torch.cuda.is_initialized = lambda: True"  # which is when populate spawns
+    s.read = "dataset.populate(num_workers=1, progress=False) and dataset[index]"
+    yield
+    s.code = STATE
+    s.read = "dataset[index]"
+
+
+@hits()
+def items_made_by_spawned_workers_of_a_loader(s: Study) -> Iterator[None]:
+    s.environment = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), str(s.folder)])}
+    s.code = STATE
+    s.read = "list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context='spawn'))[index]"
+    yield
+    s.read = ALL
+
+
+@hits()
+def another_device(s: Study) -> Iterator[None]:
+    s.environment = {"CUDA_VISIBLE_DEVICES": ""}
+    yield
+    s.settings = {"device": None}
+
+
+@hits()
+def another_backend(s: Study) -> Iterator[None]:
+    yield
+    s.settings = {"backend": "posix"}
+
+
+@hits()
+def how_records_are_checked_and_kept(s: Study) -> Iterator[None]:
+    yield
+    s.settings = {"verify": "always", "durable": True}
+
+
+@hits()
+def what_happens_to_unsupported_values(s: Study) -> Iterator[None]:
+    s.settings = {"unsupported": "error"}
+    yield
+    s.settings = {"unsupported": "warn"}
+
+
+@hits()
+def arrays_as_tensors(s: Study) -> Iterator[None]:
+    s.item('"weights": np.array([1.0, 2.0])')
+    s.settings = {"arrays": "numpy"}
+    yield
+    s.settings = {"arrays": "torch"}
+
+
+@hits()
+def metadata_wanted_or_not(s: Study) -> Iterator[None]:
+    yield
+    s.settings = {"track_meta": False}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache folder
+
+
+@hits()
+def metadata_wanted_after_all(s: Study) -> Iterator[None]:
+    s.settings = {"track_meta": False}
+    yield
+    s.settings = {}
+
+
+@hits()
+def tensors_as_arrays(s: Study) -> Iterator[None]:
+    s.item('"weights": np.array([1.0, 2.0])')
+    s.settings = {"arrays": "torch"}
+    yield
+    s.settings = {"arrays": "numpy"}
+
+
+@hits()
+def another_order_of_the_items(s: Study) -> Iterator[None]:
+    yield
+    s.edit("for i in range(2)]", "for i in (1, 0)]")
+    s.index = 1
+
+
+@hits()
+def a_cache_moved(s: Study) -> Iterator[None]:
+    yield
+    s.cache = s.cache.rename(s.folder / "moved")
+
+
+@hits()
+def a_cache_copied(s: Study) -> Iterator[None]:
+    yield
+    shutil.copytree(s.cache, s.folder / "copy", copy_function=shutil.copyfile)
+    shutil.rmtree(s.cache)
+    s.cache = s.folder / "copy"
+
+
+@hits()
+def a_link_to_the_cache(s: Study) -> Iterator[None]:
+    yield
+    (s.folder / "link").symlink_to(s.cache)
+    s.cache = s.folder / "link"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data that is elsewhere, and the same
+
+
+def with_paths(s: Study) -> None:
+    """Below a root, with file names in the item, in metadata and in applied operations."""
+    s.settings = {"root": s.data}
+    s.item('"note": {"files": [str(DATA / "ct_0.nii"), DATA / "ct_1.nii"]}')
+    s.add('mt.Spacingd("image", (3.0, 3.0, 3.0))')
+    s.add('mt.Flipd("image", 0)')
+
+
+def now_at(s: Study, folder: Path) -> None:
+    s.data = folder
+    s.settings = {**s.settings, "root": folder}
+
+
+@hits()
+def data_moved(s: Study) -> Iterator[None]:
+    with_paths(s)
+    yield
+    now_at(s, s.data.rename(s.folder / "moved"))
+
+
+@hits()
+def data_copied(s: Study) -> Iterator[None]:
+    with_paths(s)
+    yield
+    now_at(s, shutil.copytree(s.data, s.folder / "copy"))
+    shutil.rmtree(s.folder / "data")
+
+
+@hits()
+def data_staged(s: Study) -> Iterator[None]:  # with times of its own
+    with_paths(s)
+    yield
+    now_at(s, shutil.copytree(s.data, s.folder / "job" / "42", copy_function=shutil.copyfile))
+
+
+@hits()
+def data_of_a_folder_source_staged(s: Study) -> Iterator[None]:
+    with_folder(s, "c/0/0/0", "c/0/0/1")
+    s.edit(repr(str(s.data / "store")), 'str(DATA / "store")')
+    s.settings = {"root": s.data}
+    yield
+    now_at(s, shutil.copytree(s.data, s.folder / "job", copy_function=shutil.copyfile))
+
+
+@hits()
+def a_link_to_the_data(s: Study) -> Iterator[None]:
+    with_paths(s)
+    yield
+    (s.folder / "link").symlink_to(s.data)
+    now_at(s, s.folder / "link")
+
+
+@hits()
+def another_mount_of_the_data(s: Study) -> Iterator[None]:
+    needs_root("mount")
+    with_paths(s)
+    yield
+    there = s.folder / "mnt"
+    there.mkdir()
+    done = subprocess.run(["mount", "--bind", s.data, there], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this machine does not mount folders: {done.stderr.strip()}")
+    try:
+        now_at(s, there)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", there], check=True)
+
+
+@hits()
+def data_moved_with_paths_in_odd_places(s: Study) -> Iterator[None]:
+    with_paths(s)
+    s.item('"names": np.array([str(DATA / "ct_0.nii"), "other"])')
+    s.item('"pair": (DATA / "ct_1.nii", str(DATA), str(DATA) + "/")')
+    s.add('mt.Lambda(lambda d: {**d, "from": Path(d["image"].meta["filename_or_obj"]), "in": {str(DATA): 1}})')
+    yield
+    now_at(s, s.data.rename(s.folder / "moved"))
+
+
+@hits()
+def the_root_spelt_otherwise(s: Study) -> Iterator[None]:
+    with_paths(s)
+    yield
+    s.settings = {"root": f"{s.folder}/cache/../data/"}
+
+
+@hits()
+def a_neighbour_whose_name_begins_like_the_roots(s: Study) -> Iterator[None]:
+    with_paths(s)
+    neighbour = s.folder / "data2"
+    neighbour.mkdir()
+    write_volume(neighbour / "prior.nii")
+    s.item(f'"prior": {str(neighbour / "prior.nii")!r}')
+    yield
+    now_at(s, s.data.rename(s.folder / "moved"))
+
+
+@hits()
+def relative_names_below_the_root(s: Study) -> Iterator[None]:
+    s.edit('str(DATA / f"ct_{i}.nii")', 'f"ct_{i}.nii"')
+    s.settings = {"root": s.data}
+    s.cwd = s.data
+    yield
+    now_at(s, s.data.rename(s.folder / "moved"))
+    s.cwd = s.data
+
+
+@hits(either=True)
+def data_touched(s: Study) -> Iterator[None]:
+    yield
+    (s.data / "ct_0.nii").touch()
+
+
+@hits(either=True)
+def data_made_readable(s: Study) -> Iterator[None]:
+    yield
+    (s.data / "ct_0.nii").chmod(0o640)
+
+
+@hits(either=True)
+def a_hard_link_of_the_data(s: Study) -> Iterator[None]:
+    yield
+    (s.folder / "link.nii").hardlink_to(s.data / "ct_0.nii")
+
+
+@hits(either=True)
+def data_restored_from_a_backup(s: Study) -> Iterator[None]:  # the same bytes in another file at another time
+    path = s.data / "ct_0.nii"
+    yield
+    raw = path.read_bytes()
+    path.unlink()
+    path.write_bytes(raw)
+
+
+@hits(either=True)
+def other_files_beside_the_data(s: Study) -> Iterator[None]:
+    yield
+    write_volume(s.data / "ct_7.nii", seed=7)
+
+
+@hits()
+def a_source_that_does_not_count(s: Study) -> Iterator[None]:
+    s.settings = {"sources": None}
+    report = s.data / "report.txt"
+    report.write_text("nothing found")
+    s.item(f'"report": {str(report)!r}')
+    yield
+    report.write_text("something found")
+
+
+@hits(either=True)
+def data_made_readable_where_times_count(s: Study) -> Iterator[None]:
+    s.settings = {"sources": "stat"}
+    yield
+    (s.data / "ct_0.nii").chmod(0o640)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words that are no sources
+
+
+def fill(folder: Path) -> Iterator[None]:
+    """A folder whose listing changes."""
+    folder.mkdir(exist_ok=True)
+    (folder / "events.0").write_text("old")
+    yield
+    (folder / "events.1").write_text("new")
+
+
+@hits(either=True)
+def a_word_that_is_a_folder_too(s: Study) -> Iterator[None]:
+    s.item('"split": "train"')
+    yield from fill(s.folder / "train")
+
+
+@hits(either=True)
+def a_folder_for_logs(s: Study) -> Iterator[None]:
+    s.define(
+        "class Save(mt.Transform):\n    def __init__(self, output_dir):\n        self.output_dir = output_dir\n\n"
+        "    def __call__(self, data):\n        return data"
+    )
+    s.add(f"Save(output_dir={str(s.folder / 'logs')!r})")
+    yield from fill(s.folder / "logs")
+
+
+@hits(either=True)
+def a_folder_that_is_saved_to(s: Study) -> Iterator[None]:
+    s.add(f'mt.SaveImaged("image", output_dir={str(s.folder / "out")!r}, print_log=False)')
+    yield from fill(s.folder / "out")
+
+
+@hits(either=True)
+def a_word_in_a_transform_that_is_a_folder_too(s: Study) -> Iterator[None]:
+    s.add('mt.CopyItemsd("image", names="train")')
+    yield from fill(s.folder / "train")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Code that means the same
+
+
+@hits()
+def a_comment(s: Study) -> Iterator[None]:
+    s.define(PLUS)
+    s.add('mt.Lambdad("image", Plus(0.0))')
+    yield
+    s.edit("    def offset(self):\n", "    def offset(self):\n        # as in the paper\n")
+
+
+@hits()
+def its_formatting(s: Study) -> Iterator[None]:
+    s.define(PLUS)
+    s.add('mt.Lambdad("image", lambda x: Plus(0.0)(x) + 1)')
+    yield
+    s.edit(
+        "x * self.scale + self.offset() + self.more",
+        "(\n            x * self.scale\n            + self.offset() + self.more\n        )",
+    )
+    s.edit("lambda x: Plus(0.0)(x) + 1", "lambda x: (\n    Plus( 0.0 )(x)\n    + 1\n)")
+
+
+@hits()
+def a_docstring_of_a_class(s: Study) -> Iterator[None]:
+    s.define(PLUS)
+    s.add('mt.Lambdad("image", Plus(0.0))')
+    yield
+    s.edit("class Plus(Base):\n", 'class Plus(Base):\n    """Adds."""\n\n')
+
+
+@hits()
+def an_unrelated_global(s: Study) -> Iterator[None]:
+    s.define("RATE = 1\nOFFSET = 1.0\n\n\ndef plus(x):\n    return x + OFFSET")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.edit("RATE = 1", "RATE = 2")
+
+
+@hits()
+def an_unrelated_function(s: Study) -> Iterator[None]:
+    s.define("def plus(x):\n    return x + 1.0")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.define("def unused(x):\n    return x")
+
+
+@hits()
+def the_order_of_an_items_keys(s: Study) -> Iterator[None]:
+    s.keep_order = False
+    yield
+    s.edit('{"image": str(DATA / f"ct_{i}.nii"), "age": 40 + i}', '{"age": 40 + i, "image": str(DATA / f"ct_{i}.nii")}')
+
+
+@hits()
+def the_order_of_keywords(s: Study) -> Iterator[None]:
+    yield
+    s.edit("minv=0.0, maxv=1.5", "maxv=1.5, minv=0.0")
+
+
+@hits()
+def random_transforms_behind_the_cache(s: Study) -> Iterator[None]:
+    s.keep_ids = False
+    s.add('mt.RandFlipd("image", prob=1.0, spatial_axis=0)')
+    yield
+    s.edit("spatial_axis=0", "spatial_axis=1")
+
+
+@hits()
+def seeds_of_the_pipeline(s: Study) -> Iterator[None]:
+    yield
+    s.edit("        ]\n    )\n", "        ]\n    ).set_random_state(7)\n")
+
+
+@hits()
+def statistics_of_the_pipeline(s: Study) -> Iterator[None]:
+    yield
+    s.edit("        ]\n    )\n", "        ],\n        log_stats=True,\n    )\n")
+
+
+@hits()
+def transforms_that_have_run(s: Study) -> Iterator[None]:
+    s.define("def used(compose):\n    return compose")
+    s.edit("return mt.Compose(", "return used(mt.Compose)(")
+    yield
+    s.define(
+        "class Used(mt.Compose):\n    def __init__(self, transforms):\n        super().__init__(transforms)\n"
+        "        for i in range(2):\n            self.transforms[1]({'image': str(DATA / f'ct_{i}.nii')})\n"
+    )
+    s.edit("def used(compose):\n    return compose", "def used(compose):\n    return Used")
+
+
+FURTHER_READER = """
+from monai.data import NibabelReader
+from monai.transforms.io import array
+
+class ITKReader(NibabelReader):
+    def get_data(self, image):
+        values, header = super().get_data(image)
+        return values[::-1].copy(), header
+
+array.SUPPORTED_READERS = {**array.SUPPORTED_READERS, "further": ITKReader}
+old = array.get_default_reader_registration_order
+array.get_default_reader_registration_order = lambda: [*old(), "further"]
+"""
+
+
+@hits()
+def a_further_reader_that_nobody_asked_for(s: Study) -> Iterator[None]:
+    yield
+    s.code = FURTHER_READER
+
+
+@hits()
+def another_patch_of_monai_where_minor_versions_count(s: Study) -> Iterator[None]:
+    s.settings = {"monai_version": "minor"}
+    s.code = VERSION.format("1.6.1")
+    yield
+    s.code = VERSION.format("1.6.2")
+
+
+@hits()
+def another_monai_where_it_does_not_count(s: Study) -> Iterator[None]:
+    s.settings = {"monai_version": None}
+    yield
+    s.code = VERSION.format("2.0.0")

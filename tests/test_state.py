@@ -1,0 +1,113 @@
+"""The process's settings that change results are captured, applied elsewhere, and put back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import monai.data.meta_obj
+import numpy as np
+import pytest
+import torch
+from PIL import ImageFile
+
+from monai_gds import state
+from monai_gds.state import State, applied, capture
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    assert capture() == (), "an earlier test left a setting changed"
+    yield
+    monai.data.meta_obj.set_track_meta(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device("cpu")
+    torch.set_flush_denormal(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_autocast_enabled("cpu", False)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "track_meta": lambda: monai.data.meta_obj.set_track_meta(False),
+    "default_dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default_device": lambda: torch.set_default_device("meta"),
+    "flush_denormal": lambda: torch.set_flush_denormal(True),
+    "autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "truncated_images": lambda: setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_is_captured_applied_and_put_back(name: str) -> None:
+    SETTINGS[name]()
+    found = capture()
+    assert [setting for setting, _ in found] == [name]
+    with applied(()):  # as another process begins
+        assert capture() == ()
+        with applied(found):
+            assert capture() == found
+        assert capture() == ()
+    assert capture() == found
+
+
+def test_an_error_puts_the_settings_back() -> None:
+    with pytest.raises(RuntimeError), applied((("track_meta", "False"), ("default_dtype", "torch.float64"))):
+        assert len(capture()) == 2
+        raise RuntimeError
+    assert capture() == ()
+
+
+def test_a_device_context_counts() -> None:
+    with torch.device("meta"):
+        assert capture() == (("default_device", "meta"),)
+
+
+def test_a_setting_for_gpus_counts_where_a_transform_names_one() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        assert capture() == ()
+        assert [name for name, _ in capture(names_cuda=True)] == ["cudnn_deterministic", "cudnn_tf32", "deterministic"]
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def test_matrix_precision_counts_on_a_cpu_that_has_less_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor here may have none, so that it is simulated: the multiplication itself is asked."""
+    torch.set_float32_matmul_precision("medium")
+    exact = np.ones((128, 128), np.float32)
+    reduced = {True: torch.from_numpy(exact), False: torch.from_numpy(exact + 1)}
+    matmul = lambda a, b: reduced[torch.get_float32_matmul_precision() == "highest"]  # noqa: E731
+    state._matmul_under.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
+    try:
+        assert capture() == (("cpu_matmul", "medium"),)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        state._matmul_under.cache_clear()
+
+
+def test_gradients_count_where_transforms_hold_parameters() -> None:
+    with torch.no_grad():
+        assert capture() == ()
+        assert capture(requires_grad=True) == (("grad", "False"),)
+
+
+@pytest.mark.parametrize("variable", ["USE_META_DICT"])
+def test_settings_of_monais_environment_count(variable: str) -> None:
+    code = "from monai_gds.state import capture; print(capture())"
+    env = {"PATH": "", "PYTHONPATH": ":".join(sys.path), variable: "1"}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "(('monai_meta_dict', 'True'),)"
+
+
+def test_what_cannot_be_applied_shows_in_what_is_captured() -> None:
+    wanted: State = (("monai_compiled", "True"),)
+    with applied(wanted):
+        assert capture() != wanted
