@@ -73,26 +73,31 @@ class Lease:
     As a context manager it is released at the end of the block, unless it was handed over.
     """
 
-    __slots__ = ("__weakref__", "_handed_over", "_mark", "_process", "_ref", "_what")
+    __slots__ = ("__weakref__", "_handed_over", "_mark", "_process", "_ref", "_what", "_written")
 
     def __init__(self, folder: str, digest: str) -> None:
         self._process = _here
         self._what = folder, digest
-        self._mark: bytes | None = None  # what its file says; None without a file
+        self._mark: bytes | None = None  # what its file says, or is about to; None without a file
+        self._written = False
         self._handed_over = False
         self._ref = weakref.ref(self)
 
     def release(self) -> None:
         """Lets others have the item. May be called again, and from any thread; in a forked child it does nothing."""
-        process, mark = self._process, self._mark
+        process = self._process
         if process is not _here:
             return
         if process.held.get(self._what) is self._ref:
             process.held.pop(self._what, None)
-        if mark is not None:
+        self._forget_file()
+
+    def _forget_file(self) -> None:
+        if self._mark is not None:
             folder, digest = self._what
             with contextlib.suppress(OSError), opened(folder) as fd:
-                if _look(fd, digest).mark == mark:
+                written = _look(fd, digest).mark
+                if written == self._mark or not (written or self._written):
                     os.unlink(_name(digest), dir_fd=fd)
         self._mark = None
 
@@ -100,6 +105,21 @@ class Lease:
         """Gives :meth:`release` to whoever goes on with the item; the block then releases only after an error."""
         self._handed_over = True
         return self.release
+
+    def _write(self, fd: int) -> bool:
+        """Makes the file; False if there is one. ``fd`` is of the folder."""
+        self._mark = _here.mark()  # before the file, so that an interrupt does not leave one that nobody removes
+        try:
+            file = os.open(_name(self._what[1]), _CREATE, 0o666, dir_fd=fd)
+        except FileExistsError:
+            self._mark = None
+            return False
+        try:
+            os.write(file, self._mark)
+            self._written = True
+        finally:
+            os.close(file)
+        return True
 
     def _beat(self) -> None:
         folder, digest = self._what
@@ -149,7 +169,8 @@ class Leases:
             if self._make_file(lease):
                 _here.keep_beating()
                 return lease
-        except OSError:  # full, read-only, not ours, no such folder: computed all the same
+        except OSError:  # full, read-only, somebody else's: computed all the same
+            lease._forget_file()
             return lease
         except BaseException:
             lease.release()
@@ -205,8 +226,7 @@ class Leases:
         _, digest = lease._what
         with opened(self._folder, create=True) as fd:
             for _ in range(2):
-                with contextlib.suppress(FileExistsError):
-                    _write(fd, lease, _here.mark())
+                if lease._write(fd):
                     return True
                 with contextlib.suppress(FileNotFoundError):
                     if not self._evict(fd, digest):
@@ -282,8 +302,8 @@ class _Process:
         self._count = itertools.count()
         self._clocks: dict[str, tuple[float, float]] = {}
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # of the thread's beginning and end only
-        self._wake = threading.Event()
+        self._wake = threading.Lock()  # released to wake the thread, which takes it again
+        self._wake.acquire()
         self._owner: str | None = None
 
     @property
@@ -324,23 +344,25 @@ class _Process:
             self._clocks[folder] = ahead, asked
         return now + ahead
 
-    # The thread
+    # The thread. It is begun and ended without a lock, since an interrupt could leave one locked for ever.
 
     def keep_beating(self) -> None:
-        """Sees to it that the thread runs, which ends under the lock when nothing is held."""
-        with self._lock, contextlib.suppress(RuntimeError):  # no more threads: others may take the lease over
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._beat, name="monai-gds-leases", daemon=True)
-                self._thread.start()
+        """Sees to it that the thread runs."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            self._thread = thread = threading.Thread(target=self._beat, name="monai-gds-leases", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: others may take the lease over
+                thread.start()
 
     def _beat(self) -> None:
-        while True:
-            self._wake.wait(BEAT_SECONDS)
-            self._wake.clear()
-            with self._lock:
-                if not self.held:
-                    self._thread = None
+        me = threading.current_thread()
+        while self._thread is me:  # else two were begun at once
+            self._wake.acquire(timeout=BEAT_SECONDS)
+            if not self.held and self._thread is me:
+                self._thread = None
+                if not self.held:  # looked at once more: who claims a lease looks at the thread afterwards
                     return
+                self.keep_beating()
             for ref in list(self.held.values()):
                 _beat_for(ref)
 
@@ -350,7 +372,8 @@ class _Process:
             thread = self._thread
             if self.held or thread is None or not thread.is_alive():
                 return
-            self._wake.set()
+            with contextlib.suppress(RuntimeError):  # it is being woken already
+                self._wake.release()
             thread.join(0.05)
 
 
@@ -410,18 +433,5 @@ def _look(fd: int, digest: str) -> _Seen:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{_name(digest)} is not a file")
         return _Seen(os.read(file, _MOST), found.st_ino, found.st_mtime)
-    finally:
-        os.close(file)
-
-
-def _write(fd: int, lease: Lease, mark: bytes) -> None:
-    name = _name(lease._what[1])
-    file = os.open(name, _CREATE, 0o666, dir_fd=fd)
-    try:
-        os.write(file, mark)
-        lease._mark = mark
-    except BaseException:
-        os.unlink(name, dir_fd=fd)
-        raise
     finally:
         os.close(file)
