@@ -1065,9 +1065,7 @@ def a_function_of_numpy(s: Study) -> Change:
 
 @misses()
 def a_method_that_overrides_one_of_monais(s: Study) -> Change:
-    s.define(
-        "class Flip(mt.Flipd):\n    def __call__(self, d, lazy=None):\n        return {**super().__call__(d), 'age': 1.0}"
-    )
+    s.define("class Flip(mt.Flipd):\n    def __call__(self, d, lazy=None):\n        return {**d, 'age': 1}")
     s.add('Flip("image", 0)')
     yield
     s.edit("'age': 1", "'age': 2")
@@ -1645,6 +1643,16 @@ def data_moved_with_paths_in_odd_places(s: Study) -> Change:
     s.item('"names": np.array([str(DATA / "ct_0.nii"), "other"])')
     s.item('"pair": (DATA / "ct_1.nii", str(DATA), str(DATA) + "/")')
     s.add('mt.Lambda(lambda d: {**d, "from": Path(d["image"].meta["filename_or_obj"]), "in": {str(DATA): 1}})')
+    yield
+    now_at(s, s.data.rename(s.folder / "moved"))
+
+
+@hits()
+def a_file_given_to_a_constructor_moved_with_the_data(s: Study) -> Change:
+    with_paths(s)
+    np.save(s.data / "atlas.npy", np.full((1, 1, 1, 1), 0.5))
+    s.define(TIMES)
+    s.add('Times("image", DATA / "atlas.npy")')
     yield
     now_at(s, s.data.rename(s.folder / "moved"))
 
