@@ -74,6 +74,9 @@ class Interpreter:
     def __init__(self, *preload: str, hash_seed: str = "0") -> None:
         self._socket, theirs = socket.socketpair()
         env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+            "1"  # or an import that asks for CUDA devices spoils CUDA in the children
+        )
         command = [sys.executable, "-W", "ignore", "-m", "tests.fresh", *preload]
         self._process = subprocess.Popen(command, stdin=theirs.fileno(), cwd=ROOT, env=env)
         theirs.close()
