@@ -7,6 +7,7 @@ This file knows MONAI: pipelines, the split, Subsets. It does not know bytes, fi
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import time
 import warnings
@@ -36,7 +37,7 @@ from monai_gds.item_keys import HashTransform, ItemKeys, MonaiVersion
 from monai_gds.naming import naming
 from monai_gds.populate import Populated, Saved, populate
 from monai_gds.ranks import Ranks
-from monai_gds.state import State, applied
+from monai_gds.state import State, applied, apply, capture_all
 from monai_gds.storage import choose_backend, open_storage, resolve_device
 from monai_gds.transforms import Split, uncached_behind
 
@@ -243,7 +244,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             return
         folder = None if self.cache_dir is None else os.fspath(self.cache_dir)
         sources = Sources(self.sources, folder)
-        self._state.keys = ItemKeys(split, self.hash_func, hash_xform_func, sources, self.root, self.monai_version)
+        self._state.keys = ItemKeys(
+            split, self.hash_func, hash_xform_func, sources, self.root, self.monai_version, self.reset_ops_id
+        )
         self.transform_hash = self._state.keys.transform_hash
 
     def _pre_transform(self, item_transformed: Any) -> Any:
@@ -649,9 +652,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     # Going to another process
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_state": None}
+        return {**self.__dict__, "_state": None, "_settings": (os.getpid(), capture_all())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        process, settings = state.pop("_settings")
+        if multiprocessing.parent_process() is not None and process != os.getpid():
+            apply(settings)  # a spawned worker of a loader begins with the defaults, and a forked one with its parent's
         self.__dict__.update(state)
         self._made_by = os.getpid()
         self._state = _State()

@@ -6,7 +6,6 @@ Used by the dataset. It knows MONAI's transforms and the process's settings; it 
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import monai
 
 from monai_gds.cache.hashing import HashedTransforms, canonical_hash, hash_transforms
-from monai_gds.cache.key import Key, KeyMaker, Pipeline, hash_text
+from monai_gds.cache.key import Key, KeyMaker, Pipeline, absolute, hash_text
 from monai_gds.cache.sources import Sources, files_named
 from monai_gds.errors import HashingError
 from monai_gds.state import State, capture
@@ -41,6 +40,7 @@ class ItemKeys:
         sources: tells what files are.
         root: see :class:`monai_gds.cache.key.Pipeline`.
         monai_version: see :data:`MonaiVersion`.
+        reset_ops_id: whether the identity of transform objects is removed from items.
 
     Attributes:
         transform_hash: of the deterministic transforms and the settings of their ``Compose``; empty when they are not
@@ -58,12 +58,15 @@ class ItemKeys:
         sources: Sources,
         root: str | None,
         monai_version: MonaiVersion,
+        reset_ops_id: bool,
     ) -> None:
         hashed = _hashed(split, hash_transform, root)
-        self.transform_hash = _transform_hash(split, hash_transform, hashed)
+        settings = {**split.settings(), "reset_ops_id": reset_ops_id}
+        hashed.description.update({f"Compose.{name}": repr(value) for name, value in settings.items()})
+        self.transform_hash = _transform_hash(split, settings, hash_transform, hashed)
         self._hashed = hashed
         named = files_named(hashed.strings) if hash_transform is not None else []
-        self._files = tuple([os.path.join(os.getcwd(), path) for path in named])
+        self._files = tuple(map(absolute, named))
         self._root = root
         self._monai_version: MonaiVersion = monai_version
         self._pipelines: dict[tuple[State, str], Pipeline] = {}
@@ -120,14 +123,14 @@ def _hashed(split: Split, hash_transform: HashTransform, root: str | None) -> Ha
         return HashedTransforms("", {}, frozenset(), names_cuda=False, requires_grad=False)
 
 
-def _transform_hash(split: Split, hash_transform: HashTransform, hashed: HashedTransforms) -> str:
+def _transform_hash(
+    split: Split, settings: dict[str, Any], hash_transform: HashTransform, hashed: HashedTransforms
+) -> str:
     if hash_transform is None:
         return ""
-    settings = canonical_hash(split.settings()).decode()
-    for name, value in split.settings().items():
-        hashed.description[f"Compose.{name}"] = repr(value)
+    begin = canonical_hash(settings).decode()
     if hash_transform is canonical_hash:
-        return settings + hashed.digest
+        return begin + hashed.digest
     try:
         found = hash_transform(split.deterministic)
     except TypeError as e:
@@ -135,4 +138,4 @@ def _transform_hash(split: Split, hash_transform: HashTransform, hashed: HashedT
         if "is not JSON serializable" not in str(e):
             raise
         found = hash_transform("".join(type(t).__name__ for t in split.deterministic))
-    return settings + hash_text(found, "hash_transform")
+    return begin + hash_text(found, "hash_transform")

@@ -23,7 +23,7 @@ import monai.config
 import torch
 from monai.data.meta_obj import get_track_meta, set_track_meta
 
-__all__ = ["State", "applied", "capture"]
+__all__ = ["State", "applied", "apply", "capture", "capture_all"]
 
 #: Names and values of the settings that differ from their defaults, in the order of the tables below.
 State = tuple[tuple[str, str], ...]
@@ -134,8 +134,6 @@ _ON_CUDA = (
     _Setting("autocast_cuda", partial(_autocast, "cuda"), "off", partial(_set_autocast, "cuda")),
 )
 
-_BY_NAME = {setting.name: setting for setting in (*_SETTINGS, *_WITH_GRADIENTS, *_ON_CUDA)}
-
 
 def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
     """The state of this process and thread.
@@ -161,27 +159,41 @@ def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
     return tuple(found)
 
 
-@contextlib.contextmanager
-def applied(state: State) -> Iterator[None]:
-    """Gives this process and thread a state that was captured elsewhere, and puts its own back.
+def capture_all() -> State:
+    """The state with everything that counts for any pipeline, for another process."""
+    return capture(names_cuda=True, requires_grad=True)
+
+
+def apply(state: State) -> list[Callable[[], object]]:
+    """Gives this process and thread a state that was captured elsewhere.
 
     What cannot be applied, since it comes with the environment, stays as it is: the key that is made here shows it.
+
+    Returns:
+        What to call, in this order, to put the state before back.
     """
     wanted = dict(state)
-    changed: list[tuple[_Setting, Any]] = []
+    undo: list[Callable[[], object]] = []
+    for setting in (*_SETTINGS, *_WITH_GRADIENTS, *_ON_CUDA):
+        if setting.apply is None or not (setting.name in wanted or setting in _SETTINGS):
+            continue
+        before = setting.read()
+        value = wanted.get(setting.name, str(setting.default))
+        if str(before) != value:
+            setting.apply(_value_of(setting, value))
+            undo.insert(0, partial(setting.apply, before))
+    return undo
+
+
+@contextlib.contextmanager
+def applied(state: State) -> Iterator[None]:
+    """:func:`apply` for the time of a ``with`` block."""
+    undo = apply(state)
     try:
-        for setting in _BY_NAME.values():
-            now = setting.read()
-            value = wanted.get(setting.name, str(setting.default))
-            relevant = setting.name in wanted or setting in _SETTINGS
-            if relevant and str(now) != value and setting.apply is not None:
-                changed.append((setting, now))
-                setting.apply(_value_of(setting, value))
         yield
     finally:
-        for setting, before in reversed(changed):
-            assert setting.apply is not None
-            setting.apply(before)
+        for put_back in undo:
+            put_back()
 
 
 def _value_of(setting: _Setting, text: str) -> Any:

@@ -57,7 +57,6 @@ TRANSIENT: dict[str, frozenset[str]] = {
     "monai.transforms.transform.RandomizableTransform": frozenset({"R", "_do_transform"}),
     "monai.transforms.inverse.TraceableTransform": frozenset({"_tracing"}),
     "monai.data.image_reader.ImageReader": frozenset({"filenames", "has_series"}),
-    "torch.nn.modules.module.Module": frozenset({"training"}),
 }
 
 #: Properties that count in place of what they are kept in, which is made on first use.
@@ -279,6 +278,8 @@ class _Hasher:
             plain = _plain(value)
         if plain is not None:
             self._describe(where, _short(value))
+            if isinstance(value, enum.Enum) and _library(type(value).__module__) is None:
+                plain.append(self.digest(value.value, f"{where}.value"))
         return plain
 
     def _describe(self, where: str, text: str) -> None:
@@ -426,8 +427,10 @@ class _Hasher:
 
     def _class(self, cls: type, where: str) -> list[bytes]:
         parts = [b"class", self._name(cls)]
-        if _library(cls.__module__) is not None or issubclass(cls, enum.Enum):
+        if _library(cls.__module__) is not None:
             return parts
+        if issubclass(cls, enum.Enum):
+            return [*parts, *self._mapping({name: m.value for name, m in cls.__members__.items()}, where)]
         if "<locals>" in cls.__qualname__:  # its name does not say which one it is
             return [*parts, *self._class_body(cls)]
         self._defined.setdefault(id(cls), (cls, where))

@@ -21,7 +21,7 @@ from monai_gds.cache.header import digest_of
 from monai_gds.cache.sources import Identity, Sources, candidates
 from monai_gds.errors import HashingError
 
-__all__ = ["Key", "KeyMaker", "Pipeline", "hash_text"]
+__all__ = ["Key", "KeyMaker", "Pipeline", "absolute", "hash_text"]
 
 #: First of the parts: a change of what the others mean gives another one.
 _FORMAT = "monai_gds 2"
@@ -228,17 +228,21 @@ class _Seen:
         self.key: Key | None = None
         self._paths = tuple([path for path, _ in strings])
         self.folders = tuple([folders for _, folders in strings])  # whether each may be a folder
-        self._is_absolute = all(map(os.path.isabs, self._paths))
+        self._is_absolute = all(map(os.path.isabs, self._paths))  # "~/ct.nii" is not, and means another file elsewhere
 
     def absolute(self) -> tuple[str, ...]:
-        """The paths; relative ones lead elsewhere from another working directory.
-
-        Not by ``os.path.abspath``: behind a link, the ``..`` that it takes away leads elsewhere.
-        """
+        """The paths; relative ones lead elsewhere from another working directory."""
         if self._is_absolute:
             return self._paths
-        here = os.getcwd()
-        return tuple([os.path.join(here, path) for path in self._paths])
+        return tuple(map(absolute, self._paths))
+
+
+def absolute(path: str) -> str:
+    """The absolute path of a source; ``~`` is the home directory, as it is to MONAI's LoadImage.
+
+    Not by ``os.path.abspath``: behind a link, the ``..`` that it takes away leads elsewhere.
+    """
+    return os.path.join(os.getcwd(), os.path.expanduser(path))
 
 
 def _is_plain(value: Any) -> bool:

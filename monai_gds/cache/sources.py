@@ -32,6 +32,7 @@ import marshal
 import math
 import os
 import pathlib
+import re
 import stat
 import struct
 import time
@@ -47,7 +48,7 @@ import xxhash
 from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.errors import CacheWarning, HashingError
 
-__all__ = ["Identity", "Policy", "Sources", "candidates", "files_named", "looks_like_path"]
+__all__ = ["Identity", "Policy", "Sources", "candidates", "companions", "files_named", "looks_like_path"]
 
 #: How sources are told apart; :class:`Sources` says what each does.
 Policy = Literal["content", "stat", "once"] | Callable[[str], str | bytes | None] | None
@@ -555,6 +556,33 @@ def _digest_of(rows: list[_Row], contents: list[bytes]) -> str:
 # Which strings are sources
 
 
+#: Suffix of a file -> those of files beside it that hold a part of the same image: of Analyze and NIfTI pairs, and of
+#: the headers of MetaImage and NRRD, which most often name a data file of their own stem.
+_COMPANIONS = {
+    ".hdr": (".img", ".img.gz"),
+    ".hdr.gz": (".img.gz", ".img"),
+    ".img": (".hdr", ".hdr.gz", ".mat"),
+    ".img.gz": (".hdr.gz", ".hdr"),
+    ".mhd": (".raw", ".zraw", ".raw.gz"),
+    ".nhdr": (".raw", ".raw.gz", ".nrrd"),
+}
+
+
+def companions(path: str) -> list[str]:
+    """The files that an image may have its other part in, whether they are there or not.
+
+    Example:
+        >>> from monai_gds.cache.sources import companions
+        >>> companions("scans/ct.mhd")
+        ['scans/ct.raw', 'scans/ct.zraw', 'scans/ct.raw.gz']
+    """
+    lower = path.lower()
+    for suffix, others in _COMPANIONS.items():
+        if lower.endswith(suffix):
+            return [path[: -len(suffix)] + other for other in others]
+    return []
+
+
 def looks_like_path(text: str) -> bool:
     """Whether a string may name a file: it has a separator, or a suffix such as ``.nii.gz``, ``.dcm``, ``.npy``.
 
@@ -591,6 +619,8 @@ def candidates(item: Any, loaded_keys: Collection[Any] | Literal["all"]) -> list
     for text, is_path in _strings(item, loaded_keys, loaded_keys == "all"):
         if is_path or looks_like_path(text):
             found[text] = found.get(text, False) or is_path or "/" in text
+            for other in companions(text):
+                found.setdefault(other, False)
     return sorted(found.items())
 
 
@@ -616,16 +646,26 @@ def _strings(value: Any, keys: Collection[Any], loaded: bool) -> Iterator[tuple[
 
 
 def files_named(strings: Iterable[str]) -> list[str]:
-    """Those of the strings that look like a path and are regular files now, each once, sorted.
+    """Those of the strings that name a file, each once, sorted.
 
-    For what transforms were given: an atlas, weights, a table. Folders do not count: one that is written to would be
-    another in every run.
+    For what transforms were given: an atlas, weights, a table. They are regular files now, or paths without a blank,
+    where a file may appear later. Folders do not count: one that is written to would be another in every run.
     """
-    return sorted({text for text in strings if looks_like_path(text) and _is_file(text)})
+    found = {text for text in strings if looks_like_path(text) and (_is_file(text) or _may_appear(text))}
+    return sorted(found.union(*map(companions, found)))
+
+
+def _may_appear(path: str) -> bool:
+    """Whether a file may be put there. Texts with blanks, wildcards or placeholders are something else most often."""
+    return "/" in path and not _UNUSUAL.search(path) and not os.path.isdir(path)
+
+
+#: What a path of data hardly has, and other texts with a slash do.
+_UNUSUAL = re.compile(r"[\s*?%{}<>|\\]|://|/$")
 
 
 def _is_file(path: str) -> bool:
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
+        return stat.S_ISREG(os.stat(os.path.expanduser(path)).st_mode)
     except (OSError, ValueError):
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
 import functools
 import importlib
 import io
@@ -511,8 +512,26 @@ def test_devices_and_random_states_do_not_count() -> None:
     assert canonical_hash(mt.ToDeviced("a", "cuda:0")) == canonical_hash(mt.ToDeviced("a", torch.device("cuda:1")))
     seeded = mt.Compose([mt.RandFlipd("a")]).set_random_state(1)
     assert canonical_hash(seeded) == canonical_hash(mt.Compose([mt.RandFlipd("a")]).set_random_state(2))
-    with torch.no_grad():
-        assert canonical_hash(torch.nn.ReLU().eval()) == canonical_hash(torch.nn.ReLU())
+
+
+def test_a_model_counts_by_its_mode() -> None:
+    """Dropout and batch norm compute something else in training."""
+    assert canonical_hash(torch.nn.Dropout().eval()) != canonical_hash(torch.nn.Dropout())
+
+
+class Scale(enum.Enum):
+    LARGE = 2.0
+
+
+def test_an_enum_of_the_users_counts_by_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(x: Any) -> Any:
+        return x * Scale.LARGE.value
+
+    before = canonical_hash(Scale.LARGE), canonical_hash(times)
+    changed = enum.Enum("Scale", {"LARGE": 3.0}, module=__name__, qualname="Scale")
+    monkeypatch.setattr(sys.modules[__name__], "Scale", changed)
+    assert canonical_hash(changed.LARGE) != before[0]  # type: ignore[attr-defined]
+    assert canonical_hash(times) != before[1]
 
 
 def test_files_and_iterators_in_transforms_name_the_transform() -> None:
