@@ -1,0 +1,244 @@
+"""Several processes that fill one cache at the same time: each item is computed once, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import monai.transforms as mt
+import pytest
+import torch
+
+from monai_gds import GDSDataset, populate
+from monai_gds.cache import single_flight
+from monai_gds.cache.single_flight import Leases, Pace
+from monai_gds.cache.writer import process_writer
+from monai_gds.populate import Populated
+from tests.machines import ROOT
+
+ITEMS = 20
+
+
+class Make(mt.Transform):
+    """A tensor for a number; appends the number to a log, and takes its time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __cache_key__(self) -> str:
+        return "make"
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+        with (self.folder / "log").open("a") as f:
+            f.write(f"{data['n']}\n")
+        time.sleep(float(os.environ.get("MAKE_SECONDS", 0.1)))
+        if os.environ.get("MAKE_FAILS"):
+            raise OSError("the disk is broken")
+        return {"x": torch.full((2000,), float(data["n"]))}
+
+
+def dataset_of(folder: Path, count: int = ITEMS) -> GDSDataset:
+    """Items that take 0.1 s each, with their cache, in ``folder``."""
+    items = [{"n": n} for n in range(count)]
+    return GDSDataset(items, mt.Compose([Make(folder)]), folder / "cache", device="cpu")
+
+
+def log(folder: Path) -> list[int]:
+    """The items that were computed, by whomever."""
+    path = folder / "log"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def digest(dataset: GDSDataset, index: int) -> str:
+    return dataset.key(index).digest
+
+
+class Fresh:
+    """Processes of their own that run a line over ``dataset``, all at the same time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, line: str, **environment: str) -> subprocess.Popen[str]:
+        """Begins one, which waits for :meth:`go`."""
+        code = f"""
+import sys, time
+from pathlib import Path
+from monai_gds import GDSDataLoader
+from tests.test_together import dataset_of
+folder = Path(sys.argv[1])
+dataset = dataset_of(folder)
+print("ready", flush=True)
+while not (folder / "go").exists():
+    time.sleep(0.005)
+{line}
+"""
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code, str(self._folder)],
+            stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        )  # fmt: skip
+        self._running.append(process)
+        return process
+
+    def go(self) -> None:
+        """Lets all run that were started."""
+        for process in self._running:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        (self._folder / "go").touch()
+
+    def close(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Fresh]:
+    with ExitStack() as stack:
+        processes = Fresh(tmp_path)
+        stack.callback(processes.close)
+        yield processes
+
+
+def until(what: Callable[[], Any], limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_three_that_populate_together_compute_every_item_once(tmp_path: Path, fresh: Fresh, workers: int) -> None:
+    processes = [fresh.start(f"print(*map(int, __import__('dataclasses').astuple(dataset.populate({workers}))))")
+                 for _ in range(3)]  # fmt: skip
+    fresh.go()
+    found = [list(map(int, process.communicate(timeout=120)[0].split())) for process in processes]
+    assert sorted(log(tmp_path)) == list(range(ITEMS))
+    assert sum(computed for _, computed in found) == ITEMS
+    assert [cached + computed for cached, computed in found] == [ITEMS] * 3
+    assert os.listdir(tmp_path / "cache" / ".tmp") == []
+
+
+def test_three_shuffled_training_loops_compute_little_twice(tmp_path: Path, fresh: Fresh) -> None:
+    line = """
+import torch
+torch.manual_seed({})
+loader = GDSDataLoader(dataset, batch_size=2, shuffle=True, prefetch=4)
+print(sorted(int(x) for batch in loader for x in batch["x"][:, 0]))
+"""
+    processes = [fresh.start(line.format(n)) for n in range(3)]
+    fresh.go()
+    for process in processes:
+        assert process.communicate(timeout=120)[0].strip() == str(list(range(ITEMS)))
+    assert sorted(set(log(tmp_path))) == list(range(ITEMS))
+    assert len(log(tmp_path)) <= ITEMS + 3 * 4
+    assert os.listdir(tmp_path / "cache" / ".tmp") == []
+
+
+def test_two_threads_that_want_an_item_compute_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single_flight, "pace", Pace())
+    datasets = [dataset_of(tmp_path), dataset_of(tmp_path)]
+    found: list[float] = []
+    threads = [threading.Thread(target=lambda d=d: found.append(float(d[3]["x"][0]))) for d in [*datasets, datasets[0]]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    process_writer().flush()
+    assert found == [3, 3, 3]
+    assert log(tmp_path) == [3]
+
+
+def test_an_item_is_leased_until_its_record_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, on, publishing = dataset_of(tmp_path), threading.Event(), threading.Event()
+    rename = os.rename
+
+    def slow(*paths: Any, **more: Any) -> None:
+        publishing.set()
+        assert on.wait(20)
+        rename(*paths, **more)
+
+    monkeypatch.setattr(os, "rename", slow)
+    _ = dataset[0]
+    assert publishing.wait(20)
+    assert Leases(tmp_path / "cache").held_elsewhere(digest(dataset, 0))
+    assert dataset.save(0).how == "busy"
+    on.set()
+    dataset.flush()
+    assert not Leases(tmp_path / "cache").held_elsewhere(digest(dataset, 0))
+    assert dataset.save(0).how == "cached"
+    assert log(tmp_path) == [0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Holders that never come to an end
+
+
+def test_a_compute_that_hangs_for_ever_holds_nobody_up(
+    tmp_path: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(populate, "_PATIENCE_ITEMS", 0)
+    fresh.start("dataset[2]", MAKE_SECONDS="1000")
+    fresh.go()
+    until(lambda: log(tmp_path) == [2])
+    dataset = dataset_of(tmp_path, 4)
+    assert float(dataset[0]["x"][0]) == 0  # and now it is known how long an item takes
+    began = time.monotonic()
+    assert float(dataset[2]["x"][0]) == 2
+    assert time.monotonic() - began < 5
+    dataset.flush()
+    assert dataset.populate() == Populated(cached=2, computed=2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_populate_does_the_others_first_and_then_what_hangs_elsewhere(
+    tmp_path: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(populate, "_PATIENCE_ITEMS", 0)
+    fresh.start("dataset.populate()", MAKE_SECONDS="1000")
+    fresh.go()
+    until(lambda: log(tmp_path) == [0])
+    began = time.monotonic()
+    assert dataset_of(tmp_path, 6).populate(workers) == Populated(cached=0, computed=6)
+    assert time.monotonic() - began > 1
+    assert log(tmp_path)[-1] == 0
+    assert sorted(log(tmp_path)) == [0, 0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP, "fails"])
+def test_what_a_holder_leaves_is_computed_by_who_waits(
+    tmp_path: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch, end: Any
+) -> None:
+    monkeypatch.setattr(single_flight, "STALE_SECONDS", 3.0)
+    environment = {"MAKE_SECONDS": "2", "MAKE_FAILS": "yes"} if end == "fails" else {"MAKE_SECONDS": "1000"}
+    process = fresh.start("dataset[0]", **environment)
+    fresh.go()
+    until(lambda: log(tmp_path) == [0])
+    if end != "fails":
+        threading.Timer(0.5, os.kill, (process.pid, end)).start()
+    began = time.monotonic()
+    assert dataset_of(tmp_path, 3).populate() == Populated(cached=0, computed=3)
+    assert time.monotonic() - began < 20
+    assert sorted(log(tmp_path)) == [0, 0, 1, 2]
+
+
+def test_what_others_failed_at_fails_here_with_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAKE_FAILS", "yes")
+    dataset = dataset_of(tmp_path, 3)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="applying transform"):
+            _ = dataset[1]
+    assert log(tmp_path) == [1, 1]
+    assert os.listdir(tmp_path / "cache" / ".tmp") == []
