@@ -14,7 +14,7 @@ import math
 import pathlib
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -222,7 +222,8 @@ class _Encoder:
         return self._inside(value, path, lambda: [self.node(v, (*path, i)) for i, v in enumerate(value)])  # type: ignore[no-any-return]
 
     def mapping(self, value: dict[str, Any], path: _Path) -> Any:
-        if all(type(k) is str and not k.startswith("$") for k in value) and not self._has_rooted_key(value):
+        plain = all(type(k) is str and not k.startswith("$") for k in value)
+        if plain and (self._root is None or not any(rooted.below(k, self._root) is not None for k in value)):
             return self._inside(value, path, lambda: {k: self.node(v, (*path, k)) for k, v in value.items()})
         return {"$dict": self.pairs(value, path)}
 
@@ -231,9 +232,6 @@ class _Encoder:
 
     def _pairs(self, value: dict[Any, Any], path: _Path) -> list[Any]:
         return [self._pair(k, v, path) for k, v in value.items()]
-
-    def _has_rooted_key(self, value: Iterable[str]) -> bool:
-        return self._root is not None and any(rooted.below(k, self._root) is not None for k in value)
 
     def _pair(self, key: Any, value: Any, path: _Path) -> list[Any]:
         if type(key) is str:
@@ -491,11 +489,11 @@ def _describe(dtype: np.dtype[Any], value: Any, path: _Path) -> Any:
 
 def _is_odd(contiguous: torch.Tensor) -> bool:
     """Whether the strides are not those that a new tensor of this shape has."""
-    step = 1
-    for length, stride in zip(reversed(contiguous.shape), reversed(contiguous.stride()), strict=True):
-        if stride != step:
+    strides, step = contiguous.stride(), 1
+    for axis in range(len(strides) - 1, -1, -1):
+        if strides[axis] != step:
             return True
-        step *= length
+        step *= contiguous.shape[axis]
     return False
 
 
