@@ -61,7 +61,7 @@ class Found:
             key.
         sources: the source files as they were when the record was made.
         tensors: name, dtype and shape of the tensors in it.
-        same: equal for records of which the newest supersedes the others; empty where the header was not read.
+        same: a hash, equal for records of which the newest supersedes the others; empty where the header was not read.
         inode: its number in the file system; 0 where the file could not be looked at.
     """
 
@@ -75,7 +75,7 @@ class Found:
     pipeline: str = ""
     sources: dict[str, Source] = field(default_factory=dict)
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-    same: tuple[str, ...] = ()
+    same: str = ""
     inode: int = 0
 
     @property
@@ -298,7 +298,7 @@ def prunable(
             reason = "left behind by a writer that is gone"
             yield Found(temporary, st.st_size, reason, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
     identify = identify and functools.cache(identify)  # many records have one source
-    newest: dict[tuple[str, ...], Found] = {}
+    newest: dict[str, Found] = {}
     for found in records:
         if found.problem:
             if found.damaged:
