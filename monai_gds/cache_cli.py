@@ -26,6 +26,7 @@ from monai_gds.cache.upkeep import SHOWN, Found
 from monai_gds.terminal import JsonOption, progress_bar, say, say_lines
 
 if TYPE_CHECKING:
+    from monai_gds.cache.upkeep import Identify
     from monai_gds.dataset import GDSDataset
 
 app = typer.Typer(
@@ -281,7 +282,7 @@ def prune(
             missing_sources=missing_sources,
             old_format=old_format,
             pipeline=unwanted,
-            identify=upkeep.content_identity if check_sources else None,
+            identify=_identify(directory) if check_sources else None,
         )
     )
     if damaged:
@@ -357,6 +358,13 @@ def explain(
         if index >= len(dataset):
             raise typer.BadParameter(f"{index}: the dataset has {len(dataset)} items", param_hint="I")
     say_lines([dataset.explain(index) for index in indices] if indices else [str(dataset)])
+
+
+def _identify(directory: Path) -> Identify:
+    """Tells sources by their content, which is read where the memo of the cache directory does not have it."""
+    from monai_gds.cache.sources import Sources
+
+    return Sources("content", str(directory)).identity
 
 
 def _dataset_from(function: str) -> GDSDataset:

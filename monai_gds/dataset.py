@@ -217,7 +217,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         if cache_dir is not None:
             self.cache_dir = folder_named(cache_dir)
             self._unmade = not prepare(self.cache_dir)
-            Leases(self.cache_dir).sweep()
         self._split_now()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
 
@@ -350,7 +349,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         """Removes what killed processes left half-written in the cache directory."""
         if self.cache_dir is not None:
             tidy(self.cache_dir)
-            Leases(self.cache_dir).sweep()
 
     def for_saving(self) -> GDSDataset:
         """This dataset for a process that only makes records, which are the same for every target device."""

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from monai_gds.cache import temporary
 from monai_gds.cache.checksum import checksum
 from monai_gds.cache.header import named
 from monai_gds.cache.index import Index, IndexEntry
@@ -38,7 +39,8 @@ from monai_gds.cache.record import (
     pack_record,
     parse_header,
 )
-from monai_gds.cache.temporary import being_written, tidy
+from monai_gds.cache.single_flight import Leases
+from monai_gds.cache.temporary import being_written
 from monai_gds.cache.tree import EncodedItem, Plan, Recipe, compile_tree, tensor_of
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged, NewerRecord, RecordError
@@ -433,8 +435,8 @@ class CacheDirectory:
         """
         buffers = pack_record(item, key.ingredients())
         target = self.record_path(key.digest)
-        with being_written(self.path, key.digest, target) as temporary:
-            self._storage.write(temporary, buffers, durable=self._durable)
+        with being_written(self.path, key.digest, target) as path:
+            self._storage.write(path, buffers, durable=self._durable)
         self._forget(target)
         if self._durable:
             _sync_directory(self.path)
@@ -516,6 +518,13 @@ def prepare(path: str | os.PathLike[str]) -> bool:
         return False
     tidy(path)
     return True
+
+
+def tidy(path: str | os.PathLike[str]) -> None:
+    """Removes what killed processes left in a cache directory: half-written records and leases; merges the index."""
+    temporary.tidy(path)
+    Leases(path).sweep()
+    Index(path).tidy()
 
 
 def _sync_directory(path: str) -> None:

@@ -114,14 +114,14 @@ class Ingredients(NamedTuple):
         pipeline: hex digits that tell the transforms from others; empty where they are no part of the key.
         monai: MONAI's version.
         sources: what each source was, by its path.
-        same: equal for records that differ by the identity of their sources and by MONAI's version only.
+        same: a hash, equal for records that differ by the identity of their sources and by MONAI's version only.
     """
 
     item: str
     pipeline: str
     monai: str
     sources: dict[str, Source]
-    same: tuple[str, ...]
+    same: str
 
 
 def named(name: str) -> tuple[str, int] | None:
@@ -136,7 +136,7 @@ def record_name(digest: str, version: int) -> str:
 
 
 def digest_of(parts: Any) -> str:
-    """What a record of version 2 is called after, from the parts of its key."""
+    """The digest of a key, from its parts, which a record of version 2 is called after."""
     text = json.dumps(parts, separators=(",", ":"), ensure_ascii=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -242,12 +242,12 @@ def ingredients(header: Header, name: str) -> Ingredients:
     if told is None or told[1] != header.version:
         raise DamagedRecord(f"it is of format version {header.version}, and its name is not")
     digest, version = told
-    key = header.key
     try:
-        found = _of_version_1(key) if version == 1 else _of_version_2(key)
+        found = _of_version_1(header.key) if version == 1 else _of_version_2(header.key)
+        written_as = digest if version == 1 else digest_of(header.key["parts"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
         raise DamagedRecord(f"its key is malformed: {e!r}") from e
-    if version == 2 and digest_of(key["parts"]) != digest:
+    if written_as != digest:
         raise DamagedRecord("it is not the record of its name: it was swapped, copied or renamed")
     return found
 
@@ -263,7 +263,7 @@ def _of_version_1(key: dict[str, Any]) -> Ingredients:
     for path, (size, mtime_ns) in key.get("sources", {}).items():
         sources[path] = _whole(size), _whole(mtime_ns)
     pipeline = blake2b(transform.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() if transform else ""
-    return Ingredients(item, pipeline, _monai(key), sources, ("1", item, transform, *sorted(sources)))
+    return Ingredients(item, pipeline, _monai(key), sources, digest_of([1, item, transform, *sorted(sources)]))
 
 
 def _of_version_2(key: dict[str, Any]) -> Ingredients:
@@ -279,8 +279,8 @@ def _of_version_2(key: dict[str, Any]) -> Ingredients:
             raise TypeError(f"{identity!r:.40} is not the identity of a source")
         sources[path] = _whole(size), identity
     # Of parts = [format, item, transforms, MONAI, state, sources, rooted], without MONAI's version and the sources.
-    common = json.dumps([*parts[:3], *parts[4:5], *parts[6:]])
-    return Ingredients(item, pipeline, _monai(key), sources, ("2", common, *sorted(sources)))
+    common = [*parts[:3], *parts[4:5], *parts[6:]]
+    return Ingredients(item, pipeline, _monai(key), sources, digest_of([2, common, *sorted(sources)]))
 
 
 def _monai(key: dict[str, Any]) -> str:

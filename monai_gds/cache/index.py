@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from monai_gds.cache.header import VERSIONS, Source, record_name
+from monai_gds.cache.temporary import owner, owner_lives
 
 __all__ = ["FOLDER", "Index", "IndexEntry"]
 
@@ -398,7 +399,7 @@ def _publish(folder: int, name: str, data: bytes) -> None:
 
 
 def _own_name(suffix: str) -> str:
-    return f"{_owner()}.{next(_counter)}{suffix}"
+    return f"{owner()}.{next(_counter)}{suffix}"
 
 
 def _is_abandoned(folder: int, name: str) -> bool:
@@ -410,55 +411,5 @@ def _is_abandoned(folder: int, name: str) -> bool:
         return False
     if not stat.S_ISREG(st.st_mode) or (sticky and st.st_uid != os.geteuid()):
         return False
-    lives = _owner_lives(".".join(name.removeprefix(".").split(".")[:3]))
+    lives = owner_lives(".".join(name.removeprefix(".").split(".")[:3]))
     return time.time() - st.st_mtime > _FOREIGN_SECONDS if lives is None else not lives
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whose a file is: written in its name, so that another process can tell whether its writer still runs
-
-
-def _owner() -> str:
-    """This process, in words that no other process has: ``<boot>-<pid namespace>.<pid>.<start time>``."""
-    return f"{_place()}.{os.getpid()}.{_started(os.getpid())}"
-
-
-def _owner_lives(text: str) -> bool | None:
-    """Whether the process that :func:`_owner` named still runs; None where that cannot be told from here."""
-    place, pid, started = text.split(".")
-    if place != _place() or place == _UNKNOWN:
-        return None
-    now = _started(pid)
-    if now is None and _is_hidden(pid):
-        return None
-    return now == started
-
-
-def _place() -> str:
-    """Where process ids mean what they mean here: this boot of this machine, this pid namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read(8)
-        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return _UNKNOWN
-
-
-def _started(pid: int | str) -> str | None:
-    """When a process started, in clock ticks since boot; None when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _is_hidden(pid: str) -> bool:
-    """Whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
-    try:
-        os.kill(int(pid), 0)  # sends nothing
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        pass
-    return False

@@ -25,7 +25,6 @@ __all__ = [
     "SHOWN",
     "Found",
     "check",
-    "content_identity",
     "other_files",
     "pipeline_of",
     "prunable",
@@ -60,7 +59,7 @@ class Found:
             key.
         sources: the source files as they were when the record was made.
         tensors: name, dtype and shape of the tensors in it.
-        same: equal for records of which the newest supersedes the others; empty where the header was not read.
+        same: a hash, equal for records of which the newest supersedes the others; empty where the header was not read.
         inode: its number in the file system; 0 where the file could not be looked at.
     """
 
@@ -74,7 +73,7 @@ class Found:
     pipeline: str = ""
     sources: dict[str, Source] = field(default_factory=dict)
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-    same: tuple[str, ...] = ()
+    same: str = ""
     inode: int = 0
 
     @property
@@ -292,7 +291,7 @@ def prunable(
     for path, nbytes in temporary.abandoned(directory):
         yield Found(path, nbytes, "left behind by a writer that is gone")
     identify = identify and functools.cache(identify)  # many records have one source
-    newest: dict[tuple[str, ...], Found] = {}
+    newest: dict[str, Found] = {}
     for found in records:
         if found.problem:
             if found.damaged:
@@ -383,20 +382,6 @@ def _entry_of_version_1(entry: os.DirEntry[str]) -> tuple[str, int, int]:
     except OSError:  # a dead link, or it vanished meanwhile
         return entry.name, -1, 0
     return entry.name, st.st_size, st.st_mtime_ns
-
-
-def content_identity(path: str) -> Source | None:
-    """Size and content hash of a source file, as records of version 2 keep them; None for anything but a file."""
-    import xxhash
-
-    hasher = xxhash.xxh3_128()
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                hasher.update(block)
-            return file.tell(), hasher.hexdigest()
-    except OSError:
-        return None
 
 
 def remove(found: Found) -> bool:

@@ -113,14 +113,23 @@ def test_a_transform_without_attributes_and_a_lambda() -> None:
     ]
 
 
-paths = st.one_of(
-    st.text(max_size=8),
-    st.builds("transforms[{}] {}.{}".format, st.integers(0, 4), st.sampled_from("AB"), st.sampled_from("xy")),
+texts = st.sampled_from("12")
+steps = st.lists(
+    st.tuples(st.sampled_from("AB"), st.dictionaries(st.sampled_from("xy"), texts, min_size=1)), max_size=4
 )
-descriptions = st.dictionaries(paths, st.sampled_from("12"), max_size=8)
+others = st.dictionaries(st.text(max_size=8), texts, max_size=3)
 
 
-@given(descriptions, descriptions)
+@st.composite
+def descriptions(draw: st.DrawFn) -> dict[str, str]:
+    """Transforms at places without a gap, and anything else."""
+    found = draw(others)
+    for place, (name, attributes) in enumerate(draw(steps)):
+        found |= step(place, name, **attributes)
+    return found
+
+
+@given(descriptions(), descriptions())
 def test_any_two_descriptions(before: dict[str, str], now: dict[str, str]) -> None:
     found = description_differences(before, now)
     assert (found == []) == (before == now)

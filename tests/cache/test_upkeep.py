@@ -24,10 +24,10 @@ from monai.transforms import Compose, EnsureTyped, ScaleIntensityd
 
 from monai_gds.cache import header
 from monai_gds.cache.index import FOLDER, Index, IndexEntry
+from monai_gds.cache.sources import Sources
 from monai_gds.cache.upkeep import (
     Found,
     check,
-    content_identity,
     other_files,
     pipeline_of,
     prunable,
@@ -78,7 +78,7 @@ def state(path: Path) -> list[int]:
 
 def content(path: Path) -> list[Any]:
     """Size and hash, as version 2 keeps them of a source."""
-    return list(content_identity(str(path)) or ())
+    return list(Sources("content", None).identity(str(path)) or ())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,11 +188,12 @@ def test_of_version_2_an_mtime_that_identifies_is_compared(tmp_path: Path, sourc
     assert pruned(cache) == {record.name}
 
 
-@pytest.mark.parametrize("identity", [[-1, "what a function said"], [-1, "ab" * 16], [0, "unlisted"], [5, None]])
+@pytest.mark.parametrize("identity", [[-1, "told"], [-1, "ab" * 16], [192, "unreadable:1:2"], [0, "unlisted"]])
 def test_a_source_that_cannot_be_judged_from_here_supersedes_nothing(
     tmp_path: Path, source: Path, identity: list[Any]
 ) -> None:
-    where = source if identity[0] == -1 else source.parent
+    assert source.stat().st_size == 192
+    where = source if identity[0] else source.parent
     version_2(tmp_path / "cache", key_of_version_2(**{str(where): identity}))
     assert pruned(tmp_path / "cache", "--check-sources") == set()
 
@@ -418,7 +419,10 @@ ODD_2 = [
     '{"parts": [1], "item": "i", "pipeline": "", "sources": [1]}',
     '{"parts": [1], "item": "i", "pipeline": "", "sources": {"/a": [1.5, ""]}}',
     '{"parts": [1], "item": "i", "pipeline": "", "sources": {"/a": [1, []]}}',
-    '{"parts": [' + "[" * 900 + "]" * 900 + '], "item": "i", "pipeline": "", "sources": {}}',
+    *(
+        '{"parts": [' + "[" * n + "]" * n + '], "item": "i", "pipeline": "", "sources": {}}'
+        for n in range(800, 1000, 8)
+    ),
 ]
 VERSION_AND_KEY = [*((1, key) for key in ODD + ODD_1), *((2, key) for key in ODD + ODD_2)]
 
@@ -525,7 +529,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def without_key(found: list[Found]) -> list[Found]:
     """What an index tells of records, too."""
-    return [replace(one, same=(), inode=0) for one in found]
+    return [replace(one, same="", inode=0) for one in found]
 
 
 def test_headers_are_read_once_and_then_the_index_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,8 +551,10 @@ def test_a_record_that_is_not_as_noted_is_read(tmp_path: Path, monkeypatch: pyte
     survey(tmp_path, Index(tmp_path))
     names = looked_at(monkeypatch)
     os.utime(paths[0], (2e9, 2e9))
+    made = paths[1].stat().st_mtime_ns
     with paths[1].open("ab") as file:
         file.write(b"x")
+    os.utime(paths[1], ns=(made, made))  # the size alone tells
     new = version_2(tmp_path, key_of_version_2("d"))
     found = {one.name: one for one in survey(tmp_path, Index(tmp_path))}
     assert set(names) == {paths[0].name, paths[1].name, new.name}
