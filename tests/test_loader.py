@@ -265,10 +265,10 @@ def test_what_goes_wrong_in_a_helper_reaches_the_consumer(make: Make, what: str)
 def test_what_helpers_leave_half_written_goes_with_them(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     here, rename = os.getpid(), os.rename
 
-    def hang(*paths: Any) -> None:
-        if os.getpid() != here and "case 0" not in Path(paths[0]).read_bytes().decode("latin1"):
+    def hang(*paths: Any, **folders: Any) -> None:  # folders are named where the index is renamed
+        if os.getpid() != here and not folders and "case 0" not in Path(paths[0]).read_bytes().decode("latin1"):
             time.sleep(60)
-        rename(*paths)
+        rename(*paths, **folders)
 
     monkeypatch.setattr(os, "rename", hang)
     temporary = tmp_path / "cache" / ".tmp"

@@ -241,7 +241,7 @@ def test_items_that_cannot_be_saved_or_hashed_fail_by_themselves(tmp_path: Path)
     with pytest.raises(PopulateError) as caught:
         dataset.populate(2)
     assert [failure.error.split(":")[0] for failure in caught.value.failures] == ["UnsupportedType", "HashingError"]
-    assert dataset._is_cached(1)
+    assert dataset.is_cached(1)
 
 
 def test_a_source_that_changes_meanwhile_is_a_failure(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_source_that_changes_meanwhile_is_a_failure(tmp_path: Path) -> None:
         return {"text": file.read_text()}
 
     dataset = GDSDataset([{"file": str(file)}], mt.Compose([mt.Lambda(read)]), tmp_path / "cache", device="cpu")
-    with pytest.raises(PopulateError, match="changed while it was computed"):
+    with pytest.raises(PopulateError, match=r"while item 0 was computed, .*a\.txt changed"):
         dataset.populate()
 
 
@@ -284,10 +284,10 @@ def test_a_killed_worker_is_an_error_that_says_so(make: Any, tmp_path: Path, log
 def test_what_a_killed_worker_left_is_removed(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, rename = os.getpid(), os.rename
 
-    def die(*paths: Any) -> None:
+    def die(*paths: Any, **folders: Any) -> None:
         if os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
-        rename(*paths)
+        rename(*paths, **folders)
 
     monkeypatch.setattr(os, "rename", die)
     with pytest.raises(WorkerDied):
