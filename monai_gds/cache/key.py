@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from monai_gds.cache.hashing import below, canonical_hash, hash_item
+from monai_gds.cache.hashing import canonical_hash, hash_item
 from monai_gds.cache.header import digest_of
+from monai_gds.cache.rooted import below
 from monai_gds.cache.sources import Identity, Sources, candidates
 from monai_gds.errors import HashingError
 
@@ -126,7 +127,7 @@ def _parts(item: str, pipeline: Pipeline, paths: Sequence[str], identities: Sequ
     named = []
     for path, identity in zip(paths, identities, strict=True):
         if identity is not None:
-            rest = below(path, pipeline.root)
+            rest = None if pipeline.root is None else below(path, pipeline.root)
             named.append([path if rest is None else f"<root>{rest}", identity.size, identity.content])
     return pipeline.parts(item, sorted(named))  # by the names as they count, whatever the root is
 
