@@ -73,7 +73,11 @@ class Interpreter:
 
     def __init__(self, *preload: str, hash_seed: str = "0") -> None:
         self._socket, theirs = socket.socketpair()
-        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        env = {
+            **os.environ,
+            "PYTHONHASHSEED": hash_seed,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
             "1"  # or an import that asks for CUDA devices spoils CUDA in the children
         )

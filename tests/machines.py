@@ -94,7 +94,11 @@ def in_child(work: Callable[[], Any], *, nobody: bool = False) -> Any:
 
 def python(code: str, *args: str, hash_seed: str = "random", timeout: float = 120) -> str:
     """Runs a program of its own, and gives what it printed."""
-    env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "PYTHONHASHSEED": hash_seed,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *args],
         env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout,

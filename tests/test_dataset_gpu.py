@@ -79,7 +79,7 @@ def test_hit_is_miss(make: Make, volumes: list[dict[str, Any]], track_meta: bool
 def test_a_record_has_no_device(make: Make, backend: str) -> None:
     """What one device filled, another and the CPU read."""
     expected = make()[0]
-    assert_same(on_cpu(expected), make(device="cpu", backend="posix")[0])
+    assert_same(on_cpu(expected), make(device="cpu", backend="posix", arrays="torch")[0])
 
 
 def test_items_made_on_the_gpu_are_cached(make: Make) -> None:

@@ -46,9 +46,10 @@ import numpy as np
 import torch
 import xxhash
 
+from monai_gds.cache.rooted import below
 from monai_gds.errors import HashingError
 
-__all__ = ["TRANSIENT", "HashedTransforms", "below", "canonical_hash", "hash_item", "hash_transforms"]
+__all__ = ["TRANSIENT", "HashedTransforms", "canonical_hash", "hash_item", "hash_transforms"]
 
 #: Attributes that are no part of a value, by the name of a class anywhere among its bases: random state, and what is
 #: left behind by the last call.
@@ -158,19 +159,6 @@ def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None =
     )
 
 
-def below(text: str, root: str | None) -> str | None:
-    """What follows the root in a path that is the root or lies below it; None for any other text.
-
-    Args:
-        text: any string.
-        root: an absolute folder without a slash at its end, or None.
-    """
-    if root is None or not text.startswith(root):
-        return None
-    rest = text[len(root) :]
-    return rest if not rest or rest[0] == "/" or root == "/" else None
-
-
 class _Hasher:
     """One walk.
 
@@ -263,8 +251,8 @@ class _Hasher:
         if isinstance(value, (str, pathlib.PurePath)) and not isinstance(value, enum.Enum):
             if self.description is not None and not self._writes_files:
                 self.strings.add(str(value))
-            rest = below(str(value), self._root)
-            if rest is not None and isinstance(value, (str, pathlib.PurePath)):
+            rest = None if self._root is None else below(str(value), self._root)
+            if rest is not None:
                 self._describe(where, f"<root>{rest}")
                 return [b"below the root", type(value).__name__.encode(), rest.encode("utf-8", "surrogatepass")]
         if isinstance(value, torch.device):

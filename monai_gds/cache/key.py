@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from monai_gds.cache.hashing import below, canonical_hash, hash_item
+from monai_gds.cache.hashing import canonical_hash, hash_item
 from monai_gds.cache.header import digest_of
+from monai_gds.cache.rooted import below
 from monai_gds.cache.sources import Identity, Sources, candidates
 from monai_gds.errors import HashingError
 
@@ -30,6 +31,9 @@ _PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
 
 #: Items whose hash is remembered: at most about 24 MB. A hash costs 40 us.
 _MOST_SEEN = 40_000
+
+#: Items whose last key is remembered too: at most about 5 MB. To make one again costs 8 us.
+_MOST_KEYS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def _parts(item: str, pipeline: Pipeline, paths: Sequence[str], identities: Sequ
     named = []
     for path, identity in zip(paths, identities, strict=True):
         if identity is not None:
-            rest = below(path, pipeline.root)
+            rest = None if pipeline.root is None else below(path, pipeline.root)
             named.append([path if rest is None else f"<root>{rest}", identity.size, identity.content])
     return pipeline.parts(item, sorted(named))  # by the names as they count, whatever the root is
 
@@ -154,6 +158,7 @@ class KeyMaker:
         self._loaded = loaded
         self._root = root
         self._seen: dict[bytes, _Seen] = {}
+        self._keys = 0  # how many of them keep their key
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
         """The key of an item.
@@ -171,9 +176,11 @@ class KeyMaker:
         known = seen.key
         if known is not None and known.pipeline is pipeline and known.identities == identities and known.paths == paths:
             return known
-        digest = digest_of(_parts(seen.hash, pipeline, paths, identities))
-        seen.key = Key(digest, seen.hash, pipeline, paths, identities)
-        return seen.key
+        made = Key(digest_of(_parts(seen.hash, pipeline, paths, identities)), seen.hash, pipeline, paths, identities)
+        if known is not None or self._keys < _MOST_KEYS:
+            self._keys += known is None
+            seen.key = made
+        return made
 
     def flush(self) -> None:
         """Writes down what was learned of sources, for other processes."""
@@ -218,6 +225,10 @@ def hash_text(found: Any, name: str) -> str:
     return found.decode("utf-8")
 
 
+#: Tuples that many items share.
+_interned: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+
+
 class _Seen:
     """What is remembered of an item: its hash, the strings in it that may name files, and its last key."""
 
@@ -227,7 +238,8 @@ class _Seen:
         self.hash = item_hash
         self.key: Key | None = None
         self._paths = tuple([path for path, _ in strings])
-        self.folders = tuple([folders for _, folders in strings])  # whether each may be a folder
+        folders = tuple([folders for _, folders in strings])
+        self.folders = _interned.setdefault(folders, folders)  # whether each may be a folder
         self._is_absolute = all(map(os.path.isabs, self._paths))  # "~/ct.nii" is not, and means another file elsewhere
 
     def absolute(self) -> tuple[str, ...]:

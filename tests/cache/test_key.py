@@ -286,6 +286,16 @@ def test_remembers_no_more_items_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
     assert len(hashed) == 7
 
 
+def test_keys_are_right_whether_they_are_remembered_or_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(key, "_MOST_KEYS", 2)
+    items = [{"image": str(tmp_path / f"{n}.nii")} for n in range(4)]
+    keys = Keys()
+    for round_ in range(3):
+        for item in items:
+            Path(item["image"]).write_bytes(b"%d" % round_)
+        assert _digests(keys, *items) == _digests(Keys(), *items) == _digests(keys, *items)
+
+
 @pytest.mark.parametrize("hash_func", [pickle_hashing, json_hashing, lambda item: b"always the same"])
 def test_takes_a_hash_func_of_the_users(hash_func: Any, volume: Path) -> None:
     keys = Keys(hash_func)
