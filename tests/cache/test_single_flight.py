@@ -26,7 +26,7 @@ from tests.machines import ROOT, in_child, mounted_tmpfs, read_only
 A, B = f"{10:032x}", f"{11:032x}"
 
 #: In force in this process and in those that tests start, in place of seconds.
-BEAT, STALE = 0.1, 0.6
+BEAT, STALE = 0.2, 2.0
 
 LONG = 30.0
 
