@@ -552,7 +552,7 @@ def _short(value: Any) -> str:
 
 def _short_array(value: np.ndarray, data: bytes) -> str:
     if value.size <= 16 and value.dtype.kind in "biufc":
-        return f"array {value.dtype} {value.tolist()}"
+        return f"{value.tolist()} {value.dtype}"
     return f"array {value.dtype} {value.shape} {data.hex()[:8]}"
 
 
