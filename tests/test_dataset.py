@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import operator
 import os
 import pickle
 import resource
@@ -284,6 +286,29 @@ def test_values_of_the_item_that_no_record_can_hold_are_taken_from_it(make: Make
         assert type(item["odd"]) is Odd
         assert item["odd"] is not data[0]["odd"]
     assert Count.calls == 1
+
+
+def test_why_every_item_missed_is_said_once_and_only_where_every_item_did(make: Make) -> None:
+    data = [{"x": n} for n in range(4)]
+    scaled = [mt.Compose([Count(), mt.Lambdad("x", func=functools.partial(operator.mul, n))]) for n in range(4)]
+    for i in range(4):
+        _ = make(scaled[0], data)[i]
+    process_writer().flush()
+    with pytest.warns(CacheWarning, match="(?i)every item was computed anew.*what differs: .*0 → 1") as told:
+        dataset = make(scaled[1], data)
+        for i in (0, 1, 2, 3, 0, 1):
+            _ = dataset[i]
+    assert len(told) == 1
+    with pytest.warns(CacheWarning, match="0 → 2|1 → 2"):
+        make(scaled[2], data).populate()
+    partly = make(scaled[3], data)
+    _ = partly[0]
+    process_writer().flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = make(scaled[3], data)
+        for _ in range(2):
+            _ = [again[i] for i in range(4)]
 
 
 @pytest.mark.parametrize("arrays", ["auto", "numpy", "torch"])
