@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import json
 import operator
 import os
 import pickle
@@ -12,6 +13,7 @@ import resource
 import signal
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -30,6 +32,7 @@ import monai_gds
 from monai_gds import CacheWarning, GDSDataset, HashingError, UnsupportedType
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.writer import process_writer
+from tests.cache.handmade import version_1
 from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
 from tests.machines import fork, in_child, mounted_tmpfs, python, read_only, shared_folder
 from tests.same import assert_same, mutable_parts
@@ -562,6 +565,51 @@ def test_damaged_record_is_reported_once_recomputed_and_replaced(make: Make, cac
     assert_same(expected, dataset[0])
     assert_same(expected, make(counted())[0])
     assert Count.calls == 2
+
+
+def test_records_of_version_1_are_left_alone_with_one_warning(make: Make, cache_dir: Path) -> None:
+    old = version_1(cache_dir, {"item": "i", "transform": "t", "monai": "1.5.1", "sources": {}})
+    before = old.read_bytes()
+    with pytest.warns(CacheWarning, match="made once more.*prune --old-format") as told:
+        dataset = make(counted())
+        _ = dataset[0], dataset[1], dataset[0]
+        dataset.flush()
+    assert len(told) == 1
+    assert Count.calls == 2
+    assert old.read_bytes() == before
+    assert len(records(cache_dir)) == 3
+
+
+def _of_a_newer_version(path: Path, how: str) -> bytes:
+    """Makes a record one that this version does not know, with a sound checksum."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    if how == "version":
+        header["__metadata__"]["version"] = "3"
+    else:
+        header["__metadata__"]["tree"] = json.dumps({"$tensor": {"name": "image", "tiles": {"codec": "lz4"}}})
+    text = bytearray(json.dumps(header, separators=(",", ":")).encode().ljust(start - 8))
+    text[33:41] = b"00000000"
+    text[33:41] = b"%08x" % zlib.crc32(text)
+    path.write_bytes(raw[:8] + bytes(text) + raw[start:])
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("how", ["version", "packed tensor"])
+def test_a_record_of_a_newer_version_is_computed_and_never_overwritten(make: Make, cache_dir: Path, how: str) -> None:
+    expected = make(counted())[0]
+    process_writer().flush()
+    (path,) = records(cache_dir)
+    newer = _of_a_newer_version(path, how)
+    with pytest.warns(CacheWarning, match="without being replaced") as told:
+        dataset = make(counted())
+        for _ in range(2):
+            assert_same(expected, dataset[0])
+        dataset.flush()
+        dataset.populate()
+    assert len({str(warning.message) for warning in told}) == 1
+    assert path.read_bytes() == newer
 
 
 def test_full_disk_costs_the_cache_and_not_the_epoch(make: Make, tmp_path: Path, volumes: Any) -> None:
