@@ -38,6 +38,7 @@ import struct
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -540,6 +541,29 @@ def _data_digest(array: np.ndarray) -> bytes:
     """16 bytes of XXH3 over an array's data in C order: at the speed of memory, where a cryptographic hash is not."""
     if not array.dtype.itemsize or not array.size:
         return b""
+    if not _is_frozen(array):
+        return _digest_now(array)
+    known = _frozen.get(id(array))
+    if known is None or known[0]() is not array:
+        forget = functools.partial(_frozen.pop, id(array), None)
+        known = weakref.ref(array, lambda _: forget()), _digest_now(array)
+        _frozen[id(array)] = known
+    return known[1]
+
+
+#: Digests of arrays that cannot change, by their ids.
+_frozen: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
+
+
+def _is_frozen(array: np.ndarray) -> bool:
+    """Whether nobody can change an array's data: it lies in ``bytes``. Of any other there may be writable views."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, bytes) and array.flags.c_contiguous
+
+
+def _digest_now(array: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 

@@ -6,6 +6,7 @@ import collections
 import copy
 import enum
 import functools
+import gc
 import importlib
 import io
 import logging
@@ -29,6 +30,7 @@ import pytest
 import torch
 from monai.data import MetaTensor, NibabelReader, NumpyReader, PILReader
 
+from monai_gds.cache import hashing
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.errors import HashingError
 from tests.machines import ROOT, python
@@ -107,6 +109,25 @@ def test_different_values(values: list[Any]) -> None:
 )
 def test_equal_values(a: Any, b: Any) -> None:
     assert canonical_hash(a) == canonical_hash(b)
+
+
+def test_data_that_cannot_change_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    digest = hashing._digest_now
+    monkeypatch.setattr(hashing, "_digest_now", lambda array: hashed.append(array.size) or digest(array))
+    frozen = np.frombuffer(bytes(range(100)), np.uint8)
+    read_only = np.arange(50, dtype=np.uint8)
+    behind = read_only[:]  # a writable view that was made before
+    read_only.flags.writeable = False
+    before = [canonical_hash(x) for x in (frozen, frozen, read_only)]
+    behind[0] = 9
+    after = [canonical_hash(x) for x in (frozen, frozen, read_only)]
+    assert hashed == [100, 50, 50]
+    assert before[:2] == after[:2] == [canonical_hash(frozen.copy())] * 2
+    assert before[2] != after[2]
+    del frozen
+    gc.collect()
+    assert not hashing._frozen
 
 
 def test_sharing_is_no_difference() -> None:
