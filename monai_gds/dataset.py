@@ -215,7 +215,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self._unmade = False
         self._computes_under: State | None = None  # of a copy that computes for another process
         if cache_dir is not None:
-            self.cache_dir = folder_named(cache_dir)
+            self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # the user may change the working directory
             self._unmade = not prepare(self.cache_dir)
         self._split_now()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
@@ -340,10 +340,14 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         ranks = Ranks(rank, world_size)
         if not self.caches:
             return Populated(0, 0)  # of which the user has been warned
+        why = self._why_to_populate() if ranks.rank == 0 else []  # before records of this run are in the index
         try:
-            return populate(self.for_saving(), num_workers, progress, ranks)
+            done = populate(self.for_saving(), num_workers, progress, ranks)
         finally:
             self.tidy()
+        if why and not done.cached:
+            self._warn_of_misses(why, stacklevel=3)
+        return done
 
     def tidy(self) -> None:
         """Removes what killed processes left half-written in the cache directory."""
@@ -480,7 +484,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         if pending is None:  # since then it may have been saved: the item comes twice, or another process was faster
             pending = cache.start(key.digest)
         found = None if pending is None else pending.wait(item)
-        return self._fill(cache, key, item, index) if found is None else found[0]
+        if found is None:
+            return self._fill(cache, key, item, index)
+        self._state.why = []  # not every item is missed
+        return found[0]
 
     def _only_compute(self, item: Any, index: Any) -> Any:
         encoded, _ = self._compute(item, index, "pass")
@@ -560,13 +567,27 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         worker = torch.utils.data.get_worker_info()
         if not state.why or state.misses * (1 if worker is None else worker.num_workers) < len(self.data):
             return
-        reasons, state.why = "; ".join(state.why), []
+        reasons, state.why = state.why, []
+        self._warn_of_misses(reasons, stacklevel=6)
+
+    def _warn_of_misses(self, reasons: Sequence[str], stacklevel: int) -> None:
         warnings.warn(
             f"every item was computed anew, though {self.cache_dir} holds records of a similar pipeline. What differs: "
-            f"{reasons}. See dataset.explain(index)",
+            f"{'; '.join(reasons)}. See dataset.explain(index)",
             CacheWarning,
-            stacklevel=5,
+            stacklevel=stacklevel,
         )
+
+    def _why_to_populate(self) -> list[str]:
+        """What differs between the first item and the records that are there; nothing where it is one of them."""
+        try:
+            cache, key = self._place(self.data[0])
+            if cache.holds(key.digest) or cache.index is None:
+                return []
+        except Exception:  # raised again where failures are noted
+            return []
+        cache.warn_of_older_format()
+        return why_missed(cache.index, key)
 
     def _warn_once(self, kind: type[Exception], message: str) -> None:
         if kind not in self._state.said:
