@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -215,7 +215,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self._unmade = False
         self._computes_under: State | None = None  # of a copy that computes for another process
         if cache_dir is not None:
-            self.cache_dir = folder_named(cache_dir)
+            self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # the user may change the working directory
             self._unmade = not prepare(self.cache_dir)
         self._split_now()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
@@ -340,16 +340,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         ranks = Ranks(rank, world_size)
         if not self.caches:
             return Populated(0, 0)  # of which the user has been warned
-        view, why = self.for_saving(), []
-        with suppress(Exception):  # it is raised again, and reported, when it is the item's turn
-            if len(self.data) and not view.is_cached(0):
-                why = view._why_missed(*view._place(view.data[0]))
+        why = self._why_to_populate() if ranks.rank == 0 else []  # before records of this run are in the index
         try:
-            done = populate(view, num_workers, progress, ranks)
+            done = populate(self.for_saving(), num_workers, progress, ranks)
         finally:
             self.tidy()
         if not done.cached:
-            self._warn_of_misses(why)
+            self._warn_of_misses(why, stacklevel=3)
         return done
 
     def tidy(self) -> None:
@@ -489,7 +486,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         found = None if pending is None else pending.wait(item)
         if found is None:
             return self._fill(cache, key, item, index)
-        self._state.why = []  # not every item misses
+        self._state.why = []  # not every item is missed
         return found[0]
 
     def _only_compute(self, item: Any, index: Any) -> Any:
@@ -565,7 +562,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             state.why = self._why_missed(cache, key)
         worker = torch.utils.data.get_worker_info()
         if state.misses * (1 if worker is None else worker.num_workers) >= len(self.data):
-            self._warn_of_misses(state.why)
+            self._warn_of_misses(state.why, stacklevel=6)
             state.why = []
 
     def _why_missed(self, cache: CacheDirectory, key: Key) -> list[str]:
@@ -573,14 +570,22 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         cache.warn_of_older_format()
         return why_missed(cache.index, key) if cache.index is not None else []
 
-    def _warn_of_misses(self, why: list[str]) -> None:
+    def _warn_of_misses(self, why: list[str], stacklevel: int) -> None:
         if why:
             warnings.warn(
                 f"every item was computed anew, though {self.cache_dir} holds records of a similar pipeline. What "
                 f"differs: {'; '.join(why)}. See dataset.explain(index)",
                 CacheWarning,
-                stacklevel=6,
+                stacklevel=stacklevel,
             )
+
+    def _why_to_populate(self) -> list[str]:
+        """As :meth:`_why_missed` for the first item; nothing where it has a record."""
+        try:
+            cache, key = self._place(self.data[0])
+            return [] if cache.holds(key.digest) else self._why_missed(cache, key)
+        except Exception:  # raised again where failures are noted
+            return []
 
     def _warn_once(self, kind: type[Exception], message: str) -> None:
         if kind not in self._state.said:

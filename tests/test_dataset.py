@@ -392,6 +392,50 @@ def test_hash_func(make: Make, hash_func: Any) -> None:
     assert Count.calls == 2
 
 
+def test_a_hash_func_that_looks_at_files_is_asked_every_time(make: Make, tmp_path: Path) -> None:
+    def modified(item: Any) -> bytes:
+        return str(os.stat(item["image"]).st_mtime_ns).encode()
+
+    source = tmp_path / "ct.nii"
+    source.touch()
+    dataset = make(mt.Compose([Count()]), [{"image": str(source)}], hash_func=modified, sources=None)
+    _ = dataset[0], dataset[0]
+    os.utime(source, (0, 0))
+    _ = dataset[0]
+    assert Count.calls == 2
+
+
+def test_a_relative_cache_dir_stays_where_it_was_made(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dataset = make(mt.Compose([Count()]), [{"a": 1}], "cache")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    _ = dataset[0]
+    assert len(records(tmp_path / "cache")) == 1
+    assert os.listdir() == []
+
+
+def test_print_shows_what_is_wrong_with_the_first_item(make: Make) -> None:
+    assert "cannot be hashed" in str(make(data=[{"a": threading.Lock()}]))
+
+
+def test_hits_among_the_misses_need_no_reason(make: Make, volumes: Any) -> None:
+    """Items that cannot be cached are missed in every epoch, and soon as often as there are items."""
+    shared = {"image": volumes[0]["image"]}
+    data = [shared, {**shared, "odd": 1}]
+
+    def odd(item: Any) -> Any:
+        return {**item, "image": object()} if "odd" in item else item
+
+    _ = make(mt.Compose([mt.Lambda(odd)]), data[:1])[0]
+    dataset = make(mt.Compose([mt.Lambda(odd)]), data)
+    with pytest.warns(CacheWarning, match="computed in every epoch"):
+        _ = [dataset[i] for i in (0, 1)]
+    _ = [dataset[i] for i in (0, 1, 0, 1)]
+
+
 def test_sources_none(make: Make, tmp_path: Path) -> None:
     data = write_volumes(tmp_path, 1)
     for _ in range(2):
