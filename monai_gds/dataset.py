@@ -215,7 +215,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self._unmade = False
         self._computes_under: State | None = None  # of a copy that computes for another process
         if cache_dir is not None:
-            self.cache_dir = folder_named(cache_dir)
+            self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # the user may change the working directory
             self._unmade = not prepare(self.cache_dir)
         self._split_now()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
@@ -340,10 +340,14 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         ranks = Ranks(rank, world_size)
         if not self.caches:
             return Populated(0, 0)  # of which the user has been warned
+        why = self._why_to_populate() if ranks.rank == 0 else []  # before records of this run are in the index
         try:
-            return populate(self.for_saving(), num_workers, progress, ranks)
+            done = populate(self.for_saving(), num_workers, progress, ranks)
         finally:
             self.tidy()
+        if not done.cached:
+            self._warn_of_misses(why, stacklevel=3)
+        return done
 
     def tidy(self) -> None:
         """Removes what killed processes left half-written in the cache directory."""
@@ -480,7 +484,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         if pending is None:  # since then it may have been saved: the item comes twice, or another process was faster
             pending = cache.start(key.digest)
         found = None if pending is None else pending.wait(item)
-        return self._fill(cache, key, item, index) if found is None else found[0]
+        if found is None:
+            return self._fill(cache, key, item, index)
+        self._state.why = []  # not every item is missed
+        return found[0]
 
     def _only_compute(self, item: Any, index: Any) -> Any:
         encoded, _ = self._compute(item, index, "pass")
@@ -548,25 +555,37 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return Form(self.track_meta, numpy, self.root)
 
     def _note_miss(self, cache: CacheDirectory, key: Key) -> None:
-        """Warns once, with the reason, when all items missed over a folder that has records of a similar pipeline.
-
-        The reason is looked up at the first miss, before records of this run are in the index.
-        """
+        """Warns once, with the reason, when all items missed over a folder that has records of a similar pipeline."""
         state = self._state
         state.misses += 1
         if state.misses == 1:
-            cache.warn_of_older_format()
-            state.why = why_missed(cache.index, key) if cache.index is not None else []
+            state.why = self._why_missed(cache, key)
         worker = torch.utils.data.get_worker_info()
-        if not state.why or state.misses * (1 if worker is None else worker.num_workers) < len(self.data):
-            return
-        reasons, state.why = "; ".join(state.why), []
-        warnings.warn(
-            f"every item was computed anew, though {self.cache_dir} holds records of a similar pipeline. What differs: "
-            f"{reasons}. See dataset.explain(index)",
-            CacheWarning,
-            stacklevel=5,
-        )
+        if state.misses * (1 if worker is None else worker.num_workers) >= len(self.data):
+            self._warn_of_misses(state.why, stacklevel=6)
+            state.why = []
+
+    def _why_missed(self, cache: CacheDirectory, key: Key) -> list[str]:
+        """What differs from the nearest record; looked up before records of this run are in the index."""
+        cache.warn_of_older_format()
+        return why_missed(cache.index, key) if cache.index is not None else []
+
+    def _warn_of_misses(self, why: list[str], stacklevel: int) -> None:
+        if why:
+            warnings.warn(
+                f"every item was computed anew, though {self.cache_dir} holds records of a similar pipeline. What "
+                f"differs: {'; '.join(why)}. See dataset.explain(index)",
+                CacheWarning,
+                stacklevel=stacklevel,
+            )
+
+    def _why_to_populate(self) -> list[str]:
+        """As :meth:`_why_missed` for the first item; nothing where it has a record."""
+        try:
+            cache, key = self._place(self.data[0])
+            return [] if cache.holds(key.digest) else self._why_missed(cache, key)
+        except Exception:  # raised again where failures are noted
+            return []
 
     def _warn_once(self, kind: type[Exception], message: str) -> None:
         if kind not in self._state.said:
@@ -675,7 +694,7 @@ class _State:
         self.keys: ItemKeys | None = None
         self.misses = 0
         self.said: set[type[Exception]] = set()
-        self.why: list[str] = []  # what differs from the records that are there, until it was said
+        self.why: list[str] = []  # what differs from the records that are there, while every item misses
         self.cache: CacheDirectory | None = None
         self.process = 0
         self.said_cpu = False

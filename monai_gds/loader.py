@@ -34,7 +34,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from monai_gds.cache.single_flight import pace
 from monai_gds.collate import collate
 from monai_gds.dataset import Begun, GDSDataset
-from monai_gds.errors import FileChanged, NotSaved
+from monai_gds.errors import FileChanged, NotSaved, UnsupportedType
 from monai_gds.populate import Saved
 from monai_gds.workers import Workers
 
@@ -262,7 +262,7 @@ def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> Saved:
     part, index = place
     try:
         return parts[part].save(index)
-    except (NotSaved, FileChanged):  # the loader's process computes it then, and warns
+    except (NotSaved, FileChanged, UnsupportedType):  # the loader's process computes it then, and warns or raises
         return Saved("busy")
 
 

@@ -1031,6 +1031,31 @@ def a_value_in_a_global_dictionary(s: Study) -> Change:
 
 
 @misses()
+def a_function_of_a_file_imported_in_a_function(s: Study) -> Change:
+    helpers = s.folder / "helpers.py"
+    helpers.write_text("def plus(x):\n    return x + 1.0\n")
+    s.define("def late(x):\n    import helpers\n\n    return helpers.plus(x)")
+    s.add('mt.Lambdad("image", late)')
+    yield
+    helpers.write_text("def plus(x):\n    return x + 1.5\n")
+
+
+@misses()
+def a_function_imported_from_a_package_in_a_method(s: Study) -> Change:
+    package = s.folder / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "helpers.py").write_text("def plus(x):\n    return x + 1.0\n")
+    (package / "steps.py").write_text(
+        "class Plus:\n    def __call__(self, x):\n        from . import helpers\n\n        return helpers.plus(x)\n"
+    )
+    s.define("from package.steps import Plus")
+    s.add('mt.Lambdad("image", Plus())')
+    yield
+    (package / "helpers.py").write_text("def plus(x):\n    return x + 1.5\n")
+
+
+@misses()
 def a_constant_two_files_away(s: Study) -> Change:
     (s.folder / "helpers.py").write_text("import deeper\n\ndef plus(x):\n    return x + deeper.OFFSET\n")
     (s.folder / "deeper.py").write_text("OFFSET = 1.0\n")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import json
+import operator
 import os
 import pickle
 import resource
 import signal
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -28,6 +32,7 @@ import monai_gds
 from monai_gds import CacheWarning, GDSDataset, HashingError, UnsupportedType
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.writer import process_writer
+from tests.cache.handmade import version_1
 from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
 from tests.machines import fork, in_child, mounted_tmpfs, python, read_only, shared_folder
 from tests.same import assert_same, mutable_parts
@@ -286,6 +291,29 @@ def test_values_of_the_item_that_no_record_can_hold_are_taken_from_it(make: Make
     assert Count.calls == 1
 
 
+def test_why_every_item_missed_is_said_once_and_only_where_every_item_did(make: Make) -> None:
+    data = [{"x": n} for n in range(4)]
+    scaled = [mt.Compose([Count(), mt.Lambdad("x", func=functools.partial(operator.mul, n))]) for n in range(4)]
+    for i in range(4):
+        _ = make(scaled[0], data)[i]
+    process_writer().flush()
+    with pytest.warns(CacheWarning, match="(?i)every item was computed anew.*what differs: .*0 → 1") as told:
+        dataset = make(scaled[1], data)
+        for i in (0, 1, 2, 3, 0, 1):
+            _ = dataset[i]
+    assert len(told) == 1
+    with pytest.warns(CacheWarning, match="0 → 2|1 → 2"):
+        make(scaled[2], data).populate()
+    partly = make(scaled[3], data)
+    _ = partly[0]
+    process_writer().flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = make(scaled[3], data)
+        for _ in range(2):
+            _ = [again[i] for i in range(4)]
+
+
 @pytest.mark.parametrize("arrays", ["auto", "numpy", "torch"])
 def test_arrays_are_what_was_asked_for(make: Make, arrays: Any) -> None:
     data = [{"x": np.arange(6, dtype=np.int16).reshape(2, 3), "t": torch.ones(2)}]
@@ -362,6 +390,50 @@ def test_hash_func(make: Make, hash_func: Any) -> None:
     dataset = make(mt.Compose([Count()]), data, hash_func=hash_func)
     assert [dataset[i] for i in (0, 1, 0, 1)] == [*data, *data]
     assert Count.calls == 2
+
+
+def test_a_hash_func_that_looks_at_files_is_asked_every_time(make: Make, tmp_path: Path) -> None:
+    def modified(item: Any) -> bytes:
+        return str(os.stat(item["image"]).st_mtime_ns).encode()
+
+    source = tmp_path / "ct.nii"
+    source.touch()
+    dataset = make(mt.Compose([Count()]), [{"image": str(source)}], hash_func=modified, sources=None)
+    _ = dataset[0], dataset[0]
+    os.utime(source, (0, 0))
+    _ = dataset[0]
+    assert Count.calls == 2
+
+
+def test_a_relative_cache_dir_stays_where_it_was_made(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dataset = make(mt.Compose([Count()]), [{"a": 1}], "cache")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    _ = dataset[0]
+    assert len(records(tmp_path / "cache")) == 1
+    assert os.listdir() == []
+
+
+def test_print_shows_what_is_wrong_with_the_first_item(make: Make) -> None:
+    assert "cannot be hashed" in str(make(data=[{"a": threading.Lock()}]))
+
+
+def test_hits_among_the_misses_need_no_reason(make: Make, volumes: Any) -> None:
+    """Items that cannot be cached are missed in every epoch, and soon as often as there are items."""
+    shared = {"image": volumes[0]["image"]}
+    data = [shared, {**shared, "odd": 1}]
+
+    def odd(item: Any) -> Any:
+        return {**item, "image": object()} if "odd" in item else item
+
+    _ = make(mt.Compose([mt.Lambda(odd)]), data[:1])[0]
+    dataset = make(mt.Compose([mt.Lambda(odd)]), data)
+    with pytest.warns(CacheWarning, match="computed in every epoch"):
+        _ = [dataset[i] for i in (0, 1)]
+    _ = [dataset[i] for i in (0, 1, 0, 1)]
 
 
 def test_sources_none(make: Make, tmp_path: Path) -> None:
@@ -537,6 +609,51 @@ def test_damaged_record_is_reported_once_recomputed_and_replaced(make: Make, cac
     assert_same(expected, dataset[0])
     assert_same(expected, make(counted())[0])
     assert Count.calls == 2
+
+
+def test_records_of_version_1_are_left_alone_with_one_warning(make: Make, cache_dir: Path) -> None:
+    old = version_1(cache_dir, {"item": "i", "transform": "t", "monai": "1.5.1", "sources": {}})
+    before = old.read_bytes()
+    with pytest.warns(CacheWarning, match="made once more.*prune --old-format") as told:
+        dataset = make(counted())
+        _ = dataset[0], dataset[1], dataset[0]
+        dataset.flush()
+    assert len(told) == 1
+    assert Count.calls == 2
+    assert old.read_bytes() == before
+    assert len(records(cache_dir)) == 3
+
+
+def _of_a_newer_version(path: Path, how: str) -> bytes:
+    """Makes a record one that this version does not know, with a sound checksum."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    if how == "version":
+        header["__metadata__"]["version"] = "3"
+    else:
+        header["__metadata__"]["tree"] = json.dumps({"$tensor": {"name": "image", "tiles": {"codec": "lz4"}}})
+    text = bytearray(json.dumps(header, separators=(",", ":")).encode().ljust(start - 8))
+    text[33:41] = b"00000000"
+    text[33:41] = b"%08x" % zlib.crc32(text)
+    path.write_bytes(raw[:8] + bytes(text) + raw[start:])
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("how", ["version", "packed tensor"])
+def test_a_record_of_a_newer_version_is_computed_and_never_overwritten(make: Make, cache_dir: Path, how: str) -> None:
+    expected = make(counted())[0]
+    process_writer().flush()
+    (path,) = records(cache_dir)
+    newer = _of_a_newer_version(path, how)
+    with pytest.warns(CacheWarning, match="without being replaced") as told:
+        dataset = make(counted())
+        for _ in range(2):
+            assert_same(expected, dataset[0])
+        dataset.flush()
+        dataset.populate()
+    assert len({str(warning.message) for warning in told}) == 1
+    assert path.read_bytes() == newer
 
 
 def test_full_disk_costs_the_cache_and_not_the_epoch(make: Make, tmp_path: Path, volumes: Any) -> None:

@@ -779,3 +779,8 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
         assert sum(float(batch["x"].sum()) for batch in loader) == 500_000 * sum(range(20))
         sizes.append(anonymous())
     assert sizes[-1] - sizes[3] < 32 << 20, sizes  # an epoch of them is 40 MB
+
+
+def test_what_a_helper_cannot_save_is_left_to_the_loaders_process(tmp_path: Path) -> None:
+    dataset = GDSDataset([{"x": 1}], mt.Compose([mt.Lambda(lambda d: {"odd": object()})]), tmp_path, device="cpu")
+    assert loader_module._save([dataset.for_saving()], (0, 0)).how == "busy"

@@ -142,6 +142,14 @@ def lambda_identity() -> Any:
     return mt.Lambda(lambda data: data)
 
 
+def test_why_everything_is_computed_anew_is_said(make: Any, tmp_path: Path, log: Path) -> None:
+    make().populate()
+    other = make()
+    other.transform = mt.Compose([Make(log), mt.Lambda(lambda item: {"x": item["x"] + 1})])
+    with pytest.warns(CacheWarning, match=r"every item was computed anew.*Lambda inserted"):
+        other.populate()
+
+
 def test_a_damaged_header_is_made_anew(make: Any, tmp_path: Path, log: Path) -> None:
     dataset = make()
     dataset.populate()

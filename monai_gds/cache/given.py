@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from monai_gds.cache.hashing import canonical_hash
+from monai_gds.cache.hashing import hash_item
 from monai_gds.errors import DamagedRecord
 
 __all__ = ["Given", "Path", "given_copy", "value_at"]
@@ -125,7 +125,7 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 def _unchanged(original: Any, value: Any) -> bool:
     try:
-        return canonical_hash(original) == canonical_hash(value) and not _holds_randomness(value)
+        return hash_item(original) == hash_item(value) and not _holds_randomness(value)
     except Exception:  # HashingError, or whatever methods of the user's raise: then nothing is proven
         return False
 

@@ -23,12 +23,15 @@ files.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copyreg
+import dis
 import enum
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import logging
 import math
 import pathlib
@@ -38,6 +41,7 @@ import struct
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -229,12 +233,14 @@ class _Hasher:
     def _compound(self, value: Any, where: str) -> list[bytes]:
         kind = type(value)
         if kind in (list, tuple) or kind is torch.Size:
-            return [b"list" if kind is list else b"tuple", *self._all(value, where)]
+            return [kind.__name__.encode(), *self._all(value, where)]
         if isinstance(value, (set, frozenset)):
             with self._silence():
                 members = sorted(self._all(value, where))
             self._describe(where, f"a set of {len(members)}, {self.join(members).hex()[:8]}")
-            return [b"set", *members]
+            if kind in (set, frozenset):
+                return [kind.__name__.encode(), *members]
+            return [b"set", self._name(kind), *self._attributes(value, where), *members]
         if isinstance(value, np.ndarray):
             return self._array(value, where)
         if isinstance(value, torch.Tensor):
@@ -323,7 +329,8 @@ class _Hasher:
             return [*head, data]
         extra = [self._name(type(value))]
         if isinstance(value, np.ma.MaskedArray):
-            extra.append(self.digest([np.ma.getmaskarray(value), value.fill_value], f"{where}'s mask"))
+            mask = [np.ma.getmaskarray(value), value.fill_value, value.mask is np.ma.nomask, value.hardmask]
+            extra.append(self.digest(mask, f"{where}'s mask"))
         return [*head, data, *extra]
 
     def _tensor(self, value: torch.Tensor, where: str) -> list[bytes]:
@@ -337,7 +344,9 @@ class _Hasher:
         if value.requires_grad:
             self.requires_grad = True
             extra.append(b"requires grad")
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if type(value) is torch.nn.Parameter:
+            extra.append(b"parameter")
+        elif type(value) is not torch.Tensor:
             extra.extend([self._name(type(value)), *self._mapping(vars(value), where)])
         return [b"tensor", str(value.dtype).encode(), repr(tuple(value.shape)).encode(), data, *extra]
 
@@ -388,6 +397,7 @@ class _Hasher:
         return parts
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
+        """What a function reads of its module, of modules of the user's, and of attributes of the user's functions."""
         names = sorted(_names(function.__code__))
         for name in names:
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
@@ -395,6 +405,11 @@ class _Hasher:
                 yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
                     yield from self._module(value, names, f"{where}'s {name}")
+                elif isinstance(value, types.FunctionType) and _library(value.__module__) is None:
+                    own = {n: v for n, v in vars(value).items() if n in names}
+                    yield from (self._mapping(own, f"{where}'s {name}") if own else ())
+        for module in _imported(function):
+            yield from self._module(module, names, f"{where}'s {module.__name__}")
 
     def _module(self, module: types.ModuleType, names: list[str], where: str) -> Iterable[bytes]:
         """What code that reads these names may read of a module of the user's, and of the modules in it."""
@@ -411,7 +426,7 @@ class _Hasher:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         consts = self._all(code.co_consts, where + "'s constants")
-        return [b"bytecode", code.co_code, repr(counts).encode(), repr(names).encode(), *consts]
+        return [b"bytecode", code.co_code, code.co_exceptiontable, repr(counts).encode(), repr(names).encode(), *consts]
 
     def _class(self, cls: type, where: str) -> list[bytes]:
         parts = [b"class", self._name(cls)]
@@ -456,7 +471,14 @@ class _Hasher:
 
     def _contents(self, value: Any, where: str) -> list[bytes]:
         if isinstance(value, Mapping):
-            return [*self._mapping(value, where), *self._attributes(value, where)]
+            own: list[Any] = []  # what a type adds to a dict
+            if isinstance(value, collections.OrderedDict):
+                own = list(value)
+            elif isinstance(value, collections.defaultdict):
+                own = [value.default_factory]
+            with self._silence():
+                extra = self._all(own, f"{where}'s own")
+            return [*extra, *self._mapping(value, where), *self._attributes(value, where)]
         if isinstance(value, types.ModuleType):
             return [b"module", _library(value.__name__) or b"", value.__name__.encode()]
         # A class written in C (str, deque, an open file…) holds what no attribute shows; pickling shows it.
@@ -471,6 +493,8 @@ class _Hasher:
             skip |= TRANSIENT.get(name, frozenset())
             if name in _PROPERTIES:
                 state[_PROPERTIES[name]] = getattr(value, _PROPERTIES[name])
+            if name == "torch.nn.modules.module.Module":  # Sequential runs its modules in this order
+                state["order of _modules"] = list(value._modules)
             if name == _READERS[0]:
                 state[_READERS[1]] = _asked_readers(value)
             slots = vars(cls).get("__slots__", ())
@@ -485,13 +509,12 @@ class _Hasher:
         """An object of a C type, by the parts that it would be pickled as."""
         try:
             reduce = copyreg.dispatch_table.get(type(value))
-            parts = reduce(value) if reduce else value.__reduce_ex__(2)
+            parts = reduce(value) if reduce else value.__reduce_ex__(4)  # 4: a datetime's fold is left out before
         except Exception as e:
             raise HashingError(_refusal(value, where, str(e))) from e
         if isinstance(parts, str):
             return [parts.encode()]
-        has_attributes = hasattr(value, "__dict__")  # then parts[2] repeats them, transient ones too
-        shown = [p for i, p in enumerate(parts) if i != 2 or not has_attributes]
+        shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
         return [self.digest(list(p) if hasattr(p, "__next__") else p, where) for p in shown]
 
 
@@ -511,9 +534,9 @@ def _plain(value: Any) -> list[bytes] | None:
     if kind is complex:
         return [b"complex", struct.pack("<dd", value.real, value.imag)]
     if kind in (bytes, bytearray):
-        return [b"bytes", bytes(value)]
+        return [kind.__name__.encode(), bytes(value)]
     if isinstance(value, pathlib.PurePath):
-        return [b"path", str(value).encode("utf-8", "surrogatepass")]
+        return [b"path", kind.__name__.encode(), str(value).encode("utf-8", "surrogatepass")]
     if isinstance(value, np.generic) and not value.dtype.hasobject:
         return [b"scalar", str(value.dtype).encode(), value.tobytes()]
     if isinstance(value, (np.dtype, torch.dtype)):
@@ -540,6 +563,29 @@ def _data_digest(array: np.ndarray) -> bytes:
     """16 bytes of XXH3 over an array's data in C order: at the speed of memory, where a cryptographic hash is not."""
     if not array.dtype.itemsize or not array.size:
         return b""
+    if not _is_frozen(array):
+        return _digest_now(array)
+    known = _frozen.get(id(array))
+    if known is None or known[0]() is not array:
+        forget = functools.partial(_frozen.pop, id(array), None)
+        known = weakref.ref(array, lambda _: forget()), _digest_now(array)
+        _frozen[id(array)] = known
+    return known[1]
+
+
+#: Digests of arrays that cannot change, by their ids.
+_frozen: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
+
+
+def _is_frozen(array: np.ndarray) -> bool:
+    """Whether nobody can change an array's data: it lies in ``bytes``. Of any other there may be writable views."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, bytes) and array.flags.c_contiguous
+
+
+def _digest_now(array: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -552,7 +598,7 @@ def _short(value: Any) -> str:
 
 def _short_array(value: np.ndarray, data: bytes) -> str:
     if value.size <= 16 and value.dtype.kind in "biufc":
-        return f"array {value.dtype} {value.tolist()}"
+        return f"{value.tolist()} {value.dtype}"
     return f"array {value.dtype} {value.shape} {data.hex()[:8]}"
 
 
@@ -593,6 +639,48 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
+def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
+    """Modules of the user's that a function imports when it is called; they are imported here already."""
+    for name, members in sorted(_imports(function.__code__, function.__globals__.get("__package__") or "")):
+        with contextlib.suppress(Exception):  # the function may expect that it fails
+            if _is_installed(name.partition(".")[0]):
+                continue
+            module = importlib.import_module(name)
+            for member in members:
+                if not hasattr(module, member):
+                    importlib.import_module(f"{name}.{member}")
+            yield module
+            if "." in name:
+                yield sys.modules[name.partition(".")[0]]
+
+
+def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ...]]]:
+    """Modules that a function and the functions inside it import, each with the names that are taken from it."""
+    found = set()
+    before: list[Any] = [0, None]
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level, members = before
+            name = (
+                importlib.util.resolve_name("." * level + instruction.argval, package) if level else instruction.argval
+            )
+            found.add((name, members or ()))
+        before = [before[1], instruction.argval]
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _imports(const, package)
+    return found
+
+
+def _is_installed(root: str) -> bool:
+    """Whether a top-level module is of an installed library, which is not imported to find out."""
+    if root in sys.modules:
+        return _library(root) is not None
+    spec = None if root in sys.stdlib_module_names else importlib.util.find_spec(root)
+    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return spec is None or any("/site-packages/" in place or "/dist-packages/" in place for place in places)
+
+
 def _is_python(cls: type) -> bool:
     """Whether a class and all its bases are written in Python, so that attributes are all that there is."""
     keeps_attributes = False
@@ -601,6 +689,16 @@ def _is_python(cls: type) -> bool:
         if not keeps_attributes or base.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
             return False
     return True
+
+
+def _repeats_attributes(state: Any, value: Any) -> bool:
+    """Whether the state that an object would be pickled with is nothing but its attributes, transient ones too."""
+    pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # of __dict__, and of slots
+    attributes = getattr(value, "__dict__", {})
+    return all(
+        piece is None or (isinstance(piece, dict) and all(k in attributes or hasattr(value, k) for k in piece))
+        for piece in pieces
+    )
 
 
 def _module_name(module: str | None) -> bytes:

@@ -190,9 +190,10 @@ class KeyMaker:
         """What does not depend on the files that an item names.
 
         An item of plain values is hashed once and recognised by its serialised value, not by its identity: a list of
-        dicts may be changed in place.
+        dicts may be changed in place. A hash function of the user's is asked every time: it may look at files.
         """
-        if not _is_plain(item):  # marshal would take an array for its bytes, without dtype and shape
+        # marshal would take an array for its bytes, without dtype and shape
+        if self._hash_func is not canonical_hash or not _is_plain(item):
             return self._hash(item)
         fingerprint = marshal.dumps(item, 2)  # version 2 writes values only, no references
         found = self._seen.get(fingerprint)

@@ -31,7 +31,6 @@ import ctypes
 import marshal
 import math
 import os
-import pathlib
 import re
 import stat
 import struct
@@ -278,7 +277,8 @@ class Sources:
         path = _absolute(path)
         if path in self._warned:
             return Identity(0, "unlisted")
-        rows = _listing(path)
+        cache = self._cache()
+        rows = _listing(path, cache)
         for _ in range(3):
             if rows is None:
                 return self._too_many(path)
@@ -291,12 +291,20 @@ class Sources:
                 return Identity(size, content.hex())
             contents, all_old = self._contents(path, rows)
             digest = _digest_of(rows, contents)
-            before, rows = rows, _listing(path)
+            before, rows = rows, _listing(path, cache)
             if rows == before:
                 if all_old:
                     self._remember(path, known, bytes.fromhex(digest))
                 break
         return Identity(size, digest)
+
+    def _cache(self) -> tuple[int, int] | None:
+        """Device and inode of the cache folder: a folder that it lies in is not another one with every record."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                st = os.stat(self._folder)
+                return st.st_dev, st.st_ino
+        return None
 
     def _contents(self, folder: str, rows: list[_Row]) -> tuple[list[bytes], bool]:
         """The contents of a folder's entries, and whether all of them may be remembered."""
@@ -481,10 +489,11 @@ def _no_file(name: str, kind: int) -> _Row:
     return name, kind, 0, 0, 0, 0
 
 
-def _listing(path: str) -> list[_Row] | None:
+def _listing(path: str, cache: tuple[int, int] | None) -> list[_Row] | None:
     """All entries of a folder on all levels, sorted by their names; None where there are more than it may have.
 
-    Links count as what they lead to; one that leads to a folder that it lies in is an end.
+    Links count as what they lead to; one that leads to a folder that it lies in is an end. The folder that ``cache``
+    identifies, by device and inode, is left out.
     """
     rows: list[_Row] = []
     todo: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ())]
@@ -498,6 +507,8 @@ def _listing(path: str) -> list[_Row] | None:
         try:
             here = os.fstat(fd)
             identity = (here.st_dev, here.st_ino)
+            if identity == cache:
+                continue
             if identity in above:
                 rows.append(_no_file(prefix, _LOOP))
                 continue
@@ -594,7 +605,7 @@ def looks_like_path(text: str) -> bool:
     if not 0 < len(text) < 4096 or "\0" in text:
         return False
     stem, _, suffix = text.rpartition(".")
-    return "/" in text or (bool(stem.strip()) and len(suffix) <= 10 and suffix.isalnum() and suffix.isascii())
+    return "/" in text or (bool(stem.strip()) and len(suffix) <= 12 and suffix.isalnum() and suffix.isascii())
 
 
 def candidates(item: Any, loaded_keys: Collection[Any] | Literal["all"]) -> list[tuple[str, bool]]:
@@ -632,8 +643,8 @@ def _strings(value: Any, keys: Collection[Any], loaded: bool) -> Iterator[tuple[
     if isinstance(value, str):
         if 0 < len(value) < 4096 and "\0" not in value:
             yield str.__str__(value), loaded  # of np.str_ and enums, the plain string
-    elif isinstance(value, pathlib.PurePath):
-        yield str(value), True
+    elif isinstance(value, os.PathLike):
+        yield os.fsdecode(value), True
     elif isinstance(value, Mapping):
         for key, below in value.items():
             yield from _strings(below, (), loaded or key in keys)

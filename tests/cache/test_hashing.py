@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import datetime
 import enum
 import functools
+import gc
 import importlib
 import io
 import logging
@@ -29,6 +31,7 @@ import pytest
 import torch
 from monai.data import MetaTensor, NibabelReader, NumpyReader, PILReader
 
+from monai_gds.cache import hashing
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.errors import HashingError
 from tests.machines import ROOT, python
@@ -59,6 +62,13 @@ class Queue(collections.deque):
     tag = 1
 
 
+class Names(set):
+    pass
+
+
+_RELU, _TANH = ("a", torch.nn.ReLU()), ("b", torch.nn.Tanh())
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -82,6 +92,18 @@ class Queue(collections.deque):
         [functools.partial(int, base=2), functools.partial(int, base=8), functools.partial(int, "1")],
         [collections.Counter("aab"), collections.Counter("abb")],
         [{"device": "GE"}, {"device": "Siemens"}, {"device": 0}, {"device": 1}],
+        [io.BytesIO(b"a"), io.BytesIO(b"b"), io.StringIO("a"), io.StringIO("b")],
+        [{1}, frozenset({1}), Names({1}), Names({2})],
+        [b"a", bytearray(b"a")],
+        [(1, 2), torch.Size([1, 2])],
+        [collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)],
+        [collections.defaultdict(int), collections.defaultdict(list), {}],
+        [datetime.datetime(2024, 10, 27, 2), datetime.datetime(2024, 10, 27, 2, fold=1)],
+        [torch.nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)],
+        [pathlib.PurePosixPath("a"), pathlib.PosixPath("a")],
+        [np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[0, 1], hard_mask=True)],
+        [np.ma.array([1, 2]), np.ma.array([1, 2], mask=[0, 0])],
+        [torch.nn.Sequential(collections.OrderedDict(pair)) for pair in ((_RELU, _TANH), (_TANH, _RELU))],
     ],
     ids=repr,
 )  # fmt: skip
@@ -107,6 +129,25 @@ def test_different_values(values: list[Any]) -> None:
 )
 def test_equal_values(a: Any, b: Any) -> None:
     assert canonical_hash(a) == canonical_hash(b)
+
+
+def test_data_that_cannot_change_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    digest = hashing._digest_now
+    monkeypatch.setattr(hashing, "_digest_now", lambda array: hashed.append(array.size) or digest(array))
+    frozen = np.frombuffer(bytes(range(100)), np.uint8)
+    read_only = np.arange(50, dtype=np.uint8)
+    behind = read_only[:]  # a writable view that was made before
+    read_only.flags.writeable = False
+    before = [canonical_hash(x) for x in (frozen, frozen, read_only)]
+    behind[0] = 9
+    after = [canonical_hash(x) for x in (frozen, frozen, read_only)]
+    assert hashed == [100, 50, 50]
+    assert before[:2] == after[:2] == [canonical_hash(frozen.copy())] * 2
+    assert before[2] != after[2]
+    del frozen
+    gc.collect()
+    assert not hashing._frozen
 
 
 def test_sharing_is_no_difference() -> None:
@@ -157,6 +198,35 @@ def test_globals_that_a_function_reads_count(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys.modules[__name__], "_helper", lambda x: x * 3)
     seen.append(canonical_hash(_uses_global))
     assert len(set(seen)) == 3
+
+
+def test_attributes_of_functions_that_a_function_reads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = canonical_hash(scaled)
+    monkeypatch.setattr(scaled, "unread", 1, raising=False)
+    assert canonical_hash(scaled) == before
+    monkeypatch.setattr(scaled, "factor", 3)
+    assert canonical_hash(scaled) != before
+
+
+def scaled(x: Any) -> Any:
+    return x * scaled.factor  # type: ignore[attr-defined]
+
+
+scaled.factor = 2  # type: ignore[attr-defined]
+
+
+def test_what_a_try_covers_counts() -> None:
+    """From Python 3.11 on, that is beside the bytecode."""
+
+    both = "def f(x):\n for i in x:\n  try: pass; a(i); b(i)\n  except E: pass"
+    one = "def f(x):\n for i in x:\n  pass; a(i)\n  try: b(i)\n  except E: pass"
+    assert differ(*(_function(source) for source in (both, one)))
+
+
+def _function(source: str) -> Any:
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(source, names)
+    return names["f"]
 
 
 def test_globals_that_it_does_not_read_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from monai.data.utils import json_hashing, pickle_hashing
 
 from monai_gds.cache import key
-from monai_gds.cache.hashing import canonical_hash
+from monai_gds.cache.hashing import canonical_hash, hash_item
 from monai_gds.cache.header import digest_of
 from monai_gds.cache.key import Key, KeyMaker, Pipeline
 from monai_gds.cache.sources import Sources
@@ -274,12 +274,13 @@ def test_what_a_pipeline_is_counts(keys: Keys, pipelines: list[Pipeline]) -> Non
 def test_remembers_no_more_items_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
 
-    def counting(item: Any) -> bytes:
+    def counting(item: Any, root: str | None) -> str:
         hashed.append(item)
-        return canonical_hash(item)
+        return hash_item(item, root)
 
     monkeypatch.setattr(key, "_MOST_SEEN", 3)
-    keys = Keys(counting)
+    monkeypatch.setattr(key, "hash_item", counting)
+    keys = Keys()
     digests = [keys({"n": n}).digest for n in range(5)]
     assert [keys({"n": n}).digest for n in range(5)] == digests
     assert len(keys.make._seen) == 3

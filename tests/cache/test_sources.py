@@ -422,6 +422,16 @@ def test_a_folders_size_is_that_of_its_files(sources: Sources, study: Path) -> N
     assert sources.identity(str(study)).size == 400  # type: ignore[union-attr]
 
 
+def test_a_cache_in_a_folder_is_no_part_of_it(no_ticks: None, study: Path) -> None:
+    (study / "cache").mkdir()
+    sources = Sources("content", str(study / "cache"))
+    before = sources.identity(str(study))
+    (study / "cache/record").write_bytes(b"record")
+    assert sources.identity(str(study)) == before
+    (study / "s1/1.dcm").write_bytes(b"other")
+    assert sources.identity(str(study)) != before
+
+
 def test_swapped_slices_are_another_folder(sources: Sources, study: Path) -> None:
     before = sources.identity(str(study))
     one, two = study / "s1/1.dcm", study / "s1/2.dcm"
@@ -720,6 +730,14 @@ def test_sources_can_be_sent_to_a_spawned_process(no_ticks: None, tmp_path: Path
 # Which strings are sources
 
 
+class Pointer(os.PathLike[str]):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -729,6 +747,7 @@ def test_sources_can_be_sent_to_a_spawned_process(no_ticks: None, tmp_path: Path
         ("ct.nii.gz", True),
         ("1.2.840.113619.dcm", True),
         ("a folder/scan of 3 May.npy", True),
+        ("model.safetensors", True),
         ("ÄÖ.nii", True),
         ("train", False),
         ("", False),
@@ -761,6 +780,7 @@ def test_what_looks_like_a_path(text: str, expected: bool) -> None:
         pytest.param("ct", "all", [("ct", True)], id="an item that is a string"),
         pytest.param("ct", (), [], id="a string that nobody loads"),
         pytest.param({"x": Path("series")}, (), [("series", True)], id="a Path"),
+        pytest.param({"x": Pointer("series")}, (), [("series", True)], id="a path of another library"),
         pytest.param({"x": {"c.nii", "a.nii", "b.nii"}}, (), [(f"{c}.nii", False) for c in "abc"], id="a set"),
         pytest.param({"x": np.array(["a.nii", "b"])}, (), [("a.nii", False)], id="an array of strings"),
         pytest.param({"x": np.array(["a.nii", 3], object)}, (), [("a.nii", False)], id="an array of objects"),

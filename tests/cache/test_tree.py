@@ -893,6 +893,7 @@ def _changed(item: Any) -> Any:
         pytest.param(_changed, id="changed in place"),
         pytest.param(lambda i: {"r": Reader(1)}, id="an equal one"),
         pytest.param(lambda i: {"r": deepcopy(i["r"])}, id="a copy of it"),
+        pytest.param(lambda i: vars(i["r"]).update(device="cpu") or i, id="given a device"),
         pytest.param(lambda i: {i["r"]: 1}, id="as a key"),
         pytest.param(lambda i: {(i["r"], 1): 1}, id="in a key"),
         pytest.param(lambda i: {"r": [i["r"], Custom()]}, id="beside another"),
