@@ -64,25 +64,50 @@ def _set_autocast(device: str, value: str) -> None:
         torch.set_autocast_dtype(device, getattr(torch, value.removeprefix("torch.")))
 
 
+# The precision of float32 comes from torch's newer settings where it has them (2.9): reading an older one is an error
+# once a newer one was set. The older setters change what the newer getters give.
+
+_get_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+_set_precision: Callable[[str, str, str], object] | None = getattr(torch._C, "_set_fp32_precision_setter", None)
+
+
+def _precision(backend: str, operation: str) -> str:
+    if _get_precision is None:
+        return torch.get_float32_matmul_precision().replace("highest", "ieee")
+    found = _get_precision(backend, operation)
+    return "ieee" if found == "none" else found
+
+
+def _set_precision_of(backend: str, operation: str, value: str) -> None:
+    if _set_precision is None:
+        torch.set_float32_matmul_precision(value.replace("ieee", "highest"))
+    else:
+        _set_precision(backend, operation, value)
+
+
 def _cpu_matmul() -> str:
-    return _matmul_under(torch.get_float32_matmul_precision())
+    precision = _precision("mkldnn", "matmul")
+    return "exact" if precision == "ieee" else _matmul_under(precision)
+
+
+def _set_cpu_matmul(value: str) -> None:
+    _set_precision_of("mkldnn", "matmul", "ieee" if value == "exact" else value)
 
 
 @cache
 def _matmul_under(precision: str) -> str:
     """Whether this processor multiplies float32 matrices with fewer bits under that setting.
 
-    The setting is mostly made for TF32 on a GPU. On a CPU "medium" allows bfloat16 where the processor has it.
+    The setting is mostly made for TF32 on a GPU. On a CPU it allows bfloat16 where the processor has it, for matrices
+    that are large enough: 128 rows are not.
     """
-    if precision == "highest":
-        return "exact"
-    a = torch.linspace(1, 2, 128 * 128, dtype=torch.float32, device="cpu").reshape(128, 128)
+    a = torch.linspace(1, 2, 512 * 512, dtype=torch.float32, device="cpu").reshape(512, 512)
     reduced = a @ a
-    torch.set_float32_matmul_precision("highest")
+    _set_cpu_matmul("exact")
     try:
         exact = a @ a
     finally:
-        torch.set_float32_matmul_precision(precision)
+        _set_cpu_matmul(precision)
     return "exact" if torch.equal(exact, reduced) else precision
 
 
@@ -105,7 +130,7 @@ _SETTINGS = (
     _Setting("default_device", _default_device, "cpu", torch.set_default_device),
     _Setting("flush_denormal", _flushes_subnormals, False, torch.set_flush_denormal),
     _Setting("autocast", partial(_autocast, "cpu"), "off", partial(_set_autocast, "cpu")),
-    _Setting("cpu_matmul", _cpu_matmul, "exact", torch.set_float32_matmul_precision),
+    _Setting("cpu_matmul", _cpu_matmul, "exact", _set_cpu_matmul),
     _Setting("truncated_images", _truncated_images, False, _allow_truncated_images),
     _Setting("monai_compiled", lambda: monai.config.USE_COMPILED, False),
     _Setting("monai_meta_dict", lambda: monai.config.USE_META_DICT, False),
@@ -122,12 +147,24 @@ def _cuda_flag(label: str, owner: Any, name: str, default: Any) -> _Setting:
     return _Setting(label, lambda: getattr(owner, name), default, _set_attribute(owner, name))
 
 
+def _precision_on_cuda(label: str, operation: str, default: str) -> _Setting:
+    return _Setting(
+        label, partial(_precision, "cuda", operation), default, partial(_set_precision_of, "cuda", operation)
+    )
+
+
+_TF32_OF_CUDNN = (
+    (_cuda_flag("cudnn_tf32", torch.backends.cudnn, "allow_tf32", True),)
+    if _get_precision is None
+    else (_precision_on_cuda("cudnn_tf32", "conv", "tf32"), _precision_on_cuda("cudnn_rnn_tf32", "rnn", "tf32"))
+)
+
 _ON_CUDA = (
-    _Setting("matmul_precision", torch.get_float32_matmul_precision, "highest", torch.set_float32_matmul_precision),
+    _precision_on_cuda("matmul_precision", "matmul", "ieee"),
     _cuda_flag("cudnn", torch.backends.cudnn, "enabled", True),
     _cuda_flag("cudnn_benchmark", torch.backends.cudnn, "benchmark", False),
     _cuda_flag("cudnn_deterministic", torch.backends.cudnn, "deterministic", False),
-    _cuda_flag("cudnn_tf32", torch.backends.cudnn, "allow_tf32", True),
+    *_TF32_OF_CUDNN,
     _cuda_flag("reduced_fp16", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", True),
     _cuda_flag("reduced_bf16", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True),
     _Setting("deterministic", torch.are_deterministic_algorithms_enabled, False, torch.use_deterministic_algorithms),
@@ -202,6 +239,4 @@ def _value_of(setting: _Setting, text: str) -> Any:
         return text == "True"
     if isinstance(setting.default, torch.dtype):
         return getattr(torch, text.removeprefix("torch."))
-    if setting.name == "cpu_matmul":
-        return "highest" if text == "exact" else text
     return text

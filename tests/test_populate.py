@@ -498,7 +498,8 @@ def test_cache_warm_stopped_by_ctrl_c_says_how_far_it_came(tmp_path: Path, log: 
     held = len(list((tmp_path / "cache").glob("*.safetensors")))
     assert 0 < held < 200
     assert running.returncode == 130
-    assert told == f"monai-gds: stopped: cache holds {held} records now, start it again to go on\n"
+    cache = tmp_path / "cache"
+    assert told == f"monai-gds: stopped: {cache} holds {held} records now, start it again to go on\n"
 
 
 @pytest.mark.parametrize(

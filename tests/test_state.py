@@ -73,7 +73,10 @@ def test_a_setting_for_gpus_counts_where_a_transform_names_one() -> None:
     torch.backends.cudnn.allow_tf32 = False
     try:
         assert capture() == ()
-        assert [name for name, _ in capture(names_cuda=True)] == ["cudnn_deterministic", "cudnn_tf32", "deterministic"]
+        names = [
+            name for name, _ in capture(names_cuda=True) if name != "cudnn_rnn_tf32"
+        ]  # told apart from torch 2.9 on
+        assert names == ["cudnn_deterministic", "cudnn_tf32", "deterministic"]
     finally:
         torch.backends.cudnn.allow_tf32 = True
 
@@ -81,16 +84,40 @@ def test_a_setting_for_gpus_counts_where_a_transform_names_one() -> None:
 def test_matrix_precision_counts_on_a_cpu_that_has_less_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor here may have none, so that it is simulated: the multiplication itself is asked."""
     torch.set_float32_matmul_precision("medium")
-    exact = np.ones((128, 128), np.float32)
+    exact = np.ones((512, 512), np.float32)
     reduced = {True: torch.from_numpy(exact), False: torch.from_numpy(exact + 1)}
-    matmul = lambda a, b: reduced[torch.get_float32_matmul_precision() == "highest"]  # noqa: E731
+    matmul = lambda a, b: reduced[state._precision("mkldnn", "matmul") == "ieee"]  # noqa: E731
     state._matmul_under.cache_clear()
     monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
     try:
-        assert capture() == (("cpu_matmul", "medium"),)
+        found = capture()
+        assert [name for name, _ in found] == ["cpu_matmul"]
         assert torch.get_float32_matmul_precision() == "medium"
+        torch.set_float32_matmul_precision("highest")
+        with applied(found):
+            assert capture() == found
+        assert capture() == ()
     finally:
         state._matmul_under.cache_clear()
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch has no newer settings")
+@pytest.mark.parametrize("setting", ["fp32_precision", "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision"])
+def test_the_newer_settings_of_precision_are_read(setting: str) -> None:
+    """Reading the older ones is an error from then on. In a process of its own, since nothing takes that back."""
+    code = (
+        f"import torch; torch.backends.{setting} = 'ieee'; torch.backends.{setting} = 'tf32'\n"
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'\n"
+        "from monai_gds.state import applied, capture, capture_all\n"
+        "found = capture_all(); print(capture(), [name for name, _ in found])\n"
+        "with applied(()), applied(found):\n    assert capture_all() == found\n"
+        "assert capture_all() == found"
+    )
+    env = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    named = ["cudnn_tf32"] if "cudnn" in setting else ["matmul_precision", "cudnn_tf32"]
+    assert found.stdout.strip().startswith("() ")
+    assert set(named) <= set(found.stdout.replace("'", " ").replace("]", " ").split())
 
 
 def test_gradients_count_where_transforms_hold_parameters() -> None:
