@@ -669,12 +669,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     # Going to another process
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_state": None, "_settings": (os.getpid(), capture_all())}
+        return {**self.__dict__, "_state": None, "_settings": capture_all()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        process, settings = state.pop("_settings")
-        if multiprocessing.parent_process() is not None and process != os.getpid():
-            apply(settings)  # a spawned worker of a loader begins with the defaults, and a forked one with its parent's
+        settings = state.pop("_settings")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            apply(settings)  # a process that is just being spawned, by a loader say, begins with the defaults
         self.__dict__.update(state)
         self._made_by = os.getpid()
         self._state = _State()

@@ -16,7 +16,7 @@ from monai_gds.cache.hashing import HashedTransforms, canonical_hash, hash_trans
 from monai_gds.cache.key import Key, KeyMaker, Pipeline, absolute, hash_text
 from monai_gds.cache.sources import Sources, files_named
 from monai_gds.errors import HashingError
-from monai_gds.state import State, capture
+from monai_gds.state import State, capture, defaults
 from monai_gds.transforms import Split, loaded_keys
 
 __all__ = ["HashTransform", "ItemKeys", "MonaiVersion"]
@@ -63,6 +63,7 @@ class ItemKeys:
         hashed = _hashed(split, hash_transform, root)
         settings = {**split.settings(), "reset_ops_id": reset_ops_id}
         hashed.description.update({f"Compose.{name}": repr(value) for name, value in settings.items()})
+        hashed.description.update({f"state.{name}": value for name, value in defaults().items()})
         self.transform_hash = _transform_hash(split, settings, hash_transform, hashed)
         self._hashed = hashed
         named = files_named(hashed.strings) if hash_transform is not None else []

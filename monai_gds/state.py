@@ -23,7 +23,7 @@ import monai.config
 import torch
 from monai.data.meta_obj import get_track_meta, set_track_meta
 
-__all__ = ["State", "applied", "apply", "capture", "capture_all"]
+__all__ = ["State", "applied", "apply", "capture", "capture_all", "defaults"]
 
 #: Names and values of the settings that differ from their defaults, in the order of the tables below.
 State = tuple[tuple[str, str], ...]
@@ -194,6 +194,11 @@ def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
     if names_cuda or any(name == "default_device" and value.startswith("cuda") for name, value in found):
         found += [(s.name, str(value)) for s in _ON_CUDA if (value := s.read()) != s.default]
     return tuple(found)
+
+
+def defaults() -> dict[str, str]:
+    """Every setting with its default, in words; a state lists the others."""
+    return {setting.name: str(setting.default) for setting in (*_SETTINGS, *_WITH_GRADIENTS, *_ON_CUDA)}
 
 
 def capture_all() -> State:

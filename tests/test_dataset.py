@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import json
+import multiprocessing
 import operator
 import os
 import pickle
@@ -15,6 +16,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import numpy as np
 import pytest
 import torch
 from monai.data import DataLoader, MetaTensor, PersistentDataset, ThreadDataLoader, list_data_collate
+from monai.data.meta_obj import set_track_meta
 from monai.data.utils import json_hashing, pickle_hashing
 from torch.utils.data import Subset
 
@@ -900,6 +903,29 @@ def test_pickle_and_copies(make: Make) -> None:
         assert again.cache_dir == dataset.cache_dir
         assert again.transform_hash == dataset.transform_hash
     assert len(pickle.dumps(dataset)) < 100_000
+
+
+def _keeps_its_settings(path: Path) -> bool:
+    """Whether a process with a setting of its own has it still after reading a dataset."""
+    torch.set_default_dtype(torch.float64)
+    pickle.loads(path.read_bytes())
+    return torch.get_default_dtype() == torch.float64
+
+
+def test_a_process_that_reads_a_dataset_keeps_its_settings(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "pickled").write_bytes(pickle.dumps(make()))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(_keeps_its_settings, tmp_path / "pickled").result()
+
+
+def test_explain_names_both_values_of_a_setting(make: Make) -> None:
+    dataset = make(mt.Compose([Count()]), [{"a": 1}])
+    _ = dataset[0]
+    set_track_meta(False)
+    try:
+        assert "track_meta True → False" in dataset.explain(0)
+    finally:
+        set_track_meta(True)
 
 
 def test_is_a_persistent_dataset_with_monais_signature(tmp_path: Path) -> None:
