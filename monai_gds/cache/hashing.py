@@ -271,7 +271,8 @@ class _Hasher:
         else:
             plain = _plain(value)
         if plain is not None:
-            self._describe(where, _short(value))
+            if self.description is not None:
+                self._describe(where, _short(value))
             if isinstance(value, enum.Enum) and _library(type(value).__module__) is None:
                 plain.append(self.digest(value.value, f"{where}.value"))
         return plain
@@ -334,13 +335,15 @@ class _Hasher:
         return [*head, data, *extra]
 
     def _tensor(self, value: torch.Tensor, where: str) -> list[bytes]:
-        if value.layout != torch.strided:
-            raise HashingError(_refusal(value, where, f"layout {value.layout}"))
+        if value.layout != torch.strided or value.is_nested or value.is_meta:
+            raise HashingError(_refusal(value, where, f"layout {value.layout}, device {value.device}"))
         plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
         raw = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
         data = _data_digest(raw)
         self._describe(where, f"tensor {str(value.dtype)[6:]} {tuple(value.shape)} {data.hex()[:8]}")
         extra = []
+        if value.is_quantized:
+            extra.append(self.digest(value.dequantize(), f"{where}'s values"))
         if value.requires_grad:
             self.requires_grad = True
             extra.append(b"requires grad")
@@ -507,6 +510,7 @@ class _Hasher:
 
     def _reduced(self, value: Any, where: str) -> Iterable[bytes]:
         """An object of a C type, by the parts that it would be pickled as."""
+        getattr(value, "__dict__", None)  # many types make it when it is first asked for, and show it from then on
         try:
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce else value.__reduce_ex__(4)  # 4: a datetime's fold is left out before
@@ -590,7 +594,7 @@ def _digest_now(array: np.ndarray) -> bytes:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = hex(value) if type(value) is int and value.bit_length() > 64 else repr(value)  # Python limits decimal digits
     if len(text) <= 80:
         return text
     return f"{text[:60]}… ({len(text)} characters, {hashlib.blake2b(text.encode('utf-8', 'replace')).hexdigest()[:8]})"

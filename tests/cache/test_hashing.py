@@ -32,7 +32,7 @@ import torch
 from monai.data import MetaTensor, NibabelReader, NumpyReader, PILReader
 
 from monai_gds.cache import hashing
-from monai_gds.cache.hashing import canonical_hash
+from monai_gds.cache.hashing import canonical_hash, hash_transforms
 from monai_gds.errors import HashingError
 from tests.machines import ROOT, python
 
@@ -93,6 +93,7 @@ _RELU, _TANH = ("a", torch.nn.ReLU()), ("b", torch.nn.Tanh())
         [collections.Counter("aab"), collections.Counter("abb")],
         [{"device": "GE"}, {"device": "Siemens"}, {"device": 0}, {"device": 1}],
         [io.BytesIO(b"a"), io.BytesIO(b"b"), io.StringIO("a"), io.StringIO("b")],
+        [torch.quantize_per_tensor(torch.ones(3) * scale, scale, 0, torch.qint8) for scale in (0.25, 0.5)],
         [{1}, frozenset({1}), Names({1}), Names({2})],
         [b"a", bytearray(b"a")],
         [(1, 2), torch.Size([1, 2])],
@@ -148,6 +149,15 @@ def test_data_that_cannot_change_are_hashed_once(monkeypatch: pytest.MonkeyPatch
     del frozen
     gc.collect()
     assert not hashing._frozen
+
+
+def test_numbers_of_any_length_are_described() -> None:
+    assert hash_transforms([Parameters(10**5000)]) != hash_transforms([Parameters(10**5000 + 1)])
+
+
+def test_hashing_leaves_no_trace() -> None:
+    stream = io.BytesIO(b"a")
+    assert canonical_hash(stream) == canonical_hash(stream) == canonical_hash(io.BytesIO(b"a"))
 
 
 def test_sharing_is_no_difference() -> None:
@@ -394,6 +404,8 @@ def test_local_classes_count_by_what_they_close_over() -> None:
         pytest.param(lambda: (i for i in range(3)), "", id="generator"),
         pytest.param(threading.Event, r"\._cond\._lock", id="event"),
         pytest.param(lambda: torch.eye(2).to_sparse(), "", id="sparse tensor"),
+        pytest.param(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "", id="nested tensor"),
+        pytest.param(lambda: torch.ones(2, device="meta"), "", id="tensor without data"),
         pytest.param(lambda: sys._getframe(), "", id="frame"),
     ],
 )
