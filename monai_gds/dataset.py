@@ -90,10 +90,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     Records are shared: many processes, runs and experiments may use one ``cache_dir`` at once. An item gets a new
     record when anything changes that it was computed from: the item itself, the transforms with their parameters and
     code, files that the item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's
-    version. ``print(dataset)`` shows what is cached and where the split is, and :meth:`explain` why an item is not.
-    ``monai-gds cache prune`` deletes superseded records, and with ``--pipeline`` those of transforms that you gave up.
-    A damaged record is reported, computed anew and replaced; a full or read-only disk costs the cache and not the
-    epoch.
+    version. Transforms are looked at when the dataset is made: after changing one in place, assign ``transform`` anew
+    or call :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is, and
+    :meth:`explain` why an item is not. ``monai-gds cache prune`` deletes superseded records, and with ``--pipeline``
+    those of transforms that you gave up. A damaged record is reported, computed anew and replaced; a full or read-only
+    disk costs the cache and not the epoch.
 
     In the workers of a DataLoader (``num_workers > 0``), and in forked processes, items come as CPU tensors.
 

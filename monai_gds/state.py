@@ -111,6 +111,10 @@ def _matmul_under(precision: str) -> str:
     return "exact" if torch.equal(exact, reduced) else precision
 
 
+def _set_attribute(owner: Any, name: str) -> Callable[[Any], None]:
+    return lambda value: setattr(owner, name, value)
+
+
 def _truncated_images() -> bool:
     module = sys.modules.get("PIL.ImageFile")
     return bool(module is not None and module.LOAD_TRUNCATED_IMAGES)
@@ -131,16 +135,13 @@ _SETTINGS = (
     _Setting("flush_denormal", _flushes_subnormals, False, torch.set_flush_denormal),
     _Setting("autocast", partial(_autocast, "cpu"), "off", partial(_set_autocast, "cpu")),
     _Setting("cpu_matmul", _cpu_matmul, "exact", _set_cpu_matmul),
+    _Setting("mkldnn", lambda: torch.backends.mkldnn.enabled, True, _set_attribute(torch.backends.mkldnn, "enabled")),
     _Setting("truncated_images", _truncated_images, False, _allow_truncated_images),
     _Setting("monai_compiled", lambda: monai.config.USE_COMPILED, False),
     _Setting("monai_meta_dict", lambda: monai.config.USE_META_DICT, False),
 )
 
 _WITH_GRADIENTS = (_Setting("grad", torch.is_grad_enabled, True, torch.set_grad_enabled),)
-
-
-def _set_attribute(owner: Any, name: str) -> Callable[[Any], None]:
-    return lambda value: setattr(owner, name, value)
 
 
 def _cuda_flag(label: str, owner: Any, name: str, default: Any) -> _Setting:

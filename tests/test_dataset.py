@@ -380,6 +380,16 @@ def test_replacing_the_transform(make: Make) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:every item was computed anew")
+def test_a_transform_changed_in_place_is_looked_at_again_when_asked(make: Make) -> None:
+    transform = mt.Compose([mt.ScaleIntensityd("x", 0.0, 1.0)])
+    dataset = make(transform, [{"x": torch.arange(4.0)}])
+    assert float(dataset[0]["x"].max()) == 1
+    transform.transforms[0].scaler.maxv = 5.0
+    dataset.set_transform_hash(dataset.hash_transform)
+    assert float(dataset[0]["x"].max()) == 5
+
+
+@pytest.mark.filterwarnings("ignore:every item was computed anew")
 @pytest.mark.parametrize("hash_transform", [pickle_hashing, json_hashing, None])
 def test_hash_transform(make: Make, hash_transform: Any) -> None:
     transforms = [mt.Compose([mt.Lambdad("x", func=np.exp)]), mt.Compose([mt.Lambdad("x", func=np.log)])]

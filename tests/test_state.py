@@ -30,6 +30,7 @@ def defaults() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
     ImageFile.LOAD_TRUNCATED_IMAGES = False
+    torch.backends.mkldnn.enabled = True
 
 
 SETTINGS: dict[str, Callable[[], Any]] = {
@@ -38,6 +39,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "default_device": lambda: torch.set_default_device("meta"),
     "flush_denormal": lambda: torch.set_flush_denormal(True),
     "autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "mkldnn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
     "truncated_images": lambda: setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True),
 }
 
