@@ -106,7 +106,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         device: the target: an int or ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for the current CUDA device
             if there is one and the CPU if not.
         hash_func: item -> hash as bytes. The default is stable from run to run; MONAI's ``pickle_hashing`` is not.
-        hash_transform: transforms -> hash as bytes; what it gives is part of every key, so that changed transforms are
+        hash_transform: transforms -> hash as bytes; its result is part of every key, so that changed transforms are
             never served stale. None leaves transforms out of the key.
         reset_ops_id: removes the identity of transform objects from applied operations, so that other instances of the
             same transforms can invert cached items.
@@ -464,7 +464,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     def _place(self, item: Any) -> tuple[CacheDirectory, Key]:
         self._split_now()
         cache = self._cache()
-        assert cache is not None and self._state.keys is not None, "who asks has made sure that items are cached"
+        assert cache is not None and self._state.keys is not None, "the caller has checked that items are cached"
         return cache, self._state.keys([item])[0]
 
     # The cache

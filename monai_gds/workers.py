@@ -1,6 +1,6 @@
 """Processes, or threads where there can be none, that run a function for many arguments.
 
-Who fills a cache before training, and a loader that has items computed beside the training, both use :class:`Workers`.
+Used for filling a cache before training, and by the loader for computing items beside the training.
 It knows nothing of datasets: the function it is given carries what it needs.
 """
 

@@ -1,4 +1,4 @@
-"""The cache directory: one record file an item, published by rename, read back through a storage backend.
+"""The cache directory: one record file per item, published by rename, read back through a storage backend.
 
     <directory>/<32 hex digits>.v2.safetensors  records
     <directory>/.tmp/<digest>.<owner>.<n>       records being written, see :mod:`monai_gds.cache.temporary`
@@ -229,7 +229,7 @@ class CacheDirectory:
         verify: see :data:`Verify`.
         form: in which form items come out of records.
         index: what is noted of records, see :class:`monai_gds.cache.index.Index`; None: nothing is.
-        unmade: the user knows from :func:`prepare` that the directory cannot be made: nothing more is said of it.
+        unmade: :func:`prepare` has warned that the directory cannot be made: no further warning follows.
     """
 
     def __init__(
@@ -407,9 +407,9 @@ class CacheDirectory:
     # Writing
 
     def publish(self, key: Key, item: EncodedItem) -> bool:
-        """Saves a record where that is possible; a failure is reported once a kind.
+        """Saves a record where that is possible; a failure is reported once per kind.
 
-        Args and what is left after a failure as for :meth:`save`.
+        Arguments are those of :meth:`save`. A failure leaves nothing behind.
 
         Returns:
             Whether the record is there now.

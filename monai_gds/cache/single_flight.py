@@ -6,7 +6,7 @@
 renamed, or was not. While a process holds leases, a thread touches their files; the lease of a dead, stopped or frozen
 process is taken over. Ages are told by the clock of the file server, which is not this host's.
 
-A lease is an optimisation and no lock. Whatever the file system refuses ends in a lease without a file, a lost race in
+A lease is an optimisation, not a lock. Whatever the file system refuses ends in a lease without a file, a lost race in
 an item that is computed twice, and every wait has a limit. This file imports neither torch nor MONAI.
 """
 
@@ -245,7 +245,7 @@ class Leases:
         return True
 
     def _is_abandoned(self, fd: int, seen: _Seen) -> bool:
-        """Whether nobody holds a lease any more. Who asks has made sure that it is none of this process's."""
+        """Whether nobody holds a lease any more. The caller has checked that this process does not."""
         holder = seen.mark.decode(errors="replace").rpartition(".")[0]
         if holder == _here.owner or owner_lives(holder) is False:
             return True

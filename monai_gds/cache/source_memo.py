@@ -263,8 +263,8 @@ def _tidy(at: int) -> None:
     """Merges the files of processes that write no more, where there are many, and removes the oldest of too many bytes.
 
     Several processes may do so at once, and be killed at any step: a file goes only when another holds what is in it.
-    One that wrote nothing for ten minutes counts as finished. If it was not, what it appends in between is lost, and
-    the files that it is about are read once more.
+    A process that wrote nothing for ten minutes counts as finished. If it still runs, what it appends meanwhile is
+    lost, and the files that it is about are read once more.
     """
     found: list[tuple[float, str, int]] = []
     names = [name for name in os.listdir(at) if _OURS.fullmatch(name)]

@@ -15,11 +15,11 @@ began (git calls such entries racily clean). A file's age takes two clocks, and 
 * whatever the clocks and times say (``touch -d 2099``), a file is old when this process found it just so two seconds
   ago, on a clock that only runs forward.
 
-What stays: a clock that is set back makes an edit look like the old file where it comes in the very tick, an hour or a
+Limits: a clock that is set back makes an edit look like the old file where it comes in the very tick, an hour or a
 day later, that the file was stamped in before. Writes through a shared memory mapping change times up to 30 s late.
 Attributes that a network file system's client holds back (``acregmax``) are seen late.
 
-:mod:`monai_gds.cache.key` is who asks. Nothing here knows of torch, MONAI or records, and no file is ever written but
+Called by :mod:`monai_gds.cache.key`. This file imports neither torch nor MONAI, and no file is ever written but
 the memo.
 """
 

@@ -1,6 +1,6 @@
 """Looking after a cache directory from outside: list, verify, prune. Used by the command ``monai-gds cache``.
 
-Importing this imports no torch, and :func:`survey` does not either: who lists a directory waits for nothing else.
+Neither importing this nor :func:`survey` imports torch, so that listing a directory starts at once.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
 
     Args:
         directory: the cache directory.
-        index: its index, for who only looks: the headers of records whose size and mtime are as it tells are not read.
+        index: its index, for listing: headers of records whose size and mtime are as noted there are not read.
             What it did not tell is noted in it if the directory is this user's own.
     """
     known = index.entries() if index is not None else {}
