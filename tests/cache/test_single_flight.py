@@ -84,6 +84,12 @@ for line in sys.stdin:
         self._process.communicate()
 
 
+@pytest.fixture(autouse=True)
+def nothing_computed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long items took in tests before is no part of a test here."""
+    monkeypatch.setattr(single_flight, "pace", Pace())
+
+
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Callable[..., Other]]:
     with contextlib.ExitStack() as stack:
