@@ -13,8 +13,8 @@ from typing import Any, Literal
 import monai
 
 from monai_gds.cache.hashing import HashedTransforms, canonical_hash, hash_transforms
-from monai_gds.cache.key import Key, KeyMaker, Pipeline, absolute, hash_text
-from monai_gds.cache.sources import Sources, files_named
+from monai_gds.cache.key import Key, KeyMaker, Pipeline, hash_text
+from monai_gds.cache.sources import Sources, absolute, files_named
 from monai_gds.errors import HashingError
 from monai_gds.state import State, capture, defaults
 from monai_gds.transforms import Split, loaded_keys

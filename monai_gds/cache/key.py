@@ -19,10 +19,10 @@ from typing import Any, Literal
 from monai_gds.cache.hashing import canonical_hash, hash_item
 from monai_gds.cache.header import digest_of
 from monai_gds.cache.rooted import below
-from monai_gds.cache.sources import Identity, Sources, candidates
+from monai_gds.cache.sources import Identity, Sources, absolute, candidates
 from monai_gds.errors import HashingError
 
-__all__ = ["Key", "KeyMaker", "Pipeline", "absolute", "hash_text"]
+__all__ = ["Key", "KeyMaker", "Pipeline", "hash_text"]
 
 #: First of the parts: a change of what the others mean gives another one.
 _FORMAT = "monai_gds 2"
@@ -248,14 +248,6 @@ class _Seen:
         if self._is_absolute:
             return self._paths
         return tuple(map(absolute, self._paths))
-
-
-def absolute(path: str) -> str:
-    """The absolute path of a source; ``~`` is the home directory, as it is to MONAI's LoadImage.
-
-    Not by ``os.path.abspath``: behind a link, the ``..`` that it takes away leads elsewhere.
-    """
-    return os.path.join(os.getcwd(), os.path.expanduser(path))
 
 
 def _is_plain(value: Any) -> bool:

@@ -47,7 +47,7 @@ import xxhash
 from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.errors import CacheWarning, HashingError
 
-__all__ = ["Identity", "Policy", "Sources", "candidates", "companions", "files_named", "looks_like_path"]
+__all__ = ["Identity", "Policy", "Sources", "absolute", "candidates", "companions", "files_named", "looks_like_path"]
 
 #: How sources are told apart; :class:`Sources` says what each does.
 Policy = Literal["content", "stat", "once"] | Callable[[str], str | bytes | None] | None
@@ -205,7 +205,7 @@ class Sources:
         return None
 
     def _file(self, path: str, st: os.stat_result) -> Identity | None:
-        path = _absolute(path)
+        path = absolute(path)
         known = _KNOWN_FILE.pack(st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
         content = self._recall(path, known)
         if content is not None:
@@ -274,7 +274,7 @@ class Sources:
 
     def _directory(self, path: str) -> Identity:
         """A folder's identity: names, sizes and contents of all that is in it, on all levels."""
-        path = _absolute(path)
+        path = absolute(path)
         if path in self._warned:
             return Identity(0, "unlisted")
         cache = self._cache()
@@ -377,8 +377,12 @@ def _asked(policy: Callable[[str], str | bytes | None], path: str) -> Identity |
     return Identity(-1, told.hex() if isinstance(told, bytes) else told)
 
 
-def _absolute(path: str) -> str:
-    """Not ``os.path.abspath``: behind a link, the ``..`` that it takes away leads elsewhere."""
+def absolute(path: str) -> str:
+    """The absolute path of a source; ``~`` is the home directory, as it is to MONAI's LoadImage.
+
+    Not by ``os.path.abspath``: behind a link, the ``..`` that it takes away leads elsewhere.
+    """
+    path = os.path.expanduser(path)
     if path.startswith("/"):
         return path
     with contextlib.suppress(OSError):  # the working directory is gone
