@@ -1,5 +1,6 @@
 # make demo   sets up and runs the main job on the CPU (or on a GPU: make demo EXTRAS=cuda12 CONSTRAINTS=)
-# make test   sets up and runs the tests
+# make test   sets up and runs the tests, in TEST_PROCESSES processes (2), but for the long ones
+# make test-long  the long tests, and those of hypothesis with many more examples
 # make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too)
 # make test-package  sdist and wheel, built, installed into an environment of their own, and tried there
 # make notebooks  executes tutorials/ and saves the outputs in them (NOTEBOOKS="block_map tensor_io": only these)
@@ -13,6 +14,7 @@ CONSTRAINTS ?= constraints.txt
 EXTRAS ?=
 DEMO ?=
 PYTEST ?=
+TEST_PROCESSES ?= 2
 NOTEBOOKS ?=
 
 # DeepNVMe's operators are compiled once, into the ignored folder of builds.
@@ -22,13 +24,16 @@ comma := ,
 bin := $(VENV)/bin
 pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: demo test test-nvme test-package notebooks lint clean
+.PHONY: demo test test-long test-nvme test-package notebooks lint clean
 
 demo: $(VENV)/.core
 	$(bin)/monai-gds demo $(DEMO)
 
-test: $(VENV)/.test $(VENV)/.deepnvme
-	$(bin)/python -m pytest $(PYTEST)
+test: $(VENV)/.test
+	$(bin)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(PYTEST)
+
+test-long: $(VENV)/.test $(VENV)/.deepnvme
+	$(bin)/python -m pytest -m "long or hypothesis" --hypothesis-profile=long $(PYTEST)
 
 test-nvme: $(VENV)/.test
 	$(bin)/python tests/nvme/run.py $(PYTEST)
@@ -52,7 +57,7 @@ $(VENV)/.test: $(VENV)/.core
 	$(pip_install) -e .[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]
 	touch $@
 
-$(VENV)/.deepnvme: $(VENV)/.test monai_gds/storage/deepnvme_build.py monai_gds/storage/deepnvme_results.h
+$(VENV)/.deepnvme: $(VENV)/.test monai_gds/storage/deepnvme/build.py monai_gds/storage/deepnvme/results.h
 	$(bin)/python tools/prepare_deepnvme.py
 	touch $@
 

@@ -1,9 +1,9 @@
 """monai_gds: MONAI datasets whose cache moves at the speed of the drive and the link.
 
-``GDSDataset`` is a drop-in for MONAI's ``PersistentDataset`` and ``GDSDataset``. ARCHITECTURE.md says where things are.
+``GDSDataset`` is a drop-in for MONAI's ``PersistentDataset`` and ``GDSDataset``. See ARCHITECTURE.md for the layout.
 
-Nothing is imported before it is used: MONAI and torch take seconds, which neither ``monai-gds --help`` nor a helper
-process should wait for.
+Public names are imported on first use: importing MONAI and torch takes seconds, which neither ``monai-gds --help`` nor
+a helper process needs.
 """
 
 from importlib import import_module as _import_module
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 if TYPE_CHECKING:
-    from monai_gds.blockmap import BlockMap
     from monai_gds.cache.tree import register_type
     from monai_gds.dataset import GDSDataset
     from monai_gds.errors import (
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from monai_gds.imagenet import ImageNetDataset
     from monai_gds.loader import GDSDataLoader
     from monai_gds.storage import available_backends, open_storage
+    from monai_gds.storage.xnvme.block_map import BlockMap
 
     __version__: str
 
@@ -65,9 +65,9 @@ __all__ = [
     "register_type",
 ]
 
-#: Where the public names are; those that are not here are errors.
+#: Modules of the public names. The others are in ``errors``.
 _HOMES = {
-    "BlockMap": "blockmap",
+    "BlockMap": "storage.xnvme.block_map",
     "GDSDataLoader": "loader",
     "GDSDataset": "dataset",
     "ImageNetDataset": "imagenet",
@@ -78,7 +78,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> _Any:
-    """Imports a public name when it is first asked for (PEP 562)."""
+    """Imports a public name on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: _Any

@@ -1,4 +1,4 @@
-"""The command ``monai-gds blockmap``: arguments and printing; the work is done in :mod:`monai_gds.blockmap`."""
+"""The command ``monai-gds blockmap``: arguments and output. The work is done in :class:`~monai_gds.BlockMap`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from monai_gds.blockmap import BlockMap, FileBlocks
-from monai_gds.terminal import progress_bar, say, show
+from monai_gds.console import progress_bar, say, show
+from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,10 +48,10 @@ def verify(
     ] = False,
     parent: Annotated[
         Path | None,
-        typer.Option(help="The folder that the map's paths are relative to; default: where the map was made."),
+        typer.Option(help="The folder that the map's paths are relative to; default: the one it was made in."),
     ] = None,
 ) -> None:
-    """Compare a map with the files as they are now; exit code 1 when one is not where the map says."""
+    """Compare a map with the files as they are now; exit code 1 if one is elsewhere."""
     blocks = BlockMap.load(file)
     with progress_bar("verifying") as progress:
         wrong = blocks.verify(parent, data=data, progress=progress)
@@ -64,9 +64,9 @@ def verify(
 @app.command("show", epilog="Example: monai-gds blockmap show train.json train/n01491361/n01491361_8657.JPEG")
 def show_map(
     file: MapFile,
-    path: Annotated[str | None, typer.Argument(help="A file in the map; without it, a summary of the map.")] = None,
+    path: Annotated[str | None, typer.Argument(help="A file in the map; default: a summary of the map.")] = None,
 ) -> None:
-    """Show a summary of a map, or where one file lies."""
+    """Show a summary of a map, or the blocks of one file."""
     blocks = BlockMap.load(file)
     if path is not None:
         try:
@@ -82,7 +82,7 @@ def show_map(
         table.add_row("file system", f"{origin.kind}, UUID {origin.uuid}, from byte {origin.start} of the disk")
         table.add_row("disk", f"{origin.disk.path}, {origin.disk.number}, {origin.disk.nbytes / 1e9:.1f} GB")
     else:
-        table.add_row("format", "plain: nothing is known of sizes, disk and file system")
+        table.add_row("format", "plain: without sizes, disk and file system")
     table.add_row("block", f"{blocks.block_size} bytes")
     table.add_row("files", f"{len(blocks)}, {sum(b.size for b in blocks.values()) / 1e6:.1f} MB")
     table.add_row("extents", f"{sum(len(b.extents) for b in blocks.values())}")

@@ -1,18 +1,20 @@
-"""The command ``monai-gds cache``: arguments and printing; the work is done in :mod:`monai_gds.cache` and the dataset.
+"""The command ``monai-gds cache``: arguments and output. The work is done by :mod:`monai_gds.cache` and the dataset.
 
-``ls`` imports neither torch nor MONAI, nor does anything that is imported here: whoever lists a directory should not
-wait seconds for them.
+Neither ``ls`` nor anything imported here imports torch or MONAI, which would take seconds.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -20,13 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from monai_gds.cache import upkeep
+from monai_gds.cache import maintenance
 from monai_gds.cache.index import Index
-from monai_gds.cache.upkeep import SHOWN, Found
-from monai_gds.terminal import JsonOption, progress_bar, say, say_lines
+from monai_gds.cache.maintenance import SHOWN, Found
+from monai_gds.console import progress_bar, say, say_lines
+from monai_gds.options import JsonOption
 
 if TYPE_CHECKING:
-    from monai_gds.cache.upkeep import Identify
+    from monai_gds.cache.maintenance import Identify
     from monai_gds.dataset import GDSDataset
 
 app = typer.Typer(
@@ -42,7 +45,7 @@ DatasetFunction = Annotated[
 
 
 class Order(StrEnum):
-    """What ``ls`` can sort records by."""
+    """The orders in which ``ls`` can list records."""
 
     name = "name"
     made = "made"
@@ -59,16 +62,16 @@ class Order(StrEnum):
 def list_records(
     directory: CacheDirectory,
     sort: Annotated[
-        Order, typer.Option("--sort", help="In which order: the latest made and the largest come last.")
+        Order, typer.Option("--sort", help="Sort by this. The newest and the largest come last.")
     ] = Order.name,
     summary: Annotated[bool, typer.Option("--summary", help="Print only the pipelines and the totals.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the records of a cache directory: the pipeline that made each, when, its size, tensors and sources.
+    """List the records of a cache directory with their pipeline, time, size, tensors and sources.
 
-    At the end there is one line per pipeline. `prune --pipeline` deletes the records of one that you gave up.
+    The last lines sum up each pipeline. `prune --pipeline` deletes the records of one that you no longer need.
     """
-    records = upkeep.survey(directory, Index(directory))
+    records = maintenance.survey(directory, Index(directory))
     if as_json:
         shown = [] if summary else [_as_json(found) for found in _in_order(records, sort)]
         document = {"directory": str(directory), **({} if summary else {"records": shown})}
@@ -77,7 +80,7 @@ def list_records(
     lines = [] if summary else _lines(_in_order(records, sort))
     for pipeline, made in sorted(_by_pipeline(records).items()):
         latest = _time(max(made, key=lambda found: found.mtime_ns))
-        lines.append(f"pipeline {pipeline}: {len(made)} records, {_megabytes(made)} MB, the latest made {latest}")
+        lines.append(f"pipeline {pipeline}: {len(made)} records, {_megabytes(made)} MB, the newest from {latest}")
     damaged = sum(found.damaged for found in records)
     lines.append(_summary(directory, f"{len(records)} records of {_megabytes(records)} MB, {damaged} damaged"))
     say_lines(lines)
@@ -95,7 +98,7 @@ def _in_order(records: Sequence[Found], order: Order) -> list[Found]:
 
 
 def _lines(records: Sequence[Found]) -> list[str]:
-    """Lines and not a table: a table would cut or fold the names where the terminal is narrow."""
+    """One line per record. A table would cut or wrap the names on a narrow terminal."""
     line = "{:<47}  {:<8}  {:<16} {:>7}  {}".format
     lines = [line("record", "pipeline", "made", "MB", "tensors from sources")]
     for found in records:
@@ -130,7 +133,7 @@ def _time(found: Found) -> str:
 def _minute(minutes: int) -> str:
     try:
         return f"{datetime.fromtimestamp(60 * minutes):%Y-%m-%d %H:%M}"
-    except (ValueError, OverflowError, OSError):  # a file system that keeps times beyond the year 9999
+    except (ValueError, OverflowError, OSError):  # some file systems store times beyond the year 9999
         return "?"
 
 
@@ -175,18 +178,18 @@ def _totals(directory: Path, records: Sequence[Found]) -> dict[str, int]:
         "bytes": sum(found.nbytes for found in records),
         "damaged": sum(found.damaged for found in records),
         "unreadable": sum(bool(found.problem) and not found.damaged for found in records),
-        "other_files": len(upkeep.other_files(directory)),
+        "other_files": len(maintenance.other_files(directory)),
     }
 
 
 def _print_json(document: dict[str, Any]) -> None:
-    """On one line per call and in ASCII, so that any name can be printed and any tool reads it."""
+    """Prints JSON on one line and in ASCII, so that any name can be printed and any tool can read it."""
     say_lines([json.dumps(document)])
 
 
 def _summary(directory: Path, records: str) -> str:
-    """The last line of a listing; files that are not ours are counted apart."""
-    others = len(upkeep.other_files(directory))
+    """The last line of a listing, with a count of files that are not records."""
+    others = len(maintenance.other_files(directory))
     return f"{records}; {others} other files" if others else records
 
 
@@ -200,12 +203,12 @@ def verify(
     summary: Annotated[bool, typer.Option("--summary", help="Print only the totals.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every byte of every record; exit code 1 when one is damaged or cannot be read.
+    """Check every byte of every record; exit code 1 if one is damaged or cannot be read.
 
-    A record under the name of another one counts as damaged too.
+    A record under another record's name counts as damaged.
     """
     records = []
-    for found in _checked(upkeep.record_files(directory)):
+    for found in _checked(maintenance.record_files(directory)):
         records.append(found)
         if found.problem and not summary and not as_json:
             say(f"{found.file}: {found.problem}")
@@ -219,17 +222,17 @@ def verify(
         say(_summary(directory, f"{len(records)} records, {damaged} damaged{not_checked}"))
         if damaged:
             say(
-                "Damaged records are computed again when they are next used. "
+                "Damaged records are computed anew when they are next used. "
                 f"To delete them now: monai-gds cache prune --damaged {directory}"
             )
     raise typer.Exit(1 if damaged or unread else 0)
 
 
 def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
-    """Checks every byte of records, which takes long, and shows how far it is."""
+    """Checks every byte of records, with a progress bar."""
     with progress_bar("checking", len(paths)) as progress:
         for done, path in enumerate(paths, 1):
-            found = upkeep.check(path)
+            found = maintenance.check(path)
             progress(done)
             if found is not None:
                 yield found
@@ -243,7 +246,7 @@ def prune(
         typer.Option(
             "--pipeline",
             metavar="HASH",
-            help="Also delete the records of this pipeline; `ls` shows the hashes, 4 digits do.",
+            help="Also delete the records of this pipeline, given by 4 or more digits of its hash from `ls`.",
         ),
     ] = None,
     missing_sources: Annotated[
@@ -252,31 +255,31 @@ def prune(
     check_sources: Annotated[
         bool,
         typer.Option(
-            "--check-sources", help="Also compare the contents of source files, not their sizes alone: reads them all."
+            "--check-sources", help="Also compare the contents of source files, not only their sizes: reads them all."
         ),
     ] = False,
     old_format: Annotated[
-        bool, typer.Option("--old-format", help="Also delete records of format version 1, which are not read any more.")
+        bool, typer.Option("--old-format", help="Also delete records of format version 1, which are no longer read.")
     ] = False,
     damaged: Annotated[
-        bool, typer.Option("--damaged", help="Also delete records that verify calls damaged: reads every byte.")
+        bool, typer.Option("--damaged", help="Also delete records that `verify` reports as damaged: reads every byte.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="Print only the totals.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete temporary files of killed writers, unreadable records, and records that newer ones superseded.
+    """Delete temporary files of killed writers, unreadable records, and superseded records.
 
-    The records of a pipeline that you changed or gave up stay, since another run may use them, until you name it with
-    --pipeline. Files that others put there are left alone.
+    Records of a pipeline that you changed or no longer need are kept, since another run may use them, until you name
+    the pipeline with --pipeline. Other files are left alone.
     """
-    records = upkeep.survey(directory)
+    records = maintenance.survey(directory)
     try:
-        unwanted = upkeep.pipeline_of(records, pipeline) if pipeline is not None else ""
+        unwanted = maintenance.pipeline_of(records, pipeline) if pipeline is not None else ""
     except ValueError as e:
         raise typer.BadParameter(str(e), param_hint="--pipeline") from None
     doomed = list(
-        upkeep.prunable(
+        maintenance.prunable(
             directory,
             records,
             missing_sources=missing_sources,
@@ -303,15 +306,15 @@ def prune(
         _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals})
         return
     if unknown:
-        say(f"{unknown} records name sources by relative paths: whether those changed cannot be told; they are kept")
+        say(f"{unknown} records name sources by relative paths, so it is unknown whether those changed; they are kept")
     verb = "to delete" if dry_run else "deleted"
     say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}")
 
 
 def _deleted(doomed: Sequence[Found], quiet: bool) -> Iterator[Found]:
-    """Deletes files and says so one by one: who stops it should see what is gone."""
+    """Deletes files and prints each, so that an interrupted run shows what it deleted."""
     for found in doomed:
-        removed = upkeep.remove(found)
+        removed = maintenance.remove(found)
         if removed:
             yield found
         if not quiet:
@@ -326,32 +329,57 @@ def _deleted(doomed: Sequence[Found], quiet: bool) -> Iterator[Found]:
 def warm(
     function: DatasetFunction,
     num_workers: Annotated[int, typer.Option(min=0, help="Processes that compute items; 0: this one alone.")] = 0,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Compute items in the workers of the Dask scheduler at this address, such as tcp://host:8786. They "
+            "must see the cache directory and the data under the same paths, and be able to import the module.",
+        ),
+    ] = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
 ) -> None:
-    """Compute every item of a dataset that is not cached yet; started again after a kill, it goes on where it was.
+    """Compute every item of a dataset that is not cached yet. Started again after a kill, it goes on where it was.
 
     Modules are looked for in the working directory first. Exit code 1 when items failed; they are named.
     """
+    if dask is not None and num_workers:
+        raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
     dataset = _dataset_from(function)
     try:
-        done = dataset.populate(num_workers, progress)
+        with _dask_executor(dask) as executor:
+            done = dataset.populate(num_workers, progress, executor=executor)
     except KeyboardInterrupt:
-        held = len(upkeep.record_files(dataset.cache_dir)) if dataset.cache_dir else 0
+        held = len(maintenance.record_files(dataset.cache_dir)) if dataset.cache_dir else 0
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
     say(f"{done.computed} items computed, {done.cached} were cached already")
+
+
+@contextmanager
+def _dask_executor(address: str | None) -> Iterator[Executor | None]:
+    if address is None:
+        yield None
+        return
+    if importlib.util.find_spec("distributed") is None:
+        raise ImportError("--dask needs Dask: pip install 'monai_gds[dask]'")
+    from distributed import Client
+
+    with Client(address) as client:
+        yield client.get_executor()
 
 
 @app.command("explain", epilog="Example: monai-gds cache explain training:make_dataset 0 7")
 def explain(
     function: DatasetFunction,
     indices: Annotated[
-        list[int] | None, typer.Argument(min=0, help="Items to explain; without any, the dataset is.", metavar="I")
+        list[int] | None,
+        typer.Argument(min=0, help="Items to explain. Without any, the dataset is explained.", metavar="I"),
     ] = None,
 ) -> None:
-    """Say whether items are cached, and where one is not, what differs from the record that is most like it.
+    """Print whether items are cached, and for one that is not, what differs from the most similar record.
 
-    Without an item: what of the dataset is cached and what is computed in every epoch. Modules are looked for in the
-    working directory first.
+    Without an item: which part of the dataset is cached and which is computed in every epoch. Modules are looked for in
+    the working directory first.
     """
     dataset: Any = _dataset_from(function)
     for index in indices or []:
@@ -361,7 +389,7 @@ def explain(
 
 
 def _identify(directory: Path) -> Identify:
-    """Tells sources by their content, which is read where the memo of the cache directory does not have it."""
+    """Identifies sources by content, reading those that are not in the memo of the cache directory."""
     from monai_gds.cache.sources import Sources
 
     return Sources("content", str(directory)).identity
@@ -371,13 +399,13 @@ def _dataset_from(function: str) -> GDSDataset:
     """Imports ``module:function``, calls it, and checks what it returns."""
     module, colon, name = function.partition(":")
     if not (module and colon and name):
-        raise typer.BadParameter(f"{function!r} is not of the form module:function", param_hint="FUNCTION")
+        raise typer.BadParameter(f"{function!r} does not have the form module:function", param_hint="FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise  # the module is there, and imports one that is not
+            raise  # the module exists, but imports one that does not
         raise typer.BadParameter(f"no module {e.name!r} in {os.getcwd()} or installed", param_hint="FUNCTION") from None
     if not callable(make):
         raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")

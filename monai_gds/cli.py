@@ -1,4 +1,4 @@
-"""The command ``monai-gds``: parses arguments, prints, sets the exit code. The work is done elsewhere.
+"""The command ``monai-gds``: arguments, output, exit codes. The work is done in the layers below.
 
 Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage, 130 stopped by Ctrl-C.
 """
@@ -18,20 +18,23 @@ import monai_gds
 from monai_gds.bench.cli import app as bench_app
 from monai_gds.blockmap_cli import app as blockmap_app
 from monai_gds.cache_cli import app as cache_app
+from monai_gds.console import in_words, say, stderr, stdout
 from monai_gds.doctor.cli import app as doctor_app
 from monai_gds.errors import MonaiGdsError
+from monai_gds.options import BackendOption, DeviceOption
 from monai_gds.pack_cli import app as pack_app
-from monai_gds.terminal import BackendOption, DeviceOption, console, errors, in_words, say
+
+__all__ = ["app", "main"]
 
 
 class _Stoppable(TyperGroup):
-    """Says that it was stopped: Typer ends on Ctrl-C without a word. What a KeyboardInterrupt says itself is added."""
+    """Prints a line when Ctrl-C stops it, which Typer does not, with the arguments of the KeyboardInterrupt."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as e:
-            say(": ".join(["monai-gds: stopped", *map(str, e.args)]), errors)
+            say(": ".join(["monai-gds: stopped", *map(str, e.args)]), stderr)
             raise typer.Exit(130) from None
 
 
@@ -60,7 +63,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Takes the options that come before a command."""
+    """Options that come before a command."""
 
 
 def _voxels(size: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -74,26 +77,20 @@ def demo(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder with imagesTr/ and labelsTr/ in place of made-up volumes.", exists=True, file_okay=False
+            help="A folder with imagesTr/ and labelsTr/ instead of made-up volumes.", exists=True, file_okay=False
         ),
     ] = None,
-    volumes: Annotated[int, typer.Option(min=1, help="How many volumes to make, or to take from --data.")] = 6,
-    size: Annotated[tuple[int, int, int], typer.Option(help="Voxels of a made-up volume.", callback=_voxels)] = (
-        160,
-        160,
-        96,
-    ),
-    crop: Annotated[tuple[int, int, int], typer.Option(help="Voxels at the end of the pipeline.", callback=_voxels)] = (
-        128,
-        128,
-        96,
-    ),
+    volumes: Annotated[int, typer.Option(min=1, help="Number of volumes to make, or to take from --data.")] = 6,
+    size: Annotated[
+        tuple[int, int, int], typer.Option(help="Size of a made-up volume, in voxels.", callback=_voxels)
+    ] = (160, 160, 96),
+    crop: Annotated[
+        tuple[int, int, int], typer.Option(help="Size at the end of the pipeline, in voxels.", callback=_voxels)
+    ] = (128, 128, 96),
     epochs: Annotated[int, typer.Option(min=2, help="Epochs of each dataset; the first one fills its cache.")] = 4,
     device: DeviceOption = None,
     backend: BackendOption = "auto",
-    keep: Annotated[
-        Path | None, typer.Option(help="A folder for volumes and caches, kept afterwards.", file_okay=False)
-    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep volumes and caches in this folder.", file_okay=False)] = None,
 ) -> None:
     """Make volumes, run epochs over them with GDSDataset and PersistentDataset, and compare times and volumes."""
     from monai_gds import demo as job
@@ -105,17 +102,17 @@ def demo(
         if data is not None:
             items = find_pairs(data)[:volumes]
         else:
-            with console.status(f"writing {volumes} volumes of {size[0]} x {size[1]} x {size[2]} voxels…"):
+            with stdout.status(f"writing {volumes} volumes of {size[0]} x {size[1]} x {size[2]} voxels…"):
                 items = write_volumes(folder / "volumes", volumes, size)
         cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cache-", dir=folder)))
-        same = job.run(items, cache, size=crop, epochs=epochs, device=device, backend=backend, console=console)
+        same = job.run(items, cache, size=crop, epochs=epochs, device=device, backend=backend)
     raise typer.Exit(0 if same else 1)
 
 
 def main() -> None:
-    """Entry point: errors of this package and of the system end as one line and exit code 1, not as a traceback."""
+    """Entry point: expected errors become one line and exit code 1 instead of a traceback."""
     try:
-        app(prog_name="monai-gds")  # also when it is run as python -m monai_gds
+        app(prog_name="monai-gds")  # also for python -m monai_gds
     except (MonaiGdsError, OSError, ValueError, ImportError) as e:
-        say(f"monai-gds: {in_words(e)}", errors)
+        say(f"monai-gds: {in_words(e)}", stderr)
         sys.exit(1)

@@ -1,9 +1,8 @@
-"""``collate``: what MONAI's ``list_data_collate`` gives, faster. The loader calls it; it knows MONAI and torch.
+"""``collate``: the results of MONAI's ``list_data_collate``, faster. The loader's default.
 
-It takes the steps of torch's ``default_collate``, by the same table of functions, and has faster forms of those that
-make a torch tensor of every value: two NIfTI MetaTensors carry 88 values an item. What a faster form does not recognise
-goes to the function in whose place it stands. After any exception the whole batch goes to ``list_data_collate``, so
-that errors are MONAI's too.
+It follows torch's ``default_collate``, by the same table of functions, and replaces those that make a torch tensor of
+every value: an item of two NIfTI MetaTensors has 88 values. What a faster form does not handle goes to the function
+that it replaces. After any exception the whole batch goes to ``list_data_collate``, so errors are MONAI's too.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from monai_gds import huge_pages
+from monai_gds import limits
+from monai_gds.pooled_memory import pooled_empty
 
 __all__ = ["collate"]
 
-#: NumPy dtypes, all native, and what ``torch.as_tensor`` makes of them.
+#: Native NumPy dtypes, and what ``torch.as_tensor`` makes of them.
 _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(name): getattr(torch, name)
     for name in (
@@ -37,7 +37,7 @@ _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
 
 _NUMPY_DTYPES = {kind: dtype for dtype, kind in _TORCH_DTYPES.items()}
 
-#: The dtypes that torch gives to columns of numbers, as NumPy has them. (Of uint64 it makes none.)
+#: NumPy's names of the dtypes that torch gives to columns of numbers. (It cannot collate uint64.)
 _NUMBERS: dict[type, np.dtype[Any]] = {
     bool: np.dtype(np.bool_),
     int: np.dtype(np.int64),
@@ -45,48 +45,45 @@ _NUMBERS: dict[type, np.dtype[Any]] = {
     **{dtype.type: dtype for dtype in _TORCH_DTYPES if dtype != np.uint64},
 }
 
-#: Bytes by which a storage may be larger than the one tensor that it is handed on for: backends allocate whole pages.
+#: How much larger the storage of a tensor that is handed on may be: backends allocate whole pages.
 _SLACK = 8192
 
-#: Batches of as many bytes would be stacked in fresh memory, which the kernel fills with zeros page by page.
-_LARGE_BATCH = 8 << 20
 
-#: Arrays of no more bytes are joined, for all keys of one kind.
+#: Arrays of up to this many bytes are joined, for all keys of one kind.
 _SMALL_ARRAY = 1024
 
-#: References to a tensor of which only its item knows: the item's, its column's, and the one under which it is asked.
+#: References to a tensor that only its item holds: the item's, its column's, and the argument of ``getrefcount``.
 _ONLY_THE_ITEM = 3
 
 
 def collate(batch: Sequence[Any]) -> Any:
-    """Makes a batch of items, as ``monai.data.list_data_collate`` does: types, keys, values, dtypes, devices, metadata.
+    """Makes a batch of items with the types, keys, values, dtypes, devices and metadata of ``list_data_collate``.
 
-    A batch of one is not copied: its tensors are those of the item with an axis more. This holds for a contiguous
-    tensor that fills its storage, needs no gradient and of which nobody but the item knows, which is what GDSDataset's
-    items consist of. The item itself must not be used any more; do not use this function with a dataset that keeps the
-    items that it gives.
+    A batch of one is not copied: its tensors are those of the item with one more axis. This holds for a contiguous
+    tensor that fills its storage, needs no gradient and is referenced by its item alone, such as those of GDSDataset's
+    items. The item must not be used afterwards, so do not use this function with a dataset that keeps its items.
 
-    CUDA tensors are stacked on their device; nothing waits for it. Numbers and small arrays lie in memory of NumPy's,
-    many in one block, and large batches on the CPU in memory that is used again when they are gone, up to 32 MiB of
-    it; so ``resize_`` refuses them, as it does whatever comes from a worker of a DataLoader.
+    CUDA tensors are stacked on their device, without waiting for it. Numbers and small arrays share blocks of NumPy's
+    memory. Large batches on the CPU use a pool of up to 32 MiB. ``resize_`` refuses tensors of either kind, as it does
+    those from a worker of a DataLoader.
 
     Args:
-        batch: items; lists of items, as ``num_samples`` crops give them, are joined.
+        batch: items. Lists of items, such as ``num_samples`` crops, are joined.
 
     Returns:
-        The items' tree, with tensors of shape ``(len(batch), ...)`` in the place of tensors, arrays and numbers, and
-        sequences of ``len(batch)`` in the place of strings.
+        The items' tree, with tensors of shape ``(len(batch), ...)`` in place of tensors, arrays and numbers, and
+        sequences of ``len(batch)`` in place of strings.
 
     Raises:
-        RuntimeError: tensors of different shapes, among others; whatever ``list_data_collate`` raises.
-        TypeError: a type that cannot be collated, None for example.
+        RuntimeError: tensors differ in shape, or whatever else ``list_data_collate`` raises.
+        TypeError: a value cannot be collated, such as None.
 
     Example:
         >>> collate([{"image": torch.zeros(1, 8, 8), "name": "a"}, {"image": torch.ones(1, 8, 8), "name": "b"}])["name"]
         ['a', 'b']
     """
     try:
-        if torch.get_default_device().type != "cpu":  # torch would make tensors of numbers there
+        if torch.get_default_device().type != "cpu":  # where torch would put numbers
             return list_data_collate(batch)
         return _Collation().batch(batch)
     except Exception:
@@ -94,7 +91,7 @@ def collate(batch: Sequence[Any]) -> Any:
 
 
 class _Collation:
-    """One call of :func:`collate`. A column is what all items have in one place of their trees."""
+    """One call of :func:`collate`. A column holds what all items have in one place of their trees."""
 
     def __init__(self) -> None:
         self._handed_on: set[int] = set()  # storages that became part of the batch
@@ -123,7 +120,7 @@ class _Collation:
         return torch_collate.collate(values, collate_fn_map=default_collate_fn_map)
 
     def _mapping(self, keys: Iterable[Any], values: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-        """The columns of dicts, with small arrays of one kind made in one go: NIfTI metadata has 39, of 8 kinds."""
+        """The columns of dicts. Small arrays of one kind are made in one go: NIfTI metadata has 39, of 8 kinds."""
         out = dict.fromkeys(keys)
         kinds: dict[tuple[Any, ...], list[Any]] = {}
         for key in out:
@@ -148,57 +145,48 @@ class _Collation:
         return None if joined is None else list(map(torch.from_numpy, joined.reshape(len(columns), -1, *shape)))
 
     def tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """A batch of one without a copy, of small tensors, or of large ones on the CPU; None for others."""
+        """A batch of one without a copy, of small tensors, or of large ones on the CPU. None for others."""
         if len(values) == 1 and type(values[0]) in (torch.Tensor, MetaTensor) and self._may_hand_on(values):
             return values[0].unsqueeze(0)
         first = values[0]
         if first.is_cuda or first.dtype not in _NUMPY_DTYPES:
             return None
-        if type(first) is torch.Tensor and 0 < first.nbytes <= _SMALL_ARRAY:
-            return self._small_tensors(values)
-        if first.nbytes * len(values) >= _LARGE_BATCH and get_worker_info() is None:
-            return self._large_tensors(values)
-        return None
-
-    def _large_tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Volumes, stacked on huge pages: 8 ms in place of 25 for two of 51 MB. Or crops, in memory that is warm."""
+        nbytes = first.nbytes * len(values)
+        small = type(first) is torch.Tensor and 0 < first.nbytes <= _SMALL_ARRAY
+        if not small and (nbytes < limits.POOLED_BATCH_BYTES or get_worker_info() is not None):
+            return None
         if not _plain_and_alike(values):
             return None
-        first = values[0]
-        memory = huge_pages.used_before(first.nbytes * len(values))
-        return torch.stack(list(values), out=memory.view(first.dtype).view(len(values), *first.shape))
-
-    def _small_tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Affine matrices, for example. NumPy joins them: torch would let go of the interpreter's lock at each step."""
-        first = values[0]
-        if not _plain_and_alike(values):
-            return None
-        joined = _joined([t.numpy() for t in values], _NUMPY_DTYPES[first.dtype])
-        return None if joined is None else torch.from_numpy(joined.reshape(len(values), *first.shape))
+        if small:  # affine matrices, say. NumPy joins them: torch would release the interpreter's lock at each step
+            joined = _joined([t.numpy() for t in values], _NUMPY_DTYPES[first.dtype])
+            return None if joined is None else torch.from_numpy(joined.reshape(len(values), *first.shape))
+        # Volumes, stacked on huge pages: 8 ms for two of 51 MB instead of 25. Or crops, in memory that is warm.
+        out = pooled_empty(nbytes).view(first.dtype).view(len(values), *first.shape)
+        return torch.stack(list(values), out=out)
 
     def _may_hand_on(self, values: Sequence[torch.Tensor]) -> bool:
-        known = sys.getrefcount(values[0])
+        references = sys.getrefcount(values[0])
         tensor = values[0]
-        if known > _ONLY_THE_ITEM or tensor.requires_grad or not tensor.numel() or get_worker_info() is not None:
-            return False  # what a worker gives goes through shared memory, which torch's function takes care of
+        if references > _ONLY_THE_ITEM or tensor.requires_grad or not tensor.numel() or get_worker_info() is not None:
+            return False  # a worker's results go through shared memory, which torch's function allocates
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or not tensor.is_contiguous():
             return False
         storage = tensor.untyped_storage()
         if tensor.is_conj() or tensor.is_neg() or storage.nbytes() > tensor.nbytes + _SLACK:
             return False  # a crop must not keep the volume that it was cut from
-        if storage.data_ptr() in self._handed_on:  # a view of a tensor that the batch has already
+        if storage.data_ptr() in self._handed_on:  # a view of a tensor that is in the batch
             return False
         self._handed_on.add(storage.data_ptr())
         return True
 
     def metatensors(self, values: Sequence[MetaTensor]) -> MetaTensor | None:
-        """As ``collate_meta_tensor_fn``, without the detour that ``torch.stack`` takes through MONAI."""
+        """As ``collate_meta_tensor_fn``, without ``torch.stack``'s detour through MONAI."""
         if set(map(type, values)) != {MetaTensor} or not get_track_meta():
             return None
         metas = [t.meta for t in values]
         if set(map(type, metas)) != {dict} or not all(metas):
             return None
-        common = set.intersection(*[set(meta.keys()) for meta in metas])  # written so, it has the order of MONAI's
+        common = set.intersection(*[set(meta.keys()) for meta in metas])  # in MONAI's order
         if not common:
             return None
         meta = self._mapping(common, metas)
@@ -214,7 +202,7 @@ class _Collation:
         return out
 
     def arrays(self, values: Sequence[np.ndarray]) -> torch.Tensor | None:
-        """Arrays of one dtype and shape, joined byte by byte instead of by way of a torch tensor for each."""
+        """Arrays of one dtype and shape, joined as bytes without a torch tensor for each."""
         if len(values) == 1:
             return self._array(values)
         if set(map(type, values)) != {np.ndarray} or len({a.shape for a in values}) > 1:
@@ -224,13 +212,13 @@ class _Collation:
         return None if joined is None else torch.from_numpy(joined.reshape(len(values), *values[0].shape))
 
     def _array(self, values: Sequence[np.ndarray]) -> torch.Tensor | None:
-        """The one array of a batch of one, without a copy if only the item knows it."""
-        known = sys.getrefcount(values[0])
+        """The array of a batch of one, without a copy if only the item holds it."""
+        references = sys.getrefcount(values[0])
         array = values[0]
         flags = array.flags
         if type(array) is not np.ndarray or array.dtype not in _TORCH_DTYPES or not flags.c_contiguous:
             return None
-        if known > _ONLY_THE_ITEM or not flags.owndata or not flags.writeable:
+        if references > _ONLY_THE_ITEM or not flags.owndata or not flags.writeable:
             array = array.copy()
         return torch.from_numpy(array.reshape(1, *array.shape))
 
@@ -245,7 +233,7 @@ class _Collation:
 
 
 def _plain_and_alike(values: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors, the first of which is on the CPU, only have to be put one behind the other."""
+    """Whether tensors are of one kind and need no resolving. The first must be on the CPU."""
     first = values[0]
     return all(
         type(t) is type(first) and t.dtype == first.dtype and t.shape == first.shape
@@ -256,7 +244,7 @@ def _plain_and_alike(values: Sequence[torch.Tensor]) -> bool:
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: np.dtype[Any]) -> np.ndarray | None:
-    """The elements of arrays of one dtype and shape, one after the other; None for what torch or this cannot do."""
+    """The elements of arrays of one dtype and shape, one after the other. None for types that torch does not have."""
     if dtype not in _TORCH_DTYPES or not arrays[0].size:
         return None
     try:
@@ -276,7 +264,7 @@ _FASTER: dict[Callable[..., Any], Callable[[_Collation, Any], Any]] = {
 
 
 def _torch_function(value: Any) -> Callable[..., Any] | None:
-    """The function that torch collates values of this type with; None for containers and what it does not know."""
+    """The function that torch collates values of this type with. None for containers and unknown types."""
     found = default_collate_fn_map.get(type(value))
     if found is not None:
         return found

@@ -1,7 +1,7 @@
 """``GDSDataset``: MONAI's ``PersistentDataset`` whose cache moves at the speed of the drive and the link.
 
-This file knows MONAI: pipelines, the split, Subsets. It does not know bytes, files or backends: it asks
-:mod:`monai_gds.cache` for an item under a key, and gives it the items that were missing.
+This module is MONAI's side: pipelines, the split, Subsets. Bytes, files and backends are the business of
+:mod:`monai_gds.cache`, which returns the item of a key and takes the items that were missing.
 """
 
 from __future__ import annotations
@@ -12,131 +12,144 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
-from monai_gds.cache.directory import CacheDirectory, Form, PendingItem, Verify, explain, folder_named, prepare, tidy
+from monai_gds.cache.directory import CacheDirectory, folder_named, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
+from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key
+from monai_gds.cache.problems import with_advice
+from monai_gds.cache.reading import PendingItem, Verify
 from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
 from monai_gds.cache.sources import Policy, Sources
-from monai_gds.cache.tree import EncodedItem, compile_tree, encode_item, given_copy
+from monai_gds.cache.tree import EncodedItem, compile_tree, copy_item, encode_item
 from monai_gds.cache.writer import process_writer
-from monai_gds.describe import describe, explain_item, name_of, why_missed
+from monai_gds.describe import describe, explain_item, uncached, why_missed
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
 from monai_gds.item_keys import HashTransform, ItemKeys, MonaiVersion
 from monai_gds.naming import naming
 from monai_gds.populate import Populated, Saved, populate
+from monai_gds.process import Owner
 from monai_gds.ranks import Ranks
 from monai_gds.state import State, applied, apply, capture_all
 from monai_gds.storage import choose_backend, open_storage, resolve_device
-from monai_gds.transforms import Split, uncached_behind
+from monai_gds.transforms import Split
 
 __all__ = ["GDSDataset"]
 
 _log = logging.getLogger("monai_gds")
 
-#: Methods by which an item comes into being.
+#: Methods through which an item is made.
 _WAYS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
 
 
-class Begun(NamedTuple):
-    """An item that :meth:`GDSDataset.begin` began with.
-
-    Attributes:
-        finish: gives it, up to the random transforms.
-        nbytes: bytes that are being read; 0 when it is not cached.
-    """
-
-    finish: Callable[[], Any]
-    nbytes: int = 0
-
-
-class _Finish:
-    """A ``partial`` of ``GDSDataset._finish``, in one object instead of three: hundreds of them are in flight."""
+class Begun:
+    """An item that :meth:`GDSDataset.begin` began. Hundreds are in flight, so this is one small object."""
 
     __slots__ = ("_cache", "_dataset", "_index", "_item", "_key", "_pending")
 
     def __init__(
-        self, dataset: GDSDataset, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None, index: Any
-    ) -> None:
-        self._dataset, self._cache, self._key, self._item, self._pending = dataset, cache, key, item, pending
-        self._index = index
+        self, dataset: GDSDataset, item: Any, index: Any,
+        cache: CacheDirectory | None = None, key: Key | None = None, pending: PendingItem | None = None,
+    ) -> None:  # fmt: skip
+        self._dataset, self._item, self._index = dataset, item, index
+        self._cache, self._key, self._pending = cache, key, pending
 
-    def __call__(self) -> Any:
-        return self._dataset._finish(self._cache, self._key, self._item, self._pending, self._index)
+    @property
+    def cached(self) -> bool:
+        """Whether the item has a record."""
+        return self._pending is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the record that is being read, 0 if there is none."""
+        return 0 if self._pending is None else self._pending.nbytes
+
+    def finish(self) -> Any:
+        """The item up to its random transforms. If it was not cached, it is computed here and saved."""
+        cache, key = self._cache, self._key
+        if cache is None or key is None:
+            return self._dataset._only_compute(self._item, self._index)
+        pending = self._pending
+        # Without one, it may have been saved since: the item comes twice, or another process was faster.
+        found = _look(cache, key, self._item) if pending is None else pending.wait(self._item)
+        if found is None:
+            return self._dataset._fill(cache, key, self._item, self._index)
+        self._dataset._state.why = []  # not every item is missed
+        return found[0]
 
 
-class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type hints to speak of
-    """Caches what the deterministic transforms give, and returns it as tensors on the target device.
+class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Caches the results of the deterministic transforms and returns them as tensors on the target device.
 
-    An item is computed once, up to the first random transform, and written as one record, behind the training (see
-    :meth:`flush`); every later access reads the record straight to ``device`` and runs the random transforms. A hit
-    gives what a miss gave: the same tree, types, dtypes, shapes, values, metadata, applied operations and device, so
-    that ``Invert`` works on cached items. On a CPU target the tensors and arrays are private mappings of the record: a
-    crop touches only the pages it needs, and an in-place transform never reaches the file. (What no mapping can do is
-    to grow: ``resize_`` refuses such a tensor.) On a CUDA target numeric arrays of the item become tensors there, see
-    ``arrays``; arrays inside metadata keep their type and stay on the CPU; string arrays stay NumPy.
+    An item is computed once, up to the first random transform, and saved as one record behind the training (see
+    :meth:`flush`). Every later access reads the record straight to ``device`` and runs the random transforms. A hit
+    equals a miss in tree, types, dtypes, shapes, values, metadata, applied operations and device, so ``Invert`` works
+    on cached items. On a CPU target tensors and arrays are private mappings of the record: a crop reads only the pages
+    it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.) On a CUDA
+    target numeric arrays become tensors there, see ``arrays``. Arrays inside metadata keep their type and stay on the
+    CPU, and string arrays stay NumPy.
 
-    Records are shared: many processes, runs and experiments may use one ``cache_dir`` at once. An item gets a new
-    record when anything changes that it was computed from: the item itself, the transforms with their parameters and
-    code, files that the item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's
-    version. Transforms are looked at when the dataset is made: after changing one in place, assign ``transform`` anew
-    or call :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is, and
-    :meth:`explain` why an item is not. ``monai-gds cache prune`` deletes superseded records, and with ``--pipeline``
-    those of transforms that you gave up. A damaged record is reported, computed anew and replaced; a full or read-only
-    disk costs the cache and not the epoch.
+    Any number of processes, runs and experiments may share one ``cache_dir``. An item gets a new record when anything
+    changes that it was computed from: the item itself, the transforms with their parameters and code, files that the
+    item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's version. Transforms are
+    hashed when the dataset is made: after changing one in place, assign ``transform`` anew or call
+    :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is, and :meth:`explain` why
+    an item is not cached. ``monai-gds cache prune`` deletes superseded records, and with ``--pipeline`` those of
+    pipelines no longer in use. A damaged record is reported, computed anew and replaced. A full or read-only disk
+    costs the cache and not the epoch.
 
-    In the workers of a DataLoader (``num_workers > 0``), and in forked processes, items come as CPU tensors.
+    In the workers of a DataLoader (``num_workers > 0``) and in forked processes, items come as CPU tensors.
 
     Args:
         data: items, usually dicts of file names.
         transform: a ``Compose`` or a sequence of transforms, deterministic ones first.
-        cache_dir: where the records are; made when it is missing, ``~`` is the home directory. None means that nothing
-            is cached.
-        device: the target: an int or ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for the current CUDA device
-            if there is one and the CPU if not.
+        cache_dir: folder of the records, made when it is missing. ``~`` is the home directory. None: nothing is cached.
+        device: the target: an int or ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for the current CUDA device,
+            or the CPU if there is none.
         hash_func: item -> hash as bytes. The default is stable from run to run; MONAI's ``pickle_hashing`` is not.
-        hash_transform: transforms -> hash as bytes; its result is part of every key, so that changed transforms are
-            never served stale. None leaves transforms out of the key.
+        hash_transform: transforms -> hash as bytes, which is part of every key, so changed transforms are never served
+            stale. None leaves transforms out of the key.
         reset_ops_id: removes the identity of transform objects from applied operations, so that other instances of the
             same transforms can invert cached items.
-        pickle_module: accepted for MONAI's sake, without effect: nothing is pickled.
+        pickle_module: accepted for compatibility with MONAI, without effect: nothing is pickled.
         pickle_protocol: without effect.
         track_meta: False turns MetaTensors into plain tensors, on a miss and a hit alike.
         weights_only: without effect: reading a record cannot run code.
-        backend: how bytes are moved: ``"auto"`` takes KvikIO for CUDA targets where it works and ``"posix"`` otherwise;
-            a name means that backend or an error. See :func:`monai_gds.available_backends`.
-        backend_options: keyword arguments for the backend, see its class.
-        sources: how the files that an item or a transform names are told from one another. A string of an item names
-            one if a transform whose name begins with ``Load`` reads its key, or if it looks like a path; a folder
-            counts with everything in it, and only where its path is absolute or has a separator. ``"content"``: by
-            size and content. The content is read when it was not seen before, and remembered in ``cache_dir`` as long
-            as inode and times stay. ``"once"``: the same, but each file is looked at once per process. ``"stat"``: by
-            size and mtime, which is blind to a file that was replaced with its mtime kept. A function path -> str,
-            bytes or None (is not a source). None: files do not count.
-        root: a folder that keys and records are relative to, so that a cache goes on serving data that were moved or
-            copied: paths below it, in items, transforms, metadata and applied operations, are stored without it and
+        backend: how bytes are moved. ``"auto"`` takes the first that works for the device. A name means that backend
+            or an error. See :func:`monai_gds.available_backends`.
+        backend_options: keyword arguments of the backend, see its class.
+        sources: how the identity of files that an item or a transform names is determined. A string of an item names
+            a file if a transform whose name begins with ``Load`` reads its key, or if it looks like a path. A folder
+            counts with everything in it, and only if its path is absolute or has a separator. ``"content"``: by
+            size and content. Content is read the first time, and remembered in ``cache_dir`` while inode and times
+            stay the same. ``"once"``: the same, but each file is looked at once per process. ``"stat"``: by
+            size and mtime, which misses a file that was replaced with its mtime kept. A function path -> str,
+            bytes or None (not a source). None: files do not count.
+        root: a folder that keys and records are relative to, so that a cache still serves data that were moved or
+            copied. Paths below it, in items, transforms, metadata and applied operations, are stored without it and
             come back below the root of the reader.
         monai_version: how much of MONAI's version is part of the key: ``"exact"``, ``"minor"`` or None.
         arrays: how numeric arrays of items come: ``"numpy"`` (CPU targets only), ``"torch"``, or ``"auto"``, which is
             ``"numpy"`` on a CPU target.
-        unsupported: what happens to an item that holds something that a record cannot store: ``"warn"`` computes it in
+        unsupported: what happens to an item with a value that a record cannot store: ``"warn"`` computes it in
             every epoch, with one warning; ``"error"`` raises UnsupportedType.
-        verify: when the checksums of what was read are compared: ``"first"`` (once for each file and process;
-            with the backend ``"xnvme-block"``, at every read), ``"always"`` or ``"never"``.
-        durable: whether a record survives a power cut from the moment the item is returned: it is written before that,
-            and fsync takes about 0.2 ms. If not, a record that a power cut tore is found by its checksum and computed
-            anew.
+        verify: when checksums are compared: ``"first"`` (once per file and process; at every read with a backend that
+            reads behind the file system's back), ``"always"`` or ``"never"``.
+        durable: whether a record survives a power cut from the moment its item is returned. It is then written before
+            that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
+            computed anew.
 
     Raises:
         TypeError: ``data`` is not a sequence; ``cache_dir`` is not a path.
@@ -186,7 +199,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         if not callable(sources):
             _check_choice("sources", sources, "content", "stat", "once", None)
         _check_data(data)
-        # cache_dir is not for the base class: it would raise where ours only warns, and hashes transforms its own way.
+        # Without cache_dir: the base class would raise where ours only warns, and hash transforms its own way.
         super().__init__(
             data=data,
             transform=transform,
@@ -211,29 +224,28 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self.unsupported = unsupported
         self.verify: Verify = verify
         self.durable = durable
-        self._made_by = os.getpid()
-        self._state = _State()
+        self._state = _Runtime()
         self._unmade = False
-        self._computes_under: State | None = None  # of a copy that computes for another process
+        self._computes_under: State | None = None  # of a copy that computes in another process
         if cache_dir is not None:
-            self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # the user may change the working directory
+            self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # of now: it may change
             self._unmade = not prepare(self.cache_dir)
-        self._split_now()
+        self.split()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
 
     # What MONAI's datasets offer
 
     def set_data(self, data: Sequence[Any]) -> None:
-        """Takes new data. No record is deleted: others may use them.
+        """Takes new data. No record is deleted, since others may use it.
 
         Raises:
-            TypeError: it is no sequence.
+            TypeError: ``data`` is not a sequence.
         """
         _check_data(data)
         self.data = data
 
     def set_transform_hash(self, hash_xform_func: HashTransform) -> None:
-        """Hashes the deterministic transforms and the settings of their ``Compose``; None leaves them out of the key.
+        """Hashes the deterministic transforms and the settings of their ``Compose``. None leaves them out of the key.
 
         Raises:
             HashingError: a transform has no stable hash.
@@ -250,13 +262,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self.transform_hash = self._state.keys.transform_hash
 
     def _pre_transform(self, item_transformed: Any) -> Any:
-        out = self._split_now().before(item_transformed)
+        out = self.split().before(item_transformed)
         if self.reset_ops_id:
             _reset_ops_id(out)
         return out
 
     def _post_transform(self, item_transformed: Any) -> Any:
-        return self._split_now().after(item_transformed)
+        return self.split().after(item_transformed)
 
     def _transform(self, index: int) -> Any:
         if type(self)._cachecheck is not GDSDataset._cachecheck:  # a subclass's own way from an item to its transforms
@@ -267,7 +279,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return self._begin([item_transformed], [None])[0].finish()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several items at once: all reads are under way before the first is waited for.
+        """Several items at once: all reads begin before the first is waited for.
 
         torch's and MONAI's loaders call this for a batch. Random transforms run afterwards, in the order of indices.
         """
@@ -277,27 +289,27 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
 
     @classmethod
     def changes_items(cls) -> bool:
-        """Whether a subclass has its own way to an item, so that nobody may go past it."""
+        """Whether a subclass overrides a method that makes items, so that loaders must call it."""
         return any(getattr(cls, way) is not getattr(GDSDataset, way) for way in _WAYS)
 
     # For loaders that read ahead
 
     def begin(self, indices: Sequence[int]) -> list[Begun]:
-        """Starts reading those items that are cached.
+        """Begins to read the items that are cached.
 
         Returns:
-            What :meth:`end` takes, in the same process and thread, for each of the indices.
+            One object per index, for :meth:`end` in the same process and thread.
         """
         return self._begin([self.data[i] for i in indices], indices)
 
     def end(self, begun: Begun) -> Any:
-        """The item, on the device, behind its random transforms. What was not cached is computed here, and saved."""
+        """The item on the device, behind its random transforms. If it was not cached, it is computed and saved."""
         return self._post_transform(begun.finish())
 
     @property
     def caches(self) -> bool:
-        """Whether there is a cache directory, and something to cache before the first random transform."""
-        return self.cache_dir is not None and bool(self._split_now().deterministic)
+        """Whether there is a cache directory, and a deterministic transform in front."""
+        return self.cache_dir is not None and bool(self.split().deterministic)
 
     # Filling the cache ahead of training
 
@@ -307,16 +319,22 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         progress: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
+        *,
+        executor: Executor | None = None,
     ) -> Populated:
         """Runs the deterministic transforms over every item that is not cached yet.
 
-        Records are published one by one: after a kill, call it again and it goes on. An item that fails is reported at
-        the end and does not stop the others.
+        Records are published one by one, so after a kill another call continues where the first one stopped. An item
+        that fails, or kills the workers that compute it, does not stop the others: it is reported at the end.
 
         Workers are forked while CUDA is not initialised, else spawned, and threads (with a warning) where the dataset
         cannot be pickled. Transforms that use CUDA themselves need ``num_workers=0`` or an initialised CUDA.
 
-        Under torch.distributed every rank must call this: they share the items out, each waits until all have done
+        An executor may have its workers on other hosts, such as Dask's ``client.get_executor()``, mpi4py's
+        ``MPIPoolExecutor`` or :class:`monai_gds.engines.RayExecutor`. They must see ``cache_dir`` and the source files
+        under the same paths, and be able to import what the dataset is made of.
+
+        Under torch.distributed every rank must call this. The ranks share the items out, each waits until all have done
         theirs, however long that takes, and what fails on one is raised by all. For cache directories that are local
         to a node, give its local rank and world size.
 
@@ -326,24 +344,38 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             rank: this process's; default: torch.distributed's where it is initialised, else 0.
             world_size: how many processes share the items; default: torch.distributed's where it is initialised, else
                 1. With 1 the process waits for no other.
+            executor: computes the items in place of ``num_workers``. It is not shut down.
 
         Returns:
             How many items were cached already and how many were computed, on all ranks together.
 
         Raises:
-            PopulateError: items failed, or another rank did; all items that did not fail are cached.
+            PopulateError: items failed, another rank did, or the workers of ``executor`` cannot do the work; all items
+                that did not fail are cached.
             NotSaved: the cache directory takes no more.
-            WorkerDied: a worker was killed; what was finished is cached.
-            ValueError: there is no ``cache_dir``, or an argument is out of range.
+            WorkerDied: a worker of ``executor`` died and took it along, or all workers die; what was finished is
+                cached.
+            ValueError: there is no ``cache_dir``, an argument is out of range, or the dataset cannot be pickled for the
+                workers of ``executor``.
+
+        Example:
+            >>> import tempfile
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from monai.transforms import Compose, ScaleIntensityd
+            >>> items = [{"image": torch.rand(1, 8, 8)} for _ in range(3)]
+            >>> with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as executor:
+            ...     dataset = GDSDataset(items, Compose([ScaleIntensityd("image")]), folder, device="cpu")
+            ...     dataset.populate(executor=executor)
+            Populated(cached=0, computed=3)
         """
         if self.cache_dir is None:
             raise ValueError("there is no cache to fill: the dataset was made with cache_dir=None")
         ranks = Ranks(rank, world_size)
         if not self.caches:
-            return Populated(0, 0)  # of which the user has been warned
+            return Populated(0, 0)  # the user has been warned of it
         why = self._why_to_populate() if ranks.rank == 0 else []  # before records of this run are in the index
         try:
-            done = populate(self.for_saving(), num_workers, progress, ranks)
+            done = populate(self.for_saving(), num_workers, executor, progress, ranks)
         finally:
             self.tidy()
         if not done.cached:
@@ -351,14 +383,14 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return done
 
     def tidy(self) -> None:
-        """Removes what killed processes left half-written in the cache directory."""
+        """Removes the half-written files of killed processes from the cache directory."""
         if self.cache_dir is not None:
             tidy(self.cache_dir)
 
     def for_saving(self) -> GDSDataset:
-        """This dataset for a process that only makes records, which are the same for every target device."""
+        """A copy for a process that only makes records, which are equal for all target devices."""
         view = copy(self)
-        self._split_now()
+        self.split()
         view._computes_under = None if self._state.keys is None else self._state.keys.capture()
         if self.device.type != "cpu":
             view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
@@ -377,7 +409,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return cache.holds(key.digest)
 
     def explain(self, index: int) -> str:
-        """Says whether an item is a hit or a miss, and at a miss what differs from the record that is most like it.
+        """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record.
 
         Args:
             index: of the item.
@@ -401,17 +433,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     def __str__(self) -> str:
         return describe(self)
 
-    def split(self) -> Split:
-        """The pipeline in two halves: what is cached, and what runs in every epoch."""
-        return self._split_now()
-
     def key(self, index: int) -> Key:
         """The key of an item, made now.
 
         Raises:
             HashingError: the item has no stable hash.
         """
-        self._split_now()
+        self.split()
         assert self._state.keys is not None, "made with the split"
         return self._state.keys([self.data[index]])[0]
 
@@ -421,19 +449,19 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return "" if cache is None else cache.record_path(key.digest)
 
     def save(self, index: int, anyway: bool = False) -> Saved:
-        """Sees to it that an item has a record, unless somebody else is just computing it.
+        """Makes the record of an item, unless there is one or another process is computing it.
 
         Args:
             index: of the item.
-            anyway: computes it too if somebody else does.
+            anyway: computes it even if another process does.
 
         Returns:
-            Whether it was cached, was computed, or is being computed by somebody else.
+            Whether it was cached, was computed, or is being computed by another process.
 
         Raises:
             NotSaved: the record cannot be written.
             FileChanged: a file that the item names changed while it was computed.
-            Exception: what the transforms raise.
+            Exception: whatever the transforms raise.
         """
         with nullcontext() if self._computes_under is None else applied(self._computes_under):
             return self._save(self.data[index], index, anyway)
@@ -447,7 +475,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         if lease is None and not anyway:
             return Saved("busy")
         with lease or leases.none(key.digest):
-            if cache.holds(key.digest):  # whoever had the lease may have just finished
+            if cache.holds(key.digest):  # the lease's last holder may have just finished
                 return Saved("cached")
             began = time.perf_counter()
             encoded, _ = self._compute(item, index, "error")
@@ -458,11 +486,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             try:
                 cache.save(key, encoded)
             except OSError as e:
-                raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {explain(e)}") from e
+                raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {with_advice(e)}") from e
         return Saved("computed", seconds)
 
     def _place(self, item: Any) -> tuple[CacheDirectory, Key]:
-        self._split_now()
+        self.split()
         cache = self._cache()
         assert cache is not None and self._state.keys is not None, "the caller has checked that items are cached"
         return cache, self._state.keys([item])[0]
@@ -470,36 +498,27 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     # The cache
 
     def _begin(self, items: Sequence[Any], indices: Sequence[Any]) -> list[Begun]:
-        split = self._split_now()
+        split = self.split()
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
-            return [Begun(partial(self._only_compute, *one)) for one in zip(items, indices, strict=True)]
+            return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         keys = self._state.keys(items)
         pendings = cache.start_all([key.digest for key in keys])
         return [
-            Begun(_Finish(self, cache, key, item, pending, index), 0 if pending is None else pending.nbytes)
-            for key, item, pending, index in zip(keys, items, pendings, indices, strict=True)
+            Begun(self, item, index, cache, key, pending)
+            for item, index, key, pending in zip(items, indices, keys, pendings, strict=True)
         ]
-
-    def _finish(self, cache: CacheDirectory, key: Key, item: Any, pending: PendingItem | None, index: Any) -> Any:
-        if pending is None:  # since then it may have been saved: the item comes twice, or another process was faster
-            pending = cache.start(key.digest)
-        found = None if pending is None else pending.wait(item)
-        if found is None:
-            return self._fill(cache, key, item, index)
-        self._state.why = []  # not every item is missed
-        return found[0]
 
     def _only_compute(self, item: Any, index: Any) -> Any:
         encoded, _ = self._compute(item, index, "pass")
         return self._assemble(encoded, item)
 
     def _compute(self, item: Any, index: Any, unsupported: str) -> tuple[EncodedItem, bool]:
-        """Computes an item and takes it apart; what goes wrong names the item.
+        """Computes an item and takes it apart. Errors name the item.
 
         Args:
             item: of the dataset.
-            index: its index, where it is known.
+            index: its index, if known.
             unsupported: what to do about a value that a record cannot hold: ``"error"``, ``"warn"`` or ``"pass"``.
 
         Returns:
@@ -507,7 +526,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         """
         began = time.perf_counter()
         with naming(index, item):
-            mine, given = given_copy(item)  # transforms write into what they are given
+            mine, given = copy_item(item)  # transforms may write into it
             computed = self._pre_transform(mine)
             try:
                 encoded, storable = encode_item(computed, root=self.root, given=given), True
@@ -533,20 +552,20 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
 
     def _save_behind(self, cache: CacheDirectory, key: Key, item: Any, encoded: EncodedItem, lease: Lease) -> None:
         assert self._state.keys is not None, "the key came from there"
-        # A source or a setting that changed meanwhile may have been seen before or after: the item fits neither key.
+        # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
         changed = key.changes(self._state.keys([item])[0])
         if changed:
             self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
             return
         # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
-        if self.durable or _in_worker() or self._made_by != os.getpid():
+        if self.durable or _in_worker() or not self._state.owner.is_this_process():
             cache.publish(key, encoded)
         else:
             cache.publish_behind(key, encoded, lease.hand_over())
         self._state.keys.flush()
 
     def _assemble(self, encoded: EncodedItem, item: Any) -> Any:
-        """An item that was just computed, put together exactly as if it had been read."""
+        """Puts an item that was just computed together exactly as if it had been read."""
         device = self.target()
         tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
         return compile_tree(encoded.tree, encoded.arrays, tensors, **self._form()._asdict())(tensors, item)
@@ -556,7 +575,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         return Form(self.track_meta, numpy, self.root)
 
     def _note_miss(self, cache: CacheDirectory, key: Key) -> None:
-        """Warns once, with the reason, when all items missed over a folder that has records of a similar pipeline."""
+        """Warns once, with the reason, when all items missed though the folder has records of a similar pipeline."""
         state = self._state
         state.misses += 1
         if state.misses == 1:
@@ -567,7 +586,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             state.why = []
 
     def _why_missed(self, cache: CacheDirectory, key: Key) -> list[str]:
-        """What differs from the nearest record; looked up before records of this run are in the index."""
+        """What differs from the nearest record. Called before the index has records of this run."""
         cache.warn_of_older_format()
         return why_missed(cache.index, key) if cache.index is not None else []
 
@@ -581,22 +600,22 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
             )
 
     def _why_to_populate(self) -> list[str]:
-        """As :meth:`_why_missed` for the first item; nothing where it has a record."""
+        """As :meth:`_why_missed` for the first item; empty if it has a record."""
         try:
             cache, key = self._place(self.data[0])
             return [] if cache.holds(key.digest) else self._why_missed(cache, key)
-        except Exception:  # raised again where failures are noted
+        except Exception:  # populating raises it again, and notes it
             return []
 
     def _warn_once(self, kind: type[Exception], message: str) -> None:
-        if kind not in self._state.said:
-            self._state.said.add(kind)
+        if kind not in self._state.warned:
+            self._state.warned.add(kind)
             warnings.warn(message, CacheWarning, stacklevel=5)
 
     def flush(self) -> None:
-        """Waits until every item computed so far is saved, or the reason why it was not has been warned of.
+        """Waits until every item computed so far is saved, or a warning has given the reason why not.
 
-        The interpreter does so by itself before it ends, as does the end of a ``with dataset:`` block.
+        The end of a ``with dataset:`` block does the same, and so does the end of the interpreter.
         """
         process_writer().flush()
 
@@ -607,11 +626,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
         self.flush()
 
     def _cache(self) -> CacheDirectory | None:
-        """This process's own view of the cache directory: threads, streams and pinned memory do not survive a fork."""
+        """This process's view of the cache directory: threads, streams and pinned memory do not survive a fork."""
         if self.cache_dir is None:
             return None
         state = self._state
-        if state.cache is None or state.process != os.getpid():
+        if state.cache is None or not state.cache_owner.is_this_process():
             device = self.target()
             backend = self.backend if device == self.device else "auto"
             options = self.backend_options if device == self.device else {}
@@ -624,47 +643,39 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
                 index=Index(self.cache_dir),
                 unmade=self._unmade,
             )
-            state.process = os.getpid()
+            state.cache_owner = Owner()
         return state.cache
 
     def target(self) -> torch.device:
-        """Where items come in this process: the device; or the CPU in a worker of a DataLoader or a forked process.
+        """Where items come in this process: the device, or the CPU in a worker of a DataLoader or a forked process.
 
         CUDA does not work in a forked process. In a spawned worker it does, but MONAI cannot send a CUDA MetaTensor
-        back ("sharing CUDA metatensor across processes not implemented", raised in a thread that nobody listens to).
+        back ("sharing CUDA metatensor across processes not implemented", raised in a thread where it is lost).
         """
         worker = torch.utils.data.get_worker_info()
-        if self.device.type == "cpu" or (worker is None and self._made_by == os.getpid()):
+        if self.device.type == "cpu" or (worker is None and self._state.owner.is_this_process()):
             return self.device
-        if not self._state.said_cpu and (worker is None or worker.id == 0):
+        if not self._state.warned_of_cpu and (worker is None or worker.id == 0):
             warnings.warn(
                 f"CUDA cannot be used in a worker or forked process: items come as CPU tensors instead of on "
                 f"{self.device}. Use num_workers=0 with ThreadDataLoader.",
                 stacklevel=2,
             )
-        self._state.said_cpu = True
+        self._state.warned_of_cpu = True
         return torch.device("cpu")
 
-    def _split_now(self) -> Split:
-        """The split of the pipeline, made anew when ``transform`` was replaced."""
+    def split(self) -> Split:
+        """The pipeline in two halves: what is cached, and what runs in every epoch."""
         state = self._state
-        if state.split is None or state.split.compose is not self.transform:
+        if state.split is None or state.split.compose is not self.transform:  # the first time, or it was replaced
             state.split = Split(self.transform)
             try:
                 self.set_transform_hash(self.hash_transform)
             except BaseException:
-                state.split = None  # or the next access would go on with the key of the transforms before
+                state.split = None  # or the next access would use the key of the old transforms
                 raise
-            if self.cache_dir is not None and not state.split.deterministic:
-                warnings.warn(f"nothing is cached: {_why_not(state.split.rest)}", CacheWarning, stacklevel=3)
-            elif self.cache_dir is not None and (behind := uncached_behind(state.split.rest)):
-                warnings.warn(
-                    f"{behind} transforms behind {name_of(state.split.rest[0])} run in every epoch although they are "
-                    "deterministic, since it is not a Transform of MONAI's and counts as random: use Lambda or "
-                    "Lambdad, or derive it from monai.transforms.Transform",
-                    CacheWarning,
-                    stacklevel=3,
-                )
+            if self.cache_dir is not None and (why := uncached(state.split)):
+                warnings.warn(why, CacheWarning, stacklevel=3)
         return state.split
 
     # Going to another process
@@ -675,51 +686,40 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI has no type 
     def __setstate__(self, state: dict[str, Any]) -> None:
         settings = state.pop("_settings")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            apply(settings)  # a process that is just being spawned, by a loader say, begins with the defaults
+            apply(settings)  # a process that is just being spawned starts with the defaults
         self.__dict__.update(state)
-        self._made_by = os.getpid()
-        self._state = _State()
+        self._state = _Runtime()
 
 
-class _State:
-    """What belongs to one process and is made on demand.
+class _Runtime:
+    """What a dataset makes on demand, and does not take along to another process.
 
-    It has slots and no ``__dict__`` because MONAI's ``set_rnd`` walks every ``__dict__`` that it can reach from a
-    dataset, and would seed the transforms that are reachable from here a second time.
+    It has slots because MONAI's ``set_rnd`` walks every ``__dict__`` that it can reach from a dataset, and would seed
+    the transforms that are reachable from here a second time.
     """
 
-    __slots__ = ("cache", "keys", "misses", "process", "said", "said_cpu", "split", "why")
+    __slots__ = ("cache", "cache_owner", "keys", "misses", "owner", "split", "warned", "warned_of_cpu", "why")
 
     def __init__(self) -> None:
+        self.owner = self.cache_owner = Owner()
         self.split: Split | None = None
         self.keys: ItemKeys | None = None
-        self.misses = 0
-        self.said: set[type[Exception]] = set()
-        self.why: list[str] = []  # what differs from the records that are there, while every item misses
         self.cache: CacheDirectory | None = None
-        self.process = 0
-        self.said_cpu = False
+        self.misses = 0
+        self.why: list[str] = []  # what differs from the nearest record, while every item misses
+        self.warned: set[type[Exception]] = set()
+        self.warned_of_cpu = False
 
 
 def _check_data(data: Any) -> None:
-    """Refuses what has no items by number. A mapping would be asked for its keys 0, 1, ..., text give its letters."""
+    """Refuses what has no items by number. A mapping has them by key, and the items of a text are its letters."""
     by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if not by_number or isinstance(data, (Mapping, str, bytes)):
         raise TypeError(f"data is a {type(data).__name__}: give a sequence of items, such as a list of dicts")
 
 
-def _why_not(rest: list[Callable[..., Any]]) -> str:
-    """Why nothing is cached of a pipeline that is ``rest``, all of it behind the cache."""
-    if not rest:
-        return "there is no transform"
-    return (
-        f"the pipeline begins with {name_of(rest[0])}, and only what comes before the first random transform (or "
-        "callable that is not a MONAI Transform) is"
-    )
-
-
 def _look(cache: CacheDirectory, key: Key, item: Any) -> Any:
-    """The computed item in a tuple, if its record is there by now."""
+    """The item in a tuple if it has a record by now, else None."""
     pending = cache.start(key.digest)
     return None if pending is None else pending.wait(item)
 
@@ -734,7 +734,7 @@ def _check_choice(name: str, value: Any, *choices: str | None) -> None:
 
 
 def _root_named(root: str | os.PathLike[str]) -> str:
-    """The folder that a user's ``root`` names, absolute, without a slash at its end."""
+    """The folder that ``root`` names, absolute, without a trailing slash."""
     path = os.path.abspath(folder_named(root, "root"))
     if not os.path.isdir(path):
         raise ValueError(f"root={os.fspath(root)!r} is not a folder: name the one that the data lie in")

@@ -1,6 +1,6 @@
-"""The main job, end to end: NIfTI volumes, a MONAI pipeline, epochs with GDSDataset beside PersistentDataset.
+"""``monai-gds demo``, end to end: NIfTI volumes, a MONAI pipeline, epochs of GDSDataset beside PersistentDataset.
 
-``monai-gds demo`` calls :func:`run`. It only uses what a user has.
+It uses public names only, as a user would.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,19 @@ from monai.transforms import (
     ResizeWithPadOrCropd,
     Spacingd,
 )
-from rich.console import Console
 from rich.table import Table
 
+from monai_gds.console import progress, say, show, stdout
 from monai_gds.dataset import GDSDataset
 from monai_gds.loader import GDSDataLoader
 from monai_gds.storage import resolve_device
-from monai_gds.terminal import progress, say, show
 
 __all__ = ["pipeline", "run"]
 
 KEYS = ("image", "label")
 SEED = 7
 
-#: Epochs of the cached part alone that count, a short one each; the datasets take turns.
+#: Timed epochs of the cached part alone. They are short, and the datasets take turns.
 READINGS = 7
 
 
@@ -45,7 +43,7 @@ def pipeline(size: Sequence[int], *, random: bool = True) -> Compose:
     """The pipeline of MONAI's GDS tutorial.
 
     Args:
-        size: the voxels that volumes are padded or cropped to at the end.
+        size: voxels that volumes are padded or cropped to at the end.
         random: False leaves out everything from the first random transform on.
     """
     deterministic = [
@@ -62,37 +60,21 @@ def pipeline(size: Sequence[int], *, random: bool = True) -> Compose:
     return compose.set_random_state(SEED)
 
 
-@dataclass
-class Times:
-    """Seconds an epoch of one dataset, with everything and for the cached part alone."""
-
-    epochs: list[float] = field(default_factory=list)
-    reading: list[float] = field(default_factory=list)
-
-
 def run(
-    items: list[dict[str, str]],
-    cache: Path,
-    *,
-    size: Sequence[int],
-    epochs: int,
-    device: str | None,
-    backend: str,
-    console: Console,
+    items: list[dict[str, str]], cache: Path, *, size: Sequence[int], epochs: int, device: str | None, backend: str
 ) -> bool:
-    """Runs the epochs, compares the volumes, prints the table.
+    """Runs the epochs, prints the table and compares the volumes.
 
     Args:
         items: pairs of NIfTI files.
-        cache: an empty folder for both caches.
+        cache: an empty folder for all caches.
         size: see :func:`pipeline`.
-        epochs: how many of each, at least 2: the first one fills the cache.
+        epochs: epochs of each, at least 2: the first one fills the cache.
         device: see :class:`GDSDataset`.
         backend: see :class:`GDSDataset`.
-        console: where progress and the table go.
 
     Returns:
-        Whether both datasets gave the same volumes.
+        Whether both datasets returned the same volumes.
     """
     target = resolve_device(device)
 
@@ -103,30 +85,31 @@ def run(
         return PersistentDataset(items, transform, cache / "persistent", track_meta=True, weights_only=False)
 
     dataset = ours(pipeline(size))
-    say(f"target {target}, backend {dataset.backend} ({dataset.backend_reason})", console)
+    say(f"target {target}, backend {dataset.backend} ({dataset.backend_reason})")
     loaders: dict[str, Callable[[Compose], DataLoader]] = {
         "PersistentDataset": lambda transform: ThreadDataLoader(theirs(transform), batch_size=1, num_workers=0),
         "GDSDataset": lambda transform: ThreadDataLoader(ours(transform), batch_size=1, num_workers=0),
         "GDSDataset, GDSDataLoader": lambda transform: GDSDataLoader(ours(transform, "loader"), batch_size=1),
     }
-    times = {name: Times() for name in loaders}
-    with progress(console) as bars:
+    whole: dict[str, list[float]] = {name: [] for name in loaders}
+    cached: dict[str, list[float]] = {name: [] for name in loaders}
+    with progress(stdout) as bars:
         task = bars.add_task("", total=len(items) * len(loaders) * (epochs + 1 + READINGS))
         step = partial(bars.advance, task)
         for name, make in loaders.items():
             bars.update(task, description=name)
             loader = make(pipeline(size))
-            times[name].epochs = [_epoch(loader, target, step) for _ in range(epochs)]
+            whole[name] = [_epoch(loader, target, step) for _ in range(epochs)]
         bars.update(task, description="cache alone")
-        cached = {name: make(pipeline(size, random=False)) for name, make in loaders.items()}
+        short = {name: make(pipeline(size, random=False)) for name, make in loaders.items()}
         for _ in range(1 + READINGS):
-            for name, loader in cached.items():
-                times[name].reading.append(_epoch(loader, target, step))
+            for name, loader in short.items():
+                cached[name].append(_epoch(loader, target, step))
     cached_items = ours(pipeline(size, random=False))
     nbytes = sum(cached_items[i][key].nbytes for i in range(len(items)) for key in KEYS)
-    show(_table(times, nbytes, target), console)
+    show(_table(whole, cached, nbytes, target))
     same = _same(ours, theirs, size, target)
-    console.print(
+    stdout.print(
         "same volumes, value by value, under the same seed" if same else "[red]the two datasets gave different volumes",
         highlight=False,
     )
@@ -134,7 +117,7 @@ def run(
 
 
 def _epoch(loader: DataLoader, device: torch.device, step: Callable[[], object]) -> float:
-    """Seconds of one epoch. Every batch is summed on the device, for a mapping reads nothing before somebody looks."""
+    """Seconds of one epoch. Every batch is summed on the device: a mapping reads nothing before it is accessed."""
     start = time.perf_counter()
     for batch in loader:
         for key in KEYS:
@@ -145,18 +128,17 @@ def _epoch(loader: DataLoader, device: torch.device, step: Callable[[], object])
     return time.perf_counter() - start
 
 
-def _table(times: dict[str, Times], nbytes: int, device: torch.device) -> Table:
+def _table(whole: dict[str, list[float]], cached: dict[str, list[float]], nbytes: int, device: torch.device) -> Table:
     table = Table(title=f"{nbytes / 1e6:.0f} MB of cached volumes to {device}", title_justify="left")
-    table.caption = "ThreadDataLoader if none is named; cache alone: epochs without random transforms"
+    table.caption = "ThreadDataLoader unless named; cache alone: epochs without random transforms"
     for heading in ("", "first epoch", "later epochs", "cache alone", "GB/s", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
-    reading = {name: statistics.median(t.reading[1:]) for name, t in times.items()}
-    for name, t in times.items():
-        later = statistics.median(t.epochs[1:])
+    reading = {name: statistics.median(seconds[1:]) for name, seconds in cached.items()}
+    for name, seconds in whole.items():
         table.add_row(
             name,
-            f"{t.epochs[0]:.2f} s",
-            f"{later:.2f} s",
+            f"{seconds[0]:.2f} s",
+            f"{statistics.median(seconds[1:]):.2f} s",
             f"{reading[name]:.3f} s",
             f"{nbytes / reading[name] / 1e9:.2f}",
             f"{reading['PersistentDataset'] / reading[name]:.1f}",
@@ -165,15 +147,14 @@ def _table(times: dict[str, Times], nbytes: int, device: torch.device) -> Table:
 
 
 def _same(ours: Any, theirs: Any, size: Sequence[int], device: torch.device) -> bool:
-    """Compares items value by value: the cached ones, and on the CPU also those behind the random transforms.
+    """Compares items value by value: cached ones, and on the CPU also those behind the random transforms.
 
-    (A GPU rounds an interpolation differently, so there only what was cached can be equal to the last bit.)
+    A GPU rounds interpolations differently, so only the cached part can be equal to the last bit there.
     """
-    kinds = (True, False) if device.type == "cpu" else (False,)
-    for random in kinds:
+    for random in (True, False) if device.type == "cpu" else (False,):
+        # Each pipeline draws from its own copy of the same random state, item by item.
         a, b = ours(pipeline(size, random=random)), theirs(pipeline(size, random=random))
         for i in range(len(a)):
-            # Both pipelines draw from their own copy of the same random state, item by item.
             x, y = a[i], b[i]
             if not all(torch.equal(x[k].as_tensor().cpu(), y[k].as_tensor()) for k in KEYS):
                 return False

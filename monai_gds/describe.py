@@ -1,7 +1,7 @@
-"""What a user may want to know of a dataset, in words: what is cached, and why an item is not.
+"""Descriptions of a dataset for its user: what is cached, and why an item is not.
 
-Called by ``print(dataset)``, :meth:`GDSDataset.explain`, and the warning after an epoch of misses. It reads, and
-changes nothing.
+Used by ``print(dataset)``, :meth:`GDSDataset.explain`, and the warning after an epoch of misses. Nothing here changes
+a dataset or a file.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 from monai_gds.cache.explain import Nearest, Wanted, nearest
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key
-from monai_gds.transforms import uncached_behind
+from monai_gds.transforms import Split, uncached_behind
 
 if TYPE_CHECKING:
     from monai_gds.dataset import GDSDataset
 
-__all__ = ["describe", "explain_item", "name_of", "why_missed"]
+__all__ = ["describe", "explain_item", "uncached", "why_missed"]
 
 
-def name_of(transform: Callable[..., Any]) -> str:
-    """A function's own name, or that of the type."""
+def _name_of(transform: Callable[..., Any]) -> str:
+    """The name of a function, or of an object's type."""
     return str(getattr(transform, "__qualname__", type(transform).__name__))
 
 
 def describe(dataset: GDSDataset) -> str:
-    """Target, backend, what is cached, where the split is and why there, and the sources of the first item."""
+    """Target, backend, what is cached, where the split is and why, and the sources of the first item."""
     split = dataset.split()
     rows = [
         ("target", str(dataset.device)),
@@ -51,7 +51,7 @@ def _cache(dataset: GDSDataset) -> str:
 
 
 def _names(transforms: Sequence[Callable[..., Any]]) -> str:
-    return ", ".join(map(name_of, transforms))
+    return ", ".join(map(_name_of, transforms))
 
 
 def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
@@ -60,24 +60,43 @@ def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
     behind = uncached_behind(rest)
     if behind:
         return (
-            f"in front of {name_of(rest[0])}, which is not a Transform of MONAI's; {behind} behind it could be cached"
+            f"in front of {_name_of(rest[0])}, which is not a Transform of MONAI's; {behind} behind it could be cached"
         )
-    return f"in front of {name_of(rest[0])}, the first random transform"
+    return f"in front of {_name_of(rest[0])}, the first random transform"
 
 
 def _sources(dataset: GDSDataset) -> str:
     if dataset.sources is None:
         return "files do not count (sources=None)"
-    by = dataset.sources if isinstance(dataset.sources, str) else name_of(dataset.sources)
+    by = dataset.sources if isinstance(dataset.sources, str) else _name_of(dataset.sources)
     try:
         found = dataset.key(0).sources
-    except Exception as e:  # print() is for finding out what is wrong
-        return f"not known, since item 0 has no key: {e}"
+    except Exception as e:  # print() must work on a broken dataset
+        return f"unknown, since item 0 has no key: {e}"
     return f"of item 0, by {by}: {', '.join(found) or 'none'}"
 
 
+def uncached(split: Split) -> str:
+    """A warning, if nothing of a pipeline is cached or less than could be. Empty if all is well."""
+    rest = split.rest
+    if not split.deterministic:
+        why = "there is no transform" if not rest else (
+            f"the pipeline begins with {_name_of(rest[0])}, and only what comes before the first random transform (or "
+            "callable that is not a MONAI Transform) is"
+        )  # fmt: skip
+        return f"nothing is cached: {why}"
+    behind = uncached_behind(rest)
+    if not behind:
+        return ""
+    return (
+        f"{behind} transforms behind {_name_of(rest[0])} run in every epoch although they are deterministic, since it "
+        "is not a Transform of MONAI's and counts as random: use Lambda or Lambdad, or derive it from "
+        "monai.transforms.Transform"
+    )
+
+
 def explain_item(dataset: GDSDataset, index: int) -> str:
-    """Whether an item has a record, and where; if not, the record that is most like it, and what differs."""
+    """Whether an item has a record, and where. If not, the most similar record and how it differs."""
     if not dataset.caches or dataset.cache_dir is None:
         return f"item {index} is computed at every access: nothing is cached"
     dataset.flush()
@@ -107,7 +126,7 @@ def _nearest(near: Nearest, dataset: GDSDataset) -> str:
 
 
 def why_missed(index: Index, key: Key) -> list[str]:
-    """What differs from the nearest record; nothing where none is near."""
+    """What differs from the nearest record; empty if none is near."""
     near = nearest(index, _wanted(key))
     return near.differences if near.entry is not None else []
 

@@ -1,7 +1,7 @@
-"""Every error and warning the package raises on its own account. Importing this file imports no library.
+"""The errors and warnings of the package. Importing this file imports no library.
 
-Each error also derives from the built-in exception a caller would expect (``TypeError``, ``OSError``…), so code that
-does not know this package can still handle it.
+Each error also derives from the built-in exception that a caller would expect (``TypeError``, ``OSError``…), so that
+code unaware of this package can handle it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class MonaiGdsError(Exception):
-    """Base of every error of this package: catch it to catch them all.
+    """Base class of all errors of this package.
 
     Example:
         >>> from monai_gds import MonaiGdsError, open_storage
@@ -45,7 +45,7 @@ class MonaiGdsError(Exception):
 
 
 class BackendUnavailable(MonaiGdsError, RuntimeError):
-    """A storage backend was named that does not work on this machine; the message says why and what to install.
+    """A storage backend was requested that does not work on this machine. The message says why and what to install.
 
     Example:
         >>> from monai_gds import open_storage
@@ -56,39 +56,40 @@ class BackendUnavailable(MonaiGdsError, RuntimeError):
 
 
 class StorageError(MonaiGdsError, OSError):
-    """A read or a write did not do what was asked (short read, device error).
+    """A read or write failed (short read, device error).
 
-    As of every OSError, ``errno`` says what it was where the system did, and ``filename`` of which file.
+    As with every OSError, ``errno`` is the system's error number, if there is one, and ``filename`` the file.
 
     Example:
         >>> from pathlib import Path
         >>> from monai_gds import open_storage
+        >>> from monai_gds.storage import Reads
         >>> _ = Path("short.bin").write_bytes(b"abc")
-        >>> open_storage("posix", "cpu").load("short.bin", [(0, 10)])
+        >>> open_storage("posix", "cpu").load(Reads.of("short.bin", [(0, 10)])).wait()
         Traceback (most recent call last):
-        monai_gds.errors.StorageError: [Errno 5] file ends at byte 3, before byte 10: 'short.bin'
+        monai_gds.errors.StorageError: [Errno 5] file ends at byte 3, 7 bytes were still to come: 'short.bin'
     """
 
 
 class FileChanged(StorageError):
-    """The file is not the one that was expected: it was replaced or changed since it was looked at.
+    """A file was replaced or changed since its identity was recorded.
 
     Example:
         >>> from pathlib import Path
         >>> from monai_gds import open_storage
-        >>> from monai_gds.storage import FileId
+        >>> from monai_gds.storage import FileId, Reads
         >>> file = Path("file.bin")
         >>> _ = file.write_bytes(b"before")
         >>> looked_at = FileId.of(file)
         >>> _ = file.write_bytes(b"and after")
-        >>> open_storage("posix", "cpu").load("file.bin", [(0, 6)], expect=looked_at)
+        >>> open_storage("posix", "cpu").load(Reads.of("file.bin", [(0, 6)], expected=looked_at)).wait()
         Traceback (most recent call last):
         monai_gds.errors.FileChanged: file.bin was replaced or changed while it was being read
     """
 
 
 class NotMappable(StorageError):
-    """The bytes of a file cannot be read from its device; the message says why (file system, layer, kind of extent).
+    """A file cannot be read directly from its device. The message says why (file system, layer, kind of extent).
 
     Example:
         >>> from monai_gds import BlockMap
@@ -99,9 +100,9 @@ class NotMappable(StorageError):
 
 
 class NotSaved(StorageError):
-    """A record cannot be written (full or read-only disk, no permission); the message says what to do.
+    """A record cannot be written (full or read-only disk, no permission). The message says what to do.
 
-    An epoch warns of it and goes on; only who fills a cache and does nothing else is stopped by it.
+    Training only warns and continues. ``populate`` raises this.
 
     Example:
         >>> from monai_gds import NotSaved
@@ -112,7 +113,7 @@ class NotSaved(StorageError):
 
 
 class BlockMapError(MonaiGdsError, ValueError):
-    """A block map cannot be used: it is no map, of a newer format, or contradicts itself.
+    """A block map cannot be used: it is not a map, has a newer format, or contradicts itself.
 
     Example:
         >>> from pathlib import Path
@@ -120,14 +121,14 @@ class BlockMapError(MonaiGdsError, ValueError):
         >>> _ = Path("map.json").write_text("[]")
         >>> BlockMap.load("map.json")
         Traceback (most recent call last):
-        monai_gds.errors.BlockMapError: map.json is no block map...
+        monai_gds.errors.BlockMapError: map.json is not a block map...
     """
 
 
 class RecordError(MonaiGdsError, ValueError):
     """A cache record cannot be used.
 
-    A dataset catches it, warns, and computes the item anew; it reaches only who reads records directly.
+    A dataset catches this, warns, and computes the item anew. Only code that reads records directly sees it.
 
     Example:
         >>> from monai_gds import DamagedRecord, NewerRecord, RecordError
@@ -137,7 +138,7 @@ class RecordError(MonaiGdsError, ValueError):
 
 
 class DamagedRecord(RecordError):
-    """A cache record is truncated, altered, or is no record at all.
+    """A cache record is truncated, altered, or not a record at all.
 
     Example:
         >>> from monai_gds.cache.record import parse_header
@@ -148,7 +149,7 @@ class DamagedRecord(RecordError):
 
 
 class NewerRecord(RecordError):
-    """A cache record was written by a newer version of the format than this one reads.
+    """A cache record has a newer format than this version reads.
 
     Example:
         >>> from monai_gds import NewerRecord
@@ -159,9 +160,9 @@ class NewerRecord(RecordError):
 
 
 class UnsupportedType(MonaiGdsError, TypeError):
-    """An item holds a value that a record cannot store; the message names its key path and type.
+    """An item holds a value that a record cannot store. The message names its key path and type.
 
-    Teach records the type with :func:`monai_gds.register_type`, or drop the value with a transform.
+    Teach records the type with :func:`monai_gds.register_type`, or remove the value with a transform.
 
     Example:
         >>> from monai_gds.cache.tree import encode_item
@@ -172,7 +173,7 @@ class UnsupportedType(MonaiGdsError, TypeError):
 
 
 class HashingError(MonaiGdsError, TypeError):
-    """An item or a transform cannot be hashed stably; the message names the value and the way out.
+    """An item or a transform has no stable hash. The message names the value and the way out.
 
     Example:
         >>> from monai_gds.cache.hashing import canonical_hash
@@ -183,7 +184,7 @@ class HashingError(MonaiGdsError, TypeError):
 
 
 class ImageListError(MonaiGdsError, ValueError):
-    """A folder, packed folder or block map cannot serve as a dataset of images; the message says why.
+    """A folder, packed folder or block map cannot serve as a dataset of images. The message says why.
 
     Example:
         >>> import os
@@ -199,7 +200,7 @@ class BrokenImage(MonaiGdsError, ValueError):
     """An image file is empty or cannot be decoded.
 
     Attributes:
-        path: the file, or the packed image's name.
+        path: the file, or the name of the packed image.
         why: what is wrong with it.
 
     Example:
@@ -224,8 +225,8 @@ class FailedItem:
 
     Attributes:
         index: of the item in ``dataset.data``.
-        path: the file that the item names first, or the item itself in short where it names none.
-        error: type and message of what was raised, and of what caused it.
+        path: the first file that the item names, or an abbreviation of the item if it names none.
+        error: type and message of the exception, and of its cause.
 
     Example:
         >>> from monai_gds import FailedItem
@@ -239,12 +240,12 @@ class FailedItem:
 
 
 class PopulateError(MonaiGdsError, RuntimeError):
-    """A cache was not filled: items failed, or a rank did not come to its end.
+    """A cache was not filled completely: items failed, or a rank ended early.
 
-    Every item that did not fail is cached, but for those of such a rank.
+    Every item that did not fail is cached, except those of such a rank.
 
     Attributes:
-        failures: all the items that failed, in the order of their indices; the message names the first ten.
+        failures: all items that failed, in the order of their indices. The message names the first ten.
 
     Example:
         >>> from monai.transforms import Compose, LoadImaged
@@ -266,7 +267,7 @@ class PopulateError(MonaiGdsError, RuntimeError):
 
 
 class WorkerDied(MonaiGdsError, RuntimeError):
-    """A worker process ended without an answer: killed by a signal or for want of memory, or crashed.
+    """A worker process ended without a result: it crashed, or was killed by a signal or for lack of memory.
 
     Example:
         >>> import os, signal
@@ -278,7 +279,7 @@ class WorkerDied(MonaiGdsError, RuntimeError):
 
 
 class CacheWarning(UserWarning):
-    """The cache could not do its work (full disk, damaged record…); the epoch goes on without it.
+    """The cache could not do its work (full disk, damaged record…). The epoch continues without it.
 
     Example:
         >>> import warnings

@@ -1,6 +1,7 @@
-"""The keys of a dataset's items: what MONAI knows of a pipeline, brought to the cache's :class:`KeyMaker`.
+"""The keys of a dataset's items: MONAI's part of a key, brought to the cache's :class:`KeyMaker`.
 
-Used by the dataset. It knows MONAI's transforms and the process's settings; it does not know records or files.
+Used by the dataset. It works with MONAI's transforms and the settings of the process; records and files are the
+cache's.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any, Literal
 
 import monai
 
+import monai_gds.monai_hashing  # noqa: F401 (teaches the hasher MONAI's classes)
 from monai_gds.cache.hashing import HashedTransforms, canonical_hash, hash_transforms
 from monai_gds.cache.key import Key, KeyMaker, Pipeline, hash_text
-from monai_gds.cache.sources import Sources, absolute, files_named
+from monai_gds.cache.source_names import absolute, files_named
+from monai_gds.cache.sources import Sources
 from monai_gds.errors import HashingError
 from monai_gds.state import State, capture, defaults
 from monai_gds.transforms import Split, loaded_keys
@@ -23,7 +26,7 @@ __all__ = ["HashTransform", "ItemKeys", "MonaiVersion"]
 
 _log = logging.getLogger("monai_gds")
 
-#: Transforms -> hash as bytes; None leaves them out of the key.
+#: Transforms -> hash as bytes. None leaves them out of the key.
 HashTransform = Callable[..., bytes] | None
 
 #: How much of MONAI's version is part of a key.
@@ -37,13 +40,13 @@ class ItemKeys:
         split: the pipeline.
         hash_func: item -> hash as bytes.
         hash_transform: see :data:`HashTransform`.
-        sources: tells what files are.
+        sources: identities of files.
         root: see :class:`monai_gds.cache.key.Pipeline`.
         monai_version: see :data:`MonaiVersion`.
         reset_ops_id: whether the identity of transform objects is removed from items.
 
     Attributes:
-        transform_hash: of the deterministic transforms and the settings of their ``Compose``; empty when they are not
+        transform_hash: of the deterministic transforms and the settings of their ``Compose``; empty if they are not
             part of the key.
 
     Raises:
@@ -76,10 +79,10 @@ class ItemKeys:
 
     def capture(self) -> State:
         """The settings of this process and thread that count for this pipeline."""
-        return capture(names_cuda=self._hashed.names_cuda, requires_grad=self._hashed.requires_grad)
+        return capture(names_cuda="cuda" in self._hashed.devices, requires_grad=self._hashed.requires_grad)
 
     def pipeline(self) -> Pipeline:
-        """What the keys that are made now share; the settings may change between any two."""
+        """The part that keys made now have in common. Settings may change between two calls."""
         state, version = self.capture(), _version(self._monai_version)
         known = self._pipelines.get((state, version))
         if known is None:
@@ -91,7 +94,7 @@ class ItemKeys:
         """The keys of items.
 
         Raises:
-            HashingError: an item holds something without a stable content.
+            HashingError: an item holds a value that has no stable hash.
         """
         pipeline = self.pipeline()
         keys = [self._make(item, pipeline) for item in items]
@@ -101,7 +104,7 @@ class ItemKeys:
         return keys
 
     def flush(self) -> None:
-        """Writes down what was learned of sources, for other processes."""
+        """Saves what was learned of sources, for other processes."""
         self._make.flush()
 
 
@@ -115,13 +118,13 @@ def _version(wanted: MonaiVersion) -> str:
 
 
 def _hashed(split: Split, hash_transform: HashTransform, root: str | None) -> HashedTransforms:
-    """What the walk over the transforms finds; little, where the user hashes transforms that have no stable hash."""
+    """The hash and description of the transforms; empty if they have none and the user hashes them."""
     try:
         return hash_transforms(split.deterministic, root)
     except HashingError:
         if hash_transform is canonical_hash:
             raise
-        return HashedTransforms("", {}, frozenset(), names_cuda=False, requires_grad=False)
+        return HashedTransforms("", {}, frozenset(), devices=frozenset(), requires_grad=False)
 
 
 def _transform_hash(
@@ -135,7 +138,7 @@ def _transform_hash(
     try:
         found = hash_transform(split.deterministic)
     except TypeError as e:
-        # MONAI's json_hashing cannot take transforms, and MONAI then hashes their names.
+        # MONAI's json_hashing cannot hash transforms. MONAI then hashes their names.
         if "is not JSON serializable" not in str(e):
             raise
         found = hash_transform("".join(type(t).__name__ for t in split.deterministic))

@@ -1,7 +1,7 @@
-"""Errors that name the item: whatever a transform raises gets a note with the item's index and files.
+"""Errors that name the item: an exception from a transform gets a note with the item's index and files.
 
 Used by :class:`monai_gds.dataset.GDSDataset` wherever it computes an item. Notes (PEP 678) are printed below the
-error's message, and stay with it on the way from a worker.
+error's message, and travel with it from a worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["naming", "paths_of"]
 
-#: Paths that a note names, and characters of each.
+#: Paths that a note names at most, and characters of each.
 _MOST_PATHS = 4
 _MOST_CHARACTERS = 160
 
@@ -26,7 +26,7 @@ class naming:  # noqa: N801  # a context manager, used like a function
     """Adds a note to an exception that leaves the block.
 
     Args:
-        index: of the item in its dataset, where it is known.
+        index: of the item in its dataset, if known.
         item: its data, before any transform.
 
     Example:
@@ -66,18 +66,18 @@ def _note(index: Any, item: Any) -> str:
         if len(paths) > _MOST_PATHS:
             paths[_MOST_PATHS:] = [f"and {len(paths) - _MOST_PATHS} more"]
         named = ": " + ", ".join(paths) if paths else ""
-    except Exception:  # an item of the user's own types may raise whatever is asked of it
+    except Exception:  # the user's own types may raise at any access
         which, named = "an item", ""
     return f"monai_gds: while computing {which} of the dataset{named}"
 
 
 def _shortened(text: str) -> str:
-    """The end says more: it is where the paths of a dataset differ."""
+    """The end of a text, where the paths of a dataset differ."""
     return text if len(text) <= _MOST_CHARACTERS else "…" + text[1 - _MOST_CHARACTERS :]
 
 
 def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The key and the text of every value of an item that looks like a path, nested ones too."""
+    """Key and text of every value of an item that looks like a path, including nested ones."""
     if isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
         if isinstance(text, str) and "\n" not in text and ("/" in text or _SUFFIX.search(text)):

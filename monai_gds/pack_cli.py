@@ -1,4 +1,4 @@
-"""The command ``monai-gds pack``: arguments and printing; the work is done in :mod:`monai_gds.imagenet`."""
+"""The command ``monai-gds pack``: arguments and output. The work is done in :mod:`monai_gds.imagenet`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from monai_gds.terminal import progress_bar
+from monai_gds.console import progress_bar
 
 __all__ = ["app"]
 
@@ -16,7 +16,7 @@ app = typer.Typer()
 
 
 class Format(StrEnum):
-    """What ``pack`` writes."""
+    """Values of ``--format``."""
 
     RECORDS = "records"
     SQUIRREL = "squirrel"
@@ -42,7 +42,7 @@ def pack(
     from monai_gds.imagenet.squirrel import write_store
 
     if out.resolve().is_relative_to(root.resolve()):
-        raise typer.BadParameter(f"{out} lies in {root}, where it would count as a class", param_hint="OUT")
+        raise typer.BadParameter(f"{out} is inside {root}, where it would count as a class", param_hint="OUT")
     images = list_folder(root)
     with progress_bar("packing", len(images)) as progress:
         if format_ is Format.SQUIRREL:

@@ -1,57 +1,43 @@
-"""``GDSDataset.populate``: fills a cache before training, with many processes and on many ranks.
+"""``GDSDataset.populate``: fills a cache before training, in many processes, on many hosts and ranks.
 
-Each record is published by itself, so what a killed run had finished is there when it is started again. It asks the
-dataset for single records, :mod:`monai_gds.workers` for processes, and :mod:`monai_gds.ranks` for its share.
+Each record is published by itself, so a run that was killed continues where it stopped. This file decides which items
+to hand over when, and adds up what became of them; :mod:`monai_gds.engines` has them computed, and
+:mod:`monai_gds.ranks` shares them out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from monai_gds.cache.single_flight import pace
-from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
-from monai_gds.naming import paths_of
-from monai_gds.ranks import Ranks
-from monai_gds.workers import Workers
+from monai_gds.engines import AHEAD, Answer, Engine, Here, InWorkers, OverExecutor, Saved, in_words, path_of
+from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.ranks import RankLost, Ranks
 
 if TYPE_CHECKING:
     from monai_gds.dataset import GDSDataset
 
 __all__ = ["Populated", "Saved", "populate"]
 
-#: Items handed to the workers ahead, for each of them. More would only be lost when one is killed.
-_AHEAD = 2
-
 #: Failed items that the message of the error names.
 _NAMED = 10
 
-#: Characters of an error's message that are kept.
-_WORDS = 500
-
-#: How long items that other processes compute are waited for at the end: so many seconds, or times that an item takes
-#: here if that is longer. Then they are computed here too.
+#: How long to wait at the end for items that other processes compute: so many seconds, or so many times the mean time
+#: per item if that is longer. Then they are computed here too.
 _PATIENCE_SECONDS, _PATIENCE_ITEMS = 60.0, 10
 
 #: First and longest pause between two rounds over such items.
 _PAUSES = 0.02, 0.5
 
-
-class Saved(NamedTuple):
-    """What became of an item that should have a record.
-
-    Attributes:
-        how: its record was there, its record was made, or somebody else is computing it.
-        seconds: what computing it took.
-    """
-
-    how: Literal["cached", "computed", "busy"]
-    seconds: float = 0.0
+#: How many windows of items may take their workers with them, one after the other, before the job ends too.
+_HOPELESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +45,7 @@ class Populated:
     """What :meth:`GDSDataset.populate` did, on all ranks together.
 
     Attributes:
-        cached: items whose records were there.
+        cached: items that had a record.
         computed: items whose records were made.
     """
 
@@ -67,118 +53,157 @@ class Populated:
     computed: int
 
 
-def populate(dataset: GDSDataset, num_workers: int, show: bool, ranks: Ranks) -> Populated:
+def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, show: bool, ranks: Ranks) -> Populated:
     """See :meth:`GDSDataset.populate`; ``dataset`` caches, and its target is the CPU."""
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers}: use 0 for this process, or a number of workers")
-    with _Bar(show and ranks.rank == 0) as bar:
-        with ranks.at_work():
-            dataset.flush()  # other processes do not know what waits to be saved here
-            tally = _fill(dataset, ranks.share(len(dataset.data)), num_workers, bar)
+    if executor is not None and num_workers:
+        raise ValueError(f"num_workers={num_workers} and executor={executor!r}: give one of them")
+    with _bar(show and ranks.rank == 0) as bar:
+
+        def fill_share() -> _Tally:
+            dataset.flush()  # other processes cannot see what waits in this one to be saved
+            with closing(_engine(dataset, num_workers, executor)) as engine:
+                tally = _Filling(dataset, engine, bar).run(ranks.share(len(dataset.data)))
+            if ranks.together:
+                bar(description="waiting for the other ranks")
+            return tally
+
         try:
-            tallies = ranks.exchange(tally.as_list(), bar.wait_for)
-        except RuntimeError as e:
+            tallies = ranks.gather(fill_share)
+        except RankLost as e:
             raise PopulateError(f"not every rank has filled its share of the cache: {e}") from e
-    cached, computed, failures = (list(column) for column in zip(*tallies, strict=True))
-    failed = sorted(FailedItem(*failure) for of_rank in failures for failure in of_rank)
+    failed = sorted(failure for tally in tallies for failure in tally.failures)
     if failed:
         raise PopulateError(_name_some(failed, len(dataset.data)), failed)
-    return Populated(sum(cached), sum(computed))
+    return Populated(sum(tally.cached for tally in tallies), sum(tally.computed for tally in tallies))
+
+
+def _engine(dataset: GDSDataset, num_workers: int, executor: Executor | None) -> Engine:
+    if executor is not None:
+        return OverExecutor(dataset, executor)
+    return InWorkers(dataset, num_workers) if num_workers else Here(dataset)
 
 
 @dataclass
 class _Tally:
-    """What became of this rank's items."""
+    """What became of a rank's items."""
 
     cached: int = 0
     computed: int = 0
     failures: list[FailedItem] = field(default_factory=list)
 
-    def note(self, outcome: Saved | FailedItem) -> None:
-        """Counts one item: whether it had to be computed, or how it failed."""
-        if isinstance(outcome, FailedItem):
-            self.failures.append(outcome)
-        elif outcome.how == "computed":
-            self.computed += 1
-        else:
-            self.cached += 1
 
-    def as_list(self) -> list[Any]:
-        """As JSON types, for the other ranks."""
-        return [self.cached, self.computed, [astuple(failure) for failure in self.failures]]
+#: An exception is the engine's, and means that a worker died.
+_Outcome = Saved | FailedItem | Exception
 
 
-def _fill(dataset: GDSDataset, share: Sequence[int], num_workers: int, bar: _Bar) -> _Tally:
-    """Round by round: what other processes were computing comes again in the next."""
-    tally, left, waited = _Tally(), share, 0.0
-    pause, longest = _PAUSES
-    with ExitStack() as stack:
-        work: _Here | _InWorkers = _Here(dataset) if num_workers == 0 else _InWorkers(dataset, num_workers, bar, stack)
-        bar.begin(len(share), "in this process")
+class _Filling:
+    """Fills a rank's share.
+
+    Items that another process is computing are tried again in the next round. Items that were under way when a worker
+    died are tried once more at the end, one at a time, so that one that kills its worker takes no other with it.
+    """
+
+    def __init__(self, dataset: GDSDataset, engine: Engine, bar: Callable[..., None]) -> None:
+        self._dataset, self._engine, self._bar = dataset, engine, bar
+        self._tally = _Tally()
+        self._running: dict[Future[Answer], int] = {}
+        self._workers: set[str] = set()
+        self._suspects: list[int] = []
+        self._lost = 0  # items in a row whose worker died
+
+    def run(self, share: Sequence[int]) -> _Tally:
+        self._bar(total=len(share))
+        try:
+            self._fill(share, last=False)
+            self._fill(self._suspects, last=True)
+        finally:
+            for future in self._running:
+                future.cancel()
+        return self._tally
+
+    def _fill(self, left: Sequence[int], last: bool) -> None:
+        waited, (pause, longest) = 0.0, _PAUSES
         while left:
-            busy = []
             anyway = waited >= max(_PATIENCE_SECONDS, _PATIENCE_ITEMS * (pace.mean or 0.0))
-            for index, outcome in work.attempt(left, anyway):
-                if isinstance(outcome, Saved) and outcome.how == "busy":
-                    busy.append(index)
-                    continue
-                tally.note(outcome)
-                bar.advance(len(tally.failures))
+            outcomes = self._outcomes(left, anyway, last)
+            busy = [index for index, outcome in outcomes if not self._settle(index, outcome, last)]
             if len(busy) == len(left):
                 time.sleep(pause)
                 waited += pause
                 pause = min(2 * pause, longest)
             left = busy
-    return tally
 
+    def _settle(self, index: int, outcome: _Outcome, last: bool) -> bool:
+        """Counts an item, unless it must be tried again in the next round."""
+        tally = self._tally
+        match outcome:
+            case Saved("busy"):
+                return False
+            case Saved(how):
+                tally.cached += how == "cached"
+                tally.computed += how == "computed"
+            case FailedItem():
+                tally.failures.append(outcome)
+            case Exception() if last:
+                tally.failures.append(FailedItem(index, path_of(self._dataset.data, index), in_words(outcome)))
+            case _:
+                self._suspect(index, outcome)
+                return True
+        self._lost = 0
+        failed = f", {len(tally.failures)} failed" if tally.failures else ""
+        self._bar(advance=1, description=f"filling the cache, {self._engine.kind}{failed}")
+        return True
 
-class _Here:
-    """Attempts items one after the other, in this process."""
+    def _suspect(self, index: int, error: Exception) -> None:
+        if not self._suspects:
+            warnings.warn(
+                f"{error}. What was under way is tried once more at the end, one item at a time",
+                CacheWarning,
+                stacklevel=2,
+            )
+        self._suspects.append(index)
+        self._lost += 1
+        if self._lost > _HOPELESS * self._engine.window:
+            raise WorkerDied(f"{self._lost} items in a row: {error}. {self._under_way()}") from error
 
-    def __init__(self, dataset: GDSDataset) -> None:
-        self._dataset = dataset
-
-    def attempt(self, indices: Sequence[int], anyway: bool) -> Iterator[tuple[int, Saved | FailedItem]]:
-        """Index and outcome of each; see :func:`_attempt`."""
-        return ((index, _attempt(self._dataset, (index, anyway))) for index in indices)
-
-
-class _InWorkers:
-    """Has workers compute what is missing; they are not even started where nothing is."""
-
-    def __init__(self, dataset: GDSDataset, num_workers: int, bar: _Bar, stack: ExitStack) -> None:
-        self._dataset, self._num_workers, self._bar, self._stack = dataset, num_workers, bar, stack
-        self._workers: Workers[Saved | FailedItem] | None = None
-        self._running: dict[Future[Saved | FailedItem], int] = {}
-
-    def attempt(self, indices: Sequence[int], anyway: bool) -> Iterator[tuple[int, Saved | FailedItem]]:
-        """Index and outcome of each, in the order in which they come to an end; see :func:`_attempt`."""
+    def _outcomes(self, indices: Sequence[int], anyway: bool, one_by_one: bool) -> Iterator[tuple[int, _Outcome]]:
+        """Index and outcome of each item, in the order in which they end."""
         for index in indices:
             if _is_there(self._dataset, index):
                 yield index, Saved("cached")
                 continue
-            if self._workers is None:
-                self._workers = self._stack.enter_context(Workers(partial(_attempt, self._dataset), self._num_workers))
-                self._bar.describe(f"{self._num_workers} workers ({self._workers.kind})")
-            self._running[self._workers.submit((index, anyway))] = index
-            if len(self._running) >= _AHEAD * self._num_workers:
-                yield from self._finished()
+            try:
+                self._running[self._engine.submit(index, anyway)] = index
+            except BrokenExecutor as e:
+                raise WorkerDied(f"the executor lost a worker and runs nothing more: {e}. {self._under_way()}") from e
+            window = 1 if one_by_one else max(self._engine.window, AHEAD * len(self._workers))
+            while len(self._running) >= window:
+                yield from self._ended()
         while self._running:
-            yield from self._finished()
+            yield from self._ended()
 
-    def _finished(self) -> Iterator[tuple[int, Saved | FailedItem]]:
-        """Waits for one at least, and takes those away that have come to an end."""
-        running = self._running
-        done, _ = wait(running, return_when=FIRST_COMPLETED)
-        try:
-            for future in done:
-                outcome = future.result()
-                yield running.pop(future), outcome
-                if isinstance(outcome, Saved) and outcome.how == "computed":
-                    pace.note(outcome.seconds)
-        except WorkerDied as e:
-            at = ", ".join(f"{i} ({_path_of(self._dataset.data, i)})" for i in sorted(running.values()))
-            raise WorkerDied(f"{e}. Under way were items {at}. The others are safe: populate goes on from there") from e
+    def _ended(self) -> Iterator[tuple[int, _Outcome]]:
+        """Waits for at least one item."""
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        for future in done:
+            outcome: _Outcome
+            try:
+                outcome, worker = future.result()
+                self._workers.add(worker)
+            except (NotSaved, PopulateError):
+                raise
+            except Exception as e:
+                outcome = e
+            if isinstance(outcome, Saved):
+                outcome.note()
+            yield self._running.pop(future), outcome
+
+    def _under_way(self) -> str:
+        items = sorted({*self._suspects, *self._running.values()})
+        named = ", ".join(f"{index} ({path_of(self._dataset.data, index)})" for index in items[:_NAMED])
+        return f"Under way were items {named}. What was finished is cached: populate continues from there"
 
 
 def _is_there(dataset: GDSDataset, index: int) -> bool:
@@ -188,46 +213,6 @@ def _is_there(dataset: GDSDataset, index: int) -> bool:
         return False
 
 
-def _attempt(dataset: GDSDataset, what: tuple[int, bool]) -> Saved | FailedItem:
-    """Sees to the record of one item; this is what workers run.
-
-    Args:
-        dataset: whose item it is.
-        what: the item's index, and whether it is computed even while somebody else does.
-
-    Returns:
-        What became of it, or how it failed.
-
-    Raises:
-        NotSaved: the cache directory takes no more, so that to go on is of no use.
-    """
-    index, anyway = what
-    try:
-        return dataset.save(index, anyway)
-    except NotSaved:
-        raise
-    except Exception as e:
-        return FailedItem(index, _path_of(dataset.data, index), _in_words(e))
-
-
-def _path_of(data: Sequence[Any], index: int) -> str:
-    try:
-        item = data[index]
-        return next((path for _, path in paths_of(item)), repr(item)[:80])
-    except Exception:  # the item itself may be what fails
-        return f"data[{index}]"
-
-
-def _in_words(error: BaseException) -> str:
-    words = []
-    notes = "".join(f" ({' '.join(note.split())})" for note in getattr(error, "__notes__", ()))
-    cause: BaseException | None = error
-    while cause is not None:  # MONAI's own error names the transform, and its cause what went wrong
-        words.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:_WORDS])
-        cause = cause.__cause__
-    return ", because of ".join(words) + notes
-
-
 def _name_some(failed: Sequence[FailedItem], count: int) -> str:
     named = [f"  {item.index}: {item.path}: {item.error}" for item in failed[:_NAMED]]
     if len(failed) > _NAMED:
@@ -235,39 +220,12 @@ def _name_some(failed: Sequence[FailedItem], count: int) -> str:
     return "\n".join([f"{len(failed)} of {count} items failed, the others are cached:", *named])
 
 
-class _Bar:
-    """A progress bar, where there is a terminal or a notebook to show it."""
+@contextmanager
+def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
+    """A progress bar, if there is a terminal or a notebook to show it; gives the function that changes it."""
+    from monai_gds.console import progress
 
-    def __init__(self, wanted: bool) -> None:
-        from monai_gds.terminal import progress  # with all that commands need, which a dataset does not
-
-        self._progress = progress()
-        self._progress.disable = self._progress.disable or not wanted
-        self._task = self._progress.add_task("looking", total=None)
-        self._how = ""
-
-    def begin(self, total: int, how: str) -> None:
-        """Shows the bar."""
-        self._progress.update(self._task, total=total)
-        self.describe(how)
-
-    def describe(self, how: str) -> None:
-        """Says by whom the items are computed."""
-        self._how = how
-        self._progress.update(self._task, description=f"filling the cache, {how}")
-
-    def advance(self, failed: int) -> None:
-        """One more item is done with."""
-        failures = f", {failed} failed" if failed else ""
-        self._progress.update(self._task, advance=1, description=f"filling the cache, {self._how}{failures}")
-
-    def wait_for(self, ranks: Sequence[int]) -> None:
-        """Says for which ranks this one waits."""
-        self._progress.update(self._task, description=f"waiting for rank {', '.join(map(str, ranks))}")
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    display = progress()
+    display.disable = display.disable or not wanted
+    with display:
+        yield partial(display.update, display.add_task("filling the cache", total=None))

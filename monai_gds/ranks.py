@@ -1,40 +1,42 @@
-"""Ranks that share out a job and wait for one another through torch.distributed's store.
+"""Ranks of torch.distributed that share a job and wait for one another. Used by :mod:`monai_gds.populate`.
 
-Not through a collective: that would fail on the ranks that wait when one works longer than the process group's
-timeout. Nothing here knows what the job is.
+They meet in a gloo group of their own, so that a rank that works for longer than the user's time limit for collectives
+is waited for, while one that is killed is noticed at once. What the job is does not matter here.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import threading
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Ranks"]
+__all__ = ["RankLost", "Ranks"]
 
-#: How often a rank that waits looks, and how often one that works says that it lives.
-_POLL_SECONDS = 0.5
-_BEAT_SECONDS = 5.0
+_log = logging.getLogger("monai_gds")
 
-#: A rank that has said nothing for so long is given up, and one that has not even come.
-_SILENT_SECONDS = 300.0
-_ABSENT_SECONDS = 1800.0
+T = TypeVar("T")
 
-#: How long the first rank, which usually holds the store, stays for others to read its last words.
-_STAY_SECONDS = 60.0
+#: How long the ranks may take to come, and then to do their shares. The second is just below 2**31 milliseconds.
+_MEETING = timedelta(minutes=30)
+_WORKING = timedelta(days=20)
 
-#: Calls so far: the same on every rank, since each must take part in each.
-_calls = itertools.count()
+#: Pause between two looks at whether all have arrived. Waiting inside the collective would defer Ctrl-C until its end.
+_POLL_SECONDS = 0.1
+
+#: Meetings that Ctrl-C ended. They are kept, since dropping one would wait for the other ranks.
+_interrupted: list[Any] = []
+
+
+class RankLost(RuntimeError):
+    """Another rank did not do its share; the message says why as far as that is known."""
 
 
 class Ranks:
-    """This process's share of a job, and what the other ranks say of theirs.
+    """This process's share of a job, and the meeting with the other ranks.
 
     Args:
         rank: this process's; None takes it from torch.distributed where that is initialised, else it is 0.
@@ -58,96 +60,76 @@ class Ranks:
             raise ValueError(f"rank={rank} is not within 0 to world_size - 1 = {world_size - 1}")
         self.rank, self.world_size = rank, world_size
         self.together = known and world_size > 1
-        if self.together:
-            self._store = dist.distributed_c10d._get_default_store()
-            self._me, self._all = dist.get_rank(), range(dist.get_world_size())
-            self._prefix = f"monai_gds/{next(_calls)}"
+        self._group: Any = None
 
     def share(self, count: int) -> range:
         """Which of ``count`` things are this rank's."""
         return range(self.rank, count, self.world_size)
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """While this lasts the others know that this rank lives; of an exception they learn, and wait no longer."""
-        if not self.together:
-            yield
-            return
-        over = threading.Event()
-        self._say("beat", 0)  # from this thread: it has come, whatever becomes of it
-        beats = threading.Thread(target=self._beat, args=(over,), daemon=True)
-        beats.start()
-        try:
-            yield
-        except BaseException as e:
-            self._say("done", {"broken": f"{type(e).__name__}: {e}"})
-            raise
-        finally:
-            over.set()
-            beats.join()
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Runs ``work`` on every rank and exchanges what it returned; every rank must call this.
 
-    def exchange(self, answer: Any, on_wait: Callable[[list[int]], None] = lambda ranks: None) -> list[Any]:
-        """Tells every rank ``answer``, and waits for theirs as long as they are at work.
+        A rank whose ``work`` raises logs the error and raises it once the others have done their shares: a launcher
+        may kill them as soon as one ends.
 
         Args:
-            answer: this rank's, JSON-able.
-            on_wait: called now and then with the ranks that are still being waited for.
+            work: this rank's share; what it returns is pickled.
 
         Returns:
-            One answer a rank of torch.distributed, this one's among them; alone, just this one's.
+            What it returned on each rank of torch.distributed; alone, just this one's.
 
         Raises:
-            RuntimeError: a rank ended with an exception, or is silent; the message says which and why.
+            RankLost: another rank did not come, was killed, or raised.
+            Exception: what ``work`` raised.
         """
         if not self.together:
-            return [answer]
-        self._say("done", {"answer": answer})
-        self._wait_for_all(on_wait)
-        said = [json.loads(self._store.get(self._key("done", rank))) for rank in self._all]
-        self._say("seen", None)
-        broken = [f"rank {rank} ended with {words['broken']}" for rank, words in enumerate(said) if "broken" in words]
-        if self._me == 0 and not broken:
-            self._stay()
-        if broken:
-            raise RuntimeError("; ".join(broken))
-        return [words["answer"] for words in said]
+            return [work()]
+        self._group = _meet()
+        try:
+            return self._gather(work)
+        finally:
+            dist.destroy_process_group(self._group)
+            self._group = None  # its connections close with the last reference, which tells the others
 
-    def _wait_for_all(self, on_wait: Callable[[list[int]], None]) -> None:
-        heard: dict[int, tuple[bytes, float]] = {rank: (b"", time.monotonic()) for rank in self._all}
-        looked = time.monotonic()
-        while not self._store.check([self._key("done", rank) for rank in self._all]):
-            time.sleep(_POLL_SECONDS)
-            if time.monotonic() - looked < _BEAT_SECONDS:
-                continue
-            looked = time.monotonic()
-            missing = [rank for rank in self._all if not self._store.check([self._key("done", rank)])]
-            on_wait(missing)
-            for rank in missing:
-                self._check_life(rank, heard)
+    def _gather(self, work: Callable[[], T]) -> list[T]:
+        mine: T | None = None
+        error: Exception | None = None
+        try:
+            mine = work()
+        except Exception as e:
+            error = e
+            _log.error("rank %d ended with %s: %s", dist.get_rank(), type(e).__name__, e)
+        try:
+            everyone = self._exchange((mine, error and f"{type(error).__name__}: {error}"))
+        except RuntimeError as e:
+            raise error or RankLost(f"a rank was killed, or ended before its share was done ({e})") from e
+        if error is not None:
+            raise error
+        ended = [f"rank {rank} ended with {words}" for rank, (_, words) in enumerate(everyone) if words]
+        if ended:
+            raise RankLost("; ".join(ended))
+        return [theirs for theirs, _ in everyone]
 
-    def _check_life(self, rank: int, heard: dict[int, tuple[bytes, float]]) -> None:
-        key, now = self._key("beat", rank), time.monotonic()
-        beat = self._store.get(key) if self._store.check([key]) else b""
-        if beat != heard[rank][0]:
-            heard[rank] = beat, now
-        patience = _SILENT_SECONDS if beat else _ABSENT_SECONDS
-        if now - heard[rank][1] > patience:
-            what = "has said nothing" if beat else "has not come to do its share"
-            raise RuntimeError(f"rank {rank} {what} for {patience:.0f} s: it was killed, or hangs")
+    def _exchange(self, mine: Any) -> list[Any]:
+        arrival: Any = dist.barrier(self._group, async_op=True)
+        try:
+            while not arrival.is_completed():
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            _interrupted.append((self._group, arrival))
+            raise
+        arrival.wait()  # raises if a rank was lost
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
 
-    def _stay(self) -> None:
-        end = time.monotonic() + _STAY_SECONDS
-        while not self._store.check([self._key("seen", rank) for rank in self._all]) and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
 
-    def _beat(self, over: threading.Event) -> None:
-        for count in itertools.count(1):
-            if over.wait(_BEAT_SECONDS):
-                return
-            self._say("beat", count)
-
-    def _say(self, what: str, words: Any) -> None:
-        self._store.set(self._key(what, self._me), json.dumps(words))
-
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._prefix}/{what}/{rank}"
+def _meet() -> Any:
+    """A group that waits as long as the ranks work, made once all of them are known to be there."""
+    try:
+        meeting = dist.new_group(backend="gloo", timeout=_MEETING)
+        group = dist.new_group(backend="gloo", timeout=_WORKING)
+    except RuntimeError as e:
+        raise RankLost(f"not every rank came to do its share within {_MEETING}: each must call this ({e})") from e
+    dist.destroy_process_group(meeting)
+    return group

@@ -1,13 +1,12 @@
 """Settings of the process that change what a transform computes: part of every key.
 
-The dataset captures them whenever it makes a key, since a user may change them between two accesses. A helper that
-computes an item in another process or thread applies the captured state first (:func:`applied`): a spawned worker
-starts with the defaults.
+The dataset captures them for every key, since a user may change them between two accesses. A worker that computes an
+item in another process or thread first applies the captured ones (:func:`applied`): a spawned process starts with the
+defaults.
 
-Only settings that differ from the defaults are listed, so that one which a later version adds invalidates nothing.
-Settings that matter on a CUDA device alone (TF32, cuDNN, deterministic algorithms) count where a transform names one.
-Not covered, since they differ between machines as well: the number of threads, over which sums are split, and the
-processor.
+Only settings that differ from their defaults are listed, so a setting that a later version adds invalidates nothing.
+Settings of CUDA (TF32, cuDNN, deterministic algorithms) count where a transform names a CUDA device. The number of
+threads, over which sums are split, and the processor do not count, since they differ between machines.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["State", "applied", "apply", "capture", "capture_all", "defaults"]
 #: Names and values of the settings that differ from their defaults, in the order of the tables below.
 State = tuple[tuple[str, str], ...]
 
-#: Half of it is a subnormal number, which a processor told to flush those gives as zero.
+#: Half of it is subnormal: 0 on a processor in flush-to-zero mode.
 _SMALLEST_NORMAL = sys.float_info.min
 
 
@@ -37,14 +36,14 @@ class _Setting:
     name: str
     read: Callable[[], Any]
     default: Any
-    apply: Callable[[Any], object] | None = None  # None: it comes with the environment
+    apply: Callable[[Any], object] | None = None  # None: the environment decides
 
 
 def _flushes_subnormals() -> bool:
-    return _SMALLEST_NORMAL * 0.5 == 0.0  # a mode of the thread, which Python's own arithmetic shares with torch's
+    return _SMALLEST_NORMAL * 0.5 == 0.0  # a mode of the thread, so Python's arithmetic has it too
 
 
-#: How many modes (default devices are one kind of them) are in force. None: this torch does not have it.
+#: How many torch function modes are in force, default devices among them. None: this torch does not have it.
 _modes_in_force: Callable[[], int] | None = getattr(torch._C, "_len_torch_function_stack", None)
 
 
@@ -64,8 +63,8 @@ def _set_autocast(device: str, value: str) -> None:
         torch.set_autocast_dtype(device, getattr(torch, value.removeprefix("torch.")))
 
 
-# The precision of float32 comes from torch's newer settings where it has them (2.9): reading an older one is an error
-# once a newer one was set. The older setters change what the newer getters give.
+# The precision of float32 is read from torch's newer settings if it has them (2.9): reading an older one is an error
+# after a newer one was set. The older setters change the newer settings too.
 
 _get_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 _set_precision: Callable[[str, str, str], object] | None = getattr(torch._C, "_set_fp32_precision_setter", None)
@@ -98,8 +97,8 @@ def _set_cpu_matmul(value: str) -> None:
 def _matmul_under(precision: str) -> str:
     """Whether this processor multiplies float32 matrices with fewer bits under that setting.
 
-    The setting is mostly made for TF32 on a GPU. On a CPU it allows bfloat16 where the processor has it, for matrices
-    that are large enough: 128 rows are not.
+    The setting is mostly meant for TF32 on a GPU. A CPU that has bfloat16 uses it for large matrices: 128 rows are not
+    enough.
     """
     a = torch.linspace(1, 2, 512 * 512, dtype=torch.float32, device="cpu").reshape(512, 512)
     reduced = a @ a
@@ -127,7 +126,7 @@ def _allow_truncated_images(allow: bool) -> None:
         ImageFile.LOAD_TRUNCATED_IMAGES = allow
 
 
-#: In this order; what is read by a plain attribute or call costs well under a microsecond in all.
+#: In the order of a state. Reading them all takes well under a microsecond.
 _SETTINGS = (
     _Setting("track_meta", get_track_meta, True, set_track_meta),
     _Setting("default_dtype", torch.get_default_dtype, torch.float32, torch.set_default_dtype),
@@ -177,8 +176,8 @@ def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
     """The state of this process and thread.
 
     Args:
-        names_cuda: a transform names a CUDA device, so that its settings count.
-        requires_grad: a transform holds parameters, so that the grad mode counts.
+        names_cuda: a transform names a CUDA device, so the settings of CUDA count.
+        requires_grad: a transform holds parameters, so the grad mode counts.
 
     Example:
         >>> import torch
@@ -203,17 +202,17 @@ def defaults() -> dict[str, str]:
 
 
 def capture_all() -> State:
-    """The state with everything that counts for any pipeline, for another process."""
+    """The state with all settings that count for some pipeline, for another process."""
     return capture(names_cuda=True, requires_grad=True)
 
 
 def apply(state: State) -> list[Callable[[], object]]:
-    """Gives this process and thread a state that was captured elsewhere.
+    """Applies a state that was captured elsewhere to this process and thread.
 
-    What cannot be applied, since it comes with the environment, stays as it is: the key that is made here shows it.
+    Settings that the environment decides stay as they are, and show in the keys that are made here.
 
     Returns:
-        What to call, in this order, to put the state before back.
+        Functions to call, in this order, to restore the old state.
     """
     wanted = dict(state)
     undo: list[Callable[[], object]] = []
@@ -230,17 +229,17 @@ def apply(state: State) -> list[Callable[[], object]]:
 
 @contextlib.contextmanager
 def applied(state: State) -> Iterator[None]:
-    """:func:`apply` for the time of a ``with`` block."""
+    """Applies a state within a ``with`` block."""
     undo = apply(state)
     try:
         yield
     finally:
-        for put_back in undo:
-            put_back()
+        for restore in undo:
+            restore()
 
 
 def _value_of(setting: _Setting, text: str) -> Any:
-    """A setting's value from its text in a state."""
+    """The value of a setting from its text in a state."""
     if isinstance(setting.default, bool):
         return text == "True"
     if isinstance(setting.default, torch.dtype):

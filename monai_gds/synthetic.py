@@ -1,4 +1,4 @@
-"""Made-up volumes for the demo, the benchmarks and the tutorials: no network, no patients."""
+"""Synthetic volumes for the demo, the benchmarks and the tutorials: no network, no patients."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def write_volumes(
     spacing: Sequence[float] = (1.5, 1.5, 2.0),
     on_written: Callable[[], None] | None = None,
 ) -> list[dict[str, str]]:
-    """Writes volumes as ``imagesTr/case_N.nii.gz`` and ``labelsTr/case_N.nii.gz``, those that are not there yet.
+    """Writes volumes as ``imagesTr/case_N.nii.gz`` and ``labelsTr/case_N.nii.gz``, where missing.
 
     Args:
-        folder: made when it is missing.
+        folder: made if it is missing.
         count: how many pairs.
         size: voxels along x, y, z.
-        spacing: millimetres a voxel.
+        spacing: millimetres per voxel.
         on_written: called after each pair.
 
     Returns:
-        As :func:`find_pairs`.
+        The pairs, as :func:`find_pairs` gives them.
     """
     folder = Path(folder)
     affine = np.diag([*spacing, 1.0])
@@ -82,7 +82,7 @@ def write_volumes(
 
 
 def find_pairs(folder: str | Path) -> list[dict[str, str]]:
-    """Pairs of image and label in a folder laid out as the Medical Segmentation Decathlon is.
+    """Pairs of image and label in a folder with the layout of the Medical Segmentation Decathlon.
 
     Args:
         folder: holds ``imagesTr/`` and ``labelsTr/`` with NIfTI files of equal names.
@@ -91,7 +91,7 @@ def find_pairs(folder: str | Path) -> list[dict[str, str]]:
         ``[{"image": path, "label": path}, ...]`` sorted by name.
 
     Raises:
-        FileNotFoundError: one of the two folders is missing, or no file has a partner; the message says which.
+        FileNotFoundError: one of the two folders is missing, or no image has a label.
     """
     images, labels = Path(folder) / "imagesTr", Path(folder) / "labelsTr"
     for part in (images, labels):

@@ -1,8 +1,8 @@
-"""Where a MONAI pipeline is split: what is computed once and cached, and what runs anew in every epoch.
+"""The split of a MONAI pipeline: what is computed once and cached, and what runs in every epoch.
 
-The dataset's own helper. The split is that of MONAI's ``PersistentDataset``, everything before the first random
-transform, but for one thing: to MONAI a nested ``Compose`` is random, whatever it holds, and everything behind its
-start would run in every epoch. Here it is looked into where that is equivalent.
+Used by the dataset. The split is that of MONAI's ``PersistentDataset``, in front of the first random transform, with
+one difference: MONAI treats a nested ``Compose`` as random whatever it holds, so everything from it on would run in
+every epoch. Here a nested ``Compose`` is split too, where that is equivalent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Split:
     """A ``Compose`` in two halves.
 
     Args:
-        compose: the pipeline. It is not changed: seeds set on it reach its transforms as ever.
+        compose: the pipeline. It is not changed, so seeds set on it reach its transforms.
 
     Attributes:
         compose: the pipeline.
         deterministic: the transforms before the first random one, flattened.
-        rest: what runs anew in every epoch.
+        rest: what runs in every epoch.
     """
 
     __slots__ = ("_settings", "compose", "deterministic", "rest")
@@ -45,12 +45,12 @@ class Split:
         self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
 
     def settings(self) -> dict[str, Any]:
-        """What of the pipeline's settings changes the result of the deterministic half."""
+        """The settings of the pipeline that change the result of the deterministic half."""
         return {k: v for k, v in self._settings.items() if k != "log_stats"}
 
     def before(self, item: Any) -> Any:
-        """Runs the deterministic transforms; pending operations of lazy ones are applied at the end, as in MONAI."""
-        # threading=True: transforms that are not thread-safe are copied, since several threads may load at once.
+        """Runs the deterministic transforms. Pending operations of lazy ones are applied at the end, as in MONAI."""
+        # threading=True copies transforms that are not thread-safe: several threads may load at once.
         return execute_compose(item, self.deterministic, threading=True, **self._settings)
 
     def after(self, item: Any) -> Any:
@@ -59,9 +59,9 @@ class Split:
 
 
 def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Literal["all"]:
-    """The keys of an item under which transforms load files; "all" where one loads the item itself.
+    """The keys of an item under which transforms load files; "all" if one loads the item itself.
 
-    A transform that loads is one of a class, or derived from one, whose name begins with ``Load``.
+    A transform loads if the name of its class, or of one of its bases, begins with ``Load``.
     """
     found: set[str] = set()
     for transform in transforms:
@@ -78,7 +78,7 @@ def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Li
 
 
 def uncached_behind(rest: Sequence[Callable[..., Any]]) -> int:
-    """How many deterministic transforms run in every epoch only since a callable in front of them is no Transform."""
+    """How many deterministic transforms run in every epoch only because of a callable that is not a Transform."""
     if not rest or isinstance(rest[0], (Transform, RandomizableTrait)):
         return 0
     return sum(1 for _ in itertools.takewhile(lambda t: not _is_random(t), rest[1:]))
@@ -105,7 +105,7 @@ def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[.
 
 
 def _in_order(transform: Any) -> bool:
-    """Whether it is a Compose that runs all its transforms. OneOf and RandomOrder do not, and are random as a whole."""
+    """Whether this is a Compose that runs all its transforms in order, unlike OneOf and RandomOrder."""
     return isinstance(transform, Compose) and type(transform).__call__ is Compose.__call__
 
 
@@ -118,16 +118,16 @@ def _holds_random(compose: Compose) -> bool:
 
 
 def _equivalent(outer: Compose, inner: Compose) -> bool:
-    """Whether running the inner's transforms one by one in the outer gives the same.
+    """Whether running the inner's transforms one by one in the outer is equivalent.
 
-    Lazy pipelines are left whole: a Compose applies what is pending at its end.
+    Lazy pipelines stay whole, since a Compose applies pending operations at its end.
     """
     same = outer.map_items == inner.map_items and outer.unpack_items == inner.unpack_items
     return same and outer.lazy is False and inner.lazy is False
 
 
 def _tail(compose: Compose, transforms: list[Callable[..., Any]]) -> Compose:
-    """A nested Compose of which only these transforms are left to run; made without a constructor, which would seed."""
+    """A copy of a Compose with these transforms only. A constructor would draw seeds."""
     tail = copy(compose)
     tail.transforms = tuple(transforms)
     return tail

@@ -1,7 +1,7 @@
-"""Processes, or threads where there can be none, that run a function for many arguments.
+"""Processes, or threads where there can be none, that run one function for many arguments.
 
-Used for filling a cache before training, and by the loader for computing items beside the training.
-It knows nothing of datasets: the function it is given carries what it needs.
+Used by :mod:`monai_gds.populate` and by the loader, which computes items beside the training. The function carries
+whatever it needs: nothing here depends on datasets.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ _log = logging.getLogger("monai_gds")
 
 T = TypeVar("T")
 
-#: How often a worker looks whether its parent still lives. The end of the parent's orders it notices at once.
+#: How often a worker checks that its parent is alive.
 _WATCH_SECONDS = 1.0
 
 
 class Workers(Generic[T]):
     """Runs ``work(argument)`` in other processes.
 
-    They are forked while CUDA is not initialised here, else spawned; where ``work`` cannot be sent to a spawned
-    process, they are threads of this one, with a warning. They start at once, run torch on one thread each, ignore
-    Ctrl-C (the parent decides), and end when the parent does, however it ends.
+    They are forked while CUDA is not initialised in this process, else spawned. If a spawned process cannot receive
+    ``work``, threads of this process run it, with a warning. Processes start at once, run torch on one thread each,
+    ignore Ctrl-C (the parent decides), and end when the parent does, however it ends.
 
     Args:
-        work: what is run. Forked workers inherit it, spawned ones get it by pickle, threads share it.
+        work: the function. Forked workers inherit it, spawned ones unpickle it, threads share it.
         num_workers: how many; at least one.
         context: a start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or a multiprocessing context; None chooses.
 
     Attributes:
         kind: the start method, or ``"threads"``.
+        broken: whether a worker died, after which these workers run nothing more.
 
     Raises:
         ValueError: ``num_workers`` is not positive, there is no such start method, or one was named and ``work`` cannot
@@ -65,11 +66,12 @@ class Workers(Generic[T]):
     def __init__(self, work: Callable[[Any], T], num_workers: int, context: str | BaseContext | None = None) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: at least one is needed")
+        self.kind = "threads"
+        self.broken = False
         self._running: set[Future[T]] = set()
         self._orders: Connection | None = None
         self._executor: Executor
-        self._work: Callable[[Any], T] = work
-        self.kind = "threads"
+        self._work: Callable[[Any], T] = _run
         chosen, why = _choose(context)
         problem = why if chosen is None else self._start_processes(work, num_workers, chosen)
         if not problem:
@@ -78,24 +80,24 @@ class Workers(Generic[T]):
         if context is not None:
             raise ValueError(f"multiprocessing_context={context!r} cannot be used: {problem}")
         warnings.warn(f"{num_workers} threads do the work of processes: {problem}", stacklevel=3)
-        self.kind = "threads"
+        self.kind, self._work = "threads", work
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="monai-gds-worker")
-        self._work = work
 
     def _start_processes(self, work: Callable[[Any], T], num_workers: int, context: BaseContext) -> str:
-        """Starts them, or says why ``work`` cannot be sent to them."""
+        """Starts them, or returns why ``work`` cannot be sent to them."""
         self.kind = context.get_start_method()
-        self._work = _run
         sent: Any = work
         if self.kind != "fork":
             try:
                 sent = pickle.dumps(work)
             except Exception as e:
                 return f"what they would run cannot be pickled: {e}"
-        told, self._orders = context.Pipe(duplex=False)
-        self._executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin, initargs=(sent, told))
+        orders, self._orders = context.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(
+            num_workers, mp_context=context, initializer=_begin, initargs=(sent, orders)
+        )
         try:
-            first = self._executor.submit(_problem_of_this_one)  # forked ones all start here
+            first = self._executor.submit(_problem_of_this_one)  # starts all forked workers
             problem = "" if self.kind == "fork" else first.result()
         except BaseException as e:
             self.close(grace=0)
@@ -114,14 +116,14 @@ class Workers(Generic[T]):
 
         Returns:
             A future of what it returns. It raises what ``work`` raised, with the worker's traceback as its cause, or
-            WorkerDied when the worker was killed.
+            WorkerDied if the worker was killed.
         """
         outer: Future[T] = Future()
         outer.set_running_or_notify_cancel()
         try:
             inner = self._executor.submit(self._work, argument)
         except BrokenProcessPool as e:
-            outer.set_exception(_died(e))
+            outer.set_exception(self._died(e))
             return outer
         self._running.add(inner)
         inner.add_done_callback(partial(self._settle, argument, outer))
@@ -136,12 +138,20 @@ class Workers(Generic[T]):
         if error is None:
             outer.set_result(inner.result())
         else:
-            outer.set_exception(_died(error) if isinstance(error, BrokenProcessPool) else error)
+            outer.set_exception(self._died(error) if isinstance(error, BrokenProcessPool) else error)
+
+    def _died(self, error: BaseException) -> WorkerDied:
+        self.broken = True
+        died = WorkerDied(
+            "a worker process was killed: by a signal, by the system when memory ran out, or by a crash in a library"
+        )
+        died.__cause__ = error
+        return died
 
     def close(self, grace: float = 5.0) -> None:
-        """Ends the workers: what has not begun is dropped, what has begun gets ``grace`` seconds to end.
+        """Ends the workers. Calls that have not begun are dropped, and those that have get ``grace`` seconds to end.
 
-        Threads cannot be ended: what they have begun they finish.
+        Threads cannot be ended: they finish the calls that they have begun.
         """
         for future in list(self._running):
             future.cancel()
@@ -150,7 +160,7 @@ class Workers(Generic[T]):
             self._executor.shutdown(wait=False, cancel_futures=True)
             return
         if self._running:
-            self._orders.send_bytes(b"end")  # each of them sees it, and none takes it away
+            self._orders.send_bytes(b"end")  # is never received, so that every worker sees it
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._orders.close()
         self._orders = None
@@ -175,14 +185,6 @@ def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]
     return multiprocessing.get_context("fork"), "CUDA is not initialised"
 
 
-def _died(error: BaseException) -> WorkerDied:
-    died = WorkerDied(
-        "a worker process was killed: by a signal, by the system when memory ran out, or by a crash in a library"
-    )
-    died.__cause__ = error
-    return died
-
-
 # What follows runs in the workers.
 
 _work: Callable[[Any], Any]
@@ -192,7 +194,7 @@ _problem = ""
 def _begin(work: Any, orders: Connection) -> None:
     global _work, _problem
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)  # the others' threads are enough; and a pool of OpenMP's does not survive a fork
+    torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
     threading.Thread(target=_watch, args=(orders, os.getppid()), daemon=True).start()
     if isinstance(work, bytes):
         try:
@@ -203,7 +205,7 @@ def _begin(work: Any, orders: Connection) -> None:
 
 
 def _watch(orders: Connection, parent: int) -> None:
-    """Ends this process when it is told to, or when its parent is gone: nothing else would tell it."""
+    """Ends this process on order or when its parent is gone; nothing else would."""
     while not orders.poll(_WATCH_SECONDS):
         if os.getppid() != parent:
             break
@@ -218,18 +220,18 @@ def _run(argument: Any) -> Any:
     try:
         return _work(argument)
     except Exception as e:
-        raise _portable(e) from e.__cause__
-
-
-def _notes(error: Exception) -> list[str]:
-    return getattr(error, "__notes__", [])
+        error = _portable(e)
+    try:  # outside the handler: Dask has pickle take an error's context along, which may be what pickle cannot preserve
+        raise error
+    finally:
+        del error  # its traceback holds this frame
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same where it would not survive the way to the parent."""
+    """The error itself, or a RuntimeError with its text if pickle does not preserve it."""
     try:
         again = pickle.loads(pickle.dumps(error))
-        if str(again) == str(error) and _notes(again) == _notes(error):
+        if str(again) == str(error) and getattr(again, "__notes__", []) == getattr(error, "__notes__", []):
             return error
     except Exception:
         pass

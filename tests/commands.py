@@ -1,4 +1,4 @@
-"""Running the command ``monai-gds`` in this process, as a user would find it behind a pipe."""
+"""Runs the command ``monai-gds`` in this process, as behind a pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Done", "on_a_terminal", "run"]
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended, and what it printed."""
+    """The exit code and the output of a command."""
 
     exit_code: int
     stdout: str
@@ -28,12 +28,12 @@ class Done:
 
     @property
     def output(self) -> str:
-        """Both, without the frames and line breaks of usage errors."""
+        """Both streams, without the frames and line breaks of usage errors."""
         return " ".join((self.stdout + self.stderr).replace("│", " ").split())
 
 
 def run(*arguments: object) -> Done:
-    """``monai-gds ARGUMENTS…``; what :func:`main` lets through is raised."""
+    """Runs ``monai-gds ARGUMENTS…``. Exceptions that :func:`main` does not handle are raised."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["monai-gds", *map(str, arguments)])
@@ -46,7 +46,7 @@ def run(*arguments: object) -> Done:
 
 
 def on_a_terminal(command: list[str], columns: int = 100) -> str:
-    """What a program prints that succeeds, on a terminal of its own with colours."""
+    """The output of a program on a terminal with colours. It must succeed."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONPATH": str(ROOT)}
     environment.pop("NO_COLOR", None)
@@ -56,7 +56,7 @@ def on_a_terminal(command: list[str], columns: int = 100) -> str:
     while True:
         try:
             block = os.read(ours, 1 << 16)
-        except OSError:  # EIO is how a terminal ends
+        except OSError:  # EIO: the terminal was closed
             break
         printed += block
     os.close(ours)

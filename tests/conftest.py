@@ -1,14 +1,23 @@
-"""What every test module shares: the ``gpu`` marker, and a Ctrl-C that means the same wherever the tests run."""
+"""What every test module shares: the ``gpu`` marker, hypothesis's profiles, and a Ctrl-C that works everywhere."""
 
 from __future__ import annotations
 
+import gc
 import platform
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.storage.contract")
+from tests.fresh import Interpreter
+
+# The profile sets how many examples a property test runs. `make test-long` loads the long one.
+SLOW_OR_LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("quick", max_examples=50, deadline=None, suppress_health_check=SLOW_OR_LARGE)
+settings.register_profile("long", settings.get_profile("quick"), max_examples=600)
+settings.load_profile("quick")
 
 
 def pytest_configure() -> None:
@@ -24,3 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector off what was imported: many tests collect, and each pass would go through it all."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Makes fresh processes at the price of a fork."""
+    with Interpreter() as started:
+        yield started

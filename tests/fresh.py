@@ -8,6 +8,7 @@ imports and its PYTHONHASHSEED.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -26,7 +27,7 @@ from tests.machines import ROOT
 __all__ = ["Interpreter", "Process"]
 
 #: Imported before the first fork.
-_PRELOAD = ("nibabel", "monai.data", "monai.transforms", "monai_gds")
+_PRELOAD = ("nibabel", "monai.data", "monai.transforms", "monai_gds.dataset", "monai_gds.storage.posix")
 
 
 class Process:
@@ -35,22 +36,30 @@ class Process:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def call(self, work: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
-        """What ``work(*args)`` gives there.
+    def start(self, work: Callable[..., Any], *args: Any) -> None:
+        """Begins ``work(*args)`` there, which :meth:`result` waits for."""
+        self._connection.send_bytes(pickle.dumps((work, args)))  # send() would share tensors, not send them
+
+    def result(self, timeout: float = 120) -> Any:
+        """Waits for the work that was started, and returns what it returned.
 
         Raises:
             AssertionError: it raised, which the message shows as that process saw it; or the process died.
             TimeoutError: it took longer than ``timeout`` seconds.
         """
-        self._connection.send_bytes(pickle.dumps((work, args)))  # send() would share tensors, not send them
         if not self._connection.poll(timeout):
-            raise TimeoutError(f"{work.__name__} took longer than {timeout} s")
+            raise TimeoutError(f"it took longer than {timeout} s")
         try:
             ok, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            raise AssertionError(f"the process died in {work.__name__}") from None
+            raise AssertionError("the process died") from None
         assert ok, value
         return value
+
+    def call(self, work: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+        """What ``work(*args)`` returns there; see :meth:`result`."""
+        self.start(work, *args)
+        return self.result(timeout)
 
     def close(self) -> None:
         """Ends it."""
@@ -115,6 +124,7 @@ def _serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name in (*_PRELOAD, *sys.argv[1:]):
         importlib.import_module(name)
+    gc.freeze()  # or each child's first collection would copy the pages of all of this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     while True:
         _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)

@@ -1,4 +1,4 @@
-"""``monai-gds blockmap``: what it prints, and its exit codes."""
+"""``monai-gds blockmap``: output and exit codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.blockmap import BlockMap
+from monai_gds.storage.xnvme.block_map import BlockMap
 from tests import commands
 from tests.commands import Done
 from tests.loopdisk import LoopDisk, loop_disk

@@ -76,7 +76,7 @@ def test_lists_pipeline_time_size_tensors_and_sources_of_each_record(cache: Path
     *_, last = done.stdout.splitlines()
     assert last == "4 records of 0.0 MB, 0 damaged; 1 other files"
     assert re.search(
-        r"^pipeline cafe0123: 2 records, 0\.0 MB, the latest made [-\d]+ [:\d]+$", done.stdout, re.MULTILINE
+        r"^pipeline cafe0123: 2 records, 0\.0 MB, the newest from [-\d]+ [:\d]+$", done.stdout, re.MULTILINE
     )
 
 
@@ -266,19 +266,19 @@ def test_prune_as_json_and_in_short(cache: Path) -> None:
 
 
 def test_prune_says_what_it_kept_since_it_was_replaced_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from monai_gds.cache import upkeep
+    from monai_gds.cache import maintenance
 
     victim = cache / names(cache)[0]
     sound = victim.read_bytes()
     victim.write_bytes(b"no header at all")
-    remove = upkeep.remove
+    remove = maintenance.remove
 
     def late(found: Any) -> bool:
         victim.unlink()
         victim.write_bytes(sound)
         return remove(found)
 
-    monkeypatch.setattr(upkeep, "remove", late)
+    monkeypatch.setattr(maintenance, "remove", late)
     done = run("cache", "prune", cache)
     assert done.stdout == f"{victim}: kept, since it was replaced or removed meanwhile\n0 files, 0.0 MB deleted\n"
     assert victim.read_bytes() == sound

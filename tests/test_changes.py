@@ -11,11 +11,9 @@ import os
 import shutil
 import subprocess
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,13 +81,11 @@ class Interpreters:
 
     def __init__(self) -> None:
         self._running: dict[str, Interpreter] = {}
-        self._lock = threading.Lock()
 
     def __getitem__(self, hash_seed: str) -> Interpreter:
-        with self._lock:
-            if hash_seed not in self._running:
-                self._running[hash_seed] = Interpreter("tests.studies", hash_seed=hash_seed)
-            return self._running[hash_seed]
+        if hash_seed not in self._running:
+            self._running[hash_seed] = Interpreter("tests.studies", hash_seed=hash_seed)
+        return self._running[hash_seed]
 
     def close(self) -> None:
         """Ends them."""
@@ -98,15 +94,9 @@ class Interpreters:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[list[Outcome]]]]:
-    """What the studies of the rows gave that were asked for; two at a time, since each mostly waits for processes."""
-    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    wanted = [str(item.callspec.params["name"]) for item in functions if item.originalname == "test_change"]
-    interpreters = Interpreters()
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run_row, ROWS[name], interpreters) for name in wanted}
-        pool.shutdown(cancel_futures=True)
-    interpreters.close()
+def interpreters() -> Iterator[Interpreters]:
+    with closing(Interpreters()) as running:
+        yield running
 
 
 def run_row(row: Row, interpreters: Interpreters) -> list[Outcome]:
@@ -130,9 +120,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("name", ROWS)
 
 
-def test_change(name: str, outcomes: dict[str, Future[list[Outcome]]]) -> None:
+def test_change(name: str, interpreters: Interpreters) -> None:
     row = ROWS[name]
-    first, *_, last = outcomes[name].result()
+    first, *_, last = run_row(row, interpreters)
     assert not first.wrong, f"before the change, {first.wrong}"
     if row.other_item is not None:
         assert same(first.item, last.item) != row.other_item, "the change does what the row says to the item"

@@ -1,4 +1,4 @@
-"""All commands together: help with examples, exit codes, no traceback, silence behind a pipe, completion."""
+"""All commands: help with examples, exit codes, errors without a traceback, plain output to a pipe, completion."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import typer
 
 import monai_gds
 from monai_gds import cli
+from monai_gds.cache import maintenance
+from monai_gds.console import progress_bar
 from monai_gds.errors import StorageError
-from monai_gds.terminal import progress_bar
 from tests.commands import Done, on_a_terminal, run
 from tests.machines import ROOT
 
@@ -28,7 +29,7 @@ SMALL_DEMO = ["demo", "--volumes", "1", "--size", "24", "24", "24", "--crop", "1
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command and group, by its words."""
+    """Every command and group by its words."""
     command = command or typer.main.get_command(cli.app)
     yield path, command
     for name, below in sorted(getattr(command, "commands", {}).items()):
@@ -43,7 +44,7 @@ def words(path: tuple[str, ...]) -> str:
     return " ".join(("monai-gds", *path))
 
 
-def test_there_are_the_commands_that_the_readme_names() -> None:
+def test_the_commands_in_the_readme_exist() -> None:
     named = re.findall(r"(?<=[`\s])monai-gds ((?:[a-z]+ ?)+)", (ROOT / "README.md").read_text())
     assert named
     for words_of_one in named:
@@ -123,10 +124,11 @@ def test_a_backend_that_does_not_exist_is_wrong_usage_and_one_that_does_not_work
     [
         ["doctor", "--measure", "--device", "cpu"],
         ["demo", "--volumes", "50", "--device", "cpu"],
-        ["bench", "tensor", "store", "--mb-size", "1", "--loop", "100000", "--device", "cpu", "--nvme-folder", "."],
+        ["bench", "tensor", "store", "--mb-size", "1", "--loop", "100000", "--device", "cpu", "--nvme-folder", ".",
+         "--method", "posix"],
     ],
     ids=words,
-)
+)  # fmt: skip
 def test_ctrl_c_is_one_line_and_exit_code_130(command: list[str], tmp_path: Path) -> None:
     running = subprocess.Popen(
         [sys.executable, "-m", "monai_gds", *command],
@@ -156,22 +158,17 @@ def test_ctrl_c_is_one_line_and_exit_code_130(command: list[str], tmp_path: Path
 def test_errors_are_one_line_and_exit_code_1(
     error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from monai_gds.cache import upkeep
 
     def fail(_: Path) -> list[Path]:
         raise error
 
-    monkeypatch.setattr(upkeep, "record_files", fail)
+    monkeypatch.setattr(maintenance, "record_files", fail)
     done = run("cache", "verify", tmp_path)
     assert (done.exit_code, done.stdout, done.stderr) == (1, "", f"monai-gds: {words}\n")
 
 
-def test_an_error_of_ours_that_nobody_foresaw_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from monai_gds.cache import upkeep
-
-    monkeypatch.setattr(upkeep, "record_files", lambda _: 1 // 0)
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(maintenance, "record_files", lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run("cache", "verify", tmp_path)
 
@@ -190,9 +187,9 @@ def test_a_plot_that_cannot_be_saved_is_refused_before_anything_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed on this machine")
-    from monai_gds.bench import dataset
+    from monai_gds.bench import workloads
 
-    monkeypatch.setattr(dataset, "epochs", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(workloads, "epochs", lambda *_: pytest.fail("measured"))
     done = run("bench", "dataset", "--only", "volumes", "--device", "cpu", "--plot", tmp_path / name)
     assert done.exit_code == 2
     assert "--plot" in done.output
@@ -207,7 +204,7 @@ def test_a_volume_without_voxels_is_wrong_usage(option: str, voxels: tuple[int, 
     assert "each side takes 1 voxel or more" in done.output
 
 
-def test_why_a_backend_was_chosen_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_a_backend_is_shown_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
     from monai_gds import dataset
 
     monkeypatch.setattr(dataset, "choose_backend", lambda *_: ("posix", "not kvikio: monai_gds[cuda12] is missing"))
@@ -226,7 +223,7 @@ def test_images_cannot_be_made_without_pillow_and_the_extra_is_named(
     assert not (tmp_path / "images").exists()
 
 
-def test_images_are_not_made_where_something_is(tmp_path: Path) -> None:
+def test_images_are_not_made_in_an_existing_folder(tmp_path: Path) -> None:
     done = run("bench", "loaders", "--make", "1", "--datadir", tmp_path)
     assert done.exit_code == 2
     assert "leave --make out" in done.output
@@ -234,7 +231,7 @@ def test_images_are_not_made_where_something_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["records", "squirrel"])
 @pytest.mark.parametrize("below", ["", "folder"])
-def test_pack_into_a_file_says_what_it_wants(form: str, below: str, tmp_path: Path) -> None:
+def test_pack_into_a_file_is_an_error_with_a_remedy(form: str, below: str, tmp_path: Path) -> None:
     if form == "squirrel":
         pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
     (tmp_path / "images" / "cat").mkdir(parents=True)
@@ -245,14 +242,14 @@ def test_pack_into_a_file_says_what_it_wants(form: str, below: str, tmp_path: Pa
     assert "afile is a file: name a folder to pack into, a new or an empty one" in done.stderr
 
 
-def test_pack_counts_as_one_does(tmp_path: Path) -> None:
+def test_pack_uses_singular_and_plural(tmp_path: Path) -> None:
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"\xff\xd8")
     assert "1 image of 1 class in 2 files" in run("pack", tmp_path / "images", tmp_path / "packed").stdout
 
 
 def test_pack_does_not_write_into_what_it_packs(tmp_path: Path) -> None:
-    """The folder of packed files would be a class, and give the classes behind it other numbers."""
+    """The folder of packed files would become a class and renumber the classes after it."""
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.jpg").write_bytes(b"\xff\xd8")
     done = run("pack", tmp_path, tmp_path / "a-packed")
@@ -264,7 +261,7 @@ def test_pack_does_not_write_into_what_it_packs(tmp_path: Path) -> None:
 
 
 def as_a_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own whose output is piped."""
+    """Runs the command in a process whose output is piped."""
     return subprocess.run(
         [sys.executable, "-m", "monai_gds", *map(str, arguments)],
         cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280,
@@ -295,7 +292,7 @@ def test_benchmarks_print_json_and_nothing_else(of: str, tmp_path: Path) -> None
 
 
 def test_bars_are_shown_on_a_terminal_and_not_behind_a_pipe(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "from monai_gds.terminal import progress_bar\nwith progress_bar('checking', 3) as update: update(2)"
+    code = "from monai_gds.console import progress_bar\nwith progress_bar('checking', 3) as update: update(2)"
     assert "checking" in on_a_terminal([sys.executable, "-c", code])
     with progress_bar("checking", 3) as update:
         update(2)
@@ -303,12 +300,12 @@ def test_bars_are_shown_on_a_terminal_and_not_behind_a_pipe(capfd: pytest.Captur
 
 
 def test_bars_are_shown_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    from monai_gds import terminal
+    from monai_gds import console
 
-    monkeypatch.setattr(terminal.errors, "is_jupyter", True)
-    assert not terminal.progress().disable
-    monkeypatch.setattr(terminal.errors, "is_jupyter", False)
-    assert terminal.progress().disable
+    monkeypatch.setattr(console.stderr, "is_jupyter", True)
+    assert not console.progress().disable
+    monkeypatch.setattr(console.stderr, "is_jupyter", False)
+    assert console.progress().disable
 
 
 # How it starts.
@@ -321,7 +318,7 @@ def test_version_is_that_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["doctor", "--help"], ["bench", "tensor", "--help"]])
-def test_help_waits_for_neither_torch_nor_monai(arguments: list[str]) -> None:
+def test_help_imports_neither_torch_nor_monai(arguments: list[str]) -> None:
     code = f"""
 import sys
 from monai_gds.cli import main
@@ -336,7 +333,7 @@ finally:
 
 
 def complete(line: str, shell: str) -> str:
-    """What the shell is told when the user presses the tabulator behind ``line``."""
+    """What the shell receives when the user presses the tabulator key behind ``line``."""
     environment = {
         "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)},
         "zsh": {"_TYPER_COMPLETE_ARGS": line},
@@ -368,5 +365,5 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
     assert any(path.is_file() and "complet" in path.read_text() for path in tmp_path.rglob("*"))
 
 
-def test_done_joins_what_was_printed() -> None:
+def test_done_joins_both_streams() -> None:
     assert Done(0, "│ a\n│ b", "\nc").output == "a b c"

@@ -14,13 +14,13 @@ import monai.transforms as mt
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from monai.data import DataLoader, MetaTensor, decollate_batch, list_data_collate, set_track_meta
 from monai.utils import MetaKeys, SpaceKeys
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from monai_gds import GDSDataset, huge_pages
+from monai_gds import GDSDataset, limits, pooled_memory
 from monai_gds import collate as module
 from monai_gds.collate import collate
 from tests.fixtures_nifti import KEYS, pipeline, write_volumes
@@ -148,7 +148,7 @@ def test_volumes_of_different_shapes_are_monais_error(make: Any) -> None:
     ],
 )
 def test_large_volumes(monkeypatch: pytest.MonkeyPatch, kind: type, second: Callable[..., torch.Tensor]) -> None:
-    monkeypatch.setattr(module, "_LARGE_BATCH", 40_000)
+    monkeypatch.setattr(limits, "POOLED_BATCH_BYTES", 40_000)
     first = torch.rand(1, 20, 20, 20)
     for pair in ([first, second(first.clone())], [second(first.clone()), first]):
         assert_as_monai([{"image": kind(t), "n": 1} for t in pair])
@@ -275,7 +275,6 @@ def _filled(schema: Any, rng: np.random.Generator) -> Any:
     return schema(rng)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(_schema | st.dictionaries(st.sampled_from("abc"), _schema, max_size=3), st.integers(1, 4), st.none() | _schema)
 @pytest.mark.filterwarnings("ignore")
 def test_any_tree(schema: Any, count: int, odd: Any) -> None:
@@ -413,9 +412,9 @@ def test_large_batches_that_are_kept_keep_their_bytes() -> None:
         return collate(items)["image"]  # type: ignore[no-any-return]
 
     kept = {value: batch(value) for value in range(0, 60, 10)}
-    huge_pages._kept.blocks.clear()
+    pooled_memory._pool.blocks.clear()
     batch(0)
-    assert len(huge_pages._kept.blocks) == 1, "its memory is there for the next one"
+    assert len(pooled_memory._pool.blocks) == 1, "its memory is there for the next one"
     for value in range(5, 65, 10):
         del kept[value - 5]
         kept[value] = batch(value)

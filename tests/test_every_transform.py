@@ -18,9 +18,9 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[Process]:
+def other(interpreter: Interpreter) -> Iterator[Process]:
     """The one process that all hits are read in."""
-    with Interpreter("tests.roundtrip") as interpreter, interpreter.process() as process:
+    with interpreter.process() as process:
         yield process
 
 

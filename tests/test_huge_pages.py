@@ -1,126 +1,21 @@
-"""Huge pages, where the kernel has them; memory that is used again: given out once at a time, not without bounds."""
+"""Huge pages, where the kernel has them."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import mmap
-import subprocess
-import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from monai_gds import huge_pages
-from monai_gds.huge_pages import HUGE, used_before
-from monai_gds.storage.threaded import aligned_empty
-from tests.storage.contract import opened
-
-
-@pytest.fixture(autouse=True)
-def none_kept() -> Iterator[None]:
-    huge_pages._kept.blocks.clear()
-    yield
-    huge_pages._kept.blocks.clear()
-
-
-@pytest.mark.parametrize("nbytes", [1, HUGE - 1, HUGE, 5 * HUGE + 3])
-def test_as_many_bytes_as_asked_for(nbytes: int) -> None:
-    memory = used_before(nbytes)
-    assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((nbytes,), torch.uint8, True)
-    memory.fill_(7)
-    assert int(memory.sum(dtype=torch.int64)) == 7 * nbytes
-
-
-@pytest.mark.parametrize("nbytes", [1, HUGE - 1, HUGE + 1])
-def test_nothing_of_what_was_there_before_is_saved_along(nbytes: int) -> None:
-    used_before(nbytes + -nbytes % HUGE).fill_(0xAB)
-    saved = io.BytesIO()
-    torch.save(used_before(nbytes).fill_(7), saved)
-    assert bytes([0xAB] * 16) not in saved.getvalue()
-    assert len(saved.getvalue()) < nbytes + 4096
-
-
-def test_memory_comes_back_with_the_last_that_shares_it() -> None:
-    memory = used_before(3 * HUGE)
-    address = memory.data_ptr()
-    floats = memory.view(torch.float32).view(3, -1)
-    array = floats[1].numpy()
-    del memory
-    floats.fill_(1.5)
-    del floats
-    others = [used_before(3 * HUGE).fill_(0xFF) for _ in range(3)]
-    assert address not in [other.data_ptr() for other in others]
-    assert (array == 1.5).all()
-    del others, array
-    again = [used_before(3 * HUGE) for _ in range(4)]
-    assert address in [memory.data_ptr() for memory in again]
-
-
-def test_a_block_serves_its_own_size_only() -> None:
-    address = used_before(4 * HUGE).data_ptr()
-    small, same = used_before(HUGE), used_before(4 * HUGE - 5)
-    assert same.data_ptr() == address
-    assert not address <= small.data_ptr() < address + 4 * HUGE
-
-
-def test_what_is_kept_has_bounds() -> None:
-    kept = [used_before(size * HUGE) for size in (3, 8, 16, 9, 30)]
-    del kept[:]
-    assert sum(block.nbytes for block in huge_pages._kept.blocks) <= 32 << 20
-    del kept
-    used_before((32 << 20) + 1)
-    assert all(block.nbytes <= 32 << 20 for block in huge_pages._kept.blocks)
-
-
-def test_threads_never_get_the_same() -> None:
-    def work(seed: int) -> bool:
-        fine = True
-        for _ in range(200):
-            mine = [used_before(HUGE).fill_(seed) for _ in range(3)]
-            fine &= all(bool((memory == seed).all()) for memory in mine)
-        return fine
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
-
-
-def test_the_collector_may_come_by_while_memory_is_asked_for() -> None:
-    """It may run within any allocation, and gives back what lay in a cycle. In a process of its own: it crashed."""
-    script = """
-import gc
-from monai_gds.huge_pages import HUGE, _kept, used_before
-
-class Cycle:
-    def __init__(self):
-        self.itself, self.memory = self, used_before(HUGE)
-
-gc.disable()
-for _ in range(30):
-    gc.collect()
-    del _kept.blocks[:]
-    some = [used_before(HUGE) for _ in range(4)]
-    cycles = [Cycle() for _ in range(12)]
-    del some, cycles
-    taken = [tuple([None] * 4) for _ in range(2200)]  # of the interpreter's store of such tuples, so that it allocates
-    gc.set_threshold(1)
-    gc.enable()
-    used_before(3 * HUGE)
-    gc.disable()
-print(len(_kept.blocks) * HUGE <= 32 << 20)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
-
-
-# The kernel.
+from monai_gds.storage import Reads, open_storage
+from monai_gds.storage.files import aligned_empty
 
 
 def _smaps(tensor: torch.Tensor) -> list[str]:
-    """What the kernel says of the mappings that a tensor's memory lies in."""
+    """The kernel's description of the mappings that a tensor's memory lies in."""
     found, inside = [], False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
@@ -152,9 +47,8 @@ def test_mappings_of_records_are_on_huge_pages_unless_crops_would_read_too_much(
 ) -> None:
     path = tmp_path / "file.bin"
     path.write_bytes(bytes(4096 + nbytes))
-    with opened("posix", "cpu") as storage:
-        mapped = storage.map(str(path), [(4096, nbytes)])
-        assert mapped is not None
+    with contextlib.closing(open_storage("posix", "cpu")) as storage:
+        mapped = storage.map(Reads.of(str(path), [(4096, nbytes)])).wait()
         flags = [line.split()[1:] for line in _smaps(mapped[0]) if line.startswith("VmFlags:")]
         if not flags or not Path("/sys/kernel/mm/transparent_hugepage").exists():
             pytest.skip("this machine's kernel has no huge pages, or does not tell")

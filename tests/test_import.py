@@ -1,4 +1,4 @@
-"""Importing the package costs nothing before something of it is used, and gives every public name."""
+"""Importing the package is cheap until something of it is used, and it has every public name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    """They read the imports below TYPE_CHECKING."""
+    """Type checkers read the imports below TYPE_CHECKING."""
     tree = ast.parse(inspect.getsource(monai_gds))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}

@@ -29,3 +29,11 @@ def test_a_demo_on_the_gpu_after_one_on_the_cpu_installs_what_it_needs(tmp_path:
     assert "-e .[cuda12]" in on_gpu
     assert "constraints.txt" not in on_gpu
     assert ".venv-cuda12/bin/monai-gds demo" in on_gpu
+
+
+def test_only_the_long_tests_wait_for_a_compiler() -> None:
+    """The commands of both targets, in a checkout that was never set up."""
+    quick, long = (would_run(ROOT, target, "VENV=.venv-of-nobody") for target in ("test", "test-long"))
+    assert "prepare_deepnvme" in long
+    assert "prepare_deepnvme" not in quick
+    assert "--hypothesis-profile=long" in long

@@ -16,7 +16,7 @@ from monai.data import DataLoader, ThreadDataLoader
 from torch.utils.data import Subset
 
 from monai_gds import GDSDataLoader, GDSDataset, PopulateError
-from monai_gds import loader as loader_module
+from monai_gds.loader.read_ahead import CacheWorkers
 from monai_gds.naming import naming
 from monai_gds.workers import Workers
 from tests.fixtures_nifti import pipeline, write_volumes
@@ -76,7 +76,7 @@ def test_a_note_is_added_once_and_ctrl_c_gets_none() -> None:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> GDSDataset:
-    """Four items; the label of number 2 is no volume."""
+    """Four items; the label of number 2 is not a volume."""
     items = write_volumes(tmp_path, 4, (12, 12, 12))
     Path(items[2]["label"]).write_bytes(b"not a volume")
     return GDSDataset(items, pipeline(), tmp_path / "cache", device="cpu")
@@ -107,7 +107,7 @@ def raised(work: Any) -> str:
         lambda d: d.__getitems__([0, 2]),
         lambda d: list(DataLoader(d, batch_size=1, num_workers=0)),
         lambda d: list(DataLoader(d, batch_size=1, num_workers=2)),
-        lambda d: list(DataLoader(d, batch_size=1, num_workers=2, multiprocessing_context="spawn")),
+        lambda d: list(DataLoader(d, batch_size=1, num_workers=1, multiprocessing_context="spawn")),
         lambda d: list(GDSDataLoader(d, batch_size=1)),
         lambda d: list(GDSDataLoader(Subset(d, [3, 2]), batch_size=1)),
         lambda d: list(GDSDataLoader(d, batch_size=1, num_workers=2)),
@@ -128,12 +128,12 @@ def test_saving_names_it(broken: GDSDataset) -> None:
     assert raised(lambda: broken.save(2)).endswith(expected(broken))
 
 
-def test_a_helper_of_the_loader_names_it_too(broken: GDSDataset) -> None:
-    helpers = loader_module._Helpers([broken], 1, None)
+def test_a_worker_of_the_loader_names_it_too(broken: GDSDataset) -> None:
+    workers = CacheWorkers([broken], 1, None)
     try:
-        text = raised(helpers.save(broken, 2).result)
+        text = raised(workers.save(broken, 2).result)
     finally:
-        helpers.close()
+        workers.close()
     assert text.endswith(expected(broken))
 
 

@@ -1,4 +1,4 @@
-"""The public names: every one is described, shows an example, and the example runs."""
+"""Every public name has a description and an example that runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PUBLIC = public()
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_everything_public_is_there_and_the_module_says_what_it_is_for(module: ModuleType) -> None:
+def test_every_public_name_exists_and_its_module_has_a_docstring(module: ModuleType) -> None:
     assert module.__doc__
     assert len(set(module.__all__)) == len(module.__all__)
     for name in module.__all__:
@@ -83,7 +83,7 @@ def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert module is not None
     (test,) = doctest.DocTestFinder(recurse=False).find(thing, name, module=module) or (None,)
     assert test is not None
-    assert test.examples, f"{name} shows no example"
+    assert test.examples, f"{name} has no example"
     for package in NEEDS.get(name, ()):
         pytest.importorskip(package, reason=f"{package} is not installed on this machine")
     monkeypatch.chdir(tmp_path)

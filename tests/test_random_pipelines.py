@@ -26,9 +26,9 @@ NAMES = sorted(
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[Process]:
+def other(interpreter: Interpreter) -> Iterator[Process]:
     """The one process that all hits are read in."""
-    with Interpreter("tests.roundtrip") as interpreter, interpreter.process() as process:
+    with interpreter.process() as process:
         yield process
 
 
@@ -52,7 +52,7 @@ def draw(number: int, files: Path) -> tuple[Case, Any]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("number", range(300))
+@pytest.mark.parametrize("number", [n if n < 40 else pytest.param(n, marks=pytest.mark.long) for n in range(300)])
 def test_uncached_is_miss_is_hit(number: int, device: str, files: Path, tmp_path: Path, other: Process) -> None:
     case, expected = draw(number, files)
     try:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from monai_gds.storage import Reads, Storage
 from monai_gds.synthetic import write_volumes
 from tests.machines import ROOT
 
@@ -116,7 +118,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_example_runs_and_is_short_enough_to_paste(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(code.strip().splitlines()) <= 15
     for number, item in enumerate(write_volumes(tmp_path / "made", 2, (40, 40, 32)), 1):
         Path(item["image"]).rename(tmp_path / f"ct_{number}.nii.gz")
@@ -126,3 +128,13 @@ def test_the_example_runs_and_is_short_enough_to_paste(
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2
     assert all(line.startswith("torch.Size([1, 1, ") for line in printed)
+
+
+def test_the_backend_of_ones_own_reads(tmp_path: Path) -> None:
+    _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\n{code}", names)
+    (tmp_path / "file.bin").write_bytes(bytes(range(100)))
+    storage = Storage(names["MyDriveBackend"](torch.device("cpu")))
+    (tensor,) = storage.load(Reads.of(str(tmp_path / "file.bin"), [(10, 5)])).wait()
+    assert tensor.tolist() == [10, 11, 12, 13, 14]

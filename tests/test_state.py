@@ -14,7 +14,8 @@ import torch
 from PIL import ImageFile
 
 from monai_gds import state
-from monai_gds.state import State, applied, capture
+from monai_gds.state import State, applied, capture, capture_all
+from tests.fresh import Interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -105,21 +106,23 @@ def test_matrix_precision_counts_on_a_cpu_that_has_less_of_it(monkeypatch: pytes
 
 @pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch has no newer settings")
 @pytest.mark.parametrize("setting", ["fp32_precision", "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision"])
-def test_the_newer_settings_of_precision_are_read(setting: str) -> None:
+def test_the_newer_settings_of_precision_are_read(setting: str, interpreter: Interpreter) -> None:
     """Reading the older ones is an error from then on. In a process of its own, since nothing takes that back."""
-    code = (
-        f"import torch; torch.backends.{setting} = 'ieee'; torch.backends.{setting} = 'tf32'\n"
-        "torch.backends.cudnn.conv.fp32_precision = 'ieee'\n"
-        "from monai_gds.state import applied, capture, capture_all\n"
-        "found = capture_all(); print(capture(), [name for name, _ in found])\n"
-        "with applied(()), applied(found):\n    assert capture_all() == found\n"
-        "assert capture_all() == found"
-    )
-    env = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    named = ["cudnn_tf32"] if "cudnn" in setting else ["matmul_precision", "cudnn_tf32"]
-    assert found.stdout.strip().startswith("() ")
-    assert set(named) <= set(found.stdout.replace("'", " ").replace("]", " ").split())
+    found, names = interpreter.call(_captured_after, setting)
+    assert found == ()
+    assert set(names) >= ({"cudnn_tf32"} if "cudnn" in setting else {"matmul_precision", "cudnn_tf32"})
+
+
+def _captured_after(setting: str) -> tuple[State, list[str]]:
+    """What is captured once a newer setting was used, and the names of all that there is to capture."""
+    for value in ("ieee", "tf32"):
+        exec(f"torch.backends.{setting} = {value!r}")
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    found = capture_all()
+    with applied(()), applied(found):
+        assert capture_all() == found
+    assert capture_all() == found
+    return capture(), [name for name, _ in found]
 
 
 def test_gradients_count_where_transforms_hold_parameters() -> None:

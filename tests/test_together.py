@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,15 @@ import monai.transforms as mt
 import pytest
 import torch
 
-from monai_gds import GDSDataset, populate
+from monai_gds import GDSDataLoader, GDSDataset, populate
 from monai_gds.cache import single_flight
 from monai_gds.cache.single_flight import Leases, Pace
 from monai_gds.cache.writer import process_writer
 from monai_gds.populate import Populated
-from tests.machines import ROOT
+from tests.fresh import Interpreter, Process
+
+#: What a process does with the dataset.
+Work = Callable[..., Any]
 
 ITEMS = 20
 
@@ -61,52 +62,55 @@ def digest(dataset: GDSDataset, index: int) -> str:
     return dataset.key(index).digest
 
 
+def prepare(environment: dict[str, str]) -> int:
+    """Imports in a fresh process what the work needs, and returns its process id."""
+    os.environ.update(environment)
+    return os.getpid()
+
+
+def work_on_dataset(work: Work, folder: Path, *args: Any) -> Any:
+    """Does ``work`` over the dataset of a folder once :meth:`Fresh.go` lets it."""
+    dataset = dataset_of(folder)
+    while not (folder / "go").exists():
+        time.sleep(0.005)
+    return work(dataset, *args)
+
+
 class Fresh:
-    """Processes of their own that run a line over ``dataset``, all at the same time."""
+    """Fresh processes that work on one dataset, all at the same time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, interpreter: Interpreter) -> None:
         self._folder = folder
-        self._running: list[subprocess.Popen[str]] = []
+        self._interpreter = interpreter
+        self._running: dict[Process, int] = {}  # with a pidfd each: an id may be another's by the time of a kill
 
-    def start(self, line: str, **environment: str) -> subprocess.Popen[str]:
-        """Begins one, which waits for :meth:`go`."""
-        code = f"""
-import sys, time
-from pathlib import Path
-from monai_gds import GDSDataLoader
-from tests.test_together import dataset_of
-folder = Path(sys.argv[1])
-dataset = dataset_of(folder)
-print("ready", flush=True)
-while not (folder / "go").exists():
-    time.sleep(0.005)
-{line}
-"""
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, str(self._folder)],
-            stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        )  # fmt: skip
-        self._running.append(process)
-        return process
+    def start(self, work: Work, *args: Any, **environment: str) -> int:
+        """Begins ``work(dataset, *args)`` in a process, which waits for :meth:`go`; returns the process id."""
+        process = self._interpreter.process()
+        pid: int = process.call(prepare, environment)
+        self._running[process] = os.pidfd_open(pid)
+        process.start(work_on_dataset, work, self._folder, *args)
+        return pid
 
     def go(self) -> None:
         """Lets all run that were started."""
-        for process in self._running:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
         (self._folder / "go").touch()
 
+    def results(self) -> list[Any]:
+        """Waits for all, and returns what they returned."""
+        return [process.result() for process in self._running]
+
     def close(self) -> None:
-        for process in self._running:
-            process.kill()
-            process.communicate()
+        for process, pidfd in self._running.items():
+            process.close()
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Iterator[Fresh]:
-    with ExitStack() as stack:
-        processes = Fresh(tmp_path)
-        stack.callback(processes.close)
+def fresh(tmp_path: Path, interpreter: Interpreter) -> Iterator[Fresh]:
+    with closing(Fresh(tmp_path, interpreter)) as processes:
         yield processes
 
 
@@ -119,27 +123,28 @@ def until(what: Callable[[], Any], limit_s: float = 60) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_three_that_populate_together_compute_every_item_once(tmp_path: Path, fresh: Fresh, workers: int) -> None:
-    processes = [fresh.start(f"print(*map(int, __import__('dataclasses').astuple(dataset.populate({workers}))))")
-                 for _ in range(3)]  # fmt: skip
+    for _ in range(3):
+        fresh.start(GDSDataset.populate, workers)
     fresh.go()
-    found = [list(map(int, process.communicate(timeout=120)[0].split())) for process in processes]
+    found = fresh.results()
     assert sorted(log(tmp_path)) == list(range(ITEMS))
-    assert sum(computed for _, computed in found) == ITEMS
-    assert [cached + computed for cached, computed in found] == [ITEMS] * 3
+    assert sum(populated.computed for populated in found) == ITEMS
+    assert [populated.cached + populated.computed for populated in found] == [ITEMS] * 3
     assert os.listdir(tmp_path / "cache" / ".tmp") == []
 
 
+def train(dataset: GDSDataset, seed: int) -> list[int]:
+    """The items of a shuffled epoch."""
+    torch.manual_seed(seed)
+    loader = GDSDataLoader(dataset, batch_size=2, shuffle=True, prefetch=4)
+    return sorted(int(x) for batch in loader for x in batch["x"][:, 0])
+
+
 def test_three_shuffled_training_loops_compute_little_twice(tmp_path: Path, fresh: Fresh) -> None:
-    line = """
-import torch
-torch.manual_seed({})
-loader = GDSDataLoader(dataset, batch_size=2, shuffle=True, prefetch=4)
-print(sorted(int(x) for batch in loader for x in batch["x"][:, 0]))
-"""
-    processes = [fresh.start(line.format(n)) for n in range(3)]
+    for seed in range(3):
+        fresh.start(train, seed)
     fresh.go()
-    for process in processes:
-        assert process.communicate(timeout=120)[0].strip() == str(list(range(ITEMS)))
+    assert fresh.results() == [list(range(ITEMS))] * 3
     assert sorted(set(log(tmp_path))) == list(range(ITEMS))
     assert len(log(tmp_path)) <= ITEMS + 3 * 4
     assert os.listdir(tmp_path / "cache" / ".tmp") == []
@@ -205,7 +210,7 @@ def test_a_compute_that_hangs_for_ever_holds_nobody_up(
 ) -> None:
     monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(populate, "_PATIENCE_ITEMS", 0)
-    fresh.start("dataset[2]", MAKE_SECONDS="1000")
+    fresh.start(GDSDataset.__getitem__, 2, MAKE_SECONDS="1000")
     fresh.go()
     until(lambda: log(tmp_path) == [2])
     dataset = dataset_of(tmp_path, 4)
@@ -223,7 +228,7 @@ def test_populate_does_the_others_first_and_then_what_hangs_elsewhere(
 ) -> None:
     monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(populate, "_PATIENCE_ITEMS", 0)
-    fresh.start("dataset.populate()", MAKE_SECONDS="1000")
+    fresh.start(GDSDataset.populate, MAKE_SECONDS="1000")
     fresh.go()
     until(lambda: log(tmp_path) == [0])
     began = time.monotonic()
@@ -239,11 +244,11 @@ def test_what_a_holder_leaves_is_computed_by_who_waits(
 ) -> None:
     monkeypatch.setattr(single_flight, "STALE_SECONDS", 3.0)
     environment = {"MAKE_SECONDS": "2", "MAKE_FAILS": "yes"} if end == "fails" else {"MAKE_SECONDS": "1000"}
-    process = fresh.start("dataset[0]", **environment)
+    pid = fresh.start(GDSDataset.__getitem__, 0, **environment)
     fresh.go()
     until(lambda: log(tmp_path) == [0])
     if end != "fails":
-        threading.Timer(0.5, os.kill, (process.pid, end)).start()
+        threading.Timer(0.5, os.kill, (pid, end)).start()
     began = time.monotonic()
     assert dataset_of(tmp_path, 3).populate() == Populated(cached=0, computed=3)
     assert time.monotonic() - began < 20

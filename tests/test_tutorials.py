@@ -5,6 +5,7 @@ They run on the CPU, on small data, also where there is a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,23 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 each = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 
-#: Libraries that no notebook may take for granted, and what makes a Python start without them.
-OPTIONAL = ("matplotlib", "nilearn", "nvidia.dali", "squirrel")
-NOT_INSTALLED = f"""
-from importlib.machinery import PathFinder
 
-find = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(lambda name, *where: None if name in {OPTIONAL} else find(name, *where))
+#: Libraries that no notebook may take for granted, and what makes a Python start without them.
+OPTIONAL = ("deepspeed", "matplotlib", "nilearn", "nvidia.dali", "squirrel")
+NOT_INSTALLED = """
+from importlib.machinery import PathFinder
+from importlib.metadata import Distribution, PackageNotFoundError
+
+hidden = {}
+find, from_name = PathFinder.find_spec, Distribution.from_name
+PathFinder.find_spec = staticmethod(lambda name, *where: None if name in hidden else find(name, *where))
+
+def distribution(name):
+    if name in hidden:
+        raise PackageNotFoundError(name)
+    return from_name(name)
+
+Distribution.from_name = staticmethod(distribution)
 """
 
 tool = load_tool("notebooks")
@@ -52,9 +63,26 @@ def test_all_of_them_are_here() -> None:
     }  # fmt: skip
 
 
+@pytest.fixture
+def without(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has a Python that is started later take these libraries for not installed."""
+
+    def hide(*names: str) -> None:
+        site = tmp_path_factory.mktemp("site")
+        (site / "sitecustomize.py").write_text(NOT_INSTALLED.format(names))
+        monkeypatch.setenv("PYTHONPATH", str(site))
+
+    return hide
+
+
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.long)])
 @each
 @pytest.mark.timeout(900)
-def test_runs_from_clean_without_a_warning_and_leaves_nothing_behind(notebook: Path, tmp_path: Path) -> None:
+def test_runs_from_clean_without_a_warning_and_leaves_nothing_behind(
+    notebook: Path, everything: bool, tmp_path: Path, without: Callable[..., None]
+) -> None:
+    if not everything:
+        without("deepspeed")  # whose operators take minutes to compile
     node, error = tool.execute(notebook, tmp_path)
     assert not error, error
     assert warnings_in(node) == []
@@ -65,16 +93,16 @@ def test_runs_from_clean_without_a_warning_and_leaves_nothing_behind(notebook: P
 KEPT = {"gds_dataset": ["made_volumes"], "train_segmentation": ["deformed_template_2mm_5"]}
 
 
+@pytest.mark.long
 @each
 @pytest.mark.timeout(900)
 def test_says_what_is_missing_instead_of_failing_and_keeps_data_where_told(
-    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: Callable[..., None]
 ) -> None:
-    site, data, work = (tmp_path / name for name in ("site", "data", "work"))
-    for folder in (site, data, work):
-        folder.mkdir()
-    (site / "sitecustomize.py").write_text(NOT_INSTALLED)
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    without(*OPTIONAL)
+    data, work = tmp_path / "data", tmp_path / "work"
+    data.mkdir()
+    work.mkdir()
     monkeypatch.setenv("MONAI_DATA_DIRECTORY", str(data))
     node, error = tool.execute(notebook, work)
     assert not error, error

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Executes the notebooks of tutorials/ from clean, and saves in them what they print and draw.
+"""Executes the notebooks of tutorials/ in fresh kernels and saves their outputs in them.
 
     python tools/notebooks.py                      # all of them, in place
     python tools/notebooks.py block_map tensor_io  # these
-    python tools/notebooks.py --output DIR         # leaves tutorials/ as it is and writes copies to DIR
+    python tools/notebooks.py --output DIR         # writes copies to DIR and leaves tutorials/ unchanged
 
-Each runs in an empty folder, in a new kernel of the Python that runs this, with this checkout's package. It needs
-``pip install nbclient ipykernel`` beside what the notebooks need. A notebook that fails is saved up to the failure; the
-others are still executed, and the exit code is 1.
+Each runs in an empty folder, with this Python and this checkout's package. Besides the needs of the notebooks it
+requires ``pip install nbclient ipykernel``. A notebook that fails is saved up to the failure. The others are still
+executed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ __all__ = ["TUTORIALS", "execute", "main", "text_of"]
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = ROOT / "tutorials"
 
-#: Seconds for one cell.
+#: Seconds that one cell may take.
 TIMEOUT = 600
 
 
 def execute(notebook: Path, folder: Path) -> tuple[Any, str]:
-    """Executes a notebook in ``folder``, which is its working directory and where its temporary files go.
+    """Executes a notebook.
 
     Args:
-        notebook: the file; it is not changed.
-        folder: an empty folder.
+        notebook: the file, which is not changed.
+        folder: an empty folder: the working directory, and the place of temporary files.
 
     Returns:
-        The notebook with its outputs, and what went wrong (empty when nothing did).
+        The notebook with its outputs, and the error, empty if there was none.
     """
     node = nbformat.read(notebook, as_version=4)
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     with tempfile.TemporaryDirectory() as private:  # for the kernel's sockets, IPython's history, torch's compiler
-        # Without a folder of kernels to look in, what is left is a kernel of this very Python.
+        # Without folders to search for kernels, only the kernel of this Python is left.
         specs = KernelSpecManager(kernel_dirs=[])
         client = NotebookClient(
             node,
@@ -62,7 +62,7 @@ def execute(notebook: Path, folder: Path) -> tuple[Any, str]:
             coalesce_streams=True,
             resources={"metadata": {"path": str(folder)}},
         )
-        client.owns_km = True  # it shuts the kernel down in the end
+        client.owns_km = True  # so that it shuts the kernel down
         settings = {"PYTHONPATH": path, "TMPDIR": str(folder), "IPYTHONDIR": private}
         try:
             client.execute(env={"TORCHINDUCTOR_CACHE_DIR": private, **os.environ, **settings})
@@ -72,7 +72,7 @@ def execute(notebook: Path, folder: Path) -> tuple[Any, str]:
 
 
 def _tidy(node: Any) -> Any:
-    """Drops what differs from machine to machine without saying anything about it."""
+    """Drops metadata that differs from machine to machine."""
     node.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -83,7 +83,7 @@ def _tidy(node: Any) -> Any:
 
 
 def text_of(node: Any, name: str) -> str:
-    """What the cells of an executed notebook wrote to one stream, ``stdout`` or ``stderr``."""
+    """The text that an executed notebook wrote to a stream, ``stdout`` or ``stderr``."""
     outputs = [o for cell in node.cells for o in cell.get("outputs", ())]
     return "".join(o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == name)
 

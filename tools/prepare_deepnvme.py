@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Makes ready what the tests of DeepNVMe need: the compiler's packages, and DeepSpeed's operators, compiled. For make.
+"""Prepares the tests of DeepNVMe: installs the packages of a compiler and compiles DeepSpeed's operators. For make.
 
-Missing Debian packages are installed where apt-get is and this process is root; elsewhere it says which they are. It
-never fails: what is still missing then is the reason that the tests give for being skipped.
+As root with apt-get it installs missing Debian packages, otherwise it prints their names. It never fails: the tests are
+skipped, with the reason, if something is still missing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import shutil
 import subprocess
 
 from monai_gds.errors import BackendUnavailable
-from monai_gds.storage import deepnvme_build
+from monai_gds.storage.deepnvme import build
 
 __all__ = ["install", "main"]
 
-#: Seconds that apt-get may take for one step: without a network it tries for minutes.
+#: Seconds per step of apt-get, which retries for minutes without a network.
 _PATIENCE = 180
 
 
 def install(packages: list[str]) -> bool:
-    """Installs Debian packages where that is possible; says what it does, or what is to be done."""
+    """Installs Debian packages if possible; prints what it does, or what to do."""
     command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         print(f"DeepNVMe is not tested: as root, `apt-get install {' '.join(packages)}`", flush=True)
@@ -42,10 +42,10 @@ def _quiet(command: list[str]) -> bool:
 
 
 def main() -> None:
-    """Installs, compiles, and says what came of it."""
+    """Installs, compiles and prints the result."""
     asked: set[str] = set()
-    while not (found := deepnvme_build.probe("aio")):
-        packages = re.findall(r"Debian: ([^\s)]+)", found.reason)  # the compiler finds the next one missing
+    while not (found := build.probe("aio")):
+        packages = re.findall(r"Debian: ([^\s)]+)", found.reason)  # the compiler names one missing package at a time
         if not set(packages) - asked or not install(packages):
             break
         asked.update(packages)
@@ -53,7 +53,7 @@ def main() -> None:
         print(f"DeepNVMe is not tested: {found.reason}", flush=True)
         return
     try:
-        deepnvme_build.build_ahead(lambda line: print(line, flush=True))
+        build.build_ahead(lambda line: print(line, flush=True))
     except BackendUnavailable as e:
         print(e, flush=True)
 

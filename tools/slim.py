@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Makes what a machine without network needs of a few large packages as small as it gets, and cuts it into pieces.
+"""Packs a few large packages for a machine without network, as small as possible and in pieces.
 
     python tools/slim.py --python 3.12 --gpu 90 --dest pieces nvidia-dali-cuda130 --without numpy typing_extensions
     bash pieces/unpack.sh pieces TARGET         # on that machine; then PYTHONPATH=TARGET python3 …
 
-For where even ``tools/wheelhouse.py`` brings too much: nvidia-dali-cuda130's wheel carries the modules of every Python
+Use it where ``tools/wheelhouse.py`` brings too much: nvidia-dali-cuda130's wheel carries the modules of every Python
 version, device code for seven GPU architectures and headers for plug-ins. The wheels are unpacked into one tree as pip
-would do it, without what only another Python version, a compiler or a test wants. In libraries, the symbols that only a
-debugger reads become zeros, and with ``--gpu`` so does the device code that this GPU does not run: nothing moves, so
-what is left works as before. The tree becomes one .tar.xz, cut into pieces; ``unpack.sh`` says which one is missing or
-damaged before it unpacks anything. It needs bash, and xz or Python.
+would, without files that only other Python versions, compilers or tests need. In libraries, symbols that only debuggers
+read are zeroed, and with ``--gpu`` so is device code that this GPU does not run. Nothing moves, so the rest works as
+before. The tree becomes one .tar.xz, cut into pieces. ``unpack.sh`` names a missing or damaged piece before it unpacks
+anything; it needs bash, and xz or Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import wheelhouse
 
 __all__ = ["archive", "choose", "keep_device_code", "main", "unpack_script", "without_symbols"]
 
-#: What only a compiler or a type checker reads.
+#: Files that only compilers and type checkers read.
 _SOURCES = {".a", ".cmake", ".cu", ".cuh", ".h", ".hpp", ".inl", ".pxd", ".pyi", ".pyx"}
 _FOLDERS = {"include", "bin", "test", "tests", "__pycache__"}
 
@@ -49,8 +49,8 @@ _PROJECT = re.compile(r"^([^-]+)-")
 
 #: A set of device code begins with magic, version (u16) and the size of this header (u16); then the bytes that follow
 #: (u64), which are entries. Each: kind (u16: 1 is PTX, 2 machine code), version (u16), size of its header (u32), of its
-#: content (u64), and at byte 28 the compute capability, 90 for 9.0 (u32). NVIDIA documents none of this: found by
-#: looking at CUDA 13's libraries; where the numbers do not add up, nothing is changed.
+#: content (u64), and at byte 28 the compute capability, 90 for 9.0 (u32). This is undocumented and was found in CUDA
+#: 13's libraries. If the numbers do not add up, nothing is changed.
 _FATBIN = struct.pack("<IHH", 0xBA55ED50, 1, 16)
 _MACHINE_CODE = 2
 
@@ -60,20 +60,20 @@ _FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9 | lzm
 
 
 def choose(name: str, data: Callable[[], bytes], python: str) -> str | None:
-    """Where a wheel's file goes in the tree, or None if nothing wants it at run time.
+    """The place of a wheel's file in the tree, or None if it is not needed at run time.
 
     Args:
-        name: Its path in the wheel.
-        data: Gives its content; only called where the name does not decide.
-        python: The target's version, ``"3.12"``.
+        name: its path in the wheel.
+        data: returns its content; called only if the name does not decide.
+        python: the target's version, ``"3.12"``.
     """
     path = PurePosixPath(name)
     head = path.parts[0]
-    if head.endswith(".data"):  # what pip spreads over the environment: only modules are wanted
+    if head.endswith(".data"):  # pip spreads this over the environment; only modules are needed
         if len(path.parts) < 3 or path.parts[1] not in ("purelib", "platlib"):
             return None
         path = PurePosixPath(*path.parts[2:])
-    if head.endswith(".dist-info"):  # the version, for importlib.metadata, and the licences; the rest would be untrue
+    if head.endswith(".dist-info"):  # keep the version and the licences; the rest would be wrong
         return None if path.name in ("RECORD", "INSTALLER") else str(path)
     if path.suffix in _SOURCES or _FOLDERS & set(path.parts[:-1]):
         return None
@@ -81,12 +81,12 @@ def choose(name: str, data: Callable[[], bytes], python: str) -> str | None:
     if compiled and compiled[1] != python.replace(".", ""):
         return None
     if len(path.parts) == 2 and path.name == "__init__.py" and not data().strip():
-        return None if path.parts[0] == "nvidia" else str(path)  # it would hide the nvidia/ that came with torch
+        return None if path.parts[0] == "nvidia" else str(path)  # it would hide the nvidia/ that torch brought
     return str(path)
 
 
 def without_symbols(library: bytearray) -> None:
-    """Turns an ELF library's ``.symtab`` and its names into zeros; what is linked and loaded by stays (``.dynsym``)."""
+    """Zeroes an ELF library's ``.symtab`` and its names. Linking and loading need ``.dynsym`` only."""
     if library[:6] != b"\x7fELF\x02\x01":
         return
     (table,) = struct.unpack_from("<Q", library, 40)
@@ -101,9 +101,9 @@ def without_symbols(library: bytearray) -> None:
 
 
 def keep_device_code(library: bytearray, capability: int) -> None:
-    """Turns device code that a GPU of this compute capability does not run into zeros.
+    """Zeroes device code that a GPU of this compute capability does not run.
 
-    A set that has no machine code for its major version stays as it is: there the driver would compile the PTX.
+    A set without machine code for its major version stays as it is, since the driver would compile its PTX.
 
     Args:
         library: changed in place.
@@ -120,7 +120,7 @@ def keep_device_code(library: bytearray, capability: int) -> None:
 
 
 def _device_code(library: bytearray, at: int) -> list[tuple[int, int, int, int]]:
-    """(kind, compute capability, where its content begins, bytes) of each entry of a set; none if it is no set."""
+    """(kind, compute capability, start of content, bytes) of each entry of a set; none if this is not a set."""
     entries: list[tuple[int, int, int, int]] = []
     position = at + 16
     end = position + struct.unpack_from("<Q", library, at + 8)[0]
@@ -138,7 +138,7 @@ def _device_code(library: bytearray, at: int) -> list[tuple[int, int, int, int]]
 
 
 def _chosen(wheels: Sequence[Path], python: str) -> Iterator[tuple[str, Path, zipfile.ZipInfo]]:
-    """What the tree is made of: path in it, wheel, member. Like beside like, which compresses better."""
+    """The files of the tree as (path in it, wheel, member), similar ones side by side for compression."""
     found: dict[str, tuple[Path, zipfile.ZipInfo]] = {}
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as z:
@@ -151,7 +151,7 @@ def _chosen(wheels: Sequence[Path], python: str) -> Iterator[tuple[str, Path, zi
 
 
 def archive(wheels: Sequence[Path], python: str, out: Path, capability: int | None = None) -> int:
-    """Writes the tree of these wheels as a .tar.xz; returns the tree's bytes."""
+    """Writes the tree of these wheels as a .tar.xz and returns the tree's size in bytes."""
     nbytes = 0
     with lzma.open(out, "wb", filters=_FILTERS) as packed, tarfile.open(fileobj=packed, mode="w|") as tar:
         for place, wheel, info in _chosen(wheels, python):
@@ -196,14 +196,12 @@ echo "unpacked; use it with: PYTHONPATH=$target"
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("packages", nargs="+", metavar="PKG", help="what to bring, with what it depends on")
-    parser.add_argument("--without", nargs="+", default=[], metavar="PKG", help="dependencies that are there already")
+    parser.add_argument("packages", nargs="+", metavar="PKG", help="package to bring, with its dependencies")
+    parser.add_argument("--without", nargs="+", default=[], metavar="PKG", help="dependencies that are already there")
     parser.add_argument("--python", default="3.12", help="version to collect for (default: %(default)s)")
-    parser.add_argument(
-        "--gpu", type=int, metavar="NN", help="its compute capability, 90 for 9.0: no other device code"
-    )
+    parser.add_argument("--gpu", type=int, metavar="NN", help="compute capability, 90 for 9.0; drops other device code")
     parser.add_argument("--glibc", default="2.34", help="glibc of that machine, or older (default: %(default)s)")
-    parser.add_argument("--dest", type=Path, required=True, help="folder for the pieces, made if need be")
+    parser.add_argument("--dest", type=Path, required=True, help="folder for the pieces")
     parser.add_argument("--split", type=int, default=50, metavar="MIB", help="size of a piece (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.split < 1:
@@ -212,7 +210,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _without(wheels: Sequence[Path], names: Sequence[str]) -> list[Path]:
-    """The wheels but those of these projects, which are compared as PEP 503 says."""
+    """The wheels except those of these projects, whose names are compared as in PEP 503."""
 
     def plain(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()
@@ -222,7 +220,7 @@ def _without(wheels: Sequence[Path], names: Sequence[str]) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Downloads, packs, cuts, and says how to unpack. Returns the exit code."""
+    """Downloads, packs, cuts and prints how to unpack. Returns the exit code."""
     options = parse(arguments)
     try:
         target = wheelhouse.pip_target(options.python, options.glibc)

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Collects everything that a machine without network needs to install this package, into one folder of wheels.
+"""Collects the wheels that a machine without network needs to install this package.
 
     python tools/wheelhouse.py --python 3.12 --cuda 13 --dest wheelhouse
     python tools/wheelhouse.py --python 3.12 --cuda 13 --dest wheelhouse --extra test --split 512
     python tools/wheelhouse.py --python 3.12 --dest wheelhouse --only kvikio-cu13 libkvikio-cu13
 
-Run it where there is a network, carry the folder over, and run the commands that it prints at the end. The Python that
-runs it may be another than the one it collects for. It needs pip and the standard library.
+Run it where there is a network, carry the folder over, and run the commands that it prints at the end. It may run with
+another Python than it collects for, and needs only pip.
 
-What is in torch's wheel on PyPI is up to torch. For a build for another CUDA version add torch's own index and pin the
-build: ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/… --constraint FILE``. Where torch is on that machine
-already, ``--only`` brings the packages it lacks, without what they depend on.
+The CUDA version of torch's wheel on PyPI is torch's choice. For another, add torch's own index and pin the build:
+``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/… --constraint FILE``. If that machine has torch already,
+``--only`` brings missing packages without their dependencies.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["install_commands", "main", "pip", "pip_target", "platforms", "split"
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: glibc of the oldest manylinux platform that the older names stand for (PEP 513, 571, 599).
+#: Older names of manylinux platforms, by their minor version of glibc (PEP 513, 571, 599).
 _OLD_NAMES = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
-#: Copied in blocks of this many bytes.
+#: Bytes per copied block.
 _BLOCK = 1 << 20
 
 
@@ -39,7 +39,7 @@ def platforms(glibc: str, machine: str = "x86_64") -> list[str]:
     """Every platform tag that a Linux machine with this glibc can install, newest first (PEP 600)."""
     major, _, minor = glibc.partition(".")
     if major != "2" or not minor.isdigit() or int(minor) < 5:
-        raise ValueError(f"glibc {glibc!r} is no version like 2.28 (see it with `ldd --version`)")
+        raise ValueError(f"glibc {glibc!r} is not a version like 2.28 (see it with `ldd --version`)")
     tags = []
     for n in range(int(minor), 4, -1):
         tags.append(f"manylinux_2_{n}_{machine}")
@@ -52,14 +52,14 @@ def pip_target(python: str, glibc: str) -> list[str]:
     """The arguments that make pip choose wheels for another machine's CPython."""
     major, _, minor = python.partition(".")
     if major != "3" or not minor.isdigit():
-        raise ValueError(f"Python {python!r} is no version like 3.12")
+        raise ValueError(f"Python {python!r} is not a version like 3.12")
     arguments = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
     arguments += [f"--abi={abi}" for abi in (f"cp3{minor}", "abi3", "none")]
     return arguments + [f"--platform={tag}" for tag in platforms(glibc)]
 
 
 def extras_for(cuda: str, extra: Sequence[str]) -> list[str]:
-    """The extras to collect. Raises ValueError for one that pyproject.toml does not have."""
+    """The extras to collect. Raises ValueError for an extra that is not in pyproject.toml."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = sorted({*extra, *([] if cuda == "none" else [f"cuda{cuda}"])})
     for name in wanted:
@@ -71,10 +71,10 @@ def extras_for(cuda: str, extra: Sequence[str]) -> list[str]:
 def split(path: Path, limit: int) -> list[Path]:
     """Cuts a file into ``NAME.part-000``, ``NAME.part-001``… of at most ``limit`` bytes, and removes it.
 
-    Parts that an earlier run left are removed first: joined with the new ones they would spoil the file.
+    Parts of an earlier run are removed first: joined with the new ones they would corrupt the file.
 
     Returns:
-        The parts; the file itself where it is small enough.
+        The parts; the file itself if it is small enough.
     """
     for old in path.parent.glob(f"{path.name}.part-*"):
         old.unlink()
@@ -96,12 +96,12 @@ def split(path: Path, limit: int) -> list[Path]:
 
 
 def split_large(dest: Path, limit: int) -> list[Path]:
-    """Splits every wheel in ``dest`` that is larger than ``limit`` bytes; returns all the parts there are now."""
+    """Splits every wheel in ``dest`` that is larger than ``limit`` bytes, and returns the parts."""
     return [part for wheel in sorted(dest.glob("*.whl")) for part in split(wheel, limit) if part != wheel]
 
 
 def install_commands(dest: Path, requirements: Sequence[str], *, parts: bool, with_dependencies: bool) -> list[str]:
-    """The shell commands that install the folder, run beside it on the machine without network."""
+    """The shell commands that install the folder on the machine without network, run beside it."""
     commands, folder = [], shlex.quote(dest.name)
     if parts:
         commands.append(
@@ -113,7 +113,7 @@ def install_commands(dest: Path, requirements: Sequence[str], *, parts: bool, wi
 
 
 def pip(*arguments: str) -> None:
-    """Runs pip, and ends this program if it fails."""
+    """Runs pip and exits if it fails."""
     command = [sys.executable, "-m", "pip", *arguments]
     print("+ pip", *(a for a in arguments if not a.startswith("--platform=")), flush=True)
     if subprocess.run(command, check=False).returncode:
@@ -121,7 +121,7 @@ def pip(*arguments: str) -> None:
 
 
 def collect(options: argparse.Namespace, target: list[str]) -> list[str]:
-    """Fills ``options.dest``, and returns what is to be installed from it."""
+    """Fills ``options.dest``, and returns the requirements to install from it."""
     dest = str(options.dest)
     constraint = [f"--constraint={options.constraint}"] if options.constraint else []
     if options.only:
@@ -134,7 +134,7 @@ def collect(options: argparse.Namespace, target: list[str]) -> list[str]:
     extras = extras_for(options.cuda, options.extra)
     suffix = f"[{','.join(extras)}]" if extras else ""
     pip("download", f"--dest={dest}", *constraint, *target, f"{wheel}{suffix}")
-    with tempfile.TemporaryDirectory() as nowhere:  # a wheel that is missing shows here, and not there
+    with tempfile.TemporaryDirectory() as nowhere:  # a missing wheel shows here instead of there
         offline = ["--no-index", f"--find-links={dest}", "--dry-run", "--quiet", f"--target={nowhere}"]
         pip("install", *offline, *constraint, *target, f"monai_gds{suffix}")
     return [f"monai_gds{suffix}"]
@@ -144,10 +144,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="3.12", help="version to collect for (default: %(default)s)")
-    parser.add_argument(
-        "--cuda", choices=["12", "13", "none"], default="none", help="brings the extra cuda12 or cuda13"
-    )
-    parser.add_argument("--dest", type=Path, required=True, help="folder for the wheels, made if need be")
+    parser.add_argument("--cuda", choices=["12", "13", "none"], default="none", help="adds the extra cuda12 or cuda13")
+    parser.add_argument("--dest", type=Path, required=True, help="folder for the wheels")
     parser.add_argument("--extra", nargs="+", default=[], help="further extras of pyproject.toml")
     parser.add_argument("--only", nargs="+", metavar="PKG", help="these and nothing else, without their dependencies")
     parser.add_argument("--constraint", help="a pip constraints file")

@@ -1,4 +1,4 @@
-"""The command ``monai-gds bench``: arguments and printing; the measuring is done in the modules beside this one."""
+"""The command ``monai-gds bench``: arguments and output. The modules beside this one measure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from monai_gds.bench.dataset_cli import app as dataset_app
 from monai_gds.bench.imagenet_cli import app as imagenet_app
 from monai_gds.bench.tensor_cli import app as tensor_app
-from monai_gds.terminal import JsonOption, PlotOption
+from monai_gds.options import JsonOption, PlotOption
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,19 +33,18 @@ def blocks(
     folder: Annotated[
         Path, typer.Argument(exists=True, file_okay=False, help="A folder on the disk to measure; ext4 or XFS.")
     ],
-    files: Annotated[int, typer.Option(min=1, help="How many files.")] = 4000,
+    files: Annotated[int, typer.Option(min=1, help="Number of files.")] = 4000,
     nbytes: Annotated[int, typer.Option(min=1, help="Mean size of a file, in bytes.")] = 116_000,
     batch: Annotated[int, typer.Option(min=1, help="Files read together.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="How many times each method is timed.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each method.")] = 5,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
     """Read many small files by their blocks: xnvme-block beside threads with O_DIRECT, and buffered reads."""
-    from monai_gds.bench import blocks as bench
     from monai_gds.bench.report import emit, machine
+    from monai_gds.bench.small_files import SmallFiles, describe_block_map, measure
 
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=folder) as made:
-        settings = bench.Settings(Path(made), files, nbytes, batch, repeats)
-        report = bench.measure(settings)
-        about = {**machine(), **bench.block_map(settings)}
+        report = measure(SmallFiles(Path(made), files, nbytes, batch, repeats))
+        about = {**machine(), **describe_block_map(Path(made))}
     emit([report], as_json=as_json, plot=plot, about=about)

@@ -1,9 +1,9 @@
-"""``monai-gds bench dali``: what feeding DALI from an iterable costs, and what DALI is worth, on a Squirrel store.
+"""``monai-gds bench dali``: what feeding DALI from an iterable costs, and what DALI gains, on a Squirrel store.
 
-The four questions of Squirrel's DALI tutorial: batches made by our wrapper or by the source, NumPy or CuPy arrays, how
-many threads, and DALI against torch's own operators on the CPU and on the GPU. Every batch's shape and device is
-checked. What the store gives when nobody does anything with it is the ceiling of all of them: Squirrel's stores are
-gzip, which one thread unpacks at some 150 MB/s.
+It answers the four questions of Squirrel's DALI tutorial: whether our wrapper or the source makes the batches, NumPy or
+CuPy arrays, how many threads, and DALI against torch's own operators on the CPU and on the GPU. Every batch's shape and
+device is checked. All rows are bounded by the rate of the store on its own: Squirrel's stores are gzip files, which one
+thread unpacks at some 150 MB/s.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from monai_gds.imagenet import dali_iterator, squirrel_source
 from monai_gds.imagenet.decoding import IMAGENET_MEAN, IMAGENET_STD
 from monai_gds.imagenet.pipeline import dali
 
-__all__ = ["QUESTIONS", "Settings", "measure"]
+__all__ = ["QUESTIONS", "DaliSettings", "measure"]
 
-#: Pixels a side of what comes out.
+#: Height and width of the images that come out, in pixels.
 SIDE = 224
 
 
 @dataclass(frozen=True)
-class Settings:
+class DaliSettings:
     """What is measured.
 
     Attributes:
         store: a Messagepack store of ``{"image": uint8 (3, height, width), "label": int}``.
         device: where batches go.
-        batch_size: samples a batch.
-        threads: of DALI, where they are not the question.
-        repeats: epochs of each that count.
+        batch_size: samples per batch.
+        threads: DALI's, where they are not what is compared.
+        repeats: timed epochs of each row.
     """
 
     store: Path
@@ -52,7 +52,7 @@ class Settings:
 Epoch: TypeAlias = Iterable[Mapping[str, torch.Tensor]]
 
 
-def samples(settings: Settings) -> Any:
+def samples(settings: DaliSettings) -> Any:
     """The store as a Squirrel driver."""
     try:
         from squirrel.driver import MessagepackDriver
@@ -61,14 +61,14 @@ def samples(settings: Settings) -> Any:
     return MessagepackDriver(str(settings.store))
 
 
-def in_batches(settings: Settings, convert: Callable[[np.ndarray], Any] = np.asarray) -> Iterator[dict[str, Any]]:
-    """The store in batches that the source makes; the last one is whatever is left."""
+def in_batches(settings: DaliSettings, convert: Callable[[np.ndarray], Any] = np.asarray) -> Iterator[dict[str, Any]]:
+    """The store in batches made by the source, the last one of which may be smaller."""
     for batch in samples(settings).get_iter().batched(settings.batch_size, drop_last_if_not_full=False):
         columns = {key: np.stack([np.asarray(sample[key]) for sample in batch]) for key in ("image", "label")}
         yield {key: convert(value) for key, value in columns.items()}
 
 
-def with_dali(settings: Settings, *, batched: bool, cupy: bool = False, threads: int | None = None) -> Epoch:
+def with_dali(settings: DaliSettings, *, batched: bool, cupy: bool = False, threads: int | None = None) -> Epoch:
     """Resized, mirrored at random and normalised by DALI."""
     fn, types = dali().fn, dali().types
     on_gpu = settings.device.type == "cuda"
@@ -108,9 +108,9 @@ def _cupy() -> Callable[[Any], Any]:
 
 
 class WithTorch:
-    """The same by torch's own operators, on one device, then brought to the target."""
+    """The same by torch's operators on one device, then copied to the target."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(self, settings: DaliSettings, device: torch.device) -> None:
         self._settings = settings
         self._device = device
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(1, 3, 1, 1)
@@ -126,8 +126,8 @@ class WithTorch:
             yield {"image": image, "label": torch.from_numpy(batch["label"]).to(self._settings.device)}
 
 
-def batching(settings: Settings) -> Report:
-    """Who makes the batches, of which arrays."""
+def batching(settings: DaliSettings) -> Report:
+    """Batches made here or by the source, of NumPy or CuPy arrays."""
     rows = {
         "NumPy samples, batched here": lambda: with_dali(settings, batched=False),
         "NumPy batches from the source": lambda: with_dali(settings, batched=True),
@@ -137,19 +137,19 @@ def batching(settings: Settings) -> Report:
     return _report("batching, NumPy or CuPy", settings, rows, "NumPy samples, batched here")
 
 
-def threads(settings: Settings) -> Report:
-    """How many threads of DALI."""
+def threads(settings: DaliSettings) -> Report:
+    """Numbers of DALI's threads."""
     rows = {
         f"{count} thread{'s' * (count > 1)}": _with_threads(settings, count) for count in (1, 2, 4, 8, 16, 32)
     }  # fmt: skip
     return _report("threads of DALI", settings, rows, "1 thread")
 
 
-def _with_threads(settings: Settings, count: int) -> Callable[[], Epoch]:
+def _with_threads(settings: DaliSettings, count: int) -> Callable[[], Epoch]:
     return lambda: with_dali(settings, batched=True, threads=count)
 
 
-def against_torch(settings: Settings) -> Report:
+def against_torch(settings: DaliSettings) -> Report:
     """DALI against torch's operators."""
     rows: dict[str, Callable[[], Epoch]] = {
         "torch on the CPU": lambda: WithTorch(settings, torch.device("cpu")),
@@ -159,32 +159,32 @@ def against_torch(settings: Settings) -> Report:
     return _report("DALI against torch", settings, rows, "torch on the CPU")
 
 
-QUESTIONS: Mapping[str, Callable[[Settings], Report]] = {
+QUESTIONS: Mapping[str, Callable[[DaliSettings], Report]] = {
     "batching": batching,
     "threads": threads,
     "torch": against_torch,
 }
 
 
-def measure(settings: Settings, questions: Sequence[str]) -> list[Report]:
-    """Answers questions, by their names in :data:`QUESTIONS`.
+def measure(settings: DaliSettings, questions: Sequence[str]) -> list[Report]:
+    """Measures the given questions of :data:`QUESTIONS`.
 
     Raises:
         BackendUnavailable: squirrel-core is not installed.
-        ImageListError: the store holds nothing.
+        ImageListError: the store is empty.
     """
     if not any(True for _ in samples(settings).get_iter()):
         raise ImageListError(f"{settings.store} holds no samples: `monai-gds pack --format squirrel` writes a store")
     return [QUESTIONS[name](settings) for name in questions]
 
 
-def _on_gpu(settings: Settings) -> Settings:
+def _on_gpu(settings: DaliSettings) -> DaliSettings:
     if settings.device.type != "cuda":
         raise BackendUnavailable("there is no CUDA device here, or device='cpu' was asked for")
     return settings
 
 
-def _report(title: str, settings: Settings, rows: Mapping[str, Callable[[], Epoch]], reference: str) -> Report:
+def _report(title: str, settings: DaliSettings, rows: Mapping[str, Callable[[], Epoch]], reference: str) -> Report:
     epochs: dict[str, Epoch] = {}
     reasons: dict[str, str] = {}
     for name, make in rows.items():
@@ -206,21 +206,23 @@ def _report(title: str, settings: Settings, rows: Mapping[str, Callable[[], Epoc
     )  # fmt: skip
 
 
-def _rate_alone(settings: Settings) -> float:
-    """Samples a second that the store gives to a loop that does nothing."""
+def _rate_alone(settings: DaliSettings) -> float:
+    """Samples per second that the store yields to an empty loop."""
     start = time.perf_counter()
     count = sum(1 for _ in samples(settings).get_iter())
     return count / (time.perf_counter() - start)
 
 
-def _rate(epoch: Epoch, settings: Settings) -> float:
-    """Images a second over one epoch, every batch checked."""
+def _rate(epoch: Epoch, settings: DaliSettings) -> float:
+    """Images per second over one epoch; checks every batch."""
     start, count = time.perf_counter(), 0
     for batch in epoch:
         size = len(batch["label"])
         image = batch["image"]
         if tuple(image.shape) != (size, 3, SIDE, SIDE) or image.device != settings.device:
-            raise RuntimeError(f"a batch of {tuple(image.shape)} on {image.device} came out: this measures nothing")
+            raise RuntimeError(
+                f"a batch of {tuple(image.shape)} on {image.device} came out: this measures something else"
+            )
         count += size
     if settings.device.type == "cuda":
         torch.cuda.synchronize(settings.device)

@@ -1,4 +1,4 @@
-"""The command ``monai-gds bench dataset``: arguments and printing; the measuring is done in the modules beside this."""
+"""The command ``monai-gds bench dataset``: arguments and output. The modules beside this one measure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from monai_gds.terminal import DeviceOption, JsonOption, PlotOption, progress
+from monai_gds.console import progress
+from monai_gds.options import DeviceOption, JsonOption, PlotOption
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from monai_gds.bench.dataset import Settings
     from monai_gds.bench.report import Report
+    from monai_gds.bench.workloads import Workload
 
 __all__ = ["app"]
 
 app = typer.Typer()
 
-#: What ``--only`` takes, in the order in which they run: populate forks, so it comes before anything uses CUDA.
+#: The values of ``--only``, in the order they run: populate forks, so it must precede any use of CUDA.
 _WORKLOADS = ("populate", "volumes", "crops", "hits", "small", "first", "memory")
 
-#: What runs when nothing is asked for.
+#: The default of ``--only``.
 _USUAL = ("volumes", "crops", "hits", "first")
 
 
@@ -44,9 +45,9 @@ def dataset(
         ),
     ] = None,
     device: DeviceOption = None,
-    items: Annotated[int, typer.Option(min=1, help="How many items, of two float32 volumes each.")] = 6,
+    items: Annotated[int, typer.Option(min=1, help="Number of items, of two float32 volumes each.")] = 6,
     side: Annotated[int, typer.Option(min=8, help="Voxels along each side of a volume.")] = 235,
-    records: Annotated[int, typer.Option(min=1, help="How many small records.")] = 10_000,
+    records: Annotated[int, typer.Option(min=1, help="Number of small records.")] = 10_000,
     repeats: Annotated[int, typer.Option(min=1, help="Timed epochs of each dataset.")] = 7,
     batch_size: Annotated[int, typer.Option(min=1, help="Items in a batch; `small` always takes 256.")] = 1,
     loader: Annotated[bool, typer.Option("--loader", help="Also measure GDSDataset through GDSDataLoader.")] = False,
@@ -74,33 +75,32 @@ def dataset(
     memory    20 epochs through GDSDataLoader, in a process of its own
 
     The datasets take turns, epoch by epoch, and so do the machine's limits:
-    copy to the device, page cache, disk. Every batch is counted and brought to
-    the device; every byte is compared once with what the transforms give. With
-    --cold a table says whose files were in the page cache all the same, and
-    with --loader too, GDSDataset also reads past it (posix with direct_io).
+    copy to the device, page cache, disk. Every batch is counted and copied to
+    the device; every byte is compared once with the result of the transforms.
+    With --cold, a column shows whose files were in the page cache anyway; with
+    --cold and --loader, GDSDataset also reads past the page cache.
     """
-    from monai_gds.bench import dataset as bench
     from monai_gds.bench.report import emit, machine
+    from monai_gds.bench.workloads import Workload
     from monai_gds.storage import resolve_device
 
     target = resolve_device(device)
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder, progress() as bars:
-        settings = bench.Settings(Path(folder), target, items, side, repeats, batch_size, records, loader, cold)
-        measure = _measurements(settings, bars)
+        work = Workload(Path(folder), target, items, side, repeats, batch_size, records, loader, cold)
+        measure = _measurements(work, bars)
         reports = [report for name in _WORKLOADS if name in (only or _USUAL) for report in measure[name]()]
     emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batch_size})
 
 
-def _measurements(settings: Settings, bars: Progress) -> dict[str, Callable[[], list[Report]]]:
-    from monai_gds.bench import dataset as bench
-    from monai_gds.bench import first, memory
+def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list[Report]]]:
+    from monai_gds.bench import first_epoch, memory, workloads
 
     return {
-        "populate": lambda: [first.filling(settings, bars)],
-        "volumes": lambda: [bench.epochs(settings, None, bars)],
-        "crops": lambda: [bench.epochs(settings, min(96, settings.side), bars)],
-        "hits": lambda: [bench.hits(settings, nifti, bars) for nifti in (False, True)],
-        "small": lambda: [bench.small(settings, nifti, bars) for nifti in (False, True)],
-        "first": lambda: [first.medium_items(settings, bars), first.large_items(settings, bars)],
-        "memory": lambda: memory.memory(settings),
+        "populate": lambda: [first_epoch.filling(work, bars)],
+        "volumes": lambda: [workloads.epochs(work, None, bars)],
+        "crops": lambda: [workloads.epochs(work, min(96, work.side), bars)],
+        "hits": lambda: [workloads.hits(work, nifti, bars) for nifti in (False, True)],
+        "small": lambda: [workloads.small(work, nifti, bars) for nifti in (False, True)],
+        "first": lambda: [first_epoch.medium_items(work, bars), first_epoch.large_items(work, bars)],
+        "memory": lambda: memory.memory(work),
     }

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from monai_gds.terminal import DeviceOption, JsonOption, PlotOption, errors, progress_bar
+from monai_gds.console import progress_bar, stderr
+from monai_gds.options import DeviceOption, JsonOption, PlotOption
 
 __all__ = ["app"]
 
@@ -20,7 +21,7 @@ app = typer.Typer()
 
 
 class Memory(StrEnum):
-    """Where the block readers' buffers are."""
+    """Where a reader that takes ``--mem`` has its buffers."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -31,12 +32,12 @@ _DatadirOption = Annotated[
     typer.Option(help="A folder of images, DATADIR/CLASS/FILE; with --make, where to make it.", file_okay=False),
 ]
 
-#: Images that ``bench dali`` makes when it is told nothing.
+#: Images that ``bench dali`` makes by default.
 _IMAGES = 1000
 
 
 def _image_folder(datadir: Path | None, make: int | None, temporary: Path) -> Path:
-    """The folder of images to measure with, made first if so asked."""
+    """Returns the folder of images to measure with, and makes it if ``make`` is given."""
     from monai_gds.imagenet.synthetic import write_image_folder
 
     datadir = datadir or temporary / "images"
@@ -51,7 +52,7 @@ def _image_folder(datadir: Path | None, make: int | None, temporary: Path) -> Pa
 @app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --plot loaders.png")
 def loaders(
     datadir: _DatadirOption = None,
-    make: Annotated[int | None, typer.Option(min=1, help="First make this many JPEGs like ImageNet's.")] = None,
+    make: Annotated[int | None, typer.Option(min=1, help="First make this many JPEGs of ImageNet's size.")] = None,
     packed: Annotated[
         Path | None, typer.Option(help="The same images, packed; made where missing. Default: a temporary folder.")
     ] = None,
@@ -74,37 +75,40 @@ def loaders(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How many times each reader is timed.")] = 5,
     device: DeviceOption = None,
-    uri: Annotated[str | None, typer.Option(help="Block readers: the device, /dev/nvme0n1 for instance.")] = None,
+    uri: Annotated[str | None, typer.Option(help="Block readers: the device, /dev/nvme0n1 for example.")] = None,
     mem: Annotated[Memory | None, typer.Option(help="Block readers: where their buffers are.")] = None,
     bmap: Annotated[Path | None, typer.Option(help="Block readers: a block map of DATADIR.", exists=True)] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Measure images a second through every reader, beside DALI's own and plain Python."""
+    """Measure images per second through every reader, beside DALI's own and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
 
-    wanted = reader or [name for name in bench.PEERS if name != "xnvme-gds"]
+    wanted = reader or list(bench.PEERS)
     for name in wanted:
         if name not in bench.PEERS:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(bench.PEERS)}", param_hint="--reader")
     if datadir is None and make is None:
         raise typer.BadParameter("name a folder of images, or let --make N make one", param_hint="--datadir")
-    block: dict[str, Any] = {"uri": uri, "mem": "gpu" if mem is Memory.GPU else None, "blockmap": bmap}
-    if (uri or mem or bmap) and not bench.BLOCK_READERS.intersection(wanted):
-        raise typer.BadParameter("--uri, --mem and --bmap are for the block readers", param_hint="--reader")
     target = resolve_device(device)
+    options: dict[str, Any] = {"uri": uri, "mem": mem, "blockmap": bmap}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and not any(bench.options_for(name, options, target) for name in wanted):
+        raise typer.BadParameter("--uri, --mem and --bmap are for the block readers", param_hint="--reader")
+    if mem is not None:
+        options["mem"] = "gpu" if mem is Memory.GPU else None
     cores = os.cpu_count() or 1
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-bench-")))
         datadir = _image_folder(datadir, make, temporary)
-        settings = bench.Settings(
+        settings = bench.LoaderSettings(
             datadir, packed or temporary / "packed", target, batchsize, batches, threads=threads or
-            [t for t in (1, 2, 4, 8, 16) if t <= cores], repeats=repeats, block={k: v for k, v in block.items() if v},
+            [t for t in (1, 2, 4, 8, 16) if t <= cores], repeats=repeats, options=options,
         )  # fmt: skip
         bench.warm(datadir)
-        with errors.status("measuring…") as status:
+        with stderr.status("measuring…") as status:
 
             def tell(name: str, images: int, rate: float) -> None:
                 status.update(f"{name}: {images} images, {rate:,.0f} images/s")
@@ -113,7 +117,7 @@ def loaders(
             reports = [bench.compare(replace(settings, decode=d), wanted, tell) for d in both]
         about = {
             **machine(target), "batch size": batchsize, "images": "made" if make else str(datadir),
-            "kB an image": round(bench.mean_bytes(datadir) / 1e3), "page cache": "warm",
+            "kB per image": round(bench.mean_bytes(datadir) / 1e3), "page cache": "warm",
         }  # fmt: skip
     emit(reports, as_json=as_json, plot=plot, about=about)
 
@@ -168,7 +172,7 @@ def dali(
             images = list_folder(_image_folder(datadir, make, Path(temporary)))
             with progress_bar("storing them", len(images)) as progress:
                 write_store(images, store, progress=progress)
-        settings = bench.Settings(store, target, batchsize, threads, repeats)
-        with errors.status("measuring…"):
+        settings = bench.DaliSettings(store, target, batchsize, threads, repeats)
+        with stderr.status("measuring…"):
             reports = bench.measure(settings, wanted)
     emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batchsize})

@@ -1,9 +1,8 @@
-"""``monai-gds bench loaders``: images a second of every reader, beside DALI's own file reader and plain Python.
+"""``monai-gds bench loaders``: images per second of every reader, beside DALI's own file reader and plain Python.
 
-A peer is a function: given :class:`Settings` and a number of threads it yields, for ever, the number of images of each
-batch that it has brought to the device. ``dali`` and ``python-file`` are written against DALI alone, as its
-documentation has it, and their outputs are not even turned into torch tensors; all others are ImageNetDataset as its
-users have it.
+A peer is a function. Given :class:`LoaderSettings` and a number of threads, it yields the number of images in each
+batch that it has brought to the device, without end. ``dali`` and ``python-file`` are written for DALI alone, as in its
+documentation, and do not even turn their outputs into torch tensors. All others are ImageNetDataset with a reader.
 """
 
 from __future__ import annotations
@@ -25,30 +24,29 @@ from monai_gds.imagenet import ImageNetDataset
 from monai_gds.imagenet.listing import list_folder
 from monai_gds.imagenet.packed import is_packed, open_packed, pack_folder
 from monai_gds.imagenet.pipeline import dali
+from monai_gds.storage.registry import backend_names, backend_options
 
-__all__ = ["BLOCK_READERS", "PEERS", "Settings", "compare"]
+__all__ = ["PEERS", "LoaderSettings", "compare", "options_for"]
 
-#: Which readers take a drive, its buffers' place and a block map.
-BLOCK_READERS = frozenset({"xnvme-block", "xnvme-gds"})
-
-#: Called with the peer, images so far, and images a second so far.
+#: Called with the peer, images so far, and images per second so far.
 Progress: TypeAlias = Callable[[str, int, float], None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoaderSettings:
     """What is measured.
 
     Attributes:
-        datadir: ``<class>/<file>``.
-        packed: the same, packed.
+        datadir: an image folder ``<class>/<file>``.
+        packed: the same images, packed.
         device: where batches go.
-        batch_size: images a batch.
-        batches: how many a measurement; None for the whole dataset.
-        decode: decode as well.
-        threads: what each peer is tried with; the best counts.
+        batch_size: images per batch.
+        batches: batches per measurement; None for the whole dataset.
+        decode: also decode.
+        threads: numbers of threads each peer is tried with. The best one counts.
         repeats: measurements of each peer.
-        block: options of the block readers: uri, mem, blockmap.
+        options: storage options, each for the backends that take it. With ``blockmap``, those that take it read the
+            images that the map holds.
     """
 
     datadir: Path
@@ -59,19 +57,19 @@ class Settings:
     decode: bool = False
     threads: Sequence[int] = (1, 2, 4, 8, 16)
     repeats: int = 5
-    block: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-Peer: TypeAlias = Callable[[Settings, int], Iterator[int]]
+Peer: TypeAlias = Callable[[LoaderSettings, int], Iterator[int]]
 
 
-def dali_reader(settings: Settings, threads: int) -> Iterator[int]:
+def dali_reader(settings: LoaderSettings, threads: int) -> Iterator[int]:
     """``fn.readers.file``."""
     fn = dali().fn
     yield from _run(settings, threads, lambda: fn.readers.file(file_root=str(settings.datadir)))
 
 
-def python_file(settings: Settings, threads: int) -> Iterator[int]:
+def python_file(settings: LoaderSettings, threads: int) -> Iterator[int]:
     """``open`` and ``read`` in the callback of an external source."""
     fn = dali().fn
     images = list_folder(settings.datadir)
@@ -88,8 +86,8 @@ def python_file(settings: Settings, threads: int) -> Iterator[int]:
     yield from _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
 
 
-def _run(settings: Settings, threads: int, inputs: Callable[[], Any]) -> Iterator[int]:
-    """Runs a pipeline of DALI's own for ever."""
+def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> Iterator[int]:
+    """Runs a pipeline without this package, without end."""
     module = dali()
     on_gpu = settings.device.type == "cuda"
     pipe = module.Pipeline(settings.batch_size, threads, settings.device.index if on_gpu else None)
@@ -105,17 +103,20 @@ def _run(settings: Settings, threads: int, inputs: Callable[[], Any]) -> Iterato
         yield len(pipe.run()[0])
 
 
+def options_for(reader: str, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Those of the storage options that the reader's backend takes."""
+    backend = reader if reader in backend_names() else "auto"
+    taken = backend_options(backend, device)
+    return {name: value for name, value in options.items() if name in taken}
+
+
 def ours(reader: str) -> Peer:
     """ImageNetDataset with one of its readers."""
 
-    def peer(settings: Settings, threads: int) -> Iterator[int]:
-        options: dict[str, Any] = (
-            {} if settings.decode or reader.startswith(("xnvme", "deep")) else {"threads": threads}
-        )
-        root = settings.packed if reader == "packed" else settings.datadir
-        if reader in BLOCK_READERS:
-            options.update(settings.block)
-            root = Path(settings.block.get("blockmap", root))
+    def peer(settings: LoaderSettings, threads: int) -> Iterator[int]:
+        offered = settings.options if settings.decode else {"threads": threads, **settings.options}
+        options = options_for(reader, offered, settings.device)
+        root = settings.packed if reader == "packed" else options.get("blockmap", settings.datadir)
         dataset = ImageNetDataset(
             root, settings.batch_size, reader, settings.device, settings.decode, threads=threads,
             last_batch="drop", storage_options=options,
@@ -131,23 +132,21 @@ def ours(reader: str) -> Peer:
 PEERS: Mapping[str, Peer] = {
     "dali": dali_reader,
     "python-file": python_file,
-    **{name: ours(name) for name in (
-        "posix", "kvikio", "deepnvme", "deepnvme-gds", "xnvme-file", "xnvme-block", "xnvme-gds", "packed",
-    )},
-}  # fmt: skip
+    **{name: ours(name) for name in (*backend_names(), "packed")},
+}
 
 
-def compare(settings: Settings, readers: Sequence[str], progress: Progress) -> Report:
-    """Measures readers side by side, in turns, each with the number of threads that suits it best.
+def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress) -> Report:
+    """Measures readers in turns, each with the number of threads that suits it best.
 
     Args:
         settings: what to measure.
         readers: names in :data:`PEERS`.
-        progress: called now and then.
+        progress: called about twice a second.
 
     Raises:
         ImageListError: the folder cannot be used, or the packed one has other images.
-        ValueError: it holds less than a batch.
+        ValueError: the folder holds less than a batch.
     """
     images = list_folder(settings.datadir)
     if settings.batch_size > len(images):
@@ -177,8 +176,8 @@ def compare(settings: Settings, readers: Sequence[str], progress: Progress) -> R
     return Report(f"{what} to {settings.device.type}", "images/s", rows, "dali" if "dali" in best else None)
 
 
-def _rate(name: str, settings: Settings, threads: int, batches: int, progress: Progress) -> float:
-    """Images a second over so many batches, after a tenth as many, ten at least, to warm up."""
+def _rate(name: str, settings: LoaderSettings, threads: int, batches: int, progress: Progress) -> float:
+    """Images per second over so many batches, after a tenth as many, at least ten, to warm up."""
     run = PEERS[name](settings, threads)
     try:
         for _ in range(max(10, batches // 10)):
@@ -203,7 +202,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def warm(root: Path) -> None:
-    """Reads every file once, so that all peers find it in the page cache."""
+    """Reads every file once, so that all peers find them in the page cache."""
     for folder, _, files in os.walk(root):
         for file in files:
             with open(os.path.join(folder, file), "rb") as f:
@@ -212,6 +211,6 @@ def warm(root: Path) -> None:
 
 
 def mean_bytes(root: Path) -> float:
-    """Bytes an image, on average."""
+    """Average bytes per image."""
     images = open_packed(root).images if is_packed(root) else list_folder(root)
     return float(images.sizes.mean())

@@ -1,4 +1,4 @@
-"""What of a file lies in the page cache, and how to take just that file out of it."""
+"""How much of a file is in the page cache, and how to drop just that file from it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["cached", "drop", "in_words"]
+__all__ = ["cached", "drop", "warmth"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def cached(path: Path) -> float:
-    """The share of a file that lies in the page cache, without touching it.
+    """The share of a file that is in the page cache, found without touching it.
 
     Returns:
-        0 to 1. The kernel tells only who may write to the file; to others all of it seems cached.
+        0 to 1. For a file that this process cannot write to, the kernel reports all of it as cached.
     """
     size = path.stat().st_size
     if size == 0:
@@ -35,11 +35,11 @@ def cached(path: Path) -> float:
 
 
 def drop(paths: Iterable[Path]) -> float:
-    """Takes these files, and nothing else, out of the page cache; what is not on the disk yet is written first.
+    """Drops these files, and no others, from the page cache. Unwritten data is written first.
 
     Returns:
-        The share of their bytes that stayed, 0 to 1: all of it where the files live in memory (tmpfs), and what a
-        process has mapped (posix_fadvise(2)).
+        The share of their bytes that stayed, 0 to 1: everything on file systems in memory (tmpfs), and pages that a
+        process has mapped, see posix_fadvise(2).
     """
     stayed = total = 0.0
     for path in paths:
@@ -52,11 +52,9 @@ def drop(paths: Iterable[Path]) -> float:
     return stayed / total if total else 0.0
 
 
-def in_words(shares: Sequence[float]) -> str:
-    """Shares of files that were cached before each of several reads, for a table."""
+def warmth(shares: Sequence[float]) -> str:
+    """Summarises, for a table, the cached shares of files before each of several reads."""
     low, high = min(shares), max(shares)
     if high < 0.02:
         return "cold"
-    if low > 0.98:
-        return "warm"
-    return f"{low:.0%} to {high:.0%} warm"
+    return "warm" if low > 0.98 else f"{low:.0%} to {high:.0%} warm"

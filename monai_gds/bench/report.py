@@ -1,7 +1,7 @@
-"""What every benchmark prints: a table of rates with median and spread, the same as JSON, and as a bar chart.
+"""The output of every benchmark: a table of rates with median and range, the same as JSON, and a bar chart.
 
-A benchmark makes one :class:`Report` a question ("load to the GPU"), with one :class:`Row` a competitor, and hands the
-list to :func:`emit`. A competitor that cannot run here keeps its row and says why. Higher figures are better.
+A benchmark makes one :class:`Report` per question ("load to the GPU") with one :class:`Row` per competitor, and passes
+the list to :func:`emit`. A competitor that cannot run here keeps its row, with the reason. Higher figures are better.
 
 Example::
 
@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from monai_gds.console import say, show
 from monai_gds.errors import BackendUnavailable
-from monai_gds.terminal import say, show
 
 __all__ = ["Report", "Row", "draw", "emit", "machine", "plot_reports"]
 
-#: How :class:`~monai_gds.errors.BackendUnavailable` begins where a backend was asked for by name.
+#: Beginning of a :class:`~monai_gds.errors.BackendUnavailable` for a backend that was named explicitly.
 _OF_BACKEND = re.compile(r"backend='([^']+)' does not work here: ")
 
 
@@ -44,10 +44,10 @@ class Row:
     """One competitor's figures, or the reason why it has none.
 
     Args:
-        name: what the table calls it.
-        samples: one figure a repetition, in the report's unit; empty when it could not run.
+        name: its name in the table.
+        samples: one figure per repetition, in the report's unit; empty if it could not run.
         reason: why it could not run, with the remedy.
-        notes: further columns, heading to text: ``{"page cache": "warm"}``.
+        notes: further columns, as text by heading: ``{"page cache": "warm"}``.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def median(self) -> float | None:
-        """The median of the samples; None when there are none."""
+        """The median of the samples; None if there are none."""
         return statistics.median(self.samples) if self.samples else None
 
 
@@ -67,10 +67,10 @@ class Report:
 
     Args:
         title: the question it answers.
-        unit: of every sample, ``GB/s`` for instance; a rate, so more is better.
-        rows: in the order they are shown.
+        unit: unit of every sample, ``GB/s`` for instance; a rate, so more is better.
+        rows: the competitors, in the order of the table.
         reference: the name of the row that the others are compared with.
-        ceilings: what the machine allows, in the same unit; below the others in the table, lines in the plot.
+        ceilings: what the machine allows, in the same unit: at the end of the table, lines in the plot.
     """
 
     title: str
@@ -80,19 +80,16 @@ class Report:
     ceilings: Sequence[Row] = ()
 
     def ratio(self, row: Row) -> float | None:
-        """The row's median over the reference's; None when either did not run."""
+        """The row's median divided by the reference's; None if either did not run."""
         base = next((r.median for r in self.rows if r.name == self.reference), None)
         return row.median / base if row.median is not None and base else None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in the table, as JSON types."""
+        rows, ceilings = ([self._row_as_dict(row) for row in rows] for rows in (self.rows, self.ceilings))
         return {
-            "title": self.title,
-            "unit": self.unit,
-            "reference": self.reference,
-            "rows": [self._row_as_dict(row) for row in self.rows],
-            "ceilings": [self._row_as_dict(row) for row in self.ceilings],
-        }
+            "title": self.title, "unit": self.unit, "reference": self.reference, "rows": rows, "ceilings": ceilings,
+        }  # fmt: skip
 
     def _row_as_dict(self, row: Row) -> dict[str, Any]:
         return {
@@ -107,7 +104,7 @@ class Report:
         }
 
     def table(self) -> Table:
-        """The figures for a terminal."""
+        """The figures as a table."""
         headings = list(dict.fromkeys(heading for row in self.rows for heading in row.notes))
         table = Table(title=escape(self.title), title_justify="left")
         if self.reference is not None:
@@ -144,12 +141,10 @@ def _figure(value: float) -> str:
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """What a figure depends on: the date (UTC), the command, the machine and the versions, for captions and JSON.
-
-    In a notebook there is no command.
+    """What figures depend on: the date (UTC), the command (not in a notebook), the machine and the versions.
 
     Args:
-        device: a CUDA device whose name belongs in it.
+        device: the target; the name of a GPU is included.
     """
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -174,18 +169,18 @@ def emit(
     about: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints the reports, and draws them when asked to.
+    """Prints the reports, and draws them if ``plot`` is given.
 
     Args:
         reports: the tables.
-        as_json: one JSON object ``{"about": …, "reports": […]}`` on standard output in place of tables.
-        plot: a file for the bar chart (the ending says which format).
+        as_json: print one JSON object, ``{"about": …, "reports": […]}``, instead of tables.
+        plot: a file for the bar chart; its suffix decides the format.
         about: :func:`machine` and the benchmark's own settings.
-        console: where tables go; default: standard output.
+        console: where to print tables; default: standard output.
 
     Raises:
-        ImportError: a plot was asked for and matplotlib is missing; raised before anything is printed.
-        BackendUnavailable: no row has a figure; raised after they are printed, since each says why.
+        ImportError: ``plot`` needs matplotlib, which is missing; nothing was printed.
+        BackendUnavailable: no row has a figure; the reasons were printed.
     """
     about = about if about is not None else machine()
     if plot is not None:
@@ -195,7 +190,7 @@ def emit(
     else:
         _print_tables(reports, about, console or Console())
     if not any(row.samples for report in reports for row in report.rows):
-        raise BackendUnavailable("nothing could be measured here: every row says why")
+        raise BackendUnavailable("nothing could be measured here; see the reasons above")
 
 
 def _print_tables(reports: Sequence[Report], about: Mapping[str, Any], console: Console) -> None:
@@ -209,7 +204,7 @@ def _print_tables(reports: Sequence[Report], about: Mapping[str, Any], console: 
 
 
 def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """Each reason once, with the rows that it is of; with their table too where the row has figures in another."""
+    """Each reason once, with its rows; and with the table's title for a row that has figures in another table."""
     rows = [(report, row) for report in reports for row in (*report.rows, *report.ceilings)]
     ran = {row.name for _, row in rows if row.samples}
     found: dict[str, list[str]] = {}
@@ -222,18 +217,16 @@ def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
 
 
 def _without_backend(row: Row) -> str:
-    """The reason without the backend's name where the row says it: backends that lack the same thing then agree."""
+    """The reason without a backend's name that the row has already, so that equal reasons share a line."""
     named = _OF_BACKEND.match(row.reason)
     return row.reason[named.end() :] if named and named[1] in row.name else row.reason
 
 
 def draw(reports: Sequence[Report], caption: str = "") -> Any:
-    """Draws one panel a report: a bar a row at the median, a whisker from the lowest to the highest sample.
-
-    Ceilings are dashed lines at their medians.
+    """Draws one panel per report: bars at the medians, whiskers over the range, ceilings as dashed lines.
 
     Returns:
-        A ``matplotlib.figure.Figure``, which a notebook shows as it is.
+        A ``matplotlib.figure.Figure``, which a notebook displays.
 
     Raises:
         ImportError: matplotlib is missing; the message names the extra that installs it.
@@ -260,7 +253,7 @@ def _draw(report: Report, axes: Any) -> None:
     above = [max(row.samples) - median if median is not None else 0.0 for row, median in rows]
     axes.barh([row.name for row, _ in rows], medians, xerr=[below, above], capsize=3)
     for place, median in enumerate(median for _, median in rows):
-        if median is None:  # no bar, and not a bar of length zero
+        if median is None:  # a bar of length zero would look like a figure
             axes.text(0, place, " not here", va="center", fontsize=8)
     axes.invert_yaxis()
     for number, row in enumerate(report.ceilings):
@@ -275,9 +268,9 @@ def _draw(report: Report, axes: Any) -> None:
 
 
 def plot_reports(reports: Sequence[Report], path: Path, caption: str = "") -> None:
-    """Writes what :func:`draw` draws to a file; its ending says which format.
+    """Saves the figure of :func:`draw` to a file; its suffix decides the format.
 
     Raises:
-        ImportError: as by :func:`draw`.
+        ImportError: matplotlib is missing.
     """
     draw(reports, caption).savefig(path, dpi=150)

@@ -1,43 +1,39 @@
-"""One tensor to and from one file, by each method, beside plain Python: what ``monai-gds bench tensor`` runs.
+"""``monai-gds bench tensor``: one tensor to and from one file, by each method, beside plain Python.
 
-The file operations of DeepSpeed's DeepNVMe examples
+The operations are those of DeepSpeed's DeepNVMe examples
 (https://github.com/deepspeedai/DeepSpeedExamples/tree/master/deepnvme/file_access): load and store, CPU and GPU tensor.
-Each method is one function that prepares what the examples prepare outside of their timing (an open storage, a
-destination) and returns the operation that is timed. Besides ``python`` the methods are this package's backends and
-``direct``, which is what the drive gives: threads over O_DIRECT without any library.
+Each method is a function that prepares what the examples prepare outside of their timing (an open storage, a
+destination) and returns the operation to time. The methods are ``python``, ``direct`` (threads over O_DIRECT without
+any library: what the drive gives) and this package's backends.
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from monai_gds.bench.pagecache import cached, in_words
+from monai_gds.bench.pagecache import cached, warmth
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import FileChanged, MonaiGdsError, StorageError
-from monai_gds.storage import FileId, Read, Storage, available_backends, open_storage
-from monai_gds.storage.base import naming
+from monai_gds.parallel_read import page_aligned, read_parallel
+from monai_gds.storage import FileId, Reads, Storage, available_backends, open_storage
+from monai_gds.storage.files import check_identity, naming
+from monai_gds.storage.variants import TUNABLE, TUNED, TUNING_GRID
 
-__all__ = ["GRID", "LOADS", "STORES", "Job", "Tensors", "WrongBytes", "load", "store", "tune"]
+__all__ = ["LOADS", "STORES", "Tensors", "Transfer", "WrongBytes", "load", "store", "tune"]
 
-_PIECE = 8 << 20
 _UNIT = "GB/s"
-
-#: Given a job, the operation to be timed: it returns the tensor that it loaded, or None when it stored one.
-Method = Callable[["Job"], Callable[[], torch.Tensor | None]]
 
 
 class WrongBytes(StorageError):
@@ -45,15 +41,15 @@ class WrongBytes(StorageError):
 
 
 @dataclass
-class Job:
-    """What a method works on.
+class Transfer:
+    """What a method transfers.
 
     Args:
         path: the file; for a store, one that does not exist yet.
-        device: where the tensor is or goes.
-        nbytes: bytes of file and tensor.
-        tensor: what is stored; None for a load.
-        storage: the open backend, for the methods that are one.
+        device: the device of the tensor.
+        nbytes: bytes of the file and the tensor.
+        tensor: the tensor to store; None for a load.
+        storage: the open backend, for methods that are one.
     """
 
     path: Path
@@ -63,15 +59,19 @@ class Job:
     storage: Storage | None = None
 
 
+#: Returns the operation to time, which returns the tensor that it loaded, or None if it stored one.
+Method = Callable[[Transfer], Callable[[], torch.Tensor | None]]
+
+
 @dataclass(frozen=True)
 class Tensors:
-    """What is asked for on the command line.
+    """Settings of :func:`load` and :func:`store`.
 
     Args:
-        methods: names, in the order of the rows.
-        loop: how many times each is timed; one more comes first and does not count.
+        methods: names of methods, in the order of the rows.
+        loop: timed repetitions of each; one more comes first and does not count.
         validate: compare with what plain Python reads or wrote.
-        options: of the two DeepNVMe backends.
+        options: for the backends that can be tuned, see :func:`monai_gds.storage.variants.tuning_options`.
     """
 
     methods: Sequence[str]
@@ -83,154 +83,123 @@ class Tensors:
 # Loads.
 
 
-def load_python(job: Job) -> Callable[[], torch.Tensor]:
+def load_python(transfer: Transfer) -> Callable[[], torch.Tensor]:
     """``open().read()``, and a copy to the device."""
 
     def run() -> torch.Tensor:
-        with open(job.path, "rb") as f, warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the bytes are not writable; nobody writes
-            return torch.frombuffer(f.read(), dtype=torch.uint8).to(job.device)
+        with open(transfer.path, "rb") as f, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the bytes are read-only, and nobody writes to them
+            return torch.frombuffer(f.read(), dtype=torch.uint8).to(transfer.device)
 
     return run
 
 
-def load_direct(job: Job) -> Callable[[], torch.Tensor]:
-    """Threads over O_DIRECT into page-aligned memory: what the drive gives. The tail goes through the page cache."""
-    room = mmap.mmap(-1, job.nbytes + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        room.madvise(mmap.MADV_HUGEPAGE)  # memory that is contiguous is read in larger requests
-    view = memoryview(room)
-    pages = job.nbytes - job.nbytes % mmap.PAGESIZE
-
-    def piece(fd: int, start: int) -> None:
-        stop = min(start + _PIECE, pages)
-        while start < stop:
-            count = os.preadv(fd, [view[start:stop]], start)
-            if count == 0:
-                raise StorageError(f"{job.path} became shorter while it was being read")
-            start += count
+def load_direct(transfer: Transfer) -> Callable[[], torch.Tensor]:
+    """Threads over O_DIRECT into page-aligned memory, and a copy to the device."""
+    memory = page_aligned(transfer.nbytes)
 
     def run() -> torch.Tensor:
-        with _descriptor(job.path, os.O_DIRECT) as fd, ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda start: piece(fd, start), range(0, pages, _PIECE)))
-        with _descriptor(job.path, 0) as fd:
-            os.preadv(fd, [view[pages : job.nbytes]], pages)
-        return torch.frombuffer(room, dtype=torch.uint8, count=job.nbytes).to(job.device)
+        read_parallel(transfer.path, transfer.nbytes, memoryview(memory))
+        return torch.frombuffer(memory, dtype=torch.uint8, count=transfer.nbytes).to(transfer.device)
 
     return run
 
 
-def load_storage(job: Job) -> Callable[[], torch.Tensor]:
-    """One read of a backend into a tensor that it allocated."""
-    storage = _opened(job)
-    dest = storage.allocate(job.nbytes)
-
-    def run() -> torch.Tensor:
-        return storage.submit([Read(str(job.path), 0, dest)]).wait()[0]
-
-    return run
+def load_storage(transfer: Transfer) -> Callable[[], torch.Tensor]:
+    """One read by a backend into a tensor that it allocated."""
+    storage = transfer.storage
+    assert storage is not None, "opened by the caller"
+    dest = storage.memory(transfer.nbytes)
+    reads = Reads.of(str(transfer.path), [(0, transfer.nbytes)])
+    return lambda: storage.fill(reads, [dest]).wait()[0]
 
 
 # Stores.
 
 
-def store_python(job: Job) -> Callable[[], None]:
+def store_python(transfer: Transfer) -> Callable[[], None]:
     """A copy to the host, and ``open().write()``."""
-    tensor = _tensor(job)
+    tensor = transfer.tensor
+    assert tensor is not None, "given by the caller"
 
     def run() -> None:
-        with naming(str(job.path)), open(job.path, "wb") as f:
+        with naming(str(transfer.path)), open(transfer.path, "wb") as f:
             f.write(tensor.cpu().numpy().data)
 
     return run
 
 
-def store_storage(job: Job) -> Callable[[], None]:
-    """One write of a backend."""
-    storage, tensor = _opened(job), _tensor(job)
-
-    def run() -> None:
-        storage.write(str(job.path), [tensor])
-
-    return run
+def store_storage(transfer: Transfer) -> Callable[[], None]:
+    """One write by a backend."""
+    storage, tensor = transfer.storage, transfer.tensor
+    assert storage is not None, "opened by the caller"
+    assert tensor is not None, "given by the caller"
+    return lambda: storage.write(str(transfer.path), [tensor])
 
 
-#: The methods that are no storage backend.
+#: Methods other than storage backends.
 LOADS: dict[str, Method] = {"python": load_python, "direct": load_direct}
 STORES: dict[str, Method] = {"python": store_python}
-
-
-def _opened(job: Job) -> Storage:
-    if job.storage is None:
-        raise ValueError("this method needs an open storage")
-    return job.storage
-
-
-def _tensor(job: Job) -> torch.Tensor:
-    if job.tensor is None:
-        raise ValueError("this method needs a tensor")
-    return job.tensor
-
-
-@contextmanager
-def _descriptor(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 # Measuring.
 
 
 def load(path: Path, device: torch.device, asked: Tensors) -> Report:
-    """Times loading ``path`` into a tensor on ``device`` by each method.
+    """Times loading a file into a tensor by each method.
+
+    Args:
+        path: the file.
+        device: the tensor's device.
+        asked: the settings.
 
     Raises:
-        FileChanged: the file became another one meanwhile.
+        FileChanged: the file changed meanwhile.
         WrongBytes: a method did not load the right bytes.
     """
     before = FileId.of(path)
     right = path.read_bytes() if asked.validate else None
-    heading = "page cache before"
 
     def one(method: str, storage: Storage | None) -> Row:
-        operation = LOADS.get(method, load_storage)(Job(path, device, before.size, storage=storage))
+        operation = LOADS.get(method, load_storage)(Transfer(path, device, before.size, storage=storage))
         rates, shares = [], []
         for _ in range(asked.loop + 1):
             try:
                 shares.append(cached(path))
                 seconds, tensor = _timed(operation, device)
-            except Exception:  # as many kinds as there are methods, when the file became shorter
-                before.check(FileId.of(path), str(path))
+            except Exception:  # a file that became shorter raises another error in each method
+                check_identity(before, FileId.of(path), str(path))
                 raise
-            before.check(FileId.of(path), str(path))
+            check_identity(before, FileId.of(path), str(path))
             rates.append(before.size / seconds / 1e9)
         if right is not None and tensor is not None:
             _compare(right, tensor.cpu().numpy().tobytes(), method, path)
-        return Row(method, tuple(rates[1:]), notes={heading: in_words(shares[1:])})
+        return Row(method, tuple(rates[1:]), notes={"page cache before": warmth(shares[1:])})
 
     return _report(f"load, {device.type.upper()} tensor, {before.size / 2**20:.0f} MiB", device, asked, one)
 
 
 def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Report:
-    """Times storing a tensor of ``nbytes`` random bytes on ``device`` into new files in ``folder`` by each method.
+    """Times storing a tensor of random bytes in new files by each method. The files are removed.
 
-    The files are removed. What is timed is the store alone: no method waits for the drive to have what is in the page
-    cache or in the drive's own cache. What waiting for that makes of it (fsync) has a column of its own.
+    The figures are of the store alone: no method waits until data in the page cache or in the drive's own cache is on
+    the drive. Rates that include this (fsync) have a column of their own.
+
+    Args:
+        folder: where the files are written.
+        nbytes: bytes of the tensor.
+        device: the tensor's device.
+        asked: the settings.
 
     Raises:
         WrongBytes: a method did not store the right bytes.
     """
-    tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
-    heading, durable = "in page cache after", f"with fsync, {_UNIT}"
+    tensor = _random(nbytes, device)
 
     def one(method: str, storage: Storage | None) -> Row:
         rates, shares, synced = [], [], []
-        with tempfile.TemporaryDirectory(prefix="monai-gds-tensor-", dir=folder) as private:
-            path = Path(private) / "tensor.bin"
-            operation = STORES.get(method, store_storage)(Job(path, device, nbytes, tensor, storage))
+        with _new_file(folder) as path:
+            operation = STORES.get(method, store_storage)(Transfer(path, device, nbytes, tensor, storage))
             for _ in range(asked.loop + 1):
                 path.unlink(missing_ok=True)
                 seconds, _nothing = _timed(operation, device)
@@ -239,19 +208,11 @@ def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Re
                 synced.append(nbytes / (seconds + _seconds_to_sync(path)) / 1e9)
             if asked.validate:
                 _compare(tensor.cpu().numpy().tobytes(), path.read_bytes(), method, path)
-        notes = {heading: in_words(shares[1:]), durable: f"{statistics.median(synced[1:]):.2f}"}
+        durable = f"{statistics.median(synced[1:]):.2f}"
+        notes = {"in page cache after": warmth(shares[1:]), f"with fsync, {_UNIT}": durable}
         return Row(method, tuple(rates[1:]), notes=notes)
 
     return _report(f"store, {device.type.upper()} tensor, {nbytes / 2**20:.0f} MiB", device, asked, one)
-
-
-#: What :func:`tune` tries: every combination. DeepSpeed's ds_nvme_tune has these, and transfers of 1 and 8 MiB only.
-GRID: dict[str, Sequence[Any]] = {
-    "block_size": (256 << 10, 1 << 20, 8 << 20),
-    "queue_depth": (8, 32, 128),
-    "single_submit": (False, True),
-    "intra_op_parallelism": (1, 2, 4, 8),
-}
 
 
 def tune(
@@ -262,29 +223,29 @@ def tune(
     progress: Callable[[int, int], None],
     grid: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[list[Report], dict[str, Any]]:
-    """Stores and loads a tensor with every combination of the ``deepnvme`` backend's settings.
+    """Stores and loads a tensor with every combination of the settings of the backend that can be tuned.
 
     Args:
         folder: on the drive to tune for.
-        nbytes: of the tensor.
-        device: where it is.
+        nbytes: bytes of the tensor.
+        device: the tensor's device.
         loop: how often each combination is timed; all are tried once before any is tried again.
-        progress: called with what is done, and what there is to do.
-        grid: the values of each setting; default: :data:`GRID`.
+        progress: called with the number done and the total.
+        grid: the values of each setting; default: :data:`~monai_gds.storage.variants.TUNING_GRID`.
 
     Returns:
-        The tables of loads and stores, the combination first that has the greatest sum of both medians, and that one's
-        settings.
+        The tables of loads and stores, best combination first, and the best settings: those with the greatest sum of
+        both medians.
 
     Raises:
         BackendUnavailable: the backend does not work here.
         StorageError: no combination works.
     """
-    grid = grid or GRID
+    grid = grid or TUNING_GRID
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     rates: list[tuple[list[float], list[float]]] = [([], []) for _ in combinations]
     reasons = [""] * len(combinations)
-    tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+    tensor = _random(nbytes, device)
     for turn in range(loop):
         for number, settings in enumerate(combinations):
             progress(turn * len(combinations) + number, loop * len(combinations))
@@ -304,32 +265,27 @@ def tune(
     order = sorted(range(len(combinations)), key=both, reverse=True)
     if reasons[order[0]]:
         raise StorageError(reasons[order[0]])
+    names = [", ".join(f"{name} {value}" for name, value in settings.items()) for settings in combinations]
     reports = []
     for which, verb in enumerate(("load", "store")):
-        rows = [Row(_named(combinations[n]), tuple(rates[n][which]), reasons[n]) for n in order]
+        rows = [Row(names[n], tuple(rates[n][which]), reasons[n]) for n in order]
         reports.append(Report(f"{verb}, {device.type.upper()} tensor, {nbytes / 2**20:.0f} MiB", _UNIT, rows))
     return reports, combinations[order[0]]
 
 
 def _store_and_load(folder: Path, tensor: torch.Tensor, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """GB/s of both, with an untimed one of each before."""
-    storage = open_storage("deepnvme", tensor.device, **settings)
+    """GB/s of both. One of each comes first and does not count."""
+    storage = open_storage(TUNED, tensor.device, **settings)
     try:
-        with tempfile.TemporaryDirectory(prefix="monai-gds-tensor-", dir=folder) as private:
-            path = Path(private) / "tensor.bin"
-            job = Job(path, tensor.device, tensor.numel(), tensor, storage)
-            seconds = [0.0, 0.0]
+        with _new_file(folder) as path:
+            transfer = Transfer(path, tensor.device, tensor.numel(), tensor, storage)
             for _ in range(2):
                 path.unlink(missing_ok=True)
-                seconds[0], _nothing = _timed(store_storage(job), tensor.device)
-                seconds[1], _loaded = _timed(load_storage(job), tensor.device)
+                stored, _nothing = _timed(store_storage(transfer), tensor.device)
+                loaded, _tensor = _timed(load_storage(transfer), tensor.device)
     finally:
         storage.close()
-    return tensor.numel() / seconds[0] / 1e9, tensor.numel() / seconds[1] / 1e9
-
-
-def _named(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
+    return tensor.numel() / stored / 1e9, tensor.numel() / loaded / 1e9
 
 
 def _report(title: str, device: torch.device, asked: Tensors, one: Callable[[str, Storage | None], Row]) -> Report:
@@ -344,7 +300,7 @@ def _report(title: str, device: torch.device, asked: Tensors, one: Callable[[str
             rows.append(Row(method, reason=f"{found[method].reason}{remedy}"))
             continue
         try:
-            storage = open_storage(method, device, **(asked.options if method.startswith("deepnvme") else {}))
+            storage = open_storage(method, device, **(asked.options if method in TUNABLE else {}))
         except MonaiGdsError as e:
             rows.append(Row(method, reason=str(e)))
             continue
@@ -352,11 +308,22 @@ def _report(title: str, device: torch.device, asked: Tensors, one: Callable[[str
             rows.append(one(method, storage))
         except (FileChanged, WrongBytes):
             raise
-        except StorageError as e:  # works here, but not with this file: cuFile refuses it, its device may not be read
+        except StorageError as e:  # it works here, but not with this file: its device cannot be read, for instance
             rows.append(Row(method, reason=str(e)))
         finally:
             storage.close()
     return Report(title, _UNIT, rows, reference="python")
+
+
+def _random(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@contextmanager
+def _new_file(folder: Path) -> Iterator[Path]:
+    """The path of a file to write, in a folder that is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="monai-gds-tensor-", dir=folder) as private:
+        yield Path(private) / "tensor.bin"
 
 
 def _timed(operation: Callable[[], torch.Tensor | None], device: torch.device) -> tuple[float, torch.Tensor | None]:
@@ -368,10 +335,10 @@ def _timed(operation: Callable[[], torch.Tensor | None], device: torch.device) -
 
 
 def _seconds_to_sync(path: Path) -> float:
-    """What is missing until the drive has a file that was written."""
-    with _descriptor(path, 0) as fd:
+    """Seconds until a file that was written is on the drive."""
+    with open(path, "rb") as f:
         begin = time.perf_counter()
-        os.fsync(fd)
+        os.fsync(f.fileno())
         return time.perf_counter() - begin
 
 

@@ -1,4 +1,4 @@
-"""The command ``monai-gds bench tensor``: arguments and printing; the measuring is done in :mod:`.tensor`."""
+"""The command ``monai-gds bench tensor``: arguments and output. The module :mod:`.tensor` measures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from monai_gds.terminal import JsonOption, PlotOption, known_device, progress_bar, say
+from monai_gds.console import progress_bar, say
+from monai_gds.options import JsonOption, PlotOption, known_device
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +37,13 @@ _MethodOption = Annotated[
 _DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda:N; default: the CPU, and a GPU if there is one.", callback=known_device)
 ]
-_LoopOption = Annotated[int, typer.Option(min=1, help="How many times each method is timed.")]
+_LoopOption = Annotated[int, typer.Option(min=1, help="Timed repetitions of each method.")]
 _ValidateOption = Annotated[bool, typer.Option("--validate", help="Compare with what plain Python reads or wrote.")]
-_BlockOption = Annotated[int | None, typer.Option(help="DeepNVMe: bytes of one transfer.")]
-_DepthOption = Annotated[int | None, typer.Option(help="DeepNVMe: transfers in flight of each thread.")]
+_BlockOption = Annotated[int | None, typer.Option(help="DeepNVMe: bytes per transfer.")]
+_DepthOption = Annotated[int | None, typer.Option(help="DeepNVMe: transfers in flight per thread.")]
 _TunedOption = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, help="DeepNVMe: a file with what ds_nvme_tune, or `tune`, printed."),
+    typer.Option(exists=True, dir_okay=False, help="DeepNVMe: a file with the output of ds_nvme_tune or `tune`."),
 ]
 
 
@@ -66,9 +67,8 @@ def load_command(
         raise typer.BadParameter(f"{input_file} is not a regular file", param_hint="--input-file")
     if input_file.stat().st_size == 0:
         raise typer.BadParameter(f"{input_file} is empty", param_hint="--input-file")
-    devices = _devices(device)
-    asked = _asked(method, loop, validate, block_size, queue_depth, tuned, first=list(LOADS))
-    _run(lambda target: load(input_file, target, asked), devices, as_json, plot)
+    asked = _asked(list(LOADS), method, loop, validate, block_size, queue_depth, tuned)
+    _run(lambda target: load(input_file, target, asked), _devices(device), as_json, plot)
 
 
 @app.command("store", epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme --mb-size 1024")
@@ -89,10 +89,9 @@ def store_command(
     from monai_gds.bench.tensor import STORES, store
 
     _check_folder(nvme_folder, mb_size << 20)
-    devices = _devices(device)
-    asked = _asked(method, loop, validate, block_size, queue_depth, tuned, first=list(STORES))
+    asked = _asked(list(STORES), method, loop, validate, block_size, queue_depth, tuned)
     with _tidy_ending():
-        _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), devices, as_json, plot)
+        _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), _devices(device), as_json, plot)
 
 
 @app.command("tune", epilog="Example: monai-gds bench tensor tune --nvme-folder /mnt/nvme > tuned.json")
@@ -103,7 +102,7 @@ def tune_command(
     device: Annotated[str, typer.Option(help="cpu or cuda:N.", callback=known_device)] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Find DeepNVMe's best settings for a drive; the last line is for --tuned, as that of ds_nvme_tune is."""
+    """Find DeepNVMe's best settings for a drive; the last line is input for --tuned, as that of ds_nvme_tune."""
     from monai_gds.bench.report import emit, machine
     from monai_gds.bench.tensor import tune
     from monai_gds.storage import resolve_device
@@ -126,13 +125,13 @@ def _check_folder(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise typer.BadParameter(
-            f"{folder} has {free >> 20} MiB free, and {nbytes >> 20} MiB are to be stored", param_hint="--nvme-folder"
+            f"{folder} has {free >> 20} MiB free, and {nbytes >> 20} MiB are needed", param_hint="--nvme-folder"
         )
 
 
 @contextmanager
 def _tidy_ending() -> Iterator[None]:
-    """Has a SIGTERM (from ``timeout`` or a scheduler) and a SIGHUP end the work as Ctrl-C does: the file is removed."""
+    """SIGTERM (from ``timeout`` or a scheduler) and SIGHUP end the work as Ctrl-C does, so that the file is removed."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -154,29 +153,26 @@ def _devices(device: str | None) -> list[torch.device]:
 
 
 def _asked(
+    first: list[str],
     methods: list[str] | None,
     loop: int,
     validate: bool,
     block_size: int | None,
     queue_depth: int | None,
     tuned: Path | None,
-    *,
-    first: list[str],
 ) -> Tensors:
     from monai_gds.bench.tensor import Tensors
-    from monai_gds.storage import available_backends
-    from monai_gds.storage.deepnvme import Settings
+    from monai_gds.storage.registry import backend_names
+    from monai_gds.storage.variants import tuning_options
 
-    known = [*first, *available_backends("cpu")]
+    known = [*first, *backend_names()]
     for name in methods or []:
         if name not in known:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--method")
-    given = {"block_size": block_size, "queue_depth": queue_depth}
     try:
-        Settings.chosen(tuned, given)
+        options = tuning_options(tuned, block_size=block_size, queue_depth=queue_depth)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
-    options = {name: value for name, value in {**given, "tuned": tuned}.items() if value is not None}
     return Tensors(methods or known, loop, validate, options)
 
 

@@ -1,11 +1,11 @@
-"""``wsum64``: the checksum of a record's data, the same on the CPU and on the GPU where the data happen to be.
+"""``wsum64``: the checksum of a record's data, computed where the data are and equal on every device.
 
-The bytes are taken as little-endian signed 64-bit words (padded with zeros), each word is folded (``x + (x >> 32)``, so
+The bytes are read as little-endian signed 64-bit words, padded with zeros. Each word is folded (``x + (x >> 32)``, so
 that its upper bits reach all bits of the sum), multiplied by an odd weight that depends on its position, and summed
-modulo 2**64, the length mixed in. (``x ^ (x >> 32)`` would give a word and its inverse the same sum: the shift is an
-arithmetic one.) A flipped bit always shows; anything larger is missed with a chance of about 2**-32 at the worst. It
-finds damage, not malice. A weighted sum is used because both sides compute it at memory speed (6 GB/s by NumPy on one
-core); a CRC they do not.
+modulo 2**64, with the length mixed in. (``x ^ (x >> 32)`` would give a word and its inverse the same sum, because the
+shift is arithmetic.) A flipped bit always shows; larger damage is missed with a probability of about 2**-32 at worst.
+The checksum finds damage, not malice. A weighted sum runs at memory speed both in NumPy (6 GB/s on one core) and on a
+GPU, which a CRC does not.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import sys
 import numpy as np
 import torch
 
+from monai_gds import limits
+
 __all__ = ["NAME", "checksum"]
 
-#: What records call it.
+#: Its name in records.
 NAME = "wsum64"
 
 _COLUMNS = 4096
-#: Words folded at a time: 2 MiB stays in the cache of a core; smaller chunks pay more for calls than they gain.
-_CHUNK = 1 << 18
 _MASK = (1 << 64) - 1
 
 
 def _mix(n: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014), made odd: 64-bit weights that look random."""
+    """Pseudo-random odd 64-bit weights: the finaliser of splitmix64 (Steele, Lea, Flood 2014) with the low bit set."""
     with np.errstate(over="ignore"):
         z = (n + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -49,25 +49,27 @@ def _row_weights(first: int, count: int) -> torch.Tensor:
 def _row_sums(words: torch.Tensor) -> torch.Tensor:
     """Weighted sums of whole rows, (rows * 4096,) -> (rows,) int64 on the CPU."""
     weights = _column_weights(words.device)
-    if not words.is_cuda:
+    if words.device.type == "cpu":
         return torch.from_numpy(_row_sums_numpy(words.numpy(), weights.numpy()))
     sums = []
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK]
+    count = limits.CHECKSUM_PIECE_BYTES // 8
+    for start in range(0, words.numel(), count):
+        chunk = words[start : start + count]
         folded = (chunk >> 32).add_(chunk).view(-1, _COLUMNS)
-        sums.append((folded * weights).sum(1))  # torch has no int64 matrix-vector product on CUDA
+        sums.append((folded * weights).sum(1))  # torch has no int64 matrix-vector product on GPUs
     return torch.cat(sums).cpu()
 
 
 def _row_sums_numpy(words: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The same in NumPy, in one thread.
+    """The same in NumPy, single-threaded.
 
-    100 MB take 16 ms; torch, whose ``add`` multiplies by ``alpha`` first, took 26 in one thread and 16 in two.
+    100 MB take 16 ms. Torch, whose ``add`` first multiplies by ``alpha``, takes 26 ms with one thread and 16 with two.
     """
     sums = np.empty(words.size // _COLUMNS, np.int64)
-    buffer = np.empty(min(_CHUNK, words.size), np.int64)
-    for start in range(0, words.size, _CHUNK):
-        chunk = words[start : start + _CHUNK]
+    count = limits.CHECKSUM_PIECE_BYTES // 8
+    buffer = np.empty(min(count, words.size), np.int64)
+    for start in range(0, words.size, count):
+        chunk = words[start : start + count]
         folded = np.right_shift(chunk, 32, out=buffer[: chunk.size])
         folded += chunk
         first = start // _COLUMNS
@@ -76,9 +78,9 @@ def _row_sums_numpy(words: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """The checksum of a 1-D contiguous uint8 tensor on the CPU or a CUDA device, as an unsigned 64-bit integer.
+    """The checksum of a 1-D contiguous uint8 tensor on any device, as an unsigned 64-bit integer.
 
-    Runs on the stream that is current and waits for its result.
+    On a GPU it runs on the current stream, and waits for the result.
     """
     if sys.byteorder != "little":
         raise RuntimeError("checksums are defined for little-endian machines")

@@ -1,11 +1,13 @@
-"""Types that the item tree knows, besides JSON's own and containers: one table for both ways, and the user's own types.
+"""The types an item tree holds beyond JSON's own and containers: one registry for encoding and decoding.
 
-Used by the encoder and the decoder. Nothing here imports or calls what a record names: a name is looked up in a table,
-among MONAI's enums, or among the named tuples of modules that this process has imported already.
+The immutable types at the end of this file and the types of users are registered by the same :func:`register_type`.
+Nothing here imports or calls what a record names: a name is looked up in the registry, among MONAI's enums, or among
+the named tuples of modules that this process has already imported.
 """
 
 from __future__ import annotations
 
+import collections
 import datetime
 import decimal
 import enum
@@ -18,22 +20,24 @@ import uuid
 import zoneinfo
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
-from monai_gds.cache.dtypes import DTYPE_NAMES
+from monai_gds.cache.header import DTYPES
 from monai_gds.errors import DamagedRecord, NewerRecord
 
 __all__ = [
-    "CODECS",
+    "DTYPE_NAMES",
     "MAX_DEPTH",
     "NUMERIC",
     "STORED_AS_REAL",
+    "TAGS",
     "Codec",
-    "Registered",
     "builtin_type",
+    "codec_for",
+    "codec_named",
     "dtype_name",
     "enum_member",
     "is_monai_enum",
@@ -41,19 +45,20 @@ __all__ = [
     "named_tuple",
     "numpy_type",
     "register_type",
-    "registered_as",
-    "registered_for",
     "torch_dtype",
     "type_name",
 ]
 
-#: How deep containers may be nested: Python's own limit allows about half as much again.
+#: How deep containers may be nested. Python's recursion limit allows about half as much again.
 MAX_DEPTH = 100
 
-#: Dtypes of torch's that safetensors does not have: their parts are a last axis of (real, imaginary).
+#: torch dtype -> safetensors' name.
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, attribute): name for name, (attribute, _) in DTYPES.items()}
+
+#: Torch dtypes that safetensors lacks: they are stored with a last axis of (real, imaginary).
 STORED_AS_REAL = (torch.complex128, torch.complex32)
 
-#: NumPy dtypes, in the machine's byte order, that torch has too, by how a tree describes them.
+#: NumPy dtypes that torch has too, in native byte order, by their description in a tree.
 NUMERIC = {
     np.lib.format.dtype_to_descr(dtype): dtype
     for dtype in map(np.dtype, ("?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16"))
@@ -62,12 +67,12 @@ NUMERIC = {
 _T = TypeVar("_T")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Types of the user's
+# The registry
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
-    """A type that :func:`register_type` was told of."""
+class Codec:
+    """How the instances of one type become plain values and back."""
 
     name: str
     cls: type
@@ -75,21 +80,26 @@ class Registered:
     decode: Callable[[Any], Any]
 
 
-_by_class: dict[type, Registered] = {}
-_by_name: dict[str, Registered] = {}
+_by_class: dict[type, Codec] = {}
+_by_name: dict[str, Codec] = {}
+
+#: Names of built-in types, which are tags of the format: ``{"$date": "2020-01-31"}``. Types that users register are
+#: written as ``{"$registered": [name, value]}``. Filled in below.
+TAGS: frozenset[str] = frozenset()
 
 
 def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode: Callable[[Any], _T]) -> None:
-    """Teaches records a type of yours. Call it at import time, in every process that reads or writes such items.
+    """Teaches records a type. Call it at import time, in every process that reads or writes such items.
 
     Args:
-        cls: the class; instances of subclasses are not meant.
+        cls: the class. Instances of subclasses are not covered.
         name: what the record calls it. Change it when the meaning of the encoded value changes.
-        encode: gives a value made of what records can already hold (dicts, lists, strings, arrays, tensors…).
+        encode: returns a value made of what records can already hold (dicts, lists, strings, arrays, tensors…). It
+            raises ValueError, with the reason, for an instance that cannot be stored.
         decode: makes the instance from that value.
 
     Raises:
-        ValueError: the name is taken by another class.
+        ValueError: the name belongs to a class with another ``decode``, or begins with ``$`` as built-in ones do.
 
     Example:
         >>> from ipaddress import IPv4Address
@@ -98,22 +108,24 @@ def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode:
         >>> encode_item({"scanner": IPv4Address("10.0.0.7")}).tree
         {'scanner': {'$registered': ['ipv4', '10.0.0.7']}}
     """
-    if name in _by_name and _by_name[name].cls is not cls:
-        raise ValueError(f"the name {name!r} is registered for {_by_name[name].cls.__qualname__} already")
-    entry = Registered(name, cls, encode, decode)
-    _by_class[cls], _by_name[name] = entry, entry
+    if TAGS and name.startswith("$"):
+        raise ValueError(f"the name {name!r} begins with $, as only those of built-in types do: choose another")
+    known = _by_name.get(name)
+    if known is not None and known.cls is not cls and known.decode is not decode:
+        raise ValueError(f"the name {name!r} is already registered for {known.cls.__qualname__}")
+    _by_class[cls] = _by_name[name] = Codec(name, cls, encode, decode)
 
 
-def registered_for(cls: type) -> Registered | None:
-    """What is registered for instances of exactly this class."""
+def codec_for(cls: type) -> Codec | None:
+    """The codec for instances of exactly this class."""
     return _by_class.get(cls)
 
 
-def registered_as(name: Any) -> Registered:
-    """What is registered under a name.
+def codec_named(name: Any) -> Codec:
+    """The codec registered under a name.
 
     Raises:
-        DamagedRecord: nothing is.
+        DamagedRecord: there is none.
     """
     if name not in _by_name:
         raise DamagedRecord(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
@@ -121,15 +133,110 @@ def registered_as(name: Any) -> Registered:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Immutable values
+# Classes and dtypes by their names
+
+_TYPES: dict[str, type] = {
+    t.__name__: t
+    for t in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+}  # fmt: skip
 
 
-class Codec(NamedTuple):
-    """How the values of one immutable type become JSON. ``encode`` raises ValueError with the reason why one cannot."""
+def type_name(cls: type) -> str | None:
+    """The name of a builtin type that a record may name; None for any other class."""
+    return cls.__name__ if _TYPES.get(cls.__name__) is cls else None
 
-    tag: str
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
+
+def builtin_type(name: Any) -> type:
+    """The inverse of :func:`type_name`.
+
+    Raises:
+        NewerRecord: it returns no such name.
+    """
+    if name not in _TYPES:
+        raise NewerRecord(f"it holds the type {name!r}, which this version does not know")
+    return _TYPES[name]
+
+
+def numpy_type(name: str) -> type:
+    """The NumPy scalar type of this name."""
+    found = getattr(np, name, None)
+    if not (isinstance(found, type) and issubclass(found, np.generic)):
+        raise DamagedRecord(f"it holds the NumPy type {name!r}, which this NumPy does not know")
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str, of_data: bool = False) -> torch.dtype:
+    """The torch dtype of this name. With ``of_data``, only dtypes of which a tensor can safely be made."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedRecord(f"it holds the dtype {name!r}, which this torch does not know")
+    if of_data and dtype not in DTYPE_NAMES and dtype not in STORED_AS_REAL:
+        raise DamagedRecord(f"it holds a small tensor of the dtype {name!r}")
+    return dtype
+
+
+def is_monai_enum(cls: type) -> bool:
+    """Whether this is one of MONAI's own enums, the only ones that a record may name."""
+    return _monai_enum(cls.__qualname__) is cls
+
+
+@functools.lru_cache(maxsize=256)
+def enum_member(cls: str, member: str) -> enum.Enum:
+    """A member of one of MONAI's enums."""
+    found = _monai_enum(cls)
+    if found is None or member not in found.__members__:
+        raise DamagedRecord(f"it holds {cls}.{member}, which this MONAI does not know")
+    return found[member]
+
+
+def _monai_enum(name: str) -> type[enum.Enum] | None:
+    found = getattr(importlib.import_module("monai.utils.enums"), name, None)
+    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
+
+
+_FieldOfNamedTuple = type(vars(collections.namedtuple("_", "field"))["field"])
+
+
+def is_named_tuple(cls: type) -> bool:
+    """Whether ``collections.namedtuple`` or ``typing.NamedTuple`` made this class.
+
+    Only then does ``tuple.__new__`` make its instances, and do the members make up the whole instance.
+    """
+    fields = vars(cls).get("_fields")
+    return (
+        type(cls) is type
+        and cls.__bases__ == (tuple,)
+        and not cls.__dictoffset__
+        and type(fields) is tuple
+        and all(type(vars(cls).get(field)) is _FieldOfNamedTuple for field in fields)
+    )
+
+
+def named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    """The named tuple of this name in a module that is already imported.
+
+    Raises:
+        DamagedRecord: there is none with exactly these fields.
+    """
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
+    if not (isinstance(found, type) and is_named_tuple(found)):
+        why = "which nothing imported here defines as a named tuple"
+    elif vars(found)["_fields"] != fields:
+        why = f"whose fields were {', '.join(fields)} when it was written"
+    else:
+        return found
+    raise DamagedRecord(f"it cannot be read in this process: it holds a {module}.{qualname}, {why}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Immutable types that every record may hold, encoded as plain JSON
 
 
 def _timedelta(value: datetime.timedelta) -> list[int]:
@@ -151,7 +258,7 @@ def _zone(value: datetime.tzinfo | None) -> list[Any] | None:
     raise ValueError(f"has the time zone {value!r}, which is neither a fixed offset nor found by its key")
 
 
-def _zone_of(payload: Any) -> datetime.tzinfo | None:
+def _zone_of(payload: Any) -> Any:
     if payload is None:
         return None
     kind, what, *name = payload
@@ -174,131 +281,31 @@ def _clock_of(cls: type[datetime.datetime] | type[datetime.time]) -> Callable[[l
     return decode
 
 
-def _always(value: Any) -> tuple[Callable[[Any], None], Callable[[Any], Any]]:
-    return lambda _: None, lambda _: value
+def _fraction_of(payload: list[str]) -> fractions.Fraction:
+    return fractions.Fraction(*[int(n, 16) for n in payload])
 
 
-#: Types whose values are told by plain JSON, by type.
-CODECS: dict[type, Codec] = {
-    range: Codec("$range", lambda v: [v.start, v.stop, v.step], lambda p: range(*p)),
-    torch.dtype: Codec("$torch_dtype", lambda v: dtype_name(v), lambda p: torch_dtype(p)),
-    torch.device: Codec("$device", str, torch.device),
-    types.EllipsisType: Codec("$ellipsis", *_always(...)),
-    datetime.date: Codec("$date", datetime.date.isoformat, datetime.date.fromisoformat),
-    datetime.datetime: Codec("$datetime", _clock, _clock_of(datetime.datetime)),
-    datetime.time: Codec("$time", _clock, _clock_of(datetime.time)),
-    datetime.timedelta: Codec("$timedelta", _timedelta, lambda p: datetime.timedelta(*p)),
-    datetime.timezone: Codec("$timezone", _zone, _zone_of),
-    zoneinfo.ZoneInfo: Codec("$timezone", _zone, _zone_of),
-    decimal.Decimal: Codec("$decimal", str, decimal.Decimal),
-    fractions.Fraction: Codec(
-        "$fraction",
-        lambda v: [hex(v.numerator), hex(v.denominator)],
-        lambda p: fractions.Fraction(*[int(n, 16) for n in p]),
-    ),
-    uuid.UUID: Codec(
-        "$uuid", lambda v: [v.hex, v.is_safe.value], lambda p: uuid.UUID(hex=p[0], is_safe=uuid.SafeUUID(p[1]))
-    ),
-    np.ma.core.MaskedConstant: Codec("$masked", *_always(np.ma.masked)),
-}
+def _uuid_of(payload: list[Any]) -> uuid.UUID:
+    return uuid.UUID(hex=payload[0], is_safe=uuid.SafeUUID(payload[1]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Classes and dtypes by their names
-
-_TYPES: dict[str, type] = {
-    t.__name__: t
-    for t in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-}  # fmt: skip
+def _singleton(value: Any, name: str) -> None:
+    register_type(type(value), name, lambda _: None, lambda _: value)
 
 
-def type_name(cls: type) -> str | None:
-    """The name of one of the builtin types that a record may name; None for any other class."""
-    return cls.__name__ if _TYPES.get(cls.__name__) is cls else None
+register_type(range, "$range", lambda v: [v.start, v.stop, v.step], lambda p: range(*p))
+register_type(torch.dtype, "$torch_dtype", dtype_name, torch_dtype)
+register_type(torch.device, "$device", str, torch.device)
+register_type(datetime.date, "$date", datetime.date.isoformat, datetime.date.fromisoformat)
+register_type(datetime.datetime, "$datetime", _clock, _clock_of(datetime.datetime))
+register_type(datetime.time, "$time", _clock, _clock_of(datetime.time))
+register_type(datetime.timedelta, "$timedelta", _timedelta, lambda p: datetime.timedelta(*p))
+register_type(datetime.timezone, "$timezone", _zone, _zone_of)
+register_type(zoneinfo.ZoneInfo, "$timezone", _zone, _zone_of)
+register_type(decimal.Decimal, "$decimal", str, decimal.Decimal)
+register_type(fractions.Fraction, "$fraction", lambda v: [hex(v.numerator), hex(v.denominator)], _fraction_of)
+register_type(uuid.UUID, "$uuid", lambda v: [v.hex, v.is_safe.value], _uuid_of)
+_singleton(..., "$ellipsis")
+_singleton(np.ma.masked, "$masked")
 
-
-def builtin_type(name: Any) -> type:
-    """The builtin type of a name that :func:`type_name` gave.
-
-    Raises:
-        NewerRecord: it gives no such name.
-    """
-    if name not in _TYPES:
-        raise NewerRecord(f"it holds the type {name!r}, which this version does not know")
-    return _TYPES[name]
-
-
-def numpy_type(name: str) -> type:
-    """NumPy's scalar type of that name."""
-    found = getattr(np, name, None)
-    if not (isinstance(found, type) and issubclass(found, np.generic)):
-        raise DamagedRecord(f"it holds the NumPy type {name!r}, which this NumPy does not know")
-    return found
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of one of torch's dtypes."""
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(name: str, of_data: bool = False) -> torch.dtype:
-    """Torch's dtype of that name; ``of_data``: which small tensors may have, so that making one is harmless."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise DamagedRecord(f"it holds the dtype {name!r}, which this torch does not know")
-    if of_data and dtype not in DTYPE_NAMES and dtype not in STORED_AS_REAL:
-        raise DamagedRecord(f"it holds a small tensor of the dtype {name!r}")
-    return dtype
-
-
-def is_monai_enum(cls: type) -> bool:
-    """Whether this is one of MONAI's own enums: the whole list of enums that a record may name."""
-    return _monai_enum(cls.__qualname__) is cls
-
-
-@functools.lru_cache(maxsize=256)
-def enum_member(cls: str, member: str) -> enum.Enum:
-    """A member of one of MONAI's enums."""
-    found = _monai_enum(cls)
-    if found is None or member not in found.__members__:
-        raise DamagedRecord(f"it holds {cls}.{member}, which this MONAI does not know")
-    return found[member]
-
-
-def _monai_enum(name: str) -> type[enum.Enum] | None:
-    found = getattr(importlib.import_module("monai.utils.enums"), name, None)
-    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
-
-
-_FieldOfNamedTuple = type(vars(Codec)["tag"])
-
-
-def is_named_tuple(cls: type) -> bool:
-    """Whether this is exactly what ``collections.namedtuple`` or ``typing.NamedTuple`` makes, so that a tuple's own
-    ``__new__`` makes its instances, and members are all that there is of one."""
-    fields = vars(cls).get("_fields")
-    return (
-        type(cls) is type
-        and cls.__bases__ == (tuple,)
-        and not cls.__dictoffset__
-        and type(fields) is tuple
-        and all(type(vars(cls).get(field)) is _FieldOfNamedTuple for field in fields)
-    )
-
-
-def named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    """The named tuple of that name in a module that is imported already.
-
-    Raises:
-        DamagedRecord: there is none here with just these fields.
-    """
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
-    if not (isinstance(found, type) and is_named_tuple(found)):
-        why = "which nothing imported here defines as a named tuple"
-    elif vars(found)["_fields"] != fields:
-        why = f"whose fields were {', '.join(fields)} when it was written"
-    else:
-        return found
-    raise DamagedRecord(f"it cannot be read in this process: it holds a {module}.{qualname}, {why}")
+TAGS = frozenset(_by_name)

@@ -1,10 +1,10 @@
-"""Puts items together: a tree is split into its form and its values, and a form is made into a plan once.
+"""Puts items together: splits a tree into its form and its values, and compiles each form into a plan once.
 
-Used through :mod:`monai_gds.cache.tree`. A form is all of a tree but its values, and the same for every record of a
-pipeline, so what has to be kept of a record is its values and small arrays, and a hit parses nothing.
+Used through :mod:`monai_gds.cache.tree`. The form is everything in a tree but its values. All records of a pipeline
+have the same form, so only the values and small arrays of each are kept in memory, and a hit parses nothing.
 
-A record that anyone can have written must not be able to do more than be refused: whatever is not as an encoder makes
-it is a DamagedRecord, and what only a newer version can have written is a NewerRecord, which nobody may overwrite.
+Anyone may have written a record, and the worst that a record may cause is its refusal. Whatever no encoder produces is
+a DamagedRecord. What only a newer version can have written is a NewerRecord, which must not be overwritten.
 """
 
 from __future__ import annotations
@@ -26,67 +26,66 @@ import numpy as np
 import torch
 from monai.data import MetaTensor
 
-from monai_gds.cache import rooted
+from monai_gds.cache import data_root
 from monai_gds.cache.codecs import (
-    CODECS,
     MAX_DEPTH,
     NUMERIC,
-    Codec,
+    TAGS,
     builtin_type,
+    codec_named,
     enum_member,
     named_tuple,
     numpy_type,
-    registered_as,
     torch_dtype,
 )
 from monai_gds.cache.encoding import ARRAY_ALIGNMENT, Opaque
-from monai_gds.cache.given import value_at
+from monai_gds.cache.passthrough import value_at
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 
-__all__ = ["Plan", "Recipe", "compile_tree", "tensor_of"]
+__all__ = ["Recipe", "TreePlan", "compile_tree", "tensor_of"]
 
 
 def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: list[int] | tuple[int, ...]) -> torch.Tensor:
-    """A 1-D uint8 tensor seen as ``dtype`` and ``shape``, over the same memory."""
+    """A view of a 1-D uint8 tensor as ``dtype`` and ``shape``."""
     flat = raw.view(dtype)
     return flat if len(shape) == 1 else flat.view(shape)
 
 
-#: Nested tuples that begin with a word, see _PLANS and _CONTAINERS; a number stands for the value of that index.
-_Form: TypeAlias = "int | tuple[Any, ...]"
+#: Nested tuples that begin with a key of _PLANS or _CONTAINERS. An int is the index of a value.
+_TreeForm: TypeAlias = "int | tuple[Any, ...]"
 
-#: Puts one node together from the tensors by name, the values, and a list of: the packed block of small arrays seen as
-#: each of the plan's dtypes; the dataset's item; and the block as it is.
+#: Builds one node from the tensors by name, the values, and a list: the packed block of small arrays viewed as each of
+#: the plan's dtypes, then the dataset's item, then the block as bytes.
 _Build: TypeAlias = "Callable[[Mapping[str, torch.Tensor], Sequence[Any], Sequence[Any]], Any]"
 
 
 class Recipe:
-    """Puts an item together from its tensors by name, as often as it is called. Two items share nothing mutable.
+    """Puts an item together from its tensors each time it is called. Two items share nothing mutable.
 
     Attributes:
-        plan: what all recipes of one form have in common.
-        nbytes: bytes of memory that this recipe takes besides its plan, about.
+        plan: shared by all recipes of one form.
+        nbytes: estimated bytes of memory this recipe takes besides its plan.
     """
 
     __slots__ = ("_arrays", "_values", "nbytes", "plan")
 
-    def __init__(self, plan: Plan, values: Sequence[Any], arrays: bytes) -> None:
+    def __init__(self, plan: TreePlan, values: Sequence[Any], arrays: bytes) -> None:
         if plan.end > len(arrays):
             raise DamagedRecord("its small arrays are not all there")
         self.plan = plan
         self._values = plan.share(values)
-        self._arrays = arrays + bytes(-len(arrays) % ARRAY_ALIGNMENT)  # so that it can be seen as any dtype
+        self._arrays = arrays + bytes(-len(arrays) % ARRAY_ALIGNMENT)  # so that it can be viewed as any dtype
         self.nbytes = plan.own_bytes(self._values) + sys.getsizeof(self._arrays)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], item: Any = None) -> Any:
-        """An item.
+        """Puts an item together.
 
         Args:
-            tensors: the record's, by name. What comes back uses their memory.
-            item: the dataset's own, for values that are taken from it. They are copied deeply.
+            tensors: the record's, by name. The item uses their memory.
+            item: the dataset's own, for values that are taken from it, as deep copies.
 
         Raises:
-            DamagedRecord: what the record says cannot be done with these tensors or this item.
+            DamagedRecord: the tree does not fit these tensors or this item.
         """
         try:
             return self.plan.build(tensors, self._values, self._arrays, item)
@@ -105,20 +104,20 @@ def compile_tree(
     numpy: bool = False,
     root: str | None = None,
 ) -> Recipe:
-    """Turns a tree into something that puts the item together.
+    """Compiles a tree.
 
     Args:
-        tree: as :func:`encode_item` gave it.
+        tree: as :func:`encode_item` returned it.
         arrays: the packed block of small arrays.
-        names: of the tensors that there are.
-        track_meta: False leaves out MetaTensors' attributes and gives plain tensors.
-        numpy: what was a NumPy array is one again, writable, over the memory of its tensor, which must be the CPU's.
-            False gives that tensor.
-        root: what text that was stored relative to a data root is put below; absolute, without a slash at its end.
+        names: of the tensors in the record.
+        track_meta: False drops the attributes of MetaTensors and returns plain tensors.
+        numpy: True returns what was a NumPy array as a writable one over the memory of its tensor, which must be on the
+            CPU. False returns that tensor.
+        root: the data root for text that was stored relative to one; absolute, without a trailing slash.
 
     Raises:
         DamagedRecord: the tree is not well-formed, names what is not there, or needs a root.
-        NewerRecord: it holds a kind of node, or of field in one, that this version does not know.
+        NewerRecord: it holds a kind of node or field that this version does not know.
 
     Example:
         >>> import numpy as np
@@ -126,20 +125,20 @@ def compile_tree(
         >>> compile_tree(encoded.tree, encoded.arrays, encoded.tensors, numpy=True)(encoded.tensors)
         {'label': array([0, 1, 2])}
     """
-    reader = _Reader(names, track_meta, numpy, root)
+    parser = _TreeParser(names, track_meta, numpy, root)
     try:
-        return Recipe(_plan(reader.form(tree)), reader.values, bytes(arrays))
+        return Recipe(_plan(parser.form(tree)), parser.values, bytes(arrays))
     except RecordError:
         raise
     except Exception as e:
         raise DamagedRecord(f"its item tree cannot be read: {e!r}") from e
 
 
-_Read: TypeAlias = "Callable[[_Reader, Any], _Form]"
+_Parse: TypeAlias = "Callable[[_TreeParser, Any], _TreeForm]"
 
 
-class _Reader:
-    """Splits a tree into its form, which :meth:`form` gives, and its ``values``, which are immutable."""
+class _TreeParser:
+    """Splits a tree into its form, which :meth:`form` returns, and its immutable ``values``."""
 
     def __init__(self, names: Container[str], track_meta: bool, numpy: bool, root: str | None) -> None:
         self.values: list[Any] = []
@@ -150,12 +149,12 @@ class _Reader:
         self._used: set[str] = set()  # names of tensors
         self._depth = 0
 
-    def form(self, node: Any) -> _Form:
+    def form(self, node: Any) -> _TreeForm:
         kind = type(node)
         if kind is dict:
             if len(node) == 1:
                 tag = next(iter(node))
-                read = _READERS.get(tag)
+                read = _PARSERS.get(tag)
                 if read is not None:
                     return read(self, node[tag])
             return "object", tuple(node), self.forms(node.values())
@@ -163,10 +162,10 @@ class _Reader:
             return self.container("$list", node)
         return self.value(node)
 
-    def forms(self, nodes: Iterable[Any]) -> tuple[_Form, ...]:
-        """Of what is in a container."""
+    def forms(self, nodes: Iterable[Any]) -> tuple[_TreeForm, ...]:
+        """The forms of a container's members."""
         self._depth += 1
-        if self._depth > MAX_DEPTH + 1:  # a slice may be the innermost
+        if self._depth > MAX_DEPTH + 1:  # the innermost may be a slice
             raise DamagedRecord(f"its item tree is nested more than {MAX_DEPTH} deep")
         found = tuple([self.form(node) for node in nodes])
         self._depth -= 1
@@ -177,7 +176,7 @@ class _Reader:
         return len(self.values) - 1
 
     def text(self, node: Any) -> str:
-        """A string, which may be stored relative to the data root."""
+        """A string, possibly stored relative to the data root."""
         if type(node) is str:
             return node
         (rest,) = _fields(node, "a text", "$root")
@@ -185,9 +184,9 @@ class _Reader:
             raise DamagedRecord(f"it holds {rest!r} in place of a path")
         if self._root is None:
             raise DamagedRecord(f"it holds a path below a data root ({rest!r}): give the root (root=)")
-        return rooted.above(rest, self._root)
+        return data_root.above(rest, self._root)
 
-    def texts(self, payload: list[Any]) -> _Form:
+    def texts(self, payload: list[Any]) -> _TreeForm:
         order, width, shape, nodes = payload
         members = tuple([self.text(node) for node in nodes])
         if order not in ("<", ">") or math.prod(shape) != len(members):
@@ -195,13 +194,13 @@ class _Reader:
         width = max(0 if width is None else width, 1, *map(len, members))
         return "texts", f"{order}U{width}", tuple(shape), self.value(members)
 
-    def item(self, keys: list[Any]) -> _Form:
+    def item(self, keys: list[Any]) -> _TreeForm:
         return "item", self.value(tuple([key if type(key) is int else self.text(key) for key in keys]))
 
     # Containers
 
-    def container(self, tag: str, nodes: list[Any]) -> _Form:
-        """A container made from the list of its members. Where they are values only, they become one value."""
+    def container(self, tag: str, nodes: list[Any]) -> _TreeForm:
+        """A container made from the list of its members. If all of them are values, they become one value."""
         start = len(self.values)
         forms = self.forms(nodes)
         if not {int}.issuperset(map(type, forms)):
@@ -212,7 +211,7 @@ class _Reader:
             return self.value(_CONTAINERS[tag](members))
         return "made of", tag, self.value(tuple(members))
 
-    def pairs(self, pairs: list[list[Any]]) -> _Form:
+    def pairs(self, pairs: list[list[Any]]) -> _TreeForm:
         keys = [key for key, _ in pairs]
         forms = self.forms([node for _, node in pairs])
         if {str}.issuperset(map(type, keys)):
@@ -220,59 +219,59 @@ class _Reader:
         # As text, because 1, 1.0 and True are the same key. (json.dumps takes ten times as long.)
         return "pairs", repr(keys), self._root, forms
 
-    def converted(self, tag: str, pairs: list[list[Any]]) -> _Form:
+    def converted(self, tag: str, pairs: list[list[Any]]) -> _TreeForm:
         return "converted", tag, self.pairs(pairs)
 
-    def default_dict(self, payload: list[Any]) -> _Form:
+    def default_dict(self, payload: list[Any]) -> _TreeForm:
         factory, pairs = payload
         if factory is not None:
             builtin_type(factory)
         return "defaultdict", factory, self.pairs(pairs)
 
-    def deque(self, payload: list[Any]) -> _Form:
+    def deque(self, payload: list[Any]) -> _TreeForm:
         maxlen, nodes = payload
         return "deque", maxlen, self.container("$list", nodes)
 
-    def named_tuple(self, payload: list[Any]) -> _Form:
+    def named_tuple(self, payload: list[Any]) -> _TreeForm:
         module, qualname, fields, nodes = payload
         if len(fields) != len(nodes):
             raise DamagedRecord(f"it holds a {qualname} of {len(nodes)} members")
         named_tuple(module, qualname, tuple(fields))
         return "named tuple", module, qualname, tuple(fields), self.container("$list", nodes)
 
-    def registered(self, payload: list[Any]) -> _Form:
+    def registered(self, payload: list[Any]) -> _TreeForm:
         name, node = payload
-        registered_as(name)
+        codec_named(name)
         return "registered", name, *self.forms([node])
 
-    def opaque(self, payload: Opaque) -> _Form:
+    def opaque(self, payload: Opaque) -> _TreeForm:
         if not isinstance(payload, Opaque):
             raise DamagedRecord("it holds a value that cannot come from a file")
         return self.value(payload.value)
 
     # Arrays and tensors
 
-    def array(self, payload: list[Any]) -> _Form:
+    def array(self, payload: list[Any]) -> _TreeForm:
         descr, shape, offset = payload
         return "array", descr if isinstance(descr, str) else json.dumps(descr), tuple(shape), offset
 
-    def masked_array(self, payload: list[Any]) -> _Form:
+    def masked_array(self, payload: list[Any]) -> _TreeForm:
         *parts, hard = payload
         data, mask, fill = [None if part is None else self.array(part) for part in parts]
         return "masked array", data, mask, fill, bool(hard)
 
-    def objects(self, payload: list[Any]) -> _Form:
+    def objects(self, payload: list[Any]) -> _TreeForm:
         shape, nodes = payload
         if math.prod(shape) != len(nodes) or min(shape, default=0) < 0:
             raise DamagedRecord(f"it holds {len(nodes)} objects in an array of shape {shape}")
         return "objects", tuple(shape), self.container("$list", nodes)
 
-    def small_tensor(self, payload: list[Any]) -> _Form:
+    def small_tensor(self, payload: list[Any]) -> _TreeForm:
         name, shape, offset, flags = payload
         (grad,) = _fields(flags, "$small_tensor", requires_grad=False) if flags else (False,)
         return "small tensor", name, tuple(shape), offset, bool(grad)
 
-    def tensor(self, payload: dict[str, Any]) -> _Form:
+    def tensor(self, payload: dict[str, Any]) -> _TreeForm:
         name = payload["name"]
         is_complex = grad = False
         descr = None
@@ -289,25 +288,25 @@ class _Reader:
             return "numpy", name, bool(is_complex), descr
         return "tensor", name, bool(is_complex), bool(grad)
 
-    def metatensor(self, payload: list[Any]) -> _Form:
+    def metatensor(self, payload: list[Any]) -> _TreeForm:
         data, attributes = payload
         if not self._track_meta:
             return self.form(data)
         return "metatensor", *self.forms([data]), self.pairs(attributes)
 
 
-class Plan:
+class TreePlan:
     """Puts items of one form together.
 
     Attributes:
-        end: bytes of the packed block of small arrays that such items have.
-        nbytes: bytes of memory that the plan takes, about.
+        end: how many bytes of small arrays an item of this form needs.
+        nbytes: estimated bytes of memory the plan takes.
     """
 
-    #: Bytes of memory that a node takes, about: a function with what it is about.
+    #: Estimated bytes of memory per node: a closure.
     _NODE_BYTES = 100
 
-    def __init__(self, form: _Form) -> None:
+    def __init__(self, form: _TreeForm) -> None:
         self.end = 0
         self.nbytes = 0
         self._common: list[str | None] = []
@@ -315,23 +314,23 @@ class Plan:
         self._build = self._node(form)
 
     def build(self, tensors: Mapping[str, torch.Tensor], values: Sequence[Any], arrays: bytes, item: Any) -> Any:
-        """An item. Its small arrays lie in one block of memory, which is theirs alone."""
-        block = np.frombuffer(bytearray(arrays), np.uint8)  # one memoryview, however many arrays there are
+        """Builds an item. Its small arrays are views of one fresh block of memory."""
+        block = np.frombuffer(bytearray(arrays), np.uint8)
         return self._build(tensors, values, [*map(block.view, self._dtypes), item, block])
 
     def share(self, values: Sequence[Any]) -> Sequence[Any]:
-        """The values of a record, with the strings of the first one in place of equal ones."""
+        """The values of a record, with strings replaced by the equal ones of the first record."""
         if not self._common:
             self._common = [v if type(v) is str else None for v in values]
         pairs = zip(self._common, values, strict=True)
         return tuple([a if a is not None and type(b) is str and a == b else b for a, b in pairs])
 
     def own_bytes(self, values: Sequence[Any]) -> int:
-        """Bytes of memory that the values of one record take, about."""
+        """Estimated bytes of memory that the values of one record take."""
         own = [b for a, b in zip(self._common, values, strict=True) if a is not b]
         return sys.getsizeof(values) + sum(map(_size, own))
 
-    def _node(self, form: _Form) -> _Build:
+    def _node(self, form: _TreeForm) -> _Build:
         self.nbytes += self._NODE_BYTES
         if isinstance(form, int):
             return lambda t, v, a: v[form]
@@ -342,7 +341,7 @@ class Plan:
 
     # Containers
 
-    def _container(self, make: Callable[[Any], Any], forms: Sequence[_Form]) -> _Build:
+    def _container(self, make: Callable[[Any], Any], forms: Sequence[_TreeForm]) -> _Build:
         builds = [self._node(form) for form in forms]
         return lambda t, v, a: make([build(t, v, a) for build in builds])
 
@@ -350,8 +349,8 @@ class Plan:
         make = _CONTAINERS[tag]
         return lambda t, v, a: make(v[index])
 
-    def dict_(self, keys: Sequence[Any], forms: Sequence[_Form]) -> _Build:
-        """Metadata are values and small arrays for the most part: these are put in without a call for each."""
+    def dict_(self, keys: Sequence[Any], forms: Sequence[_TreeForm]) -> _Build:
+        """Builds a dict. Metadata are mostly values and small arrays, which are put in without a call for each."""
         base = dict.fromkeys(keys)
         values, arrays, others = [], [], []
         for key, form in zip(keys, forms, strict=True):
@@ -376,35 +375,35 @@ class Plan:
 
         return build
 
-    def object_(self, keys: Sequence[str], forms: Sequence[_Form]) -> _Build:
+    def object_(self, keys: Sequence[str], forms: Sequence[_TreeForm]) -> _Build:
         unknown = [key for key in keys if key.startswith("$")]
         if unknown:
             raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
         return self.dict_(keys, forms)
 
-    def pairs(self, keys: str, root: str | None, forms: Sequence[_Form]) -> _Build:
+    def pairs(self, keys: str, root: str | None, forms: Sequence[_TreeForm]) -> _Build:
         return self.dict_([_without_tensors(node, root) for node in ast.literal_eval(keys)], forms)
 
-    def converted(self, tag: str, form: _Form) -> _Build:
+    def converted(self, tag: str, form: _TreeForm) -> _Build:
         make, inner = _CONVERTED[tag], self._node(form)
         return lambda t, v, a: make(inner(t, v, a))
 
-    def default_dict(self, factory: str | None, form: _Form) -> _Build:
+    def default_dict(self, factory: str | None, form: _TreeForm) -> _Build:
         make, inner = None if factory is None else builtin_type(factory), self._node(form)
         return lambda t, v, a: collections.defaultdict(make, inner(t, v, a))
 
-    def deque(self, maxlen: int | None, form: _Form) -> _Build:
+    def deque(self, maxlen: int | None, form: _TreeForm) -> _Build:
         inner = self._node(form)
         return lambda t, v, a: collections.deque(inner(t, v, a), maxlen)
 
-    def named_tuple(self, module: str, qualname: str, fields: tuple[str, ...], form: _Form) -> _Build:
-        """The class is looked up for every item: a notebook may define it anew, which plans outlive."""
+    def named_tuple(self, module: str, qualname: str, fields: tuple[str, ...], form: _TreeForm) -> _Build:
+        """Looks the class up for every item: plans outlive its redefinition in a notebook."""
         inner = self._node(form)
         return lambda t, v, a: tuple.__new__(named_tuple(module, qualname, fields), inner(t, v, a))
 
-    def registered(self, name: str, form: _Form) -> _Build:
+    def registered(self, name: str, form: _TreeForm) -> _Build:
         inner = self._node(form)
-        return lambda t, v, a: registered_as(name).decode(inner(t, v, a))
+        return lambda t, v, a: codec_named(name).decode(inner(t, v, a))
 
     def item(self, path: int) -> _Build:
         return lambda t, v, a: value_at(a[-2], v[path])
@@ -412,15 +411,15 @@ class Plan:
     # Arrays and tensors
 
     def _take(self, dtype: np.dtype[Any] | torch.dtype, shape: Sequence[int], offset: int) -> int:
-        """Checks what a small array or tensor says of itself, and notes where it ends; gives the number of elements."""
+        """Checks shape and offset of a small array or tensor, notes where it ends, and returns its element count."""
         if not all(type(n) is int and n >= 0 for n in (*shape, offset)):
             raise DamagedRecord(f"it holds an array of shape {shape} at {offset}")
         count = math.prod(shape)
         self.end = max(self.end, offset + count * dtype.itemsize)
         return count
 
-    def _place(self, form: _Form) -> tuple[int, Any] | None:
-        """Of an array with no more than one axis: which of the views it is in, and where."""
+    def _place(self, form: _TreeForm) -> tuple[int, Any] | None:
+        """The view and the index or slice that hold an array of at most one axis; None for any other form."""
         if isinstance(form, int) or form[0] != "array" or len(form[2]) > 1:
             return None
         _, descr, shape, offset = form
@@ -439,7 +438,7 @@ class Plan:
             return lambda t, v, a: np.ndarray(shape, dtype)
         return lambda t, v, a: np.ndarray(shape, dtype, a[-1], offset)
 
-    def masked_array(self, data: _Form, mask: _Form | None, fill: _Form | None, hard: bool) -> _Build:
+    def masked_array(self, data: _TreeForm, mask: _TreeForm | None, fill: _TreeForm | None, hard: bool) -> _Build:
         data_of = self._node(data)
         mask_of, fill_of = [None if form is None else self._node(form) for form in (mask, fill)]
 
@@ -447,7 +446,7 @@ class Plan:
             own, own_mask = data_of(t, v, a), np.ma.nomask if mask_of is None else mask_of(t, v, a)
             expected = own.shape, np.ma.make_mask_descr(own.dtype)
             if mask_of is not None and (own_mask.shape, own_mask.dtype) != expected:
-                raise DamagedRecord("it holds a masked array whose mask is of another kind than its data")
+                raise DamagedRecord("it holds a masked array whose mask does not match its data")
             out: Any = np.ma.MaskedArray(own, own_mask, hard_mask=hard, copy=False)
             out._fill_value = None if fill_of is None else fill_of(t, v, a)
             return out
@@ -457,16 +456,16 @@ class Plan:
     def texts(self, dtype: str, shape: tuple[int, ...], index: int) -> _Build:
         return lambda t, v, a: np.array(v[index], dtype).reshape(shape)
 
-    def void(self, form: _Form) -> _Build:
+    def void(self, form: _TreeForm) -> _Build:
         array = self._node(form)
         return lambda t, v, a: array(t, v, a)[()]
 
-    def objects(self, shape: tuple[int, ...], form: _Form) -> _Build:
+    def objects(self, shape: tuple[int, ...], form: _TreeForm) -> _Build:
         inner = self._node(form)
 
         def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> Any:
             out = np.empty(math.prod(shape), dtype=object)
-            for i, member in enumerate(inner(t, v, a)):  # out[:] = … would look into lists
+            for i, member in enumerate(inner(t, v, a)):  # out[:] = … would unpack lists
                 out[i] = member
             return out.reshape(shape)
 
@@ -476,7 +475,7 @@ class Plan:
         dtype = torch_dtype(name, of_data=True)
         count = self._take(dtype, shape, offset)
         if offset % dtype.itemsize and ARRAY_ALIGNMENT % dtype.itemsize == 0:
-            raise DamagedRecord(f"it holds a small tensor at {offset}, which is no place for {name}")
+            raise DamagedRecord(f"it holds a small tensor at {offset}, where {name} is not aligned")
 
         def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> torch.Tensor:
             if not count:
@@ -501,12 +500,11 @@ class Plan:
             return lambda t, v, a: t[name].numpy()
         return lambda t, v, a: torch.view_as_complex(t[name]).numpy()
 
-    def metatensor(self, data: _Form, attributes: _Form) -> _Build:
+    def metatensor(self, data: _TreeForm, attributes: _TreeForm) -> _Build:
         plain_of, attributes_of = self._node(data), self._node(attributes)
 
         def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> MetaTensor:
-            # as_subclass and the attributes as they were: constructing one costs twenty times as much, and would
-            # derive anew what the record holds.
+            # as_subclass and the stored attributes: the constructor costs twenty times as much, and would derive them.
             plain = plain_of(t, v, a)
             out = plain.detach().as_subclass(MetaTensor)
             if plain.requires_grad:
@@ -518,20 +516,20 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(form: _Form) -> Plan:
-    return Plan(form)
+def _plan(form: _TreeForm) -> TreePlan:
+    return TreePlan(form)
 
 
 def _without_tensors(node: Any, root: str | None = None) -> Any:
-    """What a node stands for that holds neither tensors nor arrays."""
+    """The value of a node that holds neither tensors nor arrays."""
     return compile_tree(node, b"", (), root=root)({})
 
 
 def _fields(payload: dict[str, Any], of: str, *needed: str, **optional: Any) -> list[Any]:
-    """The fields of a node, in the order of the arguments, those that may be missing with what then holds.
+    """The fields of a node in the order of the arguments; ``optional`` gives the defaults of missing ones.
 
     Raises:
-        NewerRecord: there is a field that none of the arguments names.
+        NewerRecord: there is another field.
     """
     unknown = payload.keys() - {*needed, *optional}
     if unknown:
@@ -545,7 +543,7 @@ def _size(value: Any) -> int:
 
 
 def _as_descr(descr: Any) -> Any:
-    """JSON turns the tuples of a structured dtype's description into lists: fields, each (name, type[, shape])."""
+    """Restores the tuples in the description of a structured dtype: fields, each (name, type[, shape])."""
     if not isinstance(descr, list):
         return descr
     return [
@@ -555,7 +553,7 @@ def _as_descr(descr: Any) -> Any:
 
 
 def _array_dtype(descr: str) -> np.dtype[Any]:
-    """The dtype of an array in a form, where the description of a structured one is text."""
+    """The dtype of an array in a form, where a structured dtype is described by JSON text."""
     dtype = np.lib.format.descr_to_dtype(_as_descr(json.loads(descr) if descr.startswith("[") else descr))
     if dtype.hasobject:
         raise DamagedRecord("it holds an array of pointers")
@@ -570,22 +568,22 @@ def _np_scalar(descr: Any, data: str) -> Any:
     return np.frombuffer(base64.b64decode(data), np.lib.format.descr_to_dtype(_as_descr(descr)), 1)[0]
 
 
-def _constant(decode: Callable[[_Reader, Any], Any]) -> _Read:
-    """Reader of a tag that stands for an immutable value."""
-    return lambda reader, payload: reader.value(decode(reader, payload))
+def _constant(decode: Callable[[_TreeParser, Any], Any]) -> _Parse:
+    """Parses a tag that stands for an immutable value."""
+    return lambda parser, payload: parser.value(decode(parser, payload))
 
 
-def _coded(codec: Codec) -> _Read:
-    return lambda reader, payload: reader.value(codec.decode(payload))
+def _coded(tag: str) -> _Parse:
+    return lambda parser, payload: parser.value(codec_named(tag).decode(payload))
 
 
-def _converted(tag: str) -> _Read:
-    return lambda reader, payload: reader.converted(tag, payload)
+def _converted(tag: str) -> _Parse:
+    return lambda parser, payload: parser.converted(tag, payload)
 
 
 def _counter(pairs: dict[Any, Any]) -> collections.Counter[Any]:
     found: collections.Counter[Any] = collections.Counter()
-    dict.update(found, pairs)  # its own way would add numbers
+    dict.update(found, pairs)  # Counter.update would add numbers
     return found
 
 
@@ -603,7 +601,7 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
 }
 _IMMUTABLE = frozenset({"$tuple", "$frozenset", "$size", "$slice"})
 
-#: What is made of a dict, by the tag of its pairs.
+#: Types made from a dict, by tag.
 _CONVERTED: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "$ordered_dict": OrderedDict,
     "$counter": _counter,
@@ -611,64 +609,64 @@ _CONVERTED: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "$proxy": types.MappingProxyType,
 }
 
-_READERS: dict[str, _Read] = {
-    **{codec.tag: _coded(codec) for codec in CODECS.values()},
+_PARSERS: dict[str, _Parse] = {
+    **{tag: _coded(tag) for tag in TAGS},
     **{tag: _converted(tag) for tag in _CONVERTED},
-    "$root": lambda r, p: r.value(r.text({"$root": p})),
-    "$item": lambda r, p: r.item(p),
-    "$int": _constant(lambda r, p: int(p, 16)),
-    "$float": _constant(lambda r, p: float(p)),
-    "$complex": _constant(lambda r, p: complex(*map(_real, p))),
-    "$bytes": _constant(lambda r, p: base64.b64decode(p)),
-    "$bytearray": lambda r, p: ("bytearray", r.value(base64.b64decode(p))),
-    "$enum": _constant(lambda r, p: enum_member(*p)),
-    "$path": _constant(lambda r, p: pathlib.Path(r.text(p))),
-    "$type": _constant(lambda r, p: builtin_type(p)),
-    "$numpy_type": _constant(lambda r, p: numpy_type(p)),
-    "$scalar": _constant(lambda r, p: _np_scalar(*p)),
-    "$str": _constant(lambda r, p: np.str_(r.text(p))),
-    "$numpy_bytes": _constant(lambda r, p: np.bytes_(base64.b64decode(p))),
-    "$void": lambda r, p: ("void", r.array(p)),
-    "$dtype": _constant(lambda r, p: np.lib.format.descr_to_dtype(_as_descr(p))),
-    "$tuple": lambda r, p: r.container("$tuple", p),
-    "$set": lambda r, p: r.container("$set", p),
-    "$frozenset": lambda r, p: r.container("$frozenset", p),
-    "$size": lambda r, p: r.container("$size", p),
-    "$slice": lambda r, p: r.container("$slice", p),
-    "$dict": _Reader.pairs,
-    "$defaultdict": _Reader.default_dict,
-    "$deque": _Reader.deque,
-    "$namedtuple": _Reader.named_tuple,
-    "$opaque": _Reader.opaque,
-    "$registered": _Reader.registered,
-    "$array": _Reader.array,
-    "$masked_array": _Reader.masked_array,
-    "$texts": _Reader.texts,
-    "$objects": _Reader.objects,
-    "$small_tensor": _Reader.small_tensor,
-    "$tensor": _Reader.tensor,
-    "$metatensor": _Reader.metatensor,
+    "$root": lambda parser, p: parser.value(parser.text({"$root": p})),
+    "$item": lambda parser, p: parser.item(p),
+    "$int": _constant(lambda parser, p: int(p, 16)),
+    "$float": _constant(lambda parser, p: float(p)),
+    "$complex": _constant(lambda parser, p: complex(*map(_real, p))),
+    "$bytes": _constant(lambda parser, p: base64.b64decode(p)),
+    "$bytearray": lambda parser, p: ("bytearray", parser.value(base64.b64decode(p))),
+    "$enum": _constant(lambda parser, p: enum_member(*p)),
+    "$path": _constant(lambda parser, p: pathlib.Path(parser.text(p))),
+    "$type": _constant(lambda parser, p: builtin_type(p)),
+    "$numpy_type": _constant(lambda parser, p: numpy_type(p)),
+    "$scalar": _constant(lambda parser, p: _np_scalar(*p)),
+    "$str": _constant(lambda parser, p: np.str_(parser.text(p))),
+    "$numpy_bytes": _constant(lambda parser, p: np.bytes_(base64.b64decode(p))),
+    "$void": lambda parser, p: ("void", parser.array(p)),
+    "$dtype": _constant(lambda parser, p: np.lib.format.descr_to_dtype(_as_descr(p))),
+    "$tuple": lambda parser, p: parser.container("$tuple", p),
+    "$set": lambda parser, p: parser.container("$set", p),
+    "$frozenset": lambda parser, p: parser.container("$frozenset", p),
+    "$size": lambda parser, p: parser.container("$size", p),
+    "$slice": lambda parser, p: parser.container("$slice", p),
+    "$dict": _TreeParser.pairs,
+    "$defaultdict": _TreeParser.default_dict,
+    "$deque": _TreeParser.deque,
+    "$namedtuple": _TreeParser.named_tuple,
+    "$opaque": _TreeParser.opaque,
+    "$registered": _TreeParser.registered,
+    "$array": _TreeParser.array,
+    "$masked_array": _TreeParser.masked_array,
+    "$texts": _TreeParser.texts,
+    "$objects": _TreeParser.objects,
+    "$small_tensor": _TreeParser.small_tensor,
+    "$tensor": _TreeParser.tensor,
+    "$metatensor": _TreeParser.metatensor,
 }
 
 _PLANS: dict[str, Callable[..., _Build]] = {
-    "object": Plan.object_,
-    "dict": Plan.dict_,
-    "pairs": Plan.pairs,
-    "converted": Plan.converted,
-    "defaultdict": Plan.default_dict,
-    "deque": Plan.deque,
-    "named tuple": Plan.named_tuple,
-    "item": Plan.item,
-    "made of": Plan.made_of,
+    "object": TreePlan.object_,
+    "dict": TreePlan.dict_,
+    "pairs": TreePlan.pairs,
+    "converted": TreePlan.converted,
+    "defaultdict": TreePlan.default_dict,
+    "deque": TreePlan.deque,
+    "named tuple": TreePlan.named_tuple,
+    "item": TreePlan.item,
+    "made of": TreePlan.made_of,
     "bytearray": lambda plan, index: lambda t, v, a: bytearray(v[index]),
-    "registered": Plan.registered,
-    "array": Plan.array,
-    "masked array": Plan.masked_array,
-    "texts": Plan.texts,
-    "void": Plan.void,
-    "objects": Plan.objects,
-    "small tensor": Plan.small_tensor,
-    "tensor": Plan.tensor,
-    "numpy": Plan.numpy,
-    "metatensor": Plan.metatensor,
+    "registered": TreePlan.registered,
+    "array": TreePlan.array,
+    "masked array": TreePlan.masked_array,
+    "texts": TreePlan.texts,
+    "void": TreePlan.void,
+    "objects": TreePlan.objects,
+    "small tensor": TreePlan.small_tensor,
+    "tensor": TreePlan.tensor,
+    "numpy": TreePlan.numpy,
+    "metatensor": TreePlan.metatensor,
 }

@@ -1,6 +1,6 @@
-"""Takes an item apart into JSON, tensors, and one block of small arrays. What a tree holds is told in :mod:`.tree`.
+"""Takes an item apart into JSON, tensors, and one block of small arrays.
 
-Used through :mod:`monai_gds.cache.tree`.
+Used through :mod:`monai_gds.cache.tree`, which specifies the tree.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ import numpy as np
 import torch
 from monai.data import MetaTensor
 
-from monai_gds.cache import rooted
+from monai_gds.cache import data_root
 from monai_gds.cache.codecs import (
-    CODECS,
+    DTYPE_NAMES,
     MAX_DEPTH,
     NUMERIC,
     STORED_AS_REAL,
+    TAGS,
     Codec,
-    Registered,
+    codec_for,
     dtype_name,
     is_monai_enum,
     is_named_tuple,
     named_tuple,
-    registered_for,
     type_name,
 )
-from monai_gds.cache.dtypes import DTYPE_NAMES
-from monai_gds.cache.given import Given
+from monai_gds.cache.passthrough import ItemValues
 from monai_gds.errors import DamagedRecord, UnsupportedType
 
 __all__ = ["ARRAY_ALIGNMENT", "EncodedItem", "encode_item", "tensor_bytes"]
 
-#: Small arrays begin at a multiple of their element size in the packed block if it divides this, else at one of this.
+#: Alignment of small arrays in the packed block whose element size does not divide it; others are aligned to that.
 ARRAY_ALIGNMENT = 16
 
-#: Bytes by which a storage may be larger than the tensor that it is kept for.
+#: A tensor is copied if its storage is larger than itself by more than this many bytes.
 _SLACK = 4096
 
-#: Keys and indices on the way to a value, for messages and the names of tensors.
+#: Keys and indices that lead to a value, for messages and the names of tensors.
 _Path: TypeAlias = "tuple[Any, ...]"
 
 
@@ -59,8 +58,7 @@ class EncodedItem:
 
     Attributes:
         tree: JSON-able.
-        tensors: the item's tensors by name, contiguous, detached, each the only user of its storage; on the devices
-            where they were.
+        tensors: the item's tensors by name: contiguous, detached, each the only user of its storage, on their devices.
         arrays: the packed block of small arrays.
     """
 
@@ -71,27 +69,29 @@ class EncodedItem:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that only passes through memory."""
+    """A value that stays in memory and is never written."""
 
     value: Any
 
 
-def encode_item(item: Any, *, strict: bool = True, root: str | None = None, given: Given | None = None) -> EncodedItem:
+def encode_item(
+    item: Any, *, strict: bool = True, root: str | None = None, given: ItemValues | None = None
+) -> EncodedItem:
     """Takes an item apart.
 
     Args:
         item: dicts, lists, tuples, sets, deques, named tuples, scalars, strings, bytes, None, dates and times, NumPy
             scalars, dtypes and (masked) arrays, torch tensors and dtypes, MetaTensors, paths, MONAI's enums,
-            registered types, nested as you like.
+            registered types, nested in any way.
         strict: False lets anything else pass as it is, for an item that is put together again in memory and never
             written.
-        root: absolute, without a slash at its end. Text and paths that are it or lie below it are stored relative to
-            it, in arrays and as keys too; not so bytes.
-        given: of the dataset's item, see :func:`monai_gds.cache.given.given_copy`. Values that nothing else can store
-            are taken from the item again where they passed through unchanged.
+        root: a data root; absolute, without a trailing slash. Text and paths at or below it are stored relative to it,
+            also in arrays and as keys. Bytes are not.
+        given: see :func:`monai_gds.cache.passthrough.copy_item`. A value that cannot be stored otherwise is taken from
+            the dataset's item again if it passed through unchanged.
 
     Raises:
-        UnsupportedType: the item holds something else; the message names its key path and type, and the way out.
+        UnsupportedType: the item holds something else. The message names its key path and type, and the way out.
 
     Example:
         >>> encode_item({"label": "/data/ct.nii"}, root="/data").tree
@@ -103,12 +103,12 @@ def encode_item(item: Any, *, strict: bool = True, root: str | None = None, give
 
 
 class _Encoder:
-    def __init__(self, strict: bool, root: str | None, given: Given | None) -> None:
+    def __init__(self, strict: bool, root: str | None, given: ItemValues | None) -> None:
         self.out = EncodedItem()
         self._strict = strict
         self._root = root
         self._given = given
-        self._taken = 0  # how many values are taken from the item
+        self._taken = 0  # number of values taken from the item
         self._memory: list[tuple[int, int]] = []  # sorted address ranges of self.out.tensors
         self._open: set[int] = set()
         self._on_host = 0  # > 0 inside a MetaTensor's attributes, where arrays keep their type and place
@@ -134,9 +134,9 @@ class _Encoder:
         encode = _ENCODERS.get(kind)
         if encode is not None:
             return encode(self, value, path)
-        registered = registered_for(kind)
-        if registered is not None:
-            return self.registered(registered, value, path)
+        codec = codec_for(kind)
+        if codec is not None:
+            return self.registered(codec, value, path)
         encode = _LATE_ENCODERS.get(kind)
         if encode is not None:
             return encode(self, value, path)
@@ -148,11 +148,11 @@ class _Encoder:
     # Text
 
     def text(self, value: str) -> Any:
-        rest = None if self._root is None else rooted.below(value, self._root)
+        rest = None if self._root is None else data_root.below(value, self._root)
         return value if rest is None else {"$root": rest}
 
     def texts(self, value: np.ndarray) -> Any:
-        """An array of text, some of it below the root: its width is what the reader's root makes of it."""
+        """An array of text, some of it below the root. The reader's root determines its width."""
         members = value.ravel().tolist()
         width = value.dtype.itemsize // 4
         chosen = None if width == max(map(len, members)) else width
@@ -163,7 +163,9 @@ class _Encoder:
             return False
         if value.dtype.names:
             return any(self._has_rooted(value[name]) for name in value.dtype.names)
-        return value.dtype.kind == "U" and any(rooted.below(t, self._root) is not None for t in value.ravel().tolist())
+        return value.dtype.kind == "U" and any(
+            data_root.below(t, self._root) is not None for t in value.ravel().tolist()
+        )
 
     def file_path(self, value: pathlib.PurePath, path: _Path) -> Any:
         if type(value) is not type(pathlib.Path()):
@@ -184,8 +186,14 @@ class _Encoder:
     def raw(self, value: bytes | bytearray, path: _Path) -> Any:
         return {"$bytes" if type(value) is bytes else "$bytearray": base64.b64encode(value).decode()}
 
-    def registered(self, entry: Registered, value: Any, path: _Path) -> Any:
-        return {"$registered": [entry.name, self._inside(value, path, lambda: self.node(entry.encode(value), path))]}
+    def registered(self, codec: Codec, value: Any, path: _Path) -> Any:
+        try:
+            encoded = codec.encode(value)
+        except ValueError as e:
+            raise UnsupportedType(_unsupported(value, path, str(e))) from e
+        if codec.name in TAGS:  # plain JSON
+            return {codec.name: encoded}
+        return {"$registered": [codec.name, self._inside(value, path, lambda: self.node(encoded, path))]}
 
     def enum_member(self, value: enum.Enum, path: _Path) -> Any:
         cls = type(value)
@@ -202,13 +210,13 @@ class _Encoder:
         raise UnsupportedType(_unsupported(value, path))
 
     def scalar(self, value: np.generic, path: _Path) -> Any:
-        if type(value) is np.str_:  # by value, as str has it: NumPy's own ways drop zeros at the end
+        if type(value) is np.str_:  # by its value as a str: NumPy's own conversions drop trailing NULs
             return {"$str": self.text(str.__str__(value))}
         if type(value) is np.bytes_:
             return {"$numpy_bytes": base64.b64encode(value).decode()}
         if type(value) is not value.dtype.type or type(value) is np.record:
             raise UnsupportedType(_unsupported(value, path))
-        if type(value) is np.void:  # mutable, when it has fields
+        if type(value) is np.void:  # mutable if it has fields
             return {"$void": self._array(np.asarray(value), path)}
         return {"$scalar": [_describe(value.dtype, value, path), base64.b64encode(value.tobytes()).decode()]}
 
@@ -218,12 +226,12 @@ class _Encoder:
         return self._inside(value, path, lambda: [self.node(v, (*path, i)) for i, v in enumerate(value)])
 
     def members(self, value: Any, path: _Path) -> list[Any]:
-        """The nodes of what can be iterated over, but is no list."""
+        """The nodes of the members of an iterable other than a list."""
         return self._inside(value, path, lambda: [self.node(v, (*path, i)) for i, v in enumerate(value)])  # type: ignore[no-any-return]
 
     def mapping(self, value: dict[str, Any], path: _Path) -> Any:
         plain = all(type(k) is str and not k.startswith("$") for k in value)
-        if plain and (self._root is None or not any(rooted.below(k, self._root) is not None for k in value)):
+        if plain and (self._root is None or not any(data_root.below(k, self._root) is not None for k in value)):
             return self._inside(value, path, lambda: {k: self.node(v, (*path, k)) for k, v in value.items()})
         return {"$dict": self.pairs(value, path)}
 
@@ -239,30 +247,32 @@ class _Encoder:
         before = len(self.out.tensors), len(self.out.arrays), self._taken
         node = self.node(key, (*path, key))
         if (len(self.out.tensors), len(self.out.arrays), self._taken) != before:
-            raise UnsupportedType(_unsupported(key, path, "is used as a key and holds what no key can"))
+            raise UnsupportedType(_unsupported(key, path, "is used as a key and holds what no key can hold"))
         return [node, self.node(value, (*path, key))]
 
     def default_dict(self, value: collections.defaultdict[Any, Any], path: _Path) -> Any:
         factory = value.default_factory
         name = type_name(factory) if isinstance(factory, type) else None
         if factory is not None and name is None:
-            raise UnsupportedType(_unsupported(value, path, f"makes its defaults with {factory!r}, no builtin type"))
+            raise UnsupportedType(
+                _unsupported(value, path, f"makes its defaults with {factory!r}, which is not a builtin type")
+            )
         return {"$defaultdict": [name, self.pairs(value, path)]}
 
     def namespace(self, value: types.SimpleNamespace, path: _Path) -> Any:
         return {"$namespace": self._inside(value, path, lambda: self._pairs(vars(value), path))}
 
     def proxy(self, value: types.MappingProxyType[Any, Any], path: _Path) -> Any:
-        (behind,) = gc.get_referents(value)  # there is no other way to see what it is a view of
+        (behind,) = gc.get_referents(value)  # the only way to see what it is a view of
         if type(behind) is not dict:
-            raise UnsupportedType(_unsupported(value, path, "is a view of no plain dict"))
+            raise UnsupportedType(_unsupported(value, path, "is a view of something other than a plain dict"))
         return {"$proxy": self._inside(value, path, lambda: self._pairs(behind, path))}
 
     def subclass_of_tuple(self, value: tuple[Any, ...], path: _Path) -> Any:
         cls = type(value)
         if not is_named_tuple(cls):
             raise UnsupportedType(_unsupported(value, path))
-        module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__  # what spawned workers call it
+        module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__  # its name in spawned workers
         fields: tuple[str, ...] = vars(cls)["_fields"]
         try:
             found = named_tuple(cls.__module__, cls.__qualname__, fields)
@@ -284,7 +294,7 @@ class _Encoder:
             self._on_host -= 1
 
     def _inside(self, container: Any, path: _Path, work: Callable[[], Any]) -> Any:
-        """Does the work on what a container holds; leaves nothing behind of a container that cannot be stored."""
+        """Encodes the contents of a container. If that fails, no tensor of them is left in the output."""
         if id(container) in self._open:
             raise UnsupportedType(_unsupported(container, path, "contains itself"))
         if len(self._open) >= MAX_DEPTH:
@@ -325,7 +335,7 @@ class _Encoder:
         return [_describe(value.dtype, value, path), list(value.shape), offset]
 
     def masked(self, value: np.ma.MaskedArray[Any, Any], path: _Path) -> Any:
-        """Data, mask, fill value, and whether the mask is hard. It stays in the CPU's memory, whatever the target."""
+        """Encodes a masked array, which stays in CPU memory whatever the target."""
         state: Any = value
         if value.baseclass is not np.ndarray or state._optinfo or state._basedict:
             raise UnsupportedType(_unsupported(value, path, "is more than data and a mask"))
@@ -346,25 +356,25 @@ class _Encoder:
             data = bytes(tensor_bytes(value.cpu().contiguous()).numpy().data)
             offset = self._pack(data, value.element_size())
             return {"$small_tensor": [dtype_name(value.dtype), list(value.shape), offset, flags]}
-        if value.dtype in STORED_AS_REAL:  # safetensors has no such dtype: a last axis of (real, imaginary) instead
+        if value.dtype in STORED_AS_REAL:
             value, flags = torch.view_as_real(value), {"complex": True, **flags}
         name = self._name(path)
         self.out.tensors[name] = self._own(value)
         return {"$tensor": {"name": name, **flags}}
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
-        """Contiguous, and the only user of a storage that is hardly larger than itself."""
+        """Makes a tensor contiguous and the only user of a storage hardly larger than itself, by a copy if need be."""
         if not value.nbytes:
             return value.new_empty(value.shape)
         value = value.contiguous()
         if value.untyped_storage().nbytes() > value.nbytes + _SLACK or not self._claim(value.untyped_storage()):
             value = value.clone(memory_format=torch.contiguous_format)
             self._claim(value.untyped_storage())
-        # An axis of length 1 may have had any stride until now.
+        # Normalises the stride of axes of length 1, which may be anything.
         return value.view(-1).view(value.shape) if 1 in value.shape and _is_odd(value) else value
 
     def _claim(self, storage: torch.UntypedStorage) -> bool:
-        """Notes the memory of a storage; False when another tensor of the item uses some of it."""
+        """Notes the memory of a storage; False if another tensor of the item uses some of it."""
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         i = bisect.bisect(self._memory, (start, end))
         if (i and self._memory[i - 1][1] > start) or (i < len(self._memory) and self._memory[i][0] < end):
@@ -396,21 +406,11 @@ _Encode: TypeAlias = "Callable[[_Encoder, Any, _Path], Any]"
 
 
 def _tagged(tag: str, encode: _Encode) -> _Encode:
-    """Encoder of a container that is a tag around what ``encode`` gives."""
+    """Puts a tag around what ``encode`` returns."""
     return lambda encoder, value, path: {tag: encode(encoder, value, path)}
 
 
-def _coded(codec: Codec) -> _Encode:
-    def encode(encoder: _Encoder, value: Any, path: _Path) -> Any:
-        try:
-            return {codec.tag: codec.encode(value)}
-        except ValueError as e:
-            raise UnsupportedType(_unsupported(value, path, str(e))) from None
-
-    return encode
-
-
-#: Encoders by exact type, for what items are mostly made of.
+#: Encoders by exact type, for what items are mostly made of. Registering such a type has no effect.
 _ENCODERS: dict[type, _Encode] = {
     int: _Encoder.integer,
     float: _Encoder.real,
@@ -434,9 +434,8 @@ _ENCODERS: dict[type, _Encode] = {
 
 _DESCRIPTIONS = {dtype: descr for descr, dtype in NUMERIC.items()}
 
-#: The same for types that the user may have registered before records knew them.
+#: Encoders by exact type that yield to registered ones: users may have registered these before records held them.
 _LATE_ENCODERS: dict[type, _Encode] = {
-    **{cls: _coded(codec) for cls, codec in CODECS.items()},
     collections.defaultdict: _Encoder.default_dict,
     collections.Counter: _tagged("$counter", _Encoder.pairs),
     collections.deque: lambda e, v, p: {"$deque": [v.maxlen, e.members(v, p)]},
@@ -445,7 +444,7 @@ _LATE_ENCODERS: dict[type, _Encode] = {
     np.ma.MaskedArray: _Encoder.masked,
 }
 
-#: And by what a type derives from.
+#: Encoders by base class.
 _ENCODERS_BY_BASE: list[tuple[type, _Encode]] = [
     (enum.Enum, _Encoder.enum_member),
     (np.generic, _Encoder.scalar),
@@ -460,17 +459,17 @@ def _unsupported(value: Any, path: _Path, what: str = "cannot be stored in a rec
     cls = type(value)
     return (
         f"{where} is a {cls.__module__}.{cls.__qualname__}, which {what}; delete it before the first random "
-        f"transform (DeleteItemsd), turn it into plain data, or teach records the type with monai_gds.register_type"
+        f"transform (DeleteItemsd), convert it to plain data, or teach records the type with monai_gds.register_type"
     )
 
 
 def _as_tensor(value: np.ndarray, dtype: np.dtype[Any]) -> torch.Tensor:
-    """An array as a tensor of its dtype in the machine's byte order."""
+    """An array as a tensor in native byte order."""
     native = np.asarray(value, dtype)
     owner = native
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    # A view of a larger array would keep all of it; whose memory it is otherwise (a mapping, a tensor) is not known.
+    # A view would keep a larger array alive, and memory of another owner (a mapping, a tensor) may change.
     if owner.base is not None or owner.nbytes > native.nbytes + _SLACK or not native.flags.writeable:
         native = native.copy()
     return torch.from_numpy(np.ascontiguousarray(native).reshape(value.shape))
@@ -488,7 +487,7 @@ def _describe(dtype: np.dtype[Any], value: Any, path: _Path) -> Any:
 
 
 def _is_odd(contiguous: torch.Tensor) -> bool:
-    """Whether the strides are not those that a new tensor of this shape has."""
+    """Whether the strides differ from those of a new tensor of this shape."""
     strides, step = contiguous.stride(), 1
     for axis in range(len(strides) - 1, -1, -1):
         if strides[axis] != step:

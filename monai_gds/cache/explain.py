@@ -1,7 +1,7 @@
-"""Why there is no record of a key: the nearest record of the index, and what differs, in words.
+"""Explains why a key has no record: finds the most similar record in the index and describes the differences.
 
-Called by the dataset's ``explain`` and by the warning after an epoch of misses. Pure functions over an
-:class:`~monai_gds.cache.index.Index`: no record is opened.
+Used by the dataset's ``explain`` and by the warning after an epoch of misses. Pure functions over an
+:class:`~monai_gds.cache.index.Index`; no record is opened.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from monai_gds.cache.header import Source
+from monai_gds.cache.header import SourceState
 from monai_gds.cache.index import Index, IndexEntry
 
 __all__ = ["Nearest", "Wanted", "description_differences", "nearest", "source_differences"]
 
-#: Where an attribute of a transform is described: "transforms[1] Spacingd.pixdim" is the attribute "pixdim" of the
-#: transform "Spacingd" at place 1; a transform without attributes is described by its name alone.
+#: A path in the description of a pipeline: "transforms[1] Spacingd.pixdim" is the attribute "pixdim" of the transform
+#: "Spacingd" at place 1. A transform without attributes is described by its name alone.
 _STEP = re.compile(r"transforms\[(\d+)\] ([^\s.]+)(?:\.(.*))?", re.DOTALL)
 
-#: What describes the state of the process begins with this.
+#: Prefix of the paths that describe the state of the process.
 _STATE = "state."
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The key of which there is no record.
+    """A key that has no record.
 
     Attributes:
         item: hash of the item.
-        pipeline: hex digits of the transforms and the state.
+        pipeline: hex digits that identify the transforms and the state.
         sources: size and identity of each source by its absolute path.
-        description: of the pipeline, as :meth:`Index.describe_pipeline` takes it.
+        description: of the pipeline, as for :meth:`Index.describe_pipeline`.
     """
 
     item: str
     pipeline: str
-    sources: Mapping[str, Source] = field(default_factory=dict)
+    sources: Mapping[str, SourceState] = field(default_factory=dict)
     description: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The record that is most like a key.
+    """The record that is most similar to a key.
 
     Attributes:
-        entry: the record; None where none is of this item or of its sources.
-        differences: what differs, from the record to the key, one short text each.
+        entry: the record; None if none has this item or its sources.
+        differences: from the record to the key, one short text each.
     """
 
     entry: IndexEntry | None
@@ -57,10 +57,10 @@ class Nearest:
 
 
 def nearest(index: Index, wanted: Wanted) -> Nearest:
-    """Finds the record that is most like a key, among those whose files are there.
+    """Finds the most similar record among those that still exist.
 
-    Records of the same item come first, then those of the same source files, then those of source files of the same
-    names. Among them the one with the fewest differences is taken, and of several of these the newest.
+    Records of the same item come first, then those with a source file in common, then those whose source files have the
+    same names. Among these the fewest differences win, then the newest record.
 
     Example:
         >>> index.describe_pipeline("cafe0123", {"transforms[0] Spacingd.pixdim": "1.5"})
@@ -82,16 +82,16 @@ def nearest(index: Index, wanted: Wanted) -> Nearest:
         older = [Nearest(e, [f"the record is of format version {e.version}"]) for e in alike if e.version != 2]
         for near in chain(sorted(found, key=ranked), sorted(older, key=ranked)):
             if near.entry is not None and index.holds(near.entry):
-                return near if near.differences else Nearest(near.entry, ["nothing that is kept of the record differs"])
-    return Nearest(None, ["no record here is of this item, or of source files of these names"])
+                return near if near.differences else Nearest(near.entry, ["nothing that the index holds differs"])
+    return Nearest(None, ["no record here has this item, or source files of these names"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
 
 
-def source_differences(before: Mapping[str, Source], now: Mapping[str, Source]) -> list[str]:
-    """What differs between the sources of a record and those of a key.
+def source_differences(before: Mapping[str, SourceState], now: Mapping[str, SourceState]) -> list[str]:
+    """The differences between the sources of a record and those of a key.
 
     Example:
         >>> source_differences({"/data/ct_3.nii.gz": (100, "a")}, {"/data/ct_3.nii.gz": (120, "b")})
@@ -110,14 +110,14 @@ def source_differences(before: Mapping[str, Source], now: Mapping[str, Source]) 
     return differences
 
 
-def _change(name: str, before: Source, now: Source) -> list[str]:
+def _change(name: str, before: SourceState, now: SourceState) -> list[str]:
     if before[0] != now[0]:
         return [f"{name} changed (size {before[0]} → {now[0]})"]
     return [f"{name} content changed"] if before[1] != now[1] else []
 
 
 def _short_names(paths: Iterable[str]) -> dict[str, str]:
-    """The last part of each path, and the whole path where several end alike."""
+    """The last part of each path, or the whole path if several have the same last part."""
     by_name: dict[str, list[str]] = {}
     for path in paths:
         by_name.setdefault(os.path.basename(path) or path, []).append(path)
@@ -167,7 +167,7 @@ def _by_name(paths: Iterable[str]) -> list[str]:
     return sorted(paths, key=lambda path: (os.path.basename(path), path))
 
 
-#: In the order of preference: whether a record is like a key in this way, and what differs beside the pipeline.
+#: In order of preference: whether a record is similar to a key in this way, and what differs besides the pipeline.
 _LIKENESSES = (
     (_same_item, _of_same_item),
     (_same_sources, _of_same_sources),
@@ -188,15 +188,15 @@ def _pipeline_differences(pipeline: str, before: Mapping[str, str], wanted: Want
             f"the transforms or the settings differ (pipeline {pipeline[:8] or '-'} → {wanted.pipeline[:8] or '-'})"
         ]
     found = description_differences(before, wanted.description)
-    return found or ["the transforms differ in something that their description does not show"]
+    return found or ["the transforms differ in a way that their description does not show"]
 
 
 def description_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between two descriptions of pipelines, attribute by attribute and step by step.
+    """The differences between two descriptions of pipelines, step by step and attribute by attribute.
 
     Args:
-        before: texts by attribute path, as :meth:`~monai_gds.cache.index.Index.describe_pipeline` takes them.
-        now: the same of the other pipeline.
+        before: texts by attribute path, as for :meth:`~monai_gds.cache.index.Index.describe_pipeline`.
+        now: the same for the other pipeline.
 
     Example:
         >>> description_differences({"state.track_meta": "False"}, {"state.track_meta": "True"})
@@ -218,7 +218,7 @@ class _Step:
 
 
 def _steps(description: Mapping[str, str]) -> tuple[list[_Step], Attributes]:
-    """The transforms in their order, and what describes none of them."""
+    """The transforms in order, and the rest of the description."""
     steps: dict[int, _Step] = {}
     rest = {}
     for path, text in description.items():
@@ -251,9 +251,9 @@ def _repeated(steps: Sequence[_Step]) -> list[str]:
 
 
 def _aligned(before: Sequence[_Step], now: Sequence[_Step]) -> list[tuple[_Step | None, _Step | None]]:
-    """Pairs of steps, None for those without a partner: as few of these as can be, then as few changed attributes.
+    """Pairs steps of the same name by edit distance: as few unpaired steps as possible, then as few changed attributes.
 
-    Only steps of one name make a pair. The costs are those of an edit distance, filled in from the end.
+    An unpaired step is paired with None. The table of costs is filled in from the end.
     """
     rows, columns = len(before), len(now)
     unpaired = 1 + sum(len(step.attributes) for step in chain(before, now))  # costs more than all changes together

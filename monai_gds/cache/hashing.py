@@ -1,24 +1,23 @@
-"""A canonical hash of Python values: equal from process to process and run to run, whatever the memory layout.
+"""A canonical hash of Python values: equal in every process and run, whatever the memory layout.
 
 Used for the items of a dataset and for its transforms. A value counts by its contents: types, data, the code of
-functions. It does not count where it lives or what it did last: identity, sharing, and the order of dicts and sets.
+functions. Identity, sharing, and the order of dicts and sets do not count.
 
-Functions and lambdas count by bytecode, constants, defaults, closure and the globals they read; classes of the user's
-by the code of their methods. Code of an installed library counts by name and the library's version, MONAI's by name
-(its version is an ingredient of the key by itself).
+Functions and lambdas count by bytecode, constants, defaults, closure and the globals they read, and a user's own
+classes by the code of their methods. Code of an installed library counts by name and the library's version.
 
 Transforms are hashed for what they compute, so some of their state is left out:
 
-* a device: any ``torch.device``, and whatever names one (``"cuda:1"``, None) as an attribute, a variable or under a key
-  called ``device``;
-* random state: NumPy's, Python's and torch's generators;
-* what an object leaves in itself while it runs (:data:`TRANSIENT`), and readers of ``LoadImage`` that nobody asked for.
+* a device: any ``torch.device``, and anything that names one (``"cuda:1"``, None) as an attribute, as a variable, or
+  under a key called ``device``;
+* random state: generators of NumPy, Python and torch;
+* what the layer above declares to be transient (:func:`register_library`).
 
-The data of an item is passed on by transforms, so everything in it counts.
+Transforms pass the data of an item on, so everything in an item counts.
 
-The walk that hashes transforms also describes them: ``{attribute path: short text}``, from which two pipelines are
-compared when a hit was expected (:mod:`monai_gds.cache.explain`), and it collects the strings it meets, which may name
-files.
+The walk that hashes transforms also describes them as ``{attribute path: short text}``, which is how two pipelines are
+compared when an expected hit did not happen (:mod:`monai_gds.cache.explain`). It also collects the strings it meets,
+which may name files.
 """
 
 from __future__ import annotations
@@ -26,20 +25,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import copyreg
-import dis
 import enum
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import logging
 import math
 import pathlib
 import random
 import re
 import struct
-import sys
-import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,38 +44,68 @@ import numpy as np
 import torch
 import xxhash
 
-from monai_gds.cache.rooted import below
+from monai_gds.cache.data_root import below
+from monai_gds.cache.python_code import (
+    UNVERSIONED,
+    is_filled,
+    is_pure_python,
+    is_slot,
+    library_of,
+    module_name,
+    modules_imported,
+    names_read,
+)
 from monai_gds.errors import HashingError
 
-__all__ = ["TRANSIENT", "HashedTransforms", "canonical_hash", "hash_item", "hash_transforms"]
+__all__ = [
+    "HashedTransforms",
+    "LibraryClasses",
+    "canonical_hash",
+    "hash_item",
+    "hash_transforms",
+    "register_library",
+]
 
-#: Attributes that are no part of a value, by the name of a class anywhere among its bases: random state, and what is
-#: left behind by the last call.
-TRANSIENT: dict[str, frozenset[str]] = {
-    "monai.transforms.transform.Randomizable": frozenset({"R"}),
-    "monai.transforms.transform.RandomizableTransform": frozenset({"R", "_do_transform"}),
-    "monai.transforms.inverse.TraceableTransform": frozenset({"_tracing"}),
-    "monai.data.image_reader.ImageReader": frozenset({"filenames", "has_series"}),
-}
 
-#: Properties that count in place of what they are kept in, which is made on first use.
-_PROPERTIES = {"monai.transforms.inverse.TraceableTransform": "tracing"}
+@dataclass(frozen=True, slots=True)
+class LibraryClasses:
+    """What the hasher must know about the classes of a library. Their subclasses are covered.
 
-#: Attributes of MONAI's that count in part, by the name of their class.
-_READERS = ("monai.transforms.io.array.LoadImage", "readers")
+    Attributes:
+        transient: attributes that do not count, by class: random state, and what the last call left behind.
+        computed: attributes that count by a function of the object, by class and name.
+        writes_files: whether a class writes the files its attributes name, so that they are not its inputs.
+    """
 
-_STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
+    transient: Mapping[str, frozenset[str]]
+    computed: Mapping[str, Mapping[str, Callable[[Any], Any]]]
+    writes_files: Callable[[type], bool]
 
+
+_libraries: dict[str, LibraryClasses] = {}
+
+
+def register_library(name: str, classes: LibraryClasses) -> None:
+    """Teaches the hasher the classes of a library, which from now on counts by name.
+
+    Args:
+        name: of its top-level package. The caller makes its version an ingredient of keys.
+        classes: see :class:`LibraryClasses`; classes are named as ``"package.module.Class"``.
+    """
+    _libraries[name] = classes
+    UNVERSIONED.add(name)
+    library_of.cache_clear()
+
+
+_DEVICE = "cpu|cuda|mps|xpu"
 _DEVICE_NAMES = frozenset({"device", "devices"})
 _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 
-_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
-
-#: Attributes of a class that say nothing of what its instances do.
+#: Attributes of a class that have no effect on what its instances do.
 _CLASS_NOISE = frozenset(
     {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__", "__abstractmethods__"}
     | {"_abc_impl", "__slots__", "__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__"}
-    | {"__slotnames__"}  # left in a class when an instance of it is copied or pickled
+    | {"__slotnames__"}  # left behind by copying or pickling an instance
     | {"__annotations_cache__", "__orig_bases__", "__parameters__", "__match_args__", "__hash__"}
 )
 
@@ -89,13 +113,13 @@ _CLASS_NOISE = frozenset(
 def canonical_hash(value: Any) -> bytes:
     """Hashes a value canonically; see the module's docstring.
 
-    A class of yours can say what of its data counts by a method ``__cache_key__(self)`` that returns plain data.
+    A class can declare which of its data count by a method ``__cache_key__(self)`` that returns plain data.
 
     Args:
         value: plain data, arrays, tensors, functions, and objects made of them.
 
     Returns:
-        32 hex digits as ASCII bytes, the form that MONAI's ``hash_func`` has.
+        32 hex digits as ASCII bytes, as MONAI's ``hash_func`` returns.
 
     Raises:
         HashingError: the value holds something without a stable content (a lock, an open file, a generator…).
@@ -108,11 +132,11 @@ def canonical_hash(value: Any) -> bytes:
 
 
 def hash_item(item: Any, root: str | None = None) -> str:
-    """Hashes an item of a dataset: everything in it counts, for transforms pass it on.
+    """Hashes an item of a dataset. Everything in it counts, since transforms pass it on.
 
     Args:
         item: as for :func:`canonical_hash`.
-        root: paths below this folder count by what follows it.
+        root: paths below this folder count by the part that follows it.
 
     Returns:
         32 hex digits.
@@ -125,20 +149,20 @@ def hash_item(item: Any, root: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HashedTransforms:
-    """What one walk over transforms found.
+    """The result of hashing transforms.
 
     Attributes:
         digest: 32 hex digits.
-        description: ``{attribute path: short text}`` of what counts.
-        strings: every string met, without those of transforms that write files.
-        names_cuda: whether a CUDA device is named, so that CUDA's settings matter.
+        description: ``{attribute path: short text}`` of everything that counts.
+        strings: every string met, except in transforms that write files.
+        devices: types of the devices named, such as ``"cuda"``, whose settings may matter.
         requires_grad: whether a tensor requires a gradient, so that the grad mode matters.
     """
 
     digest: str
     description: dict[str, str]
     strings: frozenset[str]
-    names_cuda: bool
+    devices: frozenset[str]
     requires_grad: bool
 
 
@@ -146,8 +170,8 @@ def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None =
     """Hashes transforms and describes them.
 
     Args:
-        transforms: what computes an item, in order.
-        root: paths below this folder count by what follows it.
+        transforms: in the order in which they run.
+        root: paths below this folder count by the part that follows it.
 
     Raises:
         HashingError: as by :func:`canonical_hash`.
@@ -159,31 +183,35 @@ def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None =
         digests.append(hasher.digest(transform, f"transforms[{i}] {name}"))
     digest = hasher.join([*digests, *hasher.definitions()]).hex()
     return HashedTransforms(
-        digest, hasher.description or {}, frozenset(hasher.strings), hasher.names_cuda, hasher.requires_grad
+        digest,
+        hasher.description or {},
+        frozenset(hasher.strings),
+        frozenset(hasher.devices),
+        hasher.requires_grad,
     )
 
 
 class _Hasher:
-    """One walk.
+    """One walk over a value.
 
     Args:
         root: see :func:`hash_item`.
-        exact: devices, random states and the sign of a NaN count.
-        describes: fill ``description`` and ``strings``.
+        exact: whether devices, random states and the sign of a NaN count.
+        describes: whether to fill ``description`` and ``strings``.
     """
 
     #: Containers with more members are described by their digest.
     _MOST_DESCRIBED = 32
 
     def __init__(self, root: str | None = None, *, exact: bool = False, describes: bool = False) -> None:
-        self._open: dict[int, int] = {}  # objects being hashed, by identity, with their depth
-        self._defined: dict[int, tuple[Any, str]] = {}  # functions and classes of the user's that were met
+        self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
+        self._defined: dict[int, tuple[Any, str]] = {}  # the user's own functions and classes met so far
         self._root = root
         self._exact = exact
         self._writes_files = 0  # > 0 inside a transform that writes the files it names
         self.description: dict[str, str] | None = {} if describes else None
         self.strings: set[str] = set()
-        self.names_cuda = False
+        self.devices: set[str] = set()
         self.requires_grad = False
 
     def hash(self, value: Any, where: str) -> str:
@@ -203,9 +231,9 @@ class _Hasher:
         return h.digest()
 
     def definitions(self) -> list[bytes]:
-        """The globals of every function met, and the bodies of every class; as a set, each of them once.
+        """Digests of the functions and classes met, each once, with the globals and class bodies they consist of.
 
-        Functions that call each other are hashed one by one: following the calls would never end, or take a time
+        Functions that call each other are hashed one by one. Following the calls would never end, or take time
         exponential in their number.
         """
         found, done = set(), 0
@@ -253,7 +281,7 @@ class _Hasher:
         return self._object(value, where)
 
     def _plain(self, value: Any, where: str) -> list[bytes] | None:
-        """The parts of a value that holds no others."""
+        """The parts of a value that holds no others; None for any other value."""
         if isinstance(value, (str, pathlib.PurePath)) and not isinstance(value, enum.Enum):
             if self.description is not None and not self._writes_files:
                 self.strings.add(str(value))
@@ -262,7 +290,7 @@ class _Hasher:
                 self._describe(where, f"<root>{rest}")
                 return [b"below the root", type(value).__name__.encode(), rest.encode("utf-8", "surrogatepass")]
         if isinstance(value, torch.device):
-            self.names_cuda |= value.type == "cuda"
+            self.devices.add(value.type)
             return [b"device", str(value).encode()] if self._exact else [b"device"]
         if isinstance(value, _RANDOM_STATES) and not self._exact:
             return [b"random state"]
@@ -273,7 +301,7 @@ class _Hasher:
         if plain is not None:
             if self.description is not None:
                 self._describe(where, _short(value))
-            if isinstance(value, enum.Enum) and _library(type(value).__module__) is None:
+            if isinstance(value, enum.Enum) and library_of(type(value).__module__) is None:
                 plain.append(self.digest(value.value, f"{where}.value"))
         return plain
 
@@ -283,7 +311,7 @@ class _Hasher:
 
     @contextlib.contextmanager
     def _silence(self) -> Iterator[None]:
-        """Nothing is described meanwhile, but strings are collected."""
+        """Suspends the description. Strings are still collected."""
         kept, self.description = self.description, {} if self.description is not None else None
         try:
             yield
@@ -308,10 +336,10 @@ class _Hasher:
         return sorted(pairs)
 
     def _is_device(self, name: Any, value: Any) -> bool:
-        """Whether this is a transform's device, which does not count: another one gives the same item elsewhere."""
+        """Whether this is a transform's device, which does not count: another device gives the same item."""
         if self._exact or not isinstance(name, str) or name not in _DEVICE_NAMES or not _names_device(value):
             return False
-        self.names_cuda |= "cuda" in str(value)
+        self.devices.update(re.findall(_DEVICE, str(value)))
         return True
 
     # Arrays
@@ -323,7 +351,7 @@ class _Hasher:
         if value.dtype.kind == "U" and (self._root is not None or self.description is not None):
             head.extend(self._all(value.ravel().tolist(), where))  # its strings may be paths
             if self._root is not None:
-                return [*head[:1], *head[2:]]  # the width of the dtype hangs on the root's length
+                return [*head[:1], *head[2:]]  # the width of the dtype depends on the root's length
         data = _data_digest(value)
         self._describe(where, _short_array(value, data))
         if type(value) in (np.ndarray, np.memmap):
@@ -376,22 +404,22 @@ class _Hasher:
         if isinstance(value, types.CodeType):
             return self._code(value, where)
         if isinstance(value, types.CellType):
-            return [b"cell", *([self.digest(value.cell_contents, where)] if _is_filled(value) else [])]
+            return [b"cell", *([self.digest(value.cell_contents, where)] if is_filled(value) else [])]
         wrapped = getattr(value, "__wrapped__", None)
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
-        library = _library(value.__module__)
+        library = library_of(value.__module__)
         named = "<" not in value.__qualname__
         if library is not None and named:
-            self._describe_library(library)
+            self.__describe_library(library)
             return [b"function", library, value.__module__.encode(), value.__qualname__.encode()]
         where = f"{where} ({value.__qualname__})"
-        parts = [b"code", _module_name(value.__module__), self.digest(value.__code__, where)]
+        parts = [b"code", module_name(value.__module__), self.digest(value.__code__, where)]
         parts.append(self.digest(value.__defaults__, where + "'s defaults"))
         parts.append(self.digest(value.__kwdefaults__, where + "'s defaults"))
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            content = cell.cell_contents if _is_filled(cell) else cell
+            content = cell.cell_contents if is_filled(cell) else cell
             parts.append(
                 b"device" if self._is_device(name, content) else self.digest(cell, f"{where}'s variable {name}")
             )
@@ -400,23 +428,23 @@ class _Hasher:
         return parts
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
-        """What a function reads of its module, of modules of the user's, and of attributes of the user's functions."""
-        names = sorted(_names(function.__code__))
+        """What a function reads from its module, other modules of the user, and attributes of the user's functions."""
+        names = sorted(names_read(function.__code__))
         for name in names:
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
                 value = function.__globals__[name]
                 yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
                     yield from self._module(value, names, f"{where}'s {name}")
-                elif isinstance(value, types.FunctionType) and _library(value.__module__) is None:
+                elif isinstance(value, types.FunctionType) and library_of(value.__module__) is None:
                     own = {n: v for n, v in vars(value).items() if n in names}
                     yield from (self._mapping(own, f"{where}'s {name}") if own else ())
-        for module in _imported(function):
+        for module in modules_imported(function):
             yield from self._module(module, names, f"{where}'s {module.__name__}")
 
     def _module(self, module: types.ModuleType, names: list[str], where: str) -> Iterable[bytes]:
-        """What code that reads these names may read of a module of the user's, and of the modules in it."""
-        if _library(module.__name__) is not None:
+        """What code that reads these names may read from a user's module and the modules in it."""
+        if library_of(module.__name__) is not None:
             return
         for name in names:
             member = vars(module).get(name)
@@ -433,30 +461,30 @@ class _Hasher:
 
     def _class(self, cls: type, where: str) -> list[bytes]:
         parts = [b"class", self._name(cls)]
-        if _library(cls.__module__) is not None:
+        if library_of(cls.__module__) is not None:
             return parts
         if issubclass(cls, enum.Enum):
             return [*parts, *self._mapping({name: m.value for name, m in cls.__members__.items()}, where)]
-        if "<locals>" in cls.__qualname__:  # its name does not say which one it is
+        if "<locals>" in cls.__qualname__:  # its name is ambiguous
             return [*parts, *self._class_body(cls)]
         self._defined.setdefault(id(cls), (cls, where))
         return parts
 
     def _class_body(self, cls: type) -> list[bytes]:
-        members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not _is_slot(v)}
-        if hasattr(cls, "__cache_key__"):  # it says what of its data counts; code counts all the same
+        members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not is_slot(v)}
+        if hasattr(cls, "__cache_key__"):  # it declares which data count; code counts all the same
             members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
         where = f"class {cls.__qualname__}"
         return [*self._mapping(members, where), *self._all(cls.__bases__, where + "'s bases")]
 
-    def _describe_library(self, library: bytes) -> None:
+    def __describe_library(self, library: bytes) -> None:
         name, _, version = library.decode().partition(" ")
         if version:
             self._describe(f"library {name}", version)
 
     def _name(self, cls: type) -> bytes:
-        self._describe_library(_library(cls.__module__) or b"")
-        return b"\0".join([_library(cls.__module__) or b"", _module_name(cls.__module__), cls.__qualname__.encode()])
+        self.__describe_library(library_of(cls.__module__) or b"")
+        return b"\0".join([library_of(cls.__module__) or b"", module_name(cls.__module__), cls.__qualname__.encode()])
 
     # Objects
 
@@ -465,7 +493,7 @@ class _Hasher:
         own = getattr(value, "__cache_key__", None)
         if own is not None:
             return [*head, self.digest(own(), f"{where}.__cache_key__()")]
-        writes = _writes_files(value)
+        writes = any(known.writes_files(cls) for known in _libraries.values() for cls in type(value).__mro__)
         self._writes_files += writes
         try:
             return [*head, *self._contents(value, where)]
@@ -474,7 +502,7 @@ class _Hasher:
 
     def _contents(self, value: Any, where: str) -> list[bytes]:
         if isinstance(value, Mapping):
-            own: list[Any] = []  # what a type adds to a dict
+            own: list[Any] = []  # what the type adds to a dict
             if isinstance(value, collections.OrderedDict):
                 own = list(value)
             elif isinstance(value, collections.defaultdict):
@@ -483,9 +511,9 @@ class _Hasher:
                 extra = self._all(own, f"{where}'s own")
             return [*extra, *self._mapping(value, where), *self._attributes(value, where)]
         if isinstance(value, types.ModuleType):
-            return [b"module", _library(value.__name__) or b"", value.__name__.encode()]
-        # A class written in C (str, deque, an open file…) holds what no attribute shows; pickling shows it.
-        native = [] if _is_python(type(value)) else self._reduced(value, where)
+            return [b"module", library_of(value.__name__) or b"", value.__name__.encode()]
+        # A class written in C (str, deque, an open file…) holds data that only pickling shows.
+        native = [] if is_pure_python(type(value)) else self._reduced(value, where)
         return [*native, *self._attributes(value, where)]
 
     def _attributes(self, value: Any, where: str) -> Iterable[bytes]:
@@ -493,13 +521,12 @@ class _Hasher:
         state = dict(getattr(value, "__dict__", {}))
         for cls in type(value).__mro__:
             name = f"{cls.__module__}.{cls.__qualname__}"
-            skip |= TRANSIENT.get(name, frozenset())
-            if name in _PROPERTIES:
-                state[_PROPERTIES[name]] = getattr(value, _PROPERTIES[name])
-            if name == "torch.nn.modules.module.Module":  # Sequential runs its modules in this order
+            for known in _libraries.values():
+                skip |= known.transient.get(name, frozenset())
+                for attribute, compute in known.computed.get(name, {}).items():
+                    state[attribute] = compute(value)
+            if name == "torch.nn.modules.module.Module":  # the order in which Sequential runs its modules
                 state["order of _modules"] = list(value._modules)
-            if name == _READERS[0]:
-                state[_READERS[1]] = _asked_readers(value)
             slots = vars(cls).get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
                 if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
@@ -509,11 +536,11 @@ class _Hasher:
                 yield str(name).encode() + self.digest(state[name], f"{where}.{name}")
 
     def _reduced(self, value: Any, where: str) -> Iterable[bytes]:
-        """An object of a C type, by the parts that it would be pickled as."""
-        getattr(value, "__dict__", None)  # many types make it when it is first asked for, and show it from then on
+        """An object of a C type, by the parts it would be pickled as."""
+        getattr(value, "__dict__", None)  # many types create it on first access, and pickle it from then on
         try:
             reduce = copyreg.dispatch_table.get(type(value))
-            parts = reduce(value) if reduce else value.__reduce_ex__(4)  # 4: a datetime's fold is left out before
+            parts = reduce(value) if reduce else value.__reduce_ex__(4)  # older protocols drop a datetime's fold
         except Exception as e:
             raise HashingError(_refusal(value, where, str(e))) from e
         if isinstance(parts, str):
@@ -555,16 +582,16 @@ def _plain(value: Any) -> list[bytes] | None:
 
 
 def _names_device(value: Any) -> bool:
-    """Whether a value names devices of torch's; a scanner called that way counts as what it is."""
+    """Whether a value names torch devices. Anything else called ``device``, such as a scanner, counts."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(map(_names_device, value))
     if value is None or isinstance(value, torch.device):
         return True
-    return isinstance(value, str) and re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", value) is not None
+    return isinstance(value, str) and re.fullmatch(rf"({_DEVICE})(:\d+)?", value) is not None
 
 
 def _data_digest(array: np.ndarray) -> bytes:
-    """16 bytes of XXH3 over an array's data in C order: at the speed of memory, where a cryptographic hash is not."""
+    """16 bytes of XXH3 over an array's data in C order. It runs at memory speed, unlike a cryptographic hash."""
     if not array.dtype.itemsize or not array.size:
         return b""
     if not _is_frozen(array):
@@ -577,12 +604,12 @@ def _data_digest(array: np.ndarray) -> bytes:
     return known[1]
 
 
-#: Digests of arrays that cannot change, by their ids.
+#: Digests of arrays that cannot change, by id.
 _frozen: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
 
 
 def _is_frozen(array: np.ndarray) -> bool:
-    """Whether nobody can change an array's data: it lies in ``bytes``. Of any other there may be writable views."""
+    """Whether an array's data can never change because they lie in ``bytes``. Others may have writable views."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -606,137 +633,14 @@ def _short_array(value: np.ndarray, data: bytes) -> str:
     return f"array {value.dtype} {value.shape} {data.hex()[:8]}"
 
 
-def _writes_files(value: Any) -> bool:
-    """Whether this is a transform of MONAI's that writes the files that it names: they are no input of it."""
-    return any(
-        c.__module__.startswith("monai.") and c.__name__.startswith(("Save", "Write")) for c in type(value).__mro__
-    )
-
-
-def _asked_readers(loader: Any) -> list[Any]:
-    """The readers of a ``LoadImage`` that decide what it reads.
-
-    Without ``reader=`` the file's suffix chooses among all that are installed, and all count. With ``reader=`` MONAI
-    registers the default ones all the same, in front of those that were asked for, and which those are hangs on the
-    libraries that are installed.
-    """
-    readers = list(loader.readers)
-    if loader.auto_select:
-        return readers
-    from monai.transforms.io.array import SUPPORTED_READERS, get_default_reader_registration_order
-
-    default = iter([SUPPORTED_READERS[name] for name in get_default_reader_registration_order()])
-    asked = 0
-    for reader in readers:
-        if not any(type(reader) is cls for cls in default):  # `default` goes on behind the one that was found
-            break
-        asked += 1
-    return readers[asked:] or readers
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Names that a function and the functions inside it look up."""
-    names = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names |= _names(const)
-    return names
-
-
-def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """Modules of the user's that a function imports when it is called; they are imported here already."""
-    for name, members in sorted(_imports(function.__code__, function.__globals__.get("__package__") or "")):
-        with contextlib.suppress(Exception):  # the function may expect that it fails
-            if _is_installed(name.partition(".")[0]):
-                continue
-            module = importlib.import_module(name)
-            for member in members:
-                if not hasattr(module, member):
-                    importlib.import_module(f"{name}.{member}")
-            yield module
-            if "." in name:
-                yield sys.modules[name.partition(".")[0]]
-
-
-def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ...]]]:
-    """Modules that a function and the functions inside it import, each with the names that are taken from it."""
-    found = set()
-    before: list[Any] = [0, None]
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
-            level, members = before
-            name = (
-                importlib.util.resolve_name("." * level + instruction.argval, package) if level else instruction.argval
-            )
-            found.add((name, members or ()))
-        before = [before[1], instruction.argval]
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= _imports(const, package)
-    return found
-
-
-def _is_installed(root: str) -> bool:
-    """Whether a top-level module is of an installed library, which is not imported to find out."""
-    if root in sys.modules:
-        return _library(root) is not None
-    spec = None if root in sys.stdlib_module_names else importlib.util.find_spec(root)
-    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return spec is None or any("/site-packages/" in place or "/dist-packages/" in place for place in places)
-
-
-def _is_python(cls: type) -> bool:
-    """Whether a class and all its bases are written in Python, so that attributes are all that there is."""
-    keeps_attributes = False
-    for base in reversed(cls.__mro__[:-1]):
-        keeps_attributes |= "__dict__" in vars(base) or "__slots__" in vars(base)
-        if not keeps_attributes or base.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
-            return False
-    return True
-
-
 def _repeats_attributes(state: Any, value: Any) -> bool:
-    """Whether the state that an object would be pickled with is nothing but its attributes, transient ones too."""
-    pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # of __dict__, and of slots
+    """Whether an object's pickled state consists of its attributes alone, including transient ones."""
+    pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # __dict__ and slots
     attributes = getattr(value, "__dict__", {})
     return all(
         piece is None or (isinstance(piece, dict) and all(k in attributes or hasattr(value, k) for k in piece))
         for piece in pieces
     )
-
-
-def _module_name(module: str | None) -> bytes:
-    return (module or "").replace("__mp_main__", "__main__").encode()  # what a spawned worker calls the script
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _is_slot(member: Any) -> bool:
-    return isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
-
-
-@functools.lru_cache(maxsize=1024)
-def _library(module: str | None) -> bytes | None:
-    """Name and version of the installed library that a module belongs to, or None for code of the user's."""
-    root = (module or "builtins").partition(".")[0]
-    if root in ("monai", "monai_gds"):
-        return root.encode()
-    file = getattr(sys.modules.get(root), "__file__", None)
-    if file is None:  # built in, or a namespace
-        return root.encode() if root in sys.stdlib_module_names else None
-    if "/site-packages/" not in file and "/dist-packages/" not in file:
-        return root.encode() if file.startswith(_STANDARD_LIBRARY) else None
-    try:
-        version = importlib.metadata.version(root)
-    except importlib.metadata.PackageNotFoundError:
-        version = str(getattr(sys.modules[root], "__version__", ""))
-    return f"{root} {version}".encode()
 
 
 def _refusal(value: Any, where: str, why: str) -> str:

@@ -1,7 +1,7 @@
-"""What a record's header tells, read without torch: the command ``monai-gds cache`` must start fast.
+"""Parses the header of a record. Imports only the standard library: the command ``monai-gds cache`` must start fast.
 
-Called by :mod:`monai_gds.cache.upkeep`. Imports the standard library only and opens files for reading only. The format
-is specified in :mod:`monai_gds.cache.record`, whose reader gives torch's types and puts items together.
+Used by :mod:`monai_gds.cache.maintenance` and by :mod:`monai_gds.cache.record`, which specifies the format and turns
+headers into torch's types. Files are opened for reading only.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
+from monai_gds import limits
 from monai_gds.errors import DamagedRecord, NewerRecord
 
 __all__ = [
     "ARRAYS",
+    "CRC",
     "DTYPES",
     "VERSIONS",
     "Header",
     "Ingredients",
-    "Source",
+    "SourceState",
     "Tensor",
     "digest_of",
     "header_length",
@@ -34,7 +36,7 @@ __all__ = [
     "record_name",
 ]
 
-#: The format's versions, and how the names of their records end, behind 32 hex digits.
+#: Format version -> what follows the 32 hex digits in the names of its records.
 VERSIONS = {1: ".safetensors", 2: ".v2.safetensors"}
 
 #: The entry of an item's small arrays, packed together.
@@ -42,7 +44,7 @@ ARRAYS = "__arrays"
 _PAD = "__pad."
 _ALIGNMENT = 4096
 
-#: safetensors' name of a dtype -> torch's name, and bytes of an element.
+#: safetensors' name of a dtype -> torch's name and the element size in bytes.
 DTYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -67,14 +69,12 @@ DTYPES = {
 _NAME = re.compile(r"([0-9a-f]{32})(\.v2)?\.safetensors")
 _HEX = re.compile(r"[0-9a-f]*")
 _PREFIX = b'{"__metadata__":{"header_crc32":"'
-_CRC = slice(len(_PREFIX), len(_PREFIX) + 8)
 
-#: Bytes to read at first: the header of an item of a few NIfTI images.
-_HEAD_BYTES = 16 << 10
+#: Where the checksum is in a header.
+CRC = slice(len(_PREFIX), len(_PREFIX) + 8)
 
-
-#: Size of a source file and its identity: its mtime in version 1, in version 2 most often a hash of its content.
-Source: TypeAlias = tuple[int, int | str | None]
+#: Size and identity of a source file. The identity is its mtime in version 1, and usually a content hash in version 2.
+SourceState: TypeAlias = tuple[int, int | str | None]
 
 
 class Tensor(NamedTuple):
@@ -93,9 +93,9 @@ class Header:
 
     Attributes:
         version: of the format.
-        key: what the record stores of its key; nothing of it is checked yet, see :func:`ingredients`.
+        key: what the record stores about its key, unchecked; see :func:`ingredients`.
         tree: the item tree, as JSON text.
-        entries: the tensors by name in the order of the file, among them :data:`ARRAYS`; without padding.
+        entries: the tensors by name in file order, including :data:`ARRAYS` but no padding.
         nbytes: size of the whole file.
     """
 
@@ -107,36 +107,36 @@ class Header:
 
 
 class Ingredients(NamedTuple):
-    """What went into a record's key.
+    """The ingredients of a record's key.
 
     Attributes:
         item: hash of the item.
-        pipeline: hex digits that tell the transforms from others; empty where they are no part of the key.
+        pipeline: hex digits that identify the transforms; empty if they are not part of the key.
         monai: MONAI's version.
-        sources: what each source was, by its path.
-        same: a hash, equal for records that differ by the identity of their sources and by MONAI's version only.
+        sources: state of each source, by path.
+        same: a hash that is equal for records that differ only in MONAI's version and the state of their sources.
     """
 
     item: str
     pipeline: str
     monai: str
-    sources: dict[str, Source]
+    sources: dict[str, SourceState]
     same: str
 
 
 def named(name: str) -> tuple[str, int] | None:
-    """The digest and the version that a file's name tells; None when it is not the name of a record."""
+    """The digest and format version in a file name; None if it is not the name of a record."""
     found = _NAME.fullmatch(name)
     return None if found is None else (found[1], 2 if found[2] else 1)
 
 
 def record_name(digest: str, version: int) -> str:
-    """The name of the file that holds the record of a key."""
+    """The file name of a key's record."""
     return digest + VERSIONS[version]
 
 
 def digest_of(parts: Any) -> str:
-    """The digest of a key, from its parts, which a record of version 2 is called after."""
+    """The digest of a key's parts, after which a record of version 2 is named."""
     text = json.dumps(parts, separators=(",", ":"), ensure_ascii=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -145,12 +145,12 @@ def read(fd: int) -> Header:
     """Reads the header of an open file.
 
     Raises:
-        DamagedRecord: not a record, or one that is not whole.
+        DamagedRecord: not a record, or an incomplete one.
         NewerRecord: written by a newer version of the format.
         OSError: the file cannot be read.
     """
     size = os.fstat(fd).st_size
-    head = os.pread(fd, _HEAD_BYTES, 0)
+    head = os.pread(fd, limits.HEADER_READ_BYTES, 0)
     needed = header_length(head, size)
     if needed > len(head):
         head = os.pread(fd, needed, 0)
@@ -158,7 +158,7 @@ def read(fd: int) -> Header:
 
 
 def header_length(head: bytes, size: int) -> int:
-    """Bytes from the start of the file to its data, of a file of ``size`` bytes that begins with ``head``.
+    """The offset of the data in a file of ``size`` bytes that begins with ``head``.
 
     Raises:
         DamagedRecord: this is not a record.
@@ -172,19 +172,19 @@ def header_length(head: bytes, size: int) -> int:
 
 
 def parse(head: bytes, size: int) -> Header:
-    """Reads a header strictly.
+    """Parses a header strictly.
 
     Args:
         head: the beginning of the file, at least its header.
-        size: bytes of the whole file.
+        size: size of the whole file.
 
     Raises:
-        DamagedRecord: not a record, or one that is not whole.
+        DamagedRecord: not a record, or an incomplete one.
         NewerRecord: written by a newer version of the format.
     """
     start = header_length(head, size)
     text = bytearray(head[8:start])
-    stored, text[_CRC] = bytes(text[_CRC]), b"00000000"
+    stored, text[CRC] = bytes(text[CRC]), b"00000000"
     if len(text) != start - 8 or stored != b"%08x" % zlib.crc32(text):
         raise DamagedRecord("its header does not match its checksum")
     try:
@@ -213,7 +213,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size: int) -> dict[str, Tensor]:
-    """The entries that are not padding, in the order of the file, which they must cover without a gap."""
+    """The entries in file order, without padding. Together with it they must cover the file without gaps."""
     found: dict[str, Tensor] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -233,10 +233,10 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
 
 
 def ingredients(header: Header, name: str) -> Ingredients:
-    """What a record tells of its key, compared with the name of its file.
+    """The ingredients of a record's key, checked against its file name.
 
     Raises:
-        DamagedRecord: the key is not one that any version wrote, or not the key that the file is called after.
+        DamagedRecord: no version writes such a key, or it is not the key that the file is named after.
     """
     told = named(name)
     if told is None or told[1] != header.version:
@@ -253,13 +253,13 @@ def ingredients(header: Header, name: str) -> Ingredients:
 
 
 def _of_version_1(key: dict[str, Any]) -> Ingredients:
-    """A hash of the transform hash is the pipeline.
+    """Parses a key of version 1, whose pipeline is a hash of the transform hash.
 
     The transform hash itself begins with the settings of the ``Compose``, which most pipelines share, and may be any
-    text where the user gave ``hash_transform``.
+    text if the user passed ``hash_transform``.
     """
     item, transform = _text(key.get("item", "")), _text(key.get("transform", ""))
-    sources: dict[str, Source] = {}
+    sources: dict[str, SourceState] = {}
     for path, (size, mtime_ns) in key.get("sources", {}).items():
         sources[path] = _whole(size), _whole(mtime_ns)
     pipeline = blake2b(transform.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() if transform else ""
@@ -273,12 +273,12 @@ def _of_version_2(key: dict[str, Any]) -> Ingredients:
     item, pipeline = _text(key["item"]), _text(key["pipeline"])
     if not _HEX.fullmatch(pipeline):
         raise ValueError("its pipeline is not in hex digits")
-    sources: dict[str, Source] = {}
+    sources: dict[str, SourceState] = {}
     for path, (size, identity) in key["sources"].items():
         if identity is not None and type(identity) not in (str, int):
             raise TypeError(f"{identity!r:.40} is not the identity of a source")
         sources[path] = _whole(size), identity
-    # Of parts = [format, item, transforms, MONAI, state, sources, rooted], without MONAI's version and the sources.
+    # parts = [format, item, transforms, MONAI, state, sources, rooted]; leave out MONAI's version and the sources.
     common = [*parts[:3], *parts[4:5], *parts[6:]]
     return Ingredients(item, pipeline, _monai(key), sources, digest_of([2, common, *sorted(sources)]))
 

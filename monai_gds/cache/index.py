@@ -1,15 +1,15 @@
-"""The index of a cache directory: what its records hold, without opening each of them. Advisory: nothing fails by it.
+"""The index of a cache directory: what its records hold, without opening them.
 
     <directory>/.index/<place>.<pid>.<start>.<n>.facts    facts that one process appended, one per line
     <directory>/.index/pipelines/<hex>.json               what a pipeline is, as {attribute path: short text}
 
-Written by whoever publishes records and by ``monai-gds cache``; read by ``cache ls`` and by :mod:`.explain`. A fact is
-``<crc32 of the JSON> <JSON>``: torn and garbled lines are passed over, repeated ones do no harm, and of several facts
-about one record the one about its newest file counts. Each process appends to a file of its own, so that no two ever
+Written when records are published and by ``monai-gds cache``; read by ``cache ls`` and :mod:`.explain`. A fact is
+``<crc32 of the JSON> <JSON>``. Torn and garbled lines are skipped, repeated ones are harmless, and of several facts
+about a record the one about its newest file counts. Each process appends to a file of its own, so that writes never
 interleave, also on NFS. :meth:`Index.tidy` merges the files of processes that have ended.
 
-Where the index is missing, full, read-only or wrong, records are used as before; only the command is slower then.
-Nothing here follows a link or touches a file whose name has another form. Imports the standard library only.
+The index is advisory: if it is missing, full, read-only or wrong, only the command gets slower. Nothing here follows a
+link or touches a file whose name has another form. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,32 +25,27 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from monai_gds.cache.header import VERSIONS, Source, record_name
-from monai_gds.cache.temporary import owner, owner_lives
+from monai_gds import limits
+from monai_gds.cache.header import VERSIONS, SourceState, record_name
+from monai_gds.cache.process_names import PATTERN, still_runs, this_process
+from monai_gds.process import PerProcess
 
 __all__ = ["FOLDER", "Index", "IndexEntry"]
 
 FOLDER = ".index"
 _PIPELINES = "pipelines"
 
-#: Files of ended processes that may lie there before they are merged.
-_FILES = 16
 
-#: A file whose process cannot be checked from here (another host or container) counts as in use this long.
+#: How long, in seconds, a file counts as in use whose process cannot be checked from here (another host or container).
 _FOREIGN_SECONDS = 3600
 
-#: Files larger than this are not ours, or not worth reading: about 2 million records.
-_MOST_BYTES = 1 << 30
 
-#: Forms of names: place, pid, start and number of the writer.
-_UNKNOWN = "unknown"
-_OWNER = rf"(?:[0-9a-f]{{8}}-[0-9]+|{_UNKNOWN})\.[0-9]+\.(?:[0-9]+|None)"
-_FACTS = re.compile(rf"{_OWNER}\.[0-9]+\.facts")
-_UNFINISHED = re.compile(rf"\.{_OWNER}\.[0-9]+\.new")
+_FACTS = re.compile(rf"{PATTERN}\.[0-9]+\.facts")
+_UNFINISHED = re.compile(rf"\.{PATTERN}\.[0-9]+\.new")
 _PIPELINE = re.compile(r"([0-9a-f]{8,64})\.json")
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # whoever opens a pipe would wait for its writer
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe would wait for its writer
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
@@ -59,15 +54,15 @@ _counter = itertools.count()
 
 
 class IndexEntry(NamedTuple):
-    """What the index tells of one record.
+    """A fact about one record.
 
     Attributes:
         digest: the key's, 32 hex digits.
         item: hash of the item.
-        pipeline: hex digits of the transforms and the process's state; empty where they are no part of the key.
+        pipeline: hex digits that identify the transforms and the process's state; empty if they are not in the key.
         nbytes: size of the record.
-        mtime_ns: when it was made; with ``nbytes``, tells whether the file is still the one that was noted.
-        tensors: name, dtype (as torch calls it, ``"float32"``) and shape of each.
+        mtime_ns: when it was made. With ``nbytes``, shows whether the file is still the one that was noted.
+        tensors: name, dtype (``"float32"``) and shape of each.
         sources: size and identity of each source by its absolute path.
         version: of the record's format.
     """
@@ -78,7 +73,7 @@ class IndexEntry(NamedTuple):
     nbytes: int
     mtime_ns: int
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    sources: dict[str, Source]
+    sources: dict[str, SourceState]
     version: int = 2
 
     @property
@@ -88,26 +83,23 @@ class IndexEntry(NamedTuple):
 
 
 class Index:
-    """Notes and finds what the records of a cache directory hold. It costs nothing before it is first asked.
-
-    May be used from several threads; a forked child writes a file of its own.
+    """Notes and finds what the records of a cache directory hold. Thread-safe. Nothing is read before the first query.
 
     Args:
-        directory: the cache directory. Nothing is made in it before something is noted.
+        directory: the cache directory. Nothing is created in it before something is noted.
 
     Example:
         >>> index = Index(directory)
         >>> index.note_record(IndexEntry("ab" * 16, "item", "cafe0123", 4096, 1, (), {}))
-        >>> [entry.name for entry in Index(directory).by_item("item")]
+        >>> [entry.name for entry in Index(directory).entries().values()]
         ['abababababababababababababababab.v2.safetensors']
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.path.abspath(directory)
-        self._file = 0, ""  # the process that appends to it, and its name
-        self._is_torn = False
+        self._own = PerProcess(_OwnFile)
         self._entries: dict[str, IndexEntry] = {}
-        self._read_up_to: dict[str, tuple[int, int]] = {}  # of each file, its inode and how much of it was read
+        self._read_up_to: dict[str, tuple[int, int]] = {}  # by file: its inode, and how much of it was read
         self._described: set[str] = set()
 
     def __reduce__(self) -> Any:
@@ -116,11 +108,11 @@ class Index:
     # Writing
 
     def note_record(self, entry: IndexEntry) -> None:
-        """Notes that a record was published, if that is possible."""
+        """Notes that a record was published, if possible."""
         self.note_records([entry])
 
     def note_records(self, entries: Iterable[IndexEntry]) -> None:
-        """Notes several records in one write, if that is possible."""
+        """Notes several records in one write, if possible."""
         lines = b"".join(map(_line, entries))
         if not lines:
             return
@@ -128,27 +120,24 @@ class Index:
             self._append(folder, lines)
 
     def _append(self, folder: int, lines: bytes) -> None:
-        """Appends whole lines in one write to this process's file; behind a line that a full disk cut off, a new one.
+        """Appends whole lines in one write to this process's file.
 
-        The file is closed again at once: on NFS others see what is in it from then on, and nobody's umount has to wait.
+        The file is closed at once, so that others see the lines over NFS and no unmount has to wait.
         """
-        pid = os.getpid()
-        if self._file[0] != pid:
-            self._file = pid, _own_name(".facts")
-            self._is_torn = False
-        fd = os.open(self._file[1], _APPEND, 0o666, dir_fd=folder)
+        own = self._own()
+        fd = os.open(own.name, _APPEND, 0o666, dir_fd=folder)
         try:
-            data = b"\n" + lines if self._is_torn else lines
-            self._is_torn = True
-            self._is_torn = os.write(fd, data) != len(data)
+            data = b"\n" + lines if own.is_torn else lines
+            own.is_torn = True
+            own.is_torn = os.write(fd, data) != len(data)
         finally:
             os.close(fd)
 
     def describe_pipeline(self, pipeline: str, description: Mapping[str, str]) -> None:
-        """Keeps what a pipeline is, once, if that is possible.
+        """Stores the description of a pipeline, once, if possible.
 
         Args:
-            pipeline: its hex digits, as records name it.
+            pipeline: its hex digits, as in records.
             description: short texts by attribute path, ``{"transforms[1] Spacingd.pixdim": "(1.5, 1.5, 1.5)"}``.
         """
         if pipeline in self._described or not _PIPELINE.fullmatch(f"{pipeline}.json"):
@@ -165,9 +154,9 @@ class Index:
     # Reading
 
     def entries(self) -> dict[str, IndexEntry]:
-        """What is known of each record by its digest, whether the record is still there or not.
+        """The facts by digest, whether the records still exist or not.
 
-        Reads everything at first, and later only what was added.
+        The first call reads everything, later ones only what was added.
         """
         with contextlib.suppress(OSError), self._folder() as folder:
             for name in os.listdir(folder):
@@ -176,34 +165,19 @@ class Index:
                         _keep_newest(self._entries, entry)
         return dict(self._entries)
 
-    def by_item(self, item: str) -> list[IndexEntry]:
-        """What is known of the records of an item, by the item's hash."""
-        return [entry for entry in self.entries().values() if entry.item == item]
-
     def holds(self, entry: IndexEntry) -> bool:
-        """Whether there is a file of this record."""
+        """Whether this record still exists."""
         return os.path.exists(os.path.join(self.directory, entry.name))
 
-    def pipelines(self) -> dict[str, dict[str, str]]:
-        """The descriptions of all pipelines by their hex digits."""
-        found = {}
-        with contextlib.suppress(OSError), self._folder() as above, _open_folder(_PIPELINES, above) as folder:
-            for name in sorted(os.listdir(folder)):
-                pipeline = _PIPELINE.fullmatch(name)
-                description = _description(folder, pipeline[1]) if pipeline else {}
-                if pipeline and description:
-                    found[pipeline[1]] = description
-        return found
-
     def pipeline(self, pipeline: str) -> dict[str, str]:
-        """The description of one pipeline; empty where none is kept."""
+        """The description of a pipeline; empty if there is none."""
         if _PIPELINE.fullmatch(f"{pipeline}.json"):
             with contextlib.suppress(OSError), self._folder() as above, _open_folder(_PIPELINES, above) as folder:
                 return _description(folder, pipeline)
         return {}
 
     def _added(self, folder: int, name: str) -> list[IndexEntry]:
-        """The facts of one file that were not read yet. What follows its last whole line is left for later."""
+        """The facts of one file that were not read yet. A line that is not whole is left for later."""
         try:
             st = os.stat(name, dir_fd=folder, follow_symlinks=False)
             inode, begin = self._read_up_to.get(name, (st.st_ino, 0))
@@ -218,18 +192,17 @@ class Index:
         self._read_up_to[name] = st.st_ino, begin + end
         return list(_facts(text[:end]))
 
-    # Looking after it
+    # Maintenance
 
     def tidy(self) -> None:
-        """Merges the files of processes that have ended where there are many, and removes unfinished ones.
+        """Merges the files of ended processes if there are many, and removes unfinished files.
 
-        Facts about records that are gone are left out. Two processes may do this at once: facts that are written twice
-        do no harm.
+        Facts about deleted records are dropped. Two processes may do this at once: repeated facts are harmless.
         """
         with contextlib.suppress(OSError), self._folder() as folder:
             _remove_unfinished(folder)
             ended = [n for n in os.listdir(folder) if _FACTS.fullmatch(n) and _is_abandoned(folder, n)]
-            if len(ended) > _FILES:
+            if len(ended) > limits.INDEX_FILES:
                 self._merge(folder, ended)
             with _open_folder(_PIPELINES, folder) as pipelines:
                 _remove_unfinished(pipelines)
@@ -249,7 +222,7 @@ class Index:
             _publish(folder, _own_name(".facts"), lines)
         for name, nbytes in read.items():
             with contextlib.suppress(OSError):
-                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size == nbytes:  # nobody appended after all
+                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size == nbytes:  # else it was appended to
                     os.unlink(name, dir_fd=folder)
 
     @contextlib.contextmanager
@@ -267,7 +240,7 @@ class Index:
 
 
 def _line(entry: IndexEntry) -> bytes:
-    """One fact. The tensors are JSON in JSON, as most records have the same: their text is then read once only."""
+    """Encodes a fact. The tensors are JSON within JSON: most records have the same, whose text is parsed only once."""
     tensors = json.dumps([[name, dtype, list(shape)] for name, dtype, shape in entry.tensors], separators=(",", ":"))
     fact = [
         "record",
@@ -281,7 +254,7 @@ def _line(entry: IndexEntry) -> bytes:
 
 
 def _facts(text: bytes) -> Iterator[IndexEntry]:
-    """The facts of whole lines; torn and garbled ones, and those of another kind, are passed over."""
+    """The facts in these lines. Torn and garbled ones, and those of another kind, are skipped."""
     layouts: dict[str, Any] = {}
     for line in text.split(b"\n"):
         fact = line[9:]
@@ -341,7 +314,7 @@ def _description(folder: int, pipeline: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _open_folder(name: str, above: int, make: bool = False) -> Iterator[int]:
-    """A folder, made when it is missing with the permissions of the one above, so that a group may write to both."""
+    """Opens a folder. It is made, if missing, with the permissions of its parent, so that a group may write to both."""
     made = False
     if make:
         with contextlib.suppress(FileExistsError):
@@ -360,12 +333,12 @@ def _read(folder: int, name: str, begin: int = 0) -> bytes:
     """The bytes of a regular file.
 
     Raises:
-        OSError: it cannot be read, or is something else.
+        OSError: it cannot be read, or is not a regular file.
     """
     fd = os.open(name, _READ, dir_fd=folder)
     try:
         st = os.fstat(fd)
-        if not stat.S_ISREG(st.st_mode) or st.st_size - begin > _MOST_BYTES:
+        if not stat.S_ISREG(st.st_mode) or st.st_size - begin > limits.INDEX_FILE_BYTES:
             raise OSError(f"{name} is not a file of an index")
         return os.pread(fd, max(0, st.st_size - begin), begin)
     finally:
@@ -373,7 +346,7 @@ def _read(folder: int, name: str, begin: int = 0) -> bytes:
 
 
 def _remove_unfinished(folder: int) -> None:
-    """Removes what killed processes were writing in :func:`_publish`."""
+    """Removes what killed processes left behind in :func:`_publish`."""
     for name in os.listdir(folder):
         if _UNFINISHED.fullmatch(name) and _is_abandoned(folder, name):
             with contextlib.suppress(OSError):
@@ -381,7 +354,7 @@ def _remove_unfinished(folder: int) -> None:
 
 
 def _publish(folder: int, name: str, data: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Writes a file atomically."""
     unfinished = "." + _own_name(".new")
     fd = os.open(unfinished, _CREATE, 0o666, dir_fd=folder)
     try:
@@ -399,17 +372,25 @@ def _publish(folder: int, name: str, data: bytes) -> None:
 
 
 def _own_name(suffix: str) -> str:
-    return f"{owner()}.{next(_counter)}{suffix}"
+    return f"{this_process()}.{next(_counter)}{suffix}"
+
+
+class _OwnFile:
+    """The file that one process appends to."""
+
+    def __init__(self) -> None:
+        self.name = _own_name(".facts")
+        self.is_torn = False  # whether a full disk cut its last line off
 
 
 def _is_abandoned(folder: int, name: str) -> bool:
-    """Whether a file's writer has ended, and whether this user may delete the file."""
+    """Whether a file's writer has ended and this user may delete the file."""
     try:
         st = os.stat(name, dir_fd=folder, follow_symlinks=False)
         sticky = os.fstat(folder).st_mode & stat.S_ISVTX
-    except OSError:  # another process was quicker
+    except OSError:  # deleted by another process
         return False
     if not stat.S_ISREG(st.st_mode) or (sticky and st.st_uid != os.geteuid()):
         return False
-    lives = owner_lives(".".join(name.removeprefix(".").split(".")[:3]))
-    return time.time() - st.st_mtime > _FOREIGN_SECONDS if lives is None else not lives
+    runs = still_runs(".".join(name.removeprefix(".").split(".")[:3]))
+    return time.time() - st.st_mtime > _FOREIGN_SECONDS if runs is None else not runs

@@ -1,11 +1,11 @@
-"""The key: under which name an item's record lies, and what went into it.
+"""The key of an item: the name of its record, and what went into that name.
 
-A key covers the item, the deterministic transforms, the process's settings that change results, MONAI's version, and
-the content of every source file. The dataset gives the pipeline with its state; the item and the files are looked at
-here, on every access, so that a volume that was edited is never served stale.
+A key covers the item, the deterministic transforms, the process settings that change results, MONAI's version, and the
+content of every source file. The dataset supplies the pipeline and its state. The item and its files are examined here
+on every access, so that an edited volume is never served stale.
 
-:meth:`Key.parts` is exactly what is digested. The record stores it, and a reader digests it again: a record that lies
-under another name than its own is not believed.
+:meth:`Key.parts` is exactly what is digested. The record stores it, and readers digest it again, so a record under the
+wrong name is refused.
 """
 
 from __future__ import annotations
@@ -16,24 +16,20 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from monai_gds import limits
+from monai_gds.cache.data_root import below
 from monai_gds.cache.hashing import canonical_hash, hash_item
 from monai_gds.cache.header import digest_of
-from monai_gds.cache.rooted import below
-from monai_gds.cache.sources import Identity, Sources, absolute, candidates
+from monai_gds.cache.source_names import absolute, candidates
+from monai_gds.cache.sources import Identity, Sources
 from monai_gds.errors import HashingError
 
 __all__ = ["Key", "KeyMaker", "Pipeline", "hash_text"]
 
-#: First of the parts: a change of what the others mean gives another one.
+#: The first part. Changes whenever the meaning of the others does.
 _FORMAT = "monai_gds 2"
 
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
-
-#: Items whose hash is remembered: at most about 24 MB. A hash costs 40 us.
-_MOST_SEEN = 40_000
-
-#: Items whose last key is remembered too: at most about 5 MB. To make one again costs 8 us.
-_MOST_KEYS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +37,12 @@ class Pipeline:
     """What all keys of one pipeline share.
 
     Attributes:
-        transforms: hash of the deterministic transforms, empty when they are not part of the key.
-        monai: MONAI's version as far as it counts, empty when it does not.
+        transforms: hash of the deterministic transforms; empty if they are not part of the key.
+        monai: MONAI's version as far as it counts; empty if it does not.
         state: settings of the process that differ from their defaults, ``(name, value)`` each.
-        root: the data root that keys and records are relative to, without a slash at its end; None: paths are absolute.
-        description: what the transforms are made of, ``{attribute path: short text}``.
+        root: the data root that keys and records are relative to, without a trailing slash. With None, paths are
+            absolute.
+        description: of the transforms, ``{attribute path: short text}``.
         files: files that the transforms name.
     """
 
@@ -57,17 +54,17 @@ class Pipeline:
     files: tuple[str, ...] = ()
 
     def parts(self, item: str, sources: list[list[Any]]) -> list[Any]:
-        """What is digested, JSON-able, for an item's hash and its sources, ``[name, size, content]`` each."""
+        """What is digested, as JSON-able data, given an item's hash and its sources ``[name, size, content]``."""
         state = [list(pair) for pair in self.state]
         return [_FORMAT, item, self.transforms, self.monai, state, sources, self.root is not None]
 
     @property
     def digest(self) -> str:
-        """Tells records of this pipeline and state from others: 32 hex digits; empty where transforms do not count."""
+        """32 hex digits that identify this pipeline and state; empty if transforms do not count."""
         return digest_of(self.parts("", [])) if self.transforms else ""
 
     def describe(self) -> dict[str, str]:
-        """The description with what counts besides the transforms."""
+        """The description, extended by what counts besides the transforms."""
         state = {f"state.{name}": value for name, value in self.state}
         rooted = {"root": "given"} if self.root is not None else {}
         return {**self.description, "monai": self.monai or "any", **state, **rooted}
@@ -81,8 +78,8 @@ class Key:
         digest: 32 hex digits.
         item: hash of the item.
         pipeline: what computes it.
-        paths: the sources, absolute.
-        identities: of each source, or None where there is neither a file nor a folder.
+        paths: possible sources, absolute.
+        identities: of each path; None if there is neither a file nor a folder.
     """
 
     digest: str
@@ -93,16 +90,16 @@ class Key:
 
     @property
     def sources(self) -> dict[str, Identity]:
-        """The sources that are there, by absolute path."""
+        """The sources that exist, by absolute path."""
         pairs = zip(self.paths, self.identities, strict=True)
         return {path: identity for path, identity in pairs if identity is not None}
 
     def parts(self) -> list[Any]:
-        """What is digested, JSON-able."""
+        """What is digested, as JSON-able data."""
         return _parts(self.item, self.pipeline, self.paths, self.identities)
 
     def changes(self, later: Key) -> str:
-        """What changed until the same item's key was made again, in words; empty when nothing did."""
+        """Describes what changed between this key and a later one of the same item; empty if nothing did."""
         if later.digest == self.digest:
             return ""
         pairs = zip(self.paths, self.identities, later.identities, strict=False)
@@ -116,7 +113,7 @@ class Key:
         return "the item or the transforms changed"
 
     def ingredients(self) -> dict[str, Any]:
-        """What the record stores of its key, JSON-able: the parts, and for looking after the cache what they hide."""
+        """What the record stores of its key: the parts, and plain values for maintenance. JSON-able."""
         return {
             "parts": self.parts(),
             "item": self.item,
@@ -132,7 +129,7 @@ def _parts(item: str, pipeline: Pipeline, paths: Sequence[str], identities: Sequ
         if identity is not None:
             rest = None if pipeline.root is None else below(path, pipeline.root)
             named.append([path if rest is None else f"<root>{rest}", identity.size, identity.content])
-    return pipeline.parts(item, sorted(named))  # by the names as they count, whatever the root is
+    return pipeline.parts(item, sorted(named))  # independent of the root
 
 
 class KeyMaker:
@@ -140,9 +137,9 @@ class KeyMaker:
 
     Args:
         hash_func: item -> hash as bytes, as MONAI's ``hash_func``.
-        sources: tells what files are.
+        sources: identifies files.
         loaded: keys of an item under which a transform loads files, so that any string there names a source; ``"all"``
-            for items that are nothing else.
+            if transforms load whole items.
         root: see :class:`Pipeline`.
     """
 
@@ -157,8 +154,8 @@ class KeyMaker:
         self._sources = sources or Sources(None, None)
         self._loaded = loaded
         self._root = root
-        self._seen: dict[bytes, _Seen] = {}
-        self._keys = 0  # how many of them keep their key
+        self._known: dict[bytes, _KnownItem] = {}
+        self._keys = 0  # number of items whose key is remembered
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
         """The key of an item.
@@ -177,61 +174,61 @@ class KeyMaker:
         if known is not None and known.pipeline is pipeline and known.identities == identities and known.paths == paths:
             return known
         made = Key(digest_of(_parts(seen.hash, pipeline, paths, identities)), seen.hash, pipeline, paths, identities)
-        if known is not None or self._keys < _MOST_KEYS:
+        if known is not None or self._keys < limits.KEYED_ITEMS:
             self._keys += known is None
             seen.key = made
         return made
 
     def flush(self) -> None:
-        """Writes down what was learned of sources, for other processes."""
+        """Saves what was learned about sources for other processes."""
         self._sources.flush()
 
-    def _look(self, item: Any) -> _Seen:
-        """What does not depend on the files that an item names.
+    def _look(self, item: Any) -> _KnownItem:
+        """What does not depend on the content of the files that an item names.
 
-        An item of plain values is hashed once and recognised by its serialised value, not by its identity: a list of
-        dicts may be changed in place. A hash function of the user's is asked every time: it may look at files.
+        An item of plain values is hashed once and recognised by its serialised value rather than its identity, since a
+        list of dicts may be changed in place. A user's hash function is called every time, since it may read files.
         """
-        # marshal would take an array for its bytes, without dtype and shape
+        # not only plain values: marshal would write an array's bytes without dtype and shape
         if self._hash_func is not canonical_hash or not _is_plain(item):
             return self._hash(item)
         fingerprint = marshal.dumps(item, 2)  # version 2 writes values only, no references
-        found = self._seen.get(fingerprint)
+        found = self._known.get(fingerprint)
         if found is None:
             found = self._hash(item)
-            if len(self._seen) < _MOST_SEEN:
-                self._seen[fingerprint] = found
+            if len(self._known) < limits.HASHED_ITEMS:
+                self._known[fingerprint] = found
         return found
 
-    def _hash(self, item: Any) -> _Seen:
+    def _hash(self, item: Any) -> _KnownItem:
         if self._hash_func is canonical_hash:
             found = hash_item(item, self._root)
         else:
             found = hash_text(self._hash_func(item), "hash_func")
-        return _Seen(found, candidates(item, self._loaded))
+        return _KnownItem(found, candidates(item, self._loaded))
 
 
 def hash_text(found: Any, name: str) -> str:
-    """The text that a user's hash function returned.
+    """The text of the bytes that a user's hash function returned.
 
     Args:
-        found: bytes, as MONAI's hash functions return.
-        name: of the argument that the function is.
+        found: what it returned.
+        name: the name of the argument that took the function.
 
     Raises:
-        HashingError: it is anything else.
+        HashingError: these are not bytes.
     """
     if not isinstance(found, bytes):
         raise HashingError(f"{name} returned a {type(found).__name__}: it has to return bytes, a hash as text in UTF-8")
     return found.decode("utf-8")
 
 
-#: Tuples that many items share.
+#: Tuples shared by many items.
 _interned: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 
 
-class _Seen:
-    """What is remembered of an item: its hash, the strings in it that may name files, and its last key."""
+class _KnownItem:
+    """What is remembered about an item: its hash, the strings in it that may name files, and its last key."""
 
     __slots__ = ("_is_absolute", "_paths", "folders", "hash", "key")
 
@@ -240,11 +237,11 @@ class _Seen:
         self.key: Key | None = None
         self._paths = tuple([path for path, _ in strings])
         folders = tuple([folders for _, folders in strings])
-        self.folders = _interned.setdefault(folders, folders)  # whether each may be a folder
-        self._is_absolute = all(map(os.path.isabs, self._paths))  # "~/ct.nii" is not, and means another file elsewhere
+        self.folders = _interned.setdefault(folders, folders)  # whether each may name a folder
+        self._is_absolute = all(map(os.path.isabs, self._paths))  # "~/ct.nii" is not
 
     def absolute(self) -> tuple[str, ...]:
-        """The paths; relative ones lead elsewhere from another working directory."""
+        """The absolute paths. The working directory may have changed since the last call."""
         if self._is_absolute:
             return self._paths
         return tuple(map(absolute, self._paths))

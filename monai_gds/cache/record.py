@@ -1,40 +1,41 @@
-"""A record: one cached item in one valid safetensors file, laid out so that every way of reading finds it aligned.
+"""A record: one cached item in one valid safetensors file, aligned for every way of reading.
 
-The format, version 2. Any safetensors tool opens it, and reading it can run no code. The file is named after its key,
-``<digest>.v2.safetensors``; version 1 was ``<digest>.safetensors`` and differs in ``key`` and ``version`` alone.
+This is the specification of format version 2. Any safetensors tool opens such a file, and reading it runs no code. The
+file is named after its key, ``<digest>.v2.safetensors``. Version 1 was called ``<digest>.safetensors`` and differs only
+in ``key`` and ``version``.
 
     8 bytes   N, the length of the header, little-endian
     N bytes   the header: JSON, padded with spaces so that the data begin at a multiple of 4096
-    data      in this order, without holes (safetensors allows none):
+    data      in this order, without gaps (safetensors allows none):
               __arrays        U8     the small arrays of the item tree, packed together (see monai_gds.cache.tree)
               __tiles.<name>  U8     the tables of packed tensors, see below
-              small tensors   each under 64 KiB, the largest element sizes first, so that each is aligned to its own
+              small tensors   each under 64 KiB, largest element size first, so that each is aligned to its own
               __pad.0         U8     zeros up to a multiple of 4096
               a tensor of 64 KiB or more, then __pad.1 up to the next multiple of 4096, and so on to the end of the file
 
 The header is ``{"__metadata__": {...}, "<tensor>": {"dtype", "shape", "data_offsets"}, ...}``. ``__metadata__`` holds
-strings only, as safetensors demands:
+only strings, as safetensors requires:
 
-    header_crc32   first of all, at a fixed place: CRC-32 of the N bytes with these eight digits as zeros, in hex
+    header_crc32   always first, at a fixed offset: CRC-32 of the N bytes with these eight digits as zeros, in hex
     format         "monai_gds"
     version        "2"
     checksum       the name of the checksum, "wsum64" (monai_gds.cache.checksum)
     checksums      JSON: {entry: 16 hex digits} for every entry but padding and packed tensors
-    key            JSON: the key's ingredients (monai_gds.cache.key). ``parts`` is what the digest in the file's name
-                   was made of; a reader makes it again. The rest is for looking after a cache and is never compared.
+    key            JSON: the key's ingredients (monai_gds.cache.key). The digest in the file's name was made from
+                   ``parts``, and a reader computes it again. The rest serves maintenance and is never compared.
     tree           JSON: the item tree (monai_gds.cache.tree)
 
-A tensor is whole or packed. A packed one is a U8 entry of its streams, and its node of the tree names dtype, shape,
+A tensor is whole or packed. A packed one is a U8 entry with its streams, and its node in the tree names dtype, shape,
 strides, tile shape, filter and codec besides the entry: ``{"$tensor": {"name", "tiles": {...}}}``. Tiles cut the last
-three axes, in C order. The table ``__tiles.<name>`` has per tile one byte kind (0 stream, 1 stored, 2 constant),
-uint32 size and uint32 CRC-32 of the packed bytes, each column on its own; offsets follow by summing up sizes, each
-stream beginning at a multiple of 16. A table has a checksum of its own, and memory for a tile is taken only once it
-holds. This version writes whole tensors only, and refuses packed ones by name.
+three axes, in C order. The table ``__tiles.<name>`` holds for each tile one byte for its kind (0 stream, 1 stored,
+2 constant), and the size and the CRC-32 of the packed bytes as uint32, column by column. Offsets are the sums of the
+sizes, with each stream starting at a multiple of 16. A table has its own checksum, which is verified before memory for
+a tile is allocated. This version writes whole tensors only and refuses packed ones by name.
 
-Refused, as damage: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
-itself takes the last), entries that overlap or leave holes, sizes that do not match, a byte too many or too few at the
-end, and a record whose parts are not those of its name. Refused by name, and never overwritten: a newer version, and
-any tag, field or codec that a reader does not know. Names that begin with two underscores are the format's own.
+Refused as damaged: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
+itself uses the last), entries that overlap or leave gaps, sizes that do not match, missing or extra bytes at the end,
+and a record whose parts do not yield its name. Refused by name and never overwritten: a newer version, and any tag,
+field or codec that a reader does not know. Names that begin with two underscores are reserved for the format.
 """
 
 from __future__ import annotations
@@ -48,15 +49,14 @@ import torch
 
 from monai_gds.cache import checksum as _checksum
 from monai_gds.cache import header
-from monai_gds.cache.dtypes import DTYPE_NAMES
-from monai_gds.cache.header import ARRAYS, header_length
+from monai_gds.cache.codecs import DTYPE_NAMES
+from monai_gds.cache.header import ARRAYS, CRC, header_length
 from monai_gds.cache.tree import EncodedItem, tensor_bytes
 from monai_gds.errors import DamagedRecord
 from monai_gds.storage import ALIGNMENT, Buffer
 
 __all__ = [
     "ARRAYS",
-    "HEAD_BYTES",
     "SUFFIX",
     "VERSION",
     "Entry",
@@ -69,18 +69,12 @@ __all__ = [
 
 VERSION = 2
 
-#: What the name of a record ends in, behind its digest.
+#: What follows the digest in the name of a record.
 SUFFIX = header.VERSIONS[VERSION]
 PAD = "__pad."
 
-#: Tensors of this many bytes or more begin at a multiple of ALIGNMENT.
+#: Tensors of at least this size begin at a multiple of ALIGNMENT.
 LARGE = 64 << 10
-
-#: Bytes to read at first: holds the header and the small entries of an item of a few NIfTI images.
-HEAD_BYTES = 32 << 10
-
-_PREFIX = b'{"__metadata__":{"header_crc32":"'
-_CRC = slice(len(_PREFIX), len(_PREFIX) + 8)
 
 
 class Entry(NamedTuple):
@@ -101,7 +95,7 @@ class Record:
         version: of the format.
         key: the key's ingredients.
         tree: the item tree.
-        arrays: where the packed small arrays lie, or None when there are none.
+        arrays: where the packed small arrays lie, if there are any.
         tensors: the item's tensors by name, in the order of the file.
         nbytes: size of the whole file.
     """
@@ -119,13 +113,13 @@ class Record:
 
 
 def pack_record(item: EncodedItem, key: dict[str, Any]) -> list[Buffer]:
-    """Lays out a record: buffers which, written back to back, are the file.
+    """Lays out a record as buffers that are written back to back.
 
     Args:
-        item: the item taken apart. Its tensors are not copied: they must not change until they are written.
+        item: the item taken apart. Its tensors are not copied and must not change until they are written.
         key: the key's ingredients, JSON-able.
     """
-    layout = _Layout()
+    layout = _FileLayout()
     if item.arrays:
         layout.add(ARRAYS, torch.uint8, [len(item.arrays)], torch.frombuffer(item.arrays, dtype=torch.uint8))
     small = [(name, t) for name, t in item.tensors.items() if t.nbytes < LARGE]
@@ -140,7 +134,7 @@ def pack_record(item: EncodedItem, key: dict[str, Any]) -> list[Buffer]:
     return [_pack_header(layout, item.tree, key), *layout.buffers]
 
 
-class _Layout:
+class _FileLayout:
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, Any]] = {}
         self.checksums: dict[str, str] = {}
@@ -165,7 +159,7 @@ class _Layout:
         self.end += nbytes
 
 
-def _pack_header(layout: _Layout, tree: Any, key: dict[str, Any]) -> bytes:
+def _pack_header(layout: _FileLayout, tree: Any, key: dict[str, Any]) -> bytes:
     metadata = {
         "header_crc32": "00000000",
         "format": "monai_gds",
@@ -177,7 +171,7 @@ def _pack_header(layout: _Layout, tree: Any, key: dict[str, Any]) -> bytes:
     }
     text = bytearray(_dumps({"__metadata__": metadata, **layout.entries}).encode("ascii"))
     text.extend(b" " * (-(8 + len(text)) % ALIGNMENT))
-    text[_CRC] = b"%08x" % zlib.crc32(text)
+    text[CRC] = b"%08x" % zlib.crc32(text)
     return len(text).to_bytes(8, "little") + bytes(text)
 
 
@@ -190,16 +184,7 @@ def _dumps(value: Any) -> str:
 
 
 def parse_header(head: bytes, size: int) -> Record:
-    """Reads a header strictly.
-
-    Args:
-        head: the beginning of the file, at least its header.
-        size: the size of the file.
-
-    Raises:
-        DamagedRecord: not a record, or one that is not whole.
-        NewerRecord: written by a newer version of the format.
-    """
+    """Parses a header strictly; see :func:`monai_gds.cache.header.parse`."""
     found = header.parse(head, size)
     if not isinstance(found.key, dict):
         raise DamagedRecord("its key is not a JSON object")
@@ -213,14 +198,10 @@ def parse_header(head: bytes, size: int) -> Record:
 
 
 def check_name(record: Record, digest: str) -> None:
-    """Compares a record with the name that it lies under.
-
-    Args:
-        record: its parsed header.
-        digest: what was asked for.
+    """Checks that a record belongs to a key.
 
     Raises:
-        DamagedRecord: it is another item's: swapped, copied or linked.
+        DamagedRecord: it is another item's record that was swapped, copied or linked.
     """
     parts = record.key.get("parts")
     if not isinstance(parts, list) or header.digest_of(parts) != digest:

@@ -1,14 +1,14 @@
-"""What is remembered of source files in the cache folder, so that other processes and other nodes need not read them.
+"""Content hashes of source files, kept in the cache folder so that other processes and nodes need not read the files.
 
-    <cache_dir>/.index/<host>-<pid>-<start>.sources      what one process found out; it appends
-    <cache_dir>/.index/merged-<hash>.sources             what several earlier processes found out
+    <cache_dir>/.index/<host>-<pid>-<start>.sources      the hashes of one process, which appends to it
+    <cache_dir>/.index/merged-<hash>.sources             the hashes of several processes that have ended
 
-A file is a row of entries of 40 bytes: 16 of a key, which is the hash of a path and of what ``stat`` told of it, 16 of
-the content's hash, 8 of a checksum. Whatever is torn or garbled fails its checksum and is as good as absent. Nobody
-waits for anybody: each process writes a file of its own, so that appends never mix, on NFS either.
+A file is a sequence of 40-byte entries: a 16-byte key (the hash of a path and its ``stat``), the 16-byte content hash,
+and an 8-byte checksum. A torn or garbled entry fails its checksum and counts as absent. There are no locks: each
+process writes a file of its own, so that appends never interleave, also on NFS.
 
-The memo only saves time. Where it can be neither read nor written, nothing fails, and files are read more often.
-:mod:`monai_gds.cache.sources` uses it; other kinds of files in ``.index/`` are left alone.
+The memo only saves time. If it cannot be read or written, nothing fails, and source files are read more often.
+Used by :mod:`monai_gds.cache.sources`. Other kinds of files in ``.index/`` are left alone.
 """
 
 from __future__ import annotations
@@ -27,40 +27,33 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from monai_gds import limits
+from monai_gds.process import PerProcess
+
 __all__ = ["SourceMemo"]
 
 _FOLDER = ".index"
 _SUFFIX = ".sources"
 
-#: Names that this module gives; any other file in the folder belongs to somebody else.
+#: Names of this module's files. Other files in the folder are left alone.
 _OURS = re.compile(r"(merged-[0-9a-f]{32}|.+-\d+-[0-9a-f]+)\.sources(\.new)?", re.DOTALL)
 
 _ENTRY = 40  # bytes: key, content, checksum
-_CHECKED = 32  # bytes of it that the checksum covers
+_CHECKED = 32  # bytes that the checksum covers
 
-#: How often the folder is looked at for what other processes found out, and how often ours is written, in seconds.
+#: Seconds between looks at other processes' files, and between writes of our own.
 _REFRESH_SECONDS = 1.0
 
-#: As many findings are written at once, whenever that was last done: a process that is killed loses no more.
-_MOST_WAITING = 256
 
-#: More files than this are merged into one, but for large ones, which would only be copied, and those of late.
-_MOST_FILES = 64
-_LARGE = 16 << 20
+#: Seconds without a write after which the writer of a file counts as ended.
 _IDLE_SECONDS = 600.0
-
-#: All files together, in bytes: 6.7 million entries. The oldest are removed, and what was in them is read again.
-_MOST_BYTES = 256 << 20
-
-#: Entries of a table that is sorted anew whenever something comes; beyond that they move to the large one.
-_FEW = 1 << 16
 
 
 class SourceMemo:
     """The memo of one cache folder, as one process sees it.
 
     Args:
-        folder: the cache folder; None keeps nothing.
+        folder: the cache folder, or None to keep nothing.
 
     Example:
         >>> import os
@@ -78,45 +71,39 @@ class SourceMemo:
         self._large = _Table.of([])
         self._small = _Table.of([])
         self._read_up_to: dict[str, int] = {}
-        self.forked()
-
-    def forked(self) -> None:
-        """Begins anew what belongs to one process: called in a forked child, whose parent writes what it found out."""
-        self._lock = threading.Lock()
-        self._waiting: deque[bytes] = deque()
-        self._name = f"{os.uname().nodename.replace('/', '_')}-{os.getpid()}-{time.time_ns():x}{_SUFFIX}"
-        self._refreshed = self._flushed = self._tidied = -math.inf
+        self._own = PerProcess(_Own)
 
     # Reading
 
     def get(self, key: bytes) -> bytes | None:
-        """The content's hash that is remembered under a key of 16 bytes, by now and by whichever process."""
+        """The content hash that any process remembered under a 16-byte key."""
         if self._folder is None:
             return None
         found = self._small.get(key) or self._large.get(key)
-        if found is None and time.monotonic() - self._refreshed >= _REFRESH_SECONDS:
-            with self._lock:  # others wait: what they miss is being read
-                if time.monotonic() - self._refreshed >= _REFRESH_SECONDS:
+        own = self._own()
+        if found is None and time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
+            with own.lock:  # others wait, since what they miss is being read
+                if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
                     self._refresh()
-                    self._refreshed = time.monotonic()
+                    own.refreshed = time.monotonic()
             found = self._small.get(key) or self._large.get(key)
         return found
 
     def _refresh(self) -> None:
         """Reads what was appended since the last look."""
         with contextlib.suppress(OSError), self._opened(make=False) as at:
-            new = [self._appended(at, name) for name in os.listdir(at) if _is_memo(name)]
-            blocks = [block for block in new if len(block)]
+            added = [self._appended(at, name) for name in os.listdir(at) if _is_memo(name)]
+            blocks = [block for block in added if len(block)]
             if not blocks:
                 return
-            if len(self._small) + sum(map(len, blocks)) <= _FEW:
+            if len(self._small) + sum(map(len, blocks)) <= limits.MEMO_SMALL_TABLE_ITEMS:
                 self._small = _Table.of([self._small.rows, *blocks])
             else:
                 self._large = _Table.of([self._large.rows, self._small.rows, *blocks])
                 self._small = _Table.of([])
 
     def _appended(self, at: int, name: str) -> _Rows:
-        """Whole entries of a file from where it was read up to."""
+        """The whole entries of a file that were not read yet."""
         start = self._read_up_to.get(name, 0)
         with contextlib.suppress(OSError):
             data = _read(at, name, start)
@@ -127,51 +114,49 @@ class SourceMemo:
     # Writing
 
     def put(self, key: bytes, content: bytes) -> None:
-        """Remembers a content's hash, 16 bytes, under a key of 16 bytes, and writes now and then."""
+        """Remembers a 16-byte content hash under a 16-byte key, and writes from time to time."""
         if self._folder is None:
             return
-        self._waiting.append(_entry(key, content))
-        if len(self._waiting) >= _MOST_WAITING or time.monotonic() - self._flushed >= _REFRESH_SECONDS:
+        own = self._own()
+        own.waiting.append(_entry(key, content))
+        if len(own.waiting) >= limits.MEMO_WAITING_ITEMS or time.monotonic() - own.flushed >= _REFRESH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits. Where that cannot be done, it is given up."""
-        self._flushed = time.monotonic()
+        """Writes the entries that wait. If that fails, they are dropped."""
+        own = self._own()
+        own.flushed = time.monotonic()
         entries = []
-        with contextlib.suppress(IndexError):  # a deque, since it needs no lock: other threads may append meanwhile
+        with contextlib.suppress(IndexError):  # without a lock: other threads may append meanwhile
             while True:
-                entries.append(self._waiting.popleft())
+                entries.append(own.waiting.popleft())
         if entries and self._folder is not None:
             with contextlib.suppress(OSError), self._opened(make=True) as at:
                 self._append(at, b"".join(entries))
-                if self._flushed - self._tidied > _IDLE_SECONDS:
-                    self._tidied = self._flushed
+                if own.flushed - own.tidied > _IDLE_SECONDS:
+                    own.tidied = own.flushed
                     _tidy(at)
 
     def _append(self, at: int, data: bytes) -> None:
-        # Opened and closed each time: another node sees over NFS what was closed, and a merged file begins anew.
-        fd = self._own(at)
+        # Opened and closed each time: over NFS another node sees only closed files, and a merged file starts anew.
+        fd = self._open_own(at)
         try:
             if os.fstat(fd).st_size % _ENTRY == 0 and os.write(fd, data) == len(data):
                 return
         finally:
             os.close(fd)
-        # Cut short by a full disk: entries behind a piece of one would be read at the wrong places.
-        self._name = f"{self._name.rpartition('-')[0]}-{time.time_ns():x}{_SUFFIX}"
+        self._own().rename()  # a full disk cut an entry short, and entries behind it would be misaligned
 
-    def _own(self, at: int) -> int:
+    def _open_own(self, at: int) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(self._name, flags, 0o666, dir_fd=at)
+        return os.open(self._own().name, flags, 0o666, dir_fd=at)
 
     def server_time(self, device: int) -> int | None:
-        """What the clock of the file server shows now, in ns; None where the cache folder is not on that device.
-
-        A file of ours is touched: who keeps the files stamps it.
-        """
+        """The file server's current time in ns, from touching a file; None if the cache folder is on another device."""
         with contextlib.suppress(OSError), self._opened(make=True) as at:
             if os.fstat(at).st_dev != device:
                 return None
-            fd = self._own(at)
+            fd = self._open_own(at)
             try:
                 os.utime(fd)
                 return os.fstat(fd).st_ctime_ns
@@ -181,7 +166,7 @@ class SourceMemo:
 
     @contextlib.contextmanager
     def _opened(self, make: bool) -> Iterator[int]:
-        """A descriptor of the folder, which is nobody else's behind a link."""
+        """A descriptor of the folder. Links are not followed, so it is never somebody else's."""
         if self._folder is None:
             raise FileNotFoundError("there is no cache folder")
         if make:
@@ -192,6 +177,20 @@ class SourceMemo:
             yield at
         finally:
             os.close(at)
+
+
+class _Own:
+    """What belongs to one process: the file it writes, and what waits to be written."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held while other processes' files are read
+        self.waiting: deque[bytes] = deque()
+        self.refreshed = self.flushed = self.tidied = -math.inf
+        self.rename()
+
+    def rename(self) -> None:
+        """Starts a new file."""
+        self.name = f"{os.uname().nodename.replace('/', '_')}-{os.getpid()}-{time.time_ns():x}{_SUFFIX}"
 
 
 # Entries
@@ -212,7 +211,7 @@ def _rows(data: bytes) -> _Rows:
 
 
 class _Table:
-    """Entries sorted by the first word of their keys. Checksums are looked at when an entry is asked for."""
+    """Entries sorted by the first word of their keys. Checksums are compared when an entry is looked up."""
 
     __slots__ = ("_first", "rows")
 
@@ -248,27 +247,27 @@ def _is_memo(name: str) -> bool:
 
 
 def _read(at: int, name: str, start: int = 0) -> bytes:
-    """Whole entries of a file from ``start`` on; a pipe or a link by that name is not opened."""
+    """The whole entries of a file from ``start`` on. Pipes and links are not read."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     with open(fd, "rb", buffering=0) as file:
         st = os.fstat(fd)
         size = (st.st_size - start) // _ENTRY * _ENTRY
-        if not stat.S_ISREG(st.st_mode) or not 0 < size <= _MOST_BYTES:
+        if not stat.S_ISREG(st.st_mode) or not 0 < size <= limits.MEMO_BYTES:
             return b""
         data = os.pread(file.fileno(), size, start)
         return data[: len(data) // _ENTRY * _ENTRY]
 
 
 def _tidy(at: int) -> None:
-    """Merges the files of processes that write no more, where there are many, and removes the oldest of too many bytes.
+    """Merges the files of ended processes if there are many, and removes the oldest files beyond the size limit.
 
-    Several processes may do so at once, and be killed at any step: a file goes only when another holds what is in it.
-    A process that wrote nothing for ten minutes counts as finished. If it still runs, what it appends meanwhile is
-    lost, and the files that it is about are read once more.
+    Several processes may do this at once and be killed at any step: a file is removed only when another holds its
+    entries. A process that wrote nothing for ten minutes counts as ended. If it still runs, what it appends meanwhile
+    is lost, and the files concerned are read once more.
     """
     found: list[tuple[float, str, int]] = []
     names = [name for name in os.listdir(at) if _OURS.fullmatch(name)]
-    if len(names) <= _MOST_FILES:
+    if len(names) <= limits.MEMO_FILES:
         return
     for name in names:
         with contextlib.suppress(OSError):
@@ -276,15 +275,15 @@ def _tidy(at: int) -> None:
             if stat.S_ISREG(st.st_mode):
                 found.append((st.st_mtime, name, st.st_size))
     found.sort()
-    too_much = sum(size for _, _, size in found) - _MOST_BYTES
+    too_much = sum(size for _, _, size in found) - limits.MEMO_BYTES
     now, idle = time.time(), []
     for age, name, size in found:
-        if too_much > 0 or (name.endswith(".new") and now - age > _IDLE_SECONDS):  # half of a merge that was killed
+        if too_much > 0 or (name.endswith(".new") and now - age > _IDLE_SECONDS):  # left by a killed merge
             too_much -= size
             _unlink(at, name)
-        elif size < _LARGE and not name.endswith(".new") and now - age > _IDLE_SECONDS:
+        elif size < limits.MEMO_UNMERGED_BYTES and not name.endswith(".new") and now - age > _IDLE_SECONDS:
             idle.append(name)
-    if len(idle) > _MOST_FILES // 2:
+    if len(idle) > limits.MEMO_FILES // 2:
         _merge(at, idle)
 
 
@@ -296,7 +295,7 @@ def _merge(at: int, names: list[str]) -> None:
         whole.update(dict.fromkeys(entry for entry in cut if _is_whole(entry)))
     data = b"".join(whole)
     merged = f"merged-{xxhash.xxh3_128_hexdigest(data)}{_SUFFIX}"
-    new = f"{merged}.new"  # of the same bytes whoever writes it
+    new = f"{merged}.new"  # the same bytes whichever process writes it
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=at)
     try:
         with open(fd, "wb") as file:

@@ -1,18 +1,18 @@
-"""Saving behind the training: one bounded queue of items a process, and a thread that publishes them.
+"""Saves items in the background: one bounded queue per process, and a thread that publishes its items.
 
-Used by :class:`monai_gds.cache.directory.CacheDirectory`. The thread ends when the queue is empty and is started again
-by the next item: so none is there for a fork to break, and the interpreter, which waits for it, never ends too early.
+Used by :class:`monai_gds.cache.directory.CacheDirectory`. The thread ends when the queue is empty, and the next item
+starts it again. So there is usually no thread when the process forks, and the interpreter, which waits for it, never
+ends too early.
 
-Ctrl-C may strike between any two operations of a caller, so no caller holds a lock, and nothing is counted that an
-interrupt could leave too high. The queue is one dict: an item is in it, by one atomic operation, from when it is
-accepted until its publishing has ended, and everything else (what waits, how many bytes) is read off it. Whoever waits
-starts a thread where none runs.
+Ctrl-C may strike between any two operations of a caller, so callers hold no lock, and there is no count that an
+interrupt could leave too high. The queue is a single dict: by one atomic operation each, an item enters it when it is
+accepted and leaves it once it has been published. How much waits is computed from the dict. A caller that waits starts
+the thread if none runs.
 """
 
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from _thread import LockType, allocate_lock, start_new_thread
 from collections import deque
@@ -20,33 +20,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from monai_gds import limits
 from monai_gds.cache.key import Key
 from monai_gds.cache.tree import EncodedItem
-from monai_gds.storage import Pending
-from monai_gds.storage.snapshot import snapshot
+from monai_gds.process import PerProcess
+from monai_gds.storage.snapshot import Snapshot, snapshot
 
-__all__ = ["QUEUE_BYTES", "Writer", "process_writer"]
+__all__ = ["Writer", "process_writer"]
 
-#: Bytes of items that may wait to be written. One item is let in whatever its size.
-QUEUE_BYTES = 256 << 20
 
-#: Items that may wait, however small: their bytes are added up whenever another comes, which takes 0.1 ms for so many.
-_QUEUE_ITEMS = 4096
-
-#: Seconds until somebody who waits looks by himself whether the queue has moved.
+#: Seconds until a waiting caller checks the queue without having been woken.
 _LOOK_AGAIN = 1.0
 
 Publish: TypeAlias = Callable[[Key, EncodedItem], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _QueuedItem:
     path: str
     publish: Publish
     key: Key
     rest: EncodedItem  # without its tensors, which belong to the user
     names: tuple[str, ...]
-    copies: Pending
+    copies: Snapshot
     nbytes: int
     done: Callable[[], object] | None
 
@@ -55,54 +51,55 @@ class Writer:
     """Publishes items one after the other in a thread.
 
     Args:
-        limit: bytes of items that may wait. Each thread that submits at the same time may exceed it by one item.
+        limit: bytes of items that may wait. Each thread that submits concurrently may exceed it by one item.
     """
 
-    def __init__(self, limit: int = QUEUE_BYTES) -> None:
+    def __init__(self, limit: int = limits.QUEUE_BYTES) -> None:
         self._limit = limit
-        self._jobs: dict[str, _Job] = {}  # by path, in the order in which they are published
-        self._turns: dict[object, None] = {}  # of whoever is publishing, or wants to: the first one does
-        self._bells: deque[LockType] = deque()  # of those who wait, released when a job is done
+        self._queue: dict[str, _QueuedItem] = {}  # by path, in the order of publishing
+        self._turns: dict[object, None] = {}  # of the threads that want to publish; the first one does
+        self._bells: deque[LockType] = deque()  # locks of waiting callers, released after each item
         self._error: BaseException | None = None
 
     def submit(
         self, path: str, publish: Publish, key: Key, item: EncodedItem, done: Callable[[], object] | None = None
     ) -> None:
-        """Takes copies of an item's tensors and queues them; waits while the queue is full.
+        """Copies an item's tensors and queues the item. Waits while the queue is full.
 
-        An item whose path is in the queue already is not queued again: equal paths are equal keys, thus equal records.
+        An item whose path is already queued is not queued again, since equal paths mean equal keys and equal records.
 
         Args:
             path: where the record will be.
-            publish: writes it; called by the thread, with an item whose tensors nobody else has. After an interrupt it
-                may be called again.
+            publish: writes it; called by the thread with an item that owns its tensors. After an interrupt it may be
+                called again.
             key: the item's key.
             item: the item; may be changed when this returns.
-            done: called when nothing more will be published, whatever happened, also if this raises; after an
-                interrupt perhaps twice.
+            done: called once publishing has ended in any way, also if this method raises. After an interrupt it may be
+                called twice.
 
         Raises:
-            BaseException: what ended the saving of an earlier item, other than an error of the disk (those are warned
-                of).
+            BaseException: what stopped the saving of an earlier item, except disk errors, which are only warned of.
         """
         job, accepted = None, False
         try:
             nbytes = sum(t.nbytes for t in item.tensors.values())
             self._wait(lambda: self._has_room(nbytes))
             self._raise_error()
-            if path not in self._jobs:
-                copies = snapshot(list(item.tensors.values()))  # the tree and its packed arrays are copies already
-                job = _Job(path, publish, key, replace(item, tensors={}), tuple(item.tensors), copies, nbytes, done)
-                accepted = self._jobs.setdefault(path, job) is job
+            if path not in self._queue:
+                copies = snapshot(list(item.tensors.values()))  # tree and packed arrays already are copies
+                job = _QueuedItem(
+                    path, publish, key, replace(item, tensors={}), tuple(item.tensors), copies, nbytes, done
+                )
+                accepted = self._queue.setdefault(path, job) is job
             self._start()
         finally:
-            if done is not None and not accepted and (job is None or self._jobs.get(path) is not job):
+            if done is not None and not accepted and (job is None or self._queue.get(path) is not job):
                 done()
 
     def wait_for(self, path: str) -> None:
-        """Waits until no item is waiting to be written to this path."""
-        if path in self._jobs:  # usually it is not, and this runs at every hit
-            self._wait(lambda: path not in self._jobs)
+        """Waits until no item waits to be written to this path."""
+        if path in self._queue:  # rarely, and this runs at every hit
+            self._wait(lambda: path not in self._queue)
 
     def flush(self) -> None:
         """Waits until everything submitted so far is written.
@@ -110,18 +107,18 @@ class Writer:
         Raises:
             BaseException: as by :meth:`submit`.
         """
-        waiting = list(self._jobs.values())
+        waiting = list(self._queue.values())
         if waiting:
             last = waiting.pop()
-            del waiting  # or nobody's memory would be free before the last one is written
-            self._wait(lambda: self._jobs.get(last.path) is not last)
+            del waiting  # else all items would stay in memory until the last one is written
+            self._wait(lambda: self._queue.get(last.path) is not last)
         self._raise_error()
 
     def _has_room(self, nbytes: int) -> bool:
-        waiting = list(self._jobs.values())
+        waiting = list(self._queue.values())
         if not waiting:
             return True
-        return len(waiting) < _QUEUE_ITEMS and sum(job.nbytes for job in waiting) + nbytes <= self._limit
+        return len(waiting) < limits.QUEUE_ITEMS and sum(job.nbytes for job in waiting) + nbytes <= self._limit
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -134,19 +131,19 @@ class Writer:
             bell = allocate_lock()
             bell.acquire()
             self._bells.append(bell)
-            if not until():  # else whoever changed that may have rung before the bell was there
+            if not until():  # it may have rung before the bell was there
                 bell.acquire(timeout=_LOOK_AGAIN)
 
     # Publishing
 
     def _start(self) -> None:
-        """Sees to it that somebody publishes what waits: a thread, or the caller where no thread can be started.
+        """Starts the thread unless it runs. If no thread can be started, the caller publishes what waits.
 
-        ``Thread.start`` waits on a condition, whose lock an interrupt can leave held: the thread would never run, and
-        the interpreter would wait for it at its end for ever. Interrupts reach only the main thread, so a bare thread
-        calls it.
+        ``Thread.start`` waits on a condition whose lock an interrupt can leave held. Then the thread would never run,
+        and the interpreter would wait for it forever at exit. Interrupts reach only the main thread, so a bare thread
+        makes the call.
         """
-        if self._turns or not self._jobs:
+        if self._turns or not self._queue:
             return
         refused: list[BaseException] = []
         started = allocate_lock()
@@ -171,35 +168,34 @@ class Writer:
             self._work(False)
 
     def _work(self, own_thread: bool) -> None:
-        """Publishes what waits, unless somebody does so already.
+        """Publishes what waits, unless another thread does.
 
-        Whoever submits sees that somebody has a turn and starts no thread; so whoever gives a turn back looks at the
-        queue once more.
+        A caller that submits meanwhile starts no thread, so the queue is checked again after the turn is given back.
         """
         turn = object()
-        while self._jobs and not self._turns:
+        while self._queue and not self._turns:
             try:
                 try:
                     self._turns[turn] = None
-                    if list(self._turns)[0] is turn:  # noqa: RUF015 (others change the dict; list() takes it whole)
-                        for path in list(self._jobs):
+                    if list(self._turns)[0] is turn:  # noqa: RUF015 (other threads change the dict; list() copies it atomically)
+                        for path in list(self._queue):
                             self._publish(path, own_thread)
                             self._ring()
                 finally:
                     self._turns.pop(turn, None)
-            finally:  # Ctrl-C, with the caller publishing, may have come before the line above
+            finally:  # Ctrl-C may have struck before the line above if the caller publishes
                 self._turns.pop(turn, None)
 
     def _publish(self, path: str, own_thread: bool) -> None:
-        """Publishes a job and takes it out of the queue. Its bytes are free when this returns."""
-        job = self._jobs[path]
+        """Publishes an item and removes it from the queue. Its memory is free when this returns."""
+        job = self._queue[path]
         self._keep_error(own_thread, lambda: self._write(job))
         if job.done is not None:
             self._keep_error(own_thread, job.done)
-        self._jobs.pop(path, None)
+        self._queue.pop(path, None)
 
     @staticmethod
-    def _write(job: _Job) -> None:
+    def _write(job: _QueuedItem) -> None:
         tensors = dict(zip(job.names, job.copies.wait(), strict=True))
         job.publish(job.key, replace(job.rest, tensors=tensors))
 
@@ -207,7 +203,7 @@ class Writer:
         try:
             step()
         except BaseException as e:
-            if not own_thread and not isinstance(e, Exception):  # Ctrl-C: the job stays in the queue
+            if not own_thread and not isinstance(e, Exception):  # Ctrl-C: the item stays in the queue
                 raise
             self._error = self._error or e
 
@@ -216,23 +212,11 @@ class Writer:
             self._bells.popleft().release()
 
 
-_writer = Writer()
+#: Returns the process's only writer, so that the queue is bounded however many datasets there are. A forked child has
+#: its own; items that its parent queued are the parent's to write.
+process_writer: PerProcess[Writer] = PerProcess(Writer)
 
 
-def process_writer() -> Writer:
-    """The process's one writer: what waits to be saved is bounded however many datasets there are."""
-    return _writer
-
-
-@atexit.register  # the interpreter has waited for the thread by now, unless something was submitted afterwards
+@atexit.register  # the interpreter has already waited for the thread, unless an item was submitted afterwards
 def _finish() -> None:
-    _writer.flush()
-
-
-def _forget_after_fork() -> None:
-    """What the parent had queued is the parent's to write."""
-    global _writer
-    _writer = Writer()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
+    process_writer().flush()

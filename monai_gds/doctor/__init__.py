@@ -1,12 +1,13 @@
-"""``monai-gds doctor``: what this machine can do for a cache directory, and what to do about the rest.
+"""``monai-gds doctor``: what this machine can do for a cache directory, and how to improve it.
 
-:func:`examine` puts the parts together, :mod:`~monai_gds.doctor.cli` shows what it returns:
+:func:`examine` puts the parts together; :mod:`~monai_gds.doctor.cli` prints its report.
 
-* :mod:`~monai_gds.doctor.machine` reads what the kernel tells, below a root that tests replace;
-* :mod:`~monai_gds.doctor.asking` has :mod:`~monai_gds.doctor.probes` ask the libraries, in a process of their own;
-* :mod:`~monai_gds.doctor.findings` says what it means.
+* :mod:`~monai_gds.doctor.machine` reads what the kernel tells, below a root that tests replace.
+* :mod:`~monai_gds.doctor.probes` are questions to libraries; :mod:`~monai_gds.doctor.isolation` runs each in a process
+  of its own.
+* :mod:`~monai_gds.doctor.findings` turns both into findings with remedies.
 
-Nothing here imports torch: a machine on which that fails is what a doctor is for.
+Nothing here imports torch: a machine on which torch cannot be imported needs a doctor most.
 """
 
 from __future__ import annotations
@@ -14,32 +15,34 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from monai_gds.doctor.asking import LIMIT, Answer, Request, ask
+from monai_gds.doctor import probes
 from monai_gds.doctor.findings import Finding, Status, collect
+from monai_gds.doctor.isolation import Answer, ask, preload
 from monai_gds.doctor.machine import Machine, Place
 
-__all__ = ["Finding", "NoSuchDevice", "Report", "Status", "examine"]
+__all__ = ["Diagnosis", "Finding", "NoSuchDevice", "Status", "examine"]
 
 _LOG_LINES = 20
 _MEASURE_LIMIT = 900.0
 
 
 class NoSuchDevice(ValueError):
-    """The device asked about is not on this machine."""
+    """This machine does not have the device."""
 
 
 @dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """What :func:`examine` found.
 
     Args:
         place: the cache directory.
-        target: the device that was asked about, ``cuda:0`` for instance; empty where torch does not work.
+        target: the device, ``cuda:0`` for instance; empty if torch does not work.
         findings: in the order of the screen.
     """
 
@@ -53,66 +56,74 @@ class Report:
         return all(finding.status is not Status.FAILED for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON types. The keys are part of the public API."""
-        by_name = {finding.name: finding for finding in self.findings}
-        default = by_name["default"].details
+        """Everything as JSON types. The keys are part of the public API."""
+        findings = {finding.name: asdict(finding) for finding in self.findings}
+        for finding in findings.values():
+            del finding["name"]
         return {
             "monai_gds": version("monai_gds"),
             "directory": str(self.place.asked),
             "device": self.target or None,
             "works": self.works,
-            "default": default.get("backend"),
-            "findings": {
-                name: {
-                    "status": str(finding.status),
-                    "found": finding.found,
-                    "remedy": finding.remedy,
-                    "details": dict(finding.details),
-                }
-                for name, finding in by_name.items()
-            },
+            "default": findings["default"]["details"].get("backend"),
+            "findings": findings,
         }
 
 
 def examine(
     directory: Path, *, device: str | None = None, measure: bool = False, machine: Machine | None = None
-) -> Report:
-    """Looks at this machine, for a cache directory.
+) -> Diagnosis:
+    """Examines this machine for a cache directory.
 
-    Files are written to a temporary folder in the directory (or in the nearest one above it that exists) and removed.
+    Files are written to a temporary folder in the directory, or in its nearest existing parent, and removed. Libraries
+    are imported in other processes, which import ``__main__`` as those of a DataLoader do: guard a script that calls
+    this with ``if __name__ == "__main__"``.
 
     Args:
-        directory: of the cache; it need not exist yet.
+        directory: the cache directory; it need not exist yet.
         device: the target, ``cpu`` or ``cuda:N``; None for a GPU if there is one.
         measure: also measure the drive's speed, with a file of up to 512 MiB.
-        machine: another one than this, for tests.
+        machine: another machine, for tests.
 
     Raises:
         NotADirectoryError: the directory is a file.
-        NoSuchDevice: torch works, and does not see ``device``.
+        NoSuchDevice: torch works, but does not see ``device``.
     """
     machine = machine or Machine()
     place = machine.place(directory)
     with _folder(place) as (folder, unwritable):
-        request = Request(str(place.folder), folder, device)
-        answers = ask(request)
-        torch = answers.get("torch")
-        if torch and torch.values.get("refused"):
-            raise NoSuchDevice(torch.values["refused"])
-        if folder is not None and torch and answers.get("backend kvikio", Answer({})).values.get("ok"):
-            answers["cufile"] = _try_cufile(request, Path(folder))
+        answers = {"torch": ask(partial(probes.torch, device), fresh=True)}
+        target = answers["torch"].values.get("target", "")
+        if refused := answers["torch"].values.get("refused"):
+            raise NoSuchDevice(refused)
+        if answers["torch"]:  # everything else needs it
+            answers |= _ask_all(place, folder, device)
         if measure and folder is not None and answers.get("default"):
-            only = Request(str(place.folder), folder, device, only=("speed",))
-            answers |= ask(only, limit=_MEASURE_LIMIT)
+            answers["speed"] = ask(partial(probes.speed, device, folder), limit=_MEASURE_LIMIT)
         elif measure:
             answers["speed"] = Answer({}, "the default backend does not work here")
-    target = str(torch.values["target"]) if torch else ""
-    return Report(place, target, tuple(collect(machine, place, unwritable, answers)))
+    return Diagnosis(place, target, tuple(collect(machine, place, unwritable, answers)))
+
+
+def _ask_all(place: Place, folder: str | None, device: str | None) -> dict[str, Answer]:
+    preload()
+    answers = {
+        "dali": ask(probes.dali),
+        "io_uring": ask(partial(probes.diagnose, "io_uring")),
+        "libxnvme": ask(partial(probes.diagnose, "libxnvme")),
+        "blocks": ask(partial(probes.diagnose, "disk", str(place.folder))),
+    }
+    for name in ask(partial(probes.diagnose, "backends")).values.get("names", ()):
+        answers[f"backend {name}"] = ask(partial(probes.diagnose, "backend", name, device))
+    answers["default"] = ask(partial(probes.default, device, folder))
+    if folder is not None:
+        answers["cufile"] = _try_cufile(device, Path(folder))
+    return answers
 
 
 @contextlib.contextmanager
 def _folder(place: Place) -> Iterator[tuple[str | None, str]]:
-    """A folder for files on the drive in question, or None and why there cannot be one."""
+    """A folder for files on the drive in question; or None, and the reason why it cannot be made."""
     try:
         folder = tempfile.TemporaryDirectory(prefix=".monai-gds-doctor-", dir=place.folder, ignore_cleanup_errors=True)
     except OSError as e:
@@ -122,14 +133,12 @@ def _folder(place: Place) -> Iterator[tuple[str | None, str]]:
         yield path, ""
 
 
-def _try_cufile(request: Request, folder: Path) -> Answer:
-    """Has libcufile itself take a file, whatever KvikIO would rather do, and reads what it logs."""
+def _try_cufile(device: str | None, folder: Path) -> Answer:
+    """Has libcufile itself handle a file, whatever KvikIO would prefer, and reads its log."""
     log = folder / "cufile.log"
     environment = {
         "KVIKIO_COMPAT_MODE": "OFF", "CUFILE_LOGFILE_PATH": str(log), "CUFILE_LOGGING_LEVEL": "NOTICE",
     }  # fmt: skip
-    only = Request(request.directory, request.folder, request.device, only=("cufile",))
-    answers = ask(only, environment, limit=LIMIT)
-    answer = answers.get("cufile", answers.get("start", Answer({}, "it was not asked")))
+    answer = ask(partial(probes.diagnose, "cufile", device, str(folder)), environment)
     logged = log.read_text(errors="replace").splitlines() if log.exists() else []
     return Answer({**answer.values, "log": [line.strip() for line in logged[-_LOG_LINES:]]}, answer.error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +12,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from monai_gds.doctor import Finding, NoSuchDevice, Report, Status, examine
-from monai_gds.terminal import JsonOption, console, errors, say
+from monai_gds.console import say, stderr, stdout
+from monai_gds.doctor import Diagnosis, Finding, NoSuchDevice, Status, examine
+from monai_gds.options import JsonOption
 
 __all__ = ["app"]
 
@@ -23,12 +23,6 @@ app = typer.Typer()
 _STYLES = {
     Status.OK: "green", Status.NOTE: "yellow", Status.MISSING: "bright_black", Status.FAILED: "bold red",
 }  # fmt: skip
-
-
-class Buildable(StrEnum):
-    """What ``--build`` builds."""
-
-    DEEPNVME = "deepnvme"
 
 
 @app.command(epilog="Example: monai-gds doctor /nvme/cache --measure")
@@ -43,22 +37,23 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
     build: Annotated[
-        Buildable | None, typer.Option(help="Compile DeepSpeed's operators now instead of at their first use.")
+        str | None,
+        typer.Option(metavar="BACKEND", help="Compile a backend's operators now instead of at their first use."),
     ] = None,
 ) -> None:
-    """Tell what this machine can do, and what to do about the rest; exit code 1 when the default does not work."""
+    """Show what this machine can do, and how to improve it; exit code 1 when the default does not work."""
     if device is not None and not re.fullmatch(r"cpu|(cuda:)?\d+|cuda", device):
         raise typer.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint="--device")
     if build is not None:
-        _build(as_json)
+        _build(build, as_json)
         return
     try:
-        with errors.status("looking around…"):
+        with stderr.status("looking around…"):
             report = examine(directory, device=device, measure=measure)
     except NotADirectoryError as e:
         raise typer.BadParameter(str(e), param_hint="DIRECTORY") from None
     except NoSuchDevice as e:
-        raise typer.BadParameter(f"{e} (without --device the doctor says why)", param_hint="--device") from None
+        raise typer.BadParameter(f"{e} (run it without --device to see why)", param_hint="--device") from None
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
@@ -66,19 +61,20 @@ def doctor(
     raise typer.Exit(0 if report.works else 1)
 
 
-def _build(as_json: bool) -> None:
-    from monai_gds.storage.deepnvme_build import build_ahead
+def _build(backend: str, as_json: bool) -> None:
+    from monai_gds.storage import diagnosis
 
-    built = [str(path) for path in build_ahead(lambda line: say(line, errors))]
+    if backend not in diagnosis.BUILDABLE:
+        raise typer.BadParameter(f"{backend!r} is not one of {', '.join(diagnosis.BUILDABLE)}", param_hint="--build")
+    built = [str(path) for path in diagnosis.build(backend, lambda line: say(line, stderr))]
     print(json.dumps({"built": built}, indent=2) if as_json else "\n".join(built))
 
 
-def show(report: Report) -> None:
-    """Prints a report: a table on a terminal; where it is piped, one line a finding and one a remedy."""
+def show(report: Diagnosis) -> None:
+    """Prints a report: a table on a terminal; to a pipe, one line per finding and one per remedy."""
     rows = list(_merged(finding for finding in report.findings if finding.status is not Status.UNUSED))
-    heading = f"monai-gds doctor: {report.place.asked.absolute()}, target {report.target or 'unknown'}"
-    say(heading)
-    if not console.is_terminal and not console.is_jupyter:
+    say(f"monai-gds doctor: {report.place.asked.absolute()}, target {report.target or 'unknown'}")
+    if not stdout.is_terminal and not stdout.is_jupyter:
         for name, finding in rows:
             say(f"{name}: {finding.status}: {finding.found}")
             if finding.remedy:
@@ -92,11 +88,11 @@ def show(report: Report) -> None:
         remedy = f"\n[cyan]→ {escape(finding.remedy)}[/cyan]" if finding.remedy else ""
         status = f"[{_STYLES[finding.status]}]{finding.status}[/]"
         table.add_row(name.replace(", ", "\n"), status, f"{escape(finding.found)}{remedy}")
-    console.print(table)
+    stdout.print(table)
 
 
 def _merged(findings: Iterable[Finding]) -> Iterable[tuple[str, Finding]]:
-    """Findings that say the same in one row, by the place of the first."""
+    """Findings with the same text share a row, at the place of the first."""
     rows: dict[tuple[Status, str, str], list[Finding]] = {}
     for finding in findings:
         rows.setdefault((finding.status, finding.found, finding.remedy), []).append(finding)

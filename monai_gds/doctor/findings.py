@@ -1,7 +1,4 @@
-"""What it all means: from what the machine and the libraries said to findings, each with what to do about it.
-
-Every function here is told what was found and looks at nothing itself.
-"""
+"""From what machine and libraries answered to findings, each with a remedy. Nothing here touches the machine."""
 
 from __future__ import annotations
 
@@ -11,28 +8,25 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from monai_gds.doctor.asking import Answer
+from monai_gds.doctor.isolation import Answer
 from monai_gds.doctor.machine import UDEV_PROPERTIES, Machine, Place
-from monai_gds.extents import how_to_be_let_read
 
 __all__ = ["Finding", "Status", "collect"]
 
 _GUIDE = "https://docs.nvidia.com/gpudirect-storage/troubleshooting-guide/"
 
-#: File systems that lose what is in them, or that many machines share, and what that means for a cache.
+#: File systems that lose their files, or that are on another machine.
 _IN_MEMORY = ("tmpfs", "ramfs")
 _OF_CONTAINERS = ("overlay", "aufs")
 _NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse", "fuse.sshfs", "fuse.s3fs")
 
-#: Those that cuFile takes files of, on a local drive.
+#: File systems on a local drive whose files cuFile accepts.
 _OF_CUFILE = ("ext4", "xfs")
 
 
 class Status(StrEnum):
-    """How a finding is to be taken.
-
-    OK: it works. NOTE: it works, and something could be better. MISSING: it is not there, and need not be. FAILED: the
-    default does not work because of it. UNUSED: it is of no use on this machine.
+    """OK: it works. NOTE: it works, but could be better. MISSING: not there, and optional. FAILED: the default does not
+    work because of it. UNUSED: of no use on this machine.
     """
 
     OK = "ok"
@@ -47,11 +41,11 @@ class Finding:
     """One row.
 
     Args:
-        name: what JSON and the screen call it.
-        status: see Status.
+        name: its key in JSON and its row on the screen.
+        status: see :class:`Status`.
         found: what was found, in words.
-        remedy: what to do about it; empty where nothing needs doing.
-        details: the same for programs, JSON types.
+        remedy: what to do about it; empty if nothing needs doing.
+        details: the same for programs, as JSON types.
     """
 
     name: str
@@ -63,21 +57,21 @@ class Finding:
 
 Answers = Mapping[str, Answer]
 
-_NOT_ASKED = Answer({}, "it was not asked")
+_NOT_ASKED = Answer({}, "not tried")
 
 
 def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -> list[Finding]:
     """All findings, in the order of the screen.
 
     Args:
-        machine: what the kernel says.
-        place: where the cache directory is.
-        unwritable: why it takes no files; empty where it does.
-        answers: what the libraries said.
+        machine: the kernel's side.
+        place: the cache directory.
+        unwritable: why no file can be made there; empty if it can.
+        answers: the answers of the probes, by name.
     """
     found = [gpu(machine, answers), torch(answers), directory(place, unwritable)]
     found += _direct_storage(machine, place, answers)
-    found += [io_uring(machine, answers), libxnvme(answers), blocks(place, answers), *backends(answers), dali(answers)]
+    found += [io_uring(machine, answers), libxnvme(answers), blocks(answers), *backends(answers), dali(answers)]
     found += [speed(answers["speed"])] if "speed" in answers else []
     return [*found, container(machine, place, answers), default(answers, unwritable)]
 
@@ -87,7 +81,7 @@ def _devices(answers: Answers) -> list[Mapping[str, Any]]:
 
 
 def gpu(machine: Machine, answers: Answers) -> Finding:
-    """The GPUs that torch sees, and the driver."""
+    """The GPUs that torch sees, and their driver."""
     driver = machine.driver
     kind = f"driver {driver.version}{', open kernel modules' if driver.is_open else ''}" if driver else ""
     devices = _devices(answers)
@@ -106,31 +100,31 @@ def gpu(machine: Machine, answers: Answers) -> Finding:
 
 
 def _why_no_gpu(machine: Machine, answers: Answers) -> str:
-    told = answers.get("torch", _NOT_ASKED).values
-    if not told:
+    values = answers.get("torch", _NOT_ASKED).values
+    if not values:
         return "see torch below"
-    if told["cuda"] is None:
-        return f"torch {told['version']} is built without CUDA: install one that is built with it"
+    if values["cuda"] is None:
+        return f"torch {values['version']} is built without CUDA: install one that is built with it"
     if machine.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides all of them: unset it"
     if not machine.exists("/dev/nvidiactl"):
         return "/dev has no nvidiactl" + (": start the container with --gpus=all" if machine.container else "")
-    return f"torch says: {told['problem'] or 'nothing'}"
+    return f"torch reports: {values['problem'] or 'nothing'}"
 
 
 def torch(answers: Answers) -> Finding:
     """torch and its CUDA."""
-    answer = answers.get("torch", answers.get("start", _NOT_ASKED))
+    answer = answers.get("torch", _NOT_ASKED)
     if not answer:
         return Finding("torch", Status.FAILED, answer.error, "pip install --force-reinstall torch")
-    told = answer.values
-    built = f"built for CUDA {told['cuda']}" if told["cuda"] else "built without CUDA"
-    details = {"version": told["version"], "cuda": told["cuda"]}
-    return Finding("torch", Status.OK, f"{told['version']}, {built}", details=details)
+    values = answer.values
+    built = f"built for CUDA {values['cuda']}" if values["cuda"] else "built without CUDA"
+    details = {"version": values["version"], "cuda": values["cuda"]}
+    return Finding("torch", Status.OK, f"{values['version']}, {built}", details=details)
 
 
 def directory(place: Place, unwritable: str) -> Finding:
-    """The cache directory's file system, and whether files can be made there."""
+    """The cache directory's file system, and whether files can be created there."""
     mount, drive = place.mount, place.drive
     kind = mount.kind if mount else "unknown"
     words = [f"{place.folder}: {kind}"]
@@ -171,20 +165,20 @@ def _about(place: Place) -> dict[str, Any]:
 def _advice_on(place: Place) -> str:
     kind = place.mount.kind if place.mount else ""
     if kind in _IN_MEMORY:
-        return "it lies in memory: records are gone with a reboot, and take memory from the training"
+        return "it lies in memory: records are lost at a reboot, and take memory from the training"
     if kind in _OF_CONTAINERS:
         return "it belongs to the container and goes with it: mount a drive of the host, --volume /nvme/cache:/cache"
     if kind in _NETWORKED:
         return "it is on another machine: a local drive serves cached epochs better"
     if place.drive is not None and place.drive.rotates and not place.drive.is_virtual:
-        return "it is on a spinning disk: what does not fit into the page cache is read slowly"
+        return "it is on a spinning disk: records that do not fit into the page cache are read slowly"
     if place.free_bytes < 1 << 30:
-        return "it is nearly full: items that find no room are computed anew each time"
+        return "it is nearly full: items that do not fit are computed again each time"
     return ""
 
 
 def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterator[Finding]:
-    """cuFile, and the three things that decide how it goes about its work."""
+    """cuFile, and the three things that decide which way it takes."""
     if not _devices(answers):
         for name in ("nvidia-fs", "p2pdma", "udev", "cufile"):
             yield Finding(name, Status.UNUSED, "of use with a GPU only")
@@ -196,12 +190,12 @@ def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterato
 
 
 def _goes_straight(machine: Machine, place: Place) -> bool:
-    """Whether cuFile has a way to the GPU that leaves the host's memory out: without one it is of no use here."""
+    """Whether cuFile can bypass host memory: if not, it is of no use here."""
     return machine.nvidia_fs is not None or not machine.lacks_for_p2pdma(place)
 
 
 def nvidia_fs(machine: Machine) -> Finding:
-    """The kernel module that lets cuFile go straight to the GPU."""
+    """The kernel module that lets cuFile write straight into GPU memory."""
     details = {"version": machine.nvidia_fs, "nodes": machine.nvidia_fs_nodes}
     if machine.nvidia_fs is None:
         remedy = f"install NVIDIA's package nvidia-gds{' on the host' if machine.container else ''}: {_GUIDE}"
@@ -226,14 +220,14 @@ def p2pdma(machine: Machine, place: Place) -> Finding:
 
 
 def _ask_for(machine: Machine) -> str:
-    """How the kvikio backend is made to take cuFile without nvidia-fs; empty where it takes it already."""
+    """How to make KvikIO use cuFile without nvidia-fs; empty if it does already."""
     if machine.nvidia_fs is not None or machine.environment.get("KVIKIO_COMPAT_MODE", "").upper() in ("OFF", "0"):
         return ""
-    return "the kvikio backend takes it when KVIKIO_COMPAT_MODE=OFF is set"
+    return "KvikIO uses it when KVIKIO_COMPAT_MODE=OFF is set"
 
 
 def udev(machine: Machine, place: Place, *, direct: bool) -> Finding:
-    """udev's entry of the drive, without which libcufile refuses its files."""
+    """udev's entry for the drive, without which libcufile refuses its files."""
     if not place.number:
         kind = place.mount.kind if place.mount else "this file system"
         advice = "put the cache on ext4 or XFS on a local drive"
@@ -241,8 +235,8 @@ def udev(machine: Machine, place: Place, *, direct: bool) -> Finding:
     entry = machine.udev_entry(place.number)
     details = {"number": place.number, "properties": entry}
     if entry is not None and all(name in entry for name in UDEV_PROPERTIES):
-        return Finding("udev", Status.OK, f"it knows {place.number} as {entry['ID_FS_TYPE']}", "", details)
-    missing = "no /run/udev" if entry is None else f"udev does not say what file system is on {place.number}"
+        return Finding("udev", Status.OK, f"its database lists {place.number} as {entry['ID_FS_TYPE']}", "", details)
+    missing = "no /run/udev" if entry is None else f"udev does not name the file system on {place.number}"
     remedy = _entry_by_hand(place)
     if machine.container:
         remedy = f"start it with --volume /run/udev:/run/udev:ro; or {remedy}"
@@ -258,35 +252,35 @@ def _entry_by_hand(place: Place) -> str:
 
 
 def cufile(answer: Answer | None, machine: Machine, place: Place, entry: Finding) -> Finding:
-    """Whether cuFile takes files in this directory, tried."""
-    if answer is None:
-        return Finding("cufile", Status.MISSING, "not tried: that needs KvikIO, and a directory that takes files")
+    """Whether cuFile accepts files in this directory."""
+    if answer is None or (answer and not answer.values.get("tried", True)):
+        return Finding("cufile", Status.MISSING, "not tried: that needs KvikIO, and a directory that can be written to")
     log = list(answer.values.get("log", []))
     details = {"takes_files": bool(answer), "log": log}
     if not answer:
         last = next((line for line in reversed(log) if "ERROR" in line), "")
-        told = f"{answer.error}{f'; its log ends with: {last}' if last else ''}"
+        error = f"{answer.error}{f'; its log ends with: {last}' if last else ''}"
         if entry.status is not Status.OK:
             remedy = "see udev above"
         elif place.mount is not None and place.mount.kind not in _OF_CUFILE:
             remedy = "put the cache on ext4 or XFS on a local drive"
         else:
             remedy = f"look through {_GUIDE}"
-        return Finding("cufile", Status.MISSING, f"it refuses files here: {told}", remedy, details)
+        return Finding("cufile", Status.MISSING, f"it refuses files here: {error}", remedy, details)
     compatible = any("compat" in line.lower() for line in log)
     details["compatibility_mode"] = compatible
     if compatible:
-        found = "it takes files here, but in its compatibility mode, through host memory"
+        found = "it accepts files here, but in its compatibility mode, through host memory"
         return Finding("cufile", Status.NOTE, found, "for the direct way: nvidia-fs or P2PDMA, see above", details)
-    found = "it takes files here, and logs no compatibility mode"
+    found = "it accepts files here, and logs no compatibility mode"
     return Finding("cufile", Status.OK, found, _ask_for(machine), details)
 
 
 def io_uring(machine: Machine, answers: Answers) -> Finding:
-    """Whether the posix backend reads many small files with one system call."""
+    """Whether many small files are read with one system call."""
     answer = answers.get("io_uring", _NOT_ASKED)
     if answer:
-        found = f"small files are read {answer.values['files']} a system call"
+        found = f"small files are read {answer.values['files']} per system call"
         return Finding("io_uring", Status.OK, found, "", answer.values)
     switched_off = machine.io_uring_disabled
     remedy = "use Linux 5.17 or later"
@@ -301,40 +295,40 @@ def io_uring(machine: Machine, answers: Answers) -> Finding:
 def libxnvme(answers: Answers) -> Finding:
     """The library below both xNVMe backends."""
     answer = answers.get("libxnvme", _NOT_ASKED)
-    if not answer:
-        told = answers.get("backend xnvme", _NOT_ASKED).values
-        return Finding("libxnvme", Status.MISSING, answer.error, str(told.get("remedy", "")))
     values = answer.values
+    if "found" not in values:
+        problem = answer.error or str(values["problem"])
+        return Finding("libxnvme", Status.MISSING, problem, str(values.get("remedy", "")))
     built = f"; built with {', '.join(values['drivers'])}" if values["drivers"] else ""
     return Finding("libxnvme", Status.OK, f"{values['version']} at {values['found']}{built}", "", values)
 
 
-def blocks(place: Place, answers: Answers) -> Finding:
-    """Whether xnvme-block could read the directory's files from their device."""
+def blocks(answers: Answers) -> Finding:
+    """Whether the directory's files can be read by their blocks, straight from the device."""
     answer = answers.get("blocks", _NOT_ASKED)
-    if not answers.get("libxnvme"):
-        return Finding("blocks", Status.UNUSED, "of use with libxnvme only", details=answer.values)
+    values = answer.values
+    if "found" not in answers.get("libxnvme", _NOT_ASKED).values:
+        return Finding("blocks", Status.UNUSED, "of use with libxnvme only", details=values)
     if not answer:
-        return Finding("blocks", Status.MISSING, f"xnvme-block: {answer.error}")
-    disk = answer.values["disk"]
-    if not answer.values["readable"]:
-        found = f"xnvme-block cannot read {disk}: {answer.values['problem']}"
-        return Finding("blocks", Status.MISSING, found, how_to_be_let_read(disk), answer.values)
-    return Finding("blocks", Status.OK, f"xnvme-block can read files here from {disk}", "", answer.values)
+        return Finding("blocks", Status.MISSING, f"files here cannot be read by their blocks: {answer.error}")
+    if not values["readable"]:
+        found = f"blocks of {values['disk']} cannot be read: {values['problem']}"
+        return Finding("blocks", Status.MISSING, found, values["remedy"], values)
+    return Finding("blocks", Status.OK, f"files here can be read by their blocks from {values['disk']}", "", values)
 
 
 def backends(answers: Answers) -> Iterator[Finding]:
-    """A finding for each storage backend."""
+    """One finding per storage backend."""
     for step, answer in answers.items():
         prefix, _, name = step.partition(" ")
         if prefix != "backend":
             continue
         if not answer:
-            yield Finding(name, Status.MISSING, f"asking it failed: {answer.error}", details={"ok": False})
+            yield Finding(name, Status.MISSING, f"its probe failed: {answer.error}", details={"ok": False})
             continue
-        told = answer.values
-        status = Status.OK if told["ok"] else Status.MISSING if told["of_use"] else Status.UNUSED
-        yield Finding(name, status, told["reason"], told["remedy"], {"ok": told["ok"]})
+        values = answer.values
+        status = Status.OK if values["ok"] else Status.MISSING if values["of_use"] else Status.UNUSED
+        yield Finding(name, status, values["reason"], values["remedy"], {"ok": values["ok"]})
 
 
 def dali(answers: Answers) -> Finding:
@@ -347,19 +341,19 @@ def dali(answers: Answers) -> Finding:
 
 
 def speed(answer: Answer) -> Finding:
-    """What --measure measured."""
+    """The figures of ``--measure``."""
     if not answer:
         return Finding("speed", Status.NOTE, f"not measured: {answer.error}")
-    told = answer.values
-    words = [f"written {told['write']:.2f} GB/s (fsync included)"]
-    for name, how in (("cold", "from the drive (O_DIRECT)"), ("warm", f"from the page cache by {told['backend']}")):
-        figure = told[name]
-        words.append(f"{how} {figure:.2f} GB/s" if figure else f"{how}: not measured, {told[f'{name}_problem']}")
-    return Finding("speed", Status.OK, f"{told['bytes'] / 2**20:.0f} MiB: " + ", ".join(words), "", told)
+    values = answer.values
+    words = [f"written {values['write']:.2f} GB/s (fsync included)"]
+    for name, how in (("cold", "from the drive (O_DIRECT)"), ("warm", f"from the page cache by {values['backend']}")):
+        figure = values[name]
+        words.append(f"{how} {figure:.2f} GB/s" if figure else f"{how}: not measured, {values[f'{name}_problem']}")
+    return Finding("speed", Status.OK, f"{values['bytes'] / 2**20:.0f} MiB: " + ", ".join(words), "", values)
 
 
 def container(machine: Machine, place: Place, answers: Answers) -> Finding:
-    """A container, and the options that it should have been started with."""
+    """The container, and options that it should have been started with."""
     if machine.container is None:
         return Finding("container", Status.UNUSED, "this is not a container")
     flags = list(_missing_options(machine, place, bool(_devices(answers))))
@@ -384,12 +378,12 @@ def _missing_options(machine: Machine, place: Place, has_gpu: bool) -> Iterable[
 
 
 def default(answers: Answers, unwritable: str) -> Finding:
-    """What ``backend="auto"`` takes, and whether it works."""
+    """The backend that ``auto`` chooses, and whether it works."""
     answer = answers.get("default", _NOT_ASKED)
-    told = {**answer.values, "works": bool(answer) and not unwritable}
+    values = {**answer.values, "works": bool(answer) and not unwritable}
     if not answer:
-        return Finding("default", Status.FAILED, f"it does not work: {answer.error}", "", told)
-    found = f"{told['backend']} ({told['reason']})"
+        return Finding("default", Status.FAILED, f"it does not work: {answer.error}", "", values)
+    found = f"{values['backend']} ({values['reason']})"
     if unwritable:
-        return Finding("default", Status.FAILED, f"{found}, not tried: no file can be made", "see directory", told)
-    return Finding("default", Status.OK, f"{found}: wrote a file here and read it back", "", told)
+        return Finding("default", Status.FAILED, f"{found}, not tried: no file can be made", "see directory", values)
+    return Finding("default", Status.OK, f"{found}: wrote a file here and read it back", "", values)

@@ -1,10 +1,10 @@
-"""What the kernel and the file system tell of this machine: drivers, modules, mounts, udev's entries, containers.
+"""What the kernel tells about this machine: drivers, modules, mounts, udev's entries, containers.
 
-Only small files below ``root`` are read, so a test can lay out a machine in a folder. Nothing is imported or started.
+It reads small files below ``root`` only, so a test can lay out a machine in a folder.
 
-Where figures and paths come from: NVIDIA's GPUDirect Storage troubleshooting guide
+Sources of the paths and settings: NVIDIA's GPUDirect Storage troubleshooting guide
 (https://docs.nvidia.com/gpudirect-storage/troubleshooting-guide/, "NVMe P2PDMA Troubleshooting" for P2PDMA), and the
-names that libcufile 1.20 looks for.
+names in libcufile 1.20.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from monai_gds.extents import Mount, mounts
+from monai_gds.mounts import Mount, mounts
 
 __all__ = ["Drive", "Driver", "Machine", "Place", "nearest_folder"]
 
-#: What libcufile asks udev for, of the block device that a file lies on.
+#: Properties of a block device that libcufile looks up in udev's database.
 UDEV_PROPERTIES = ("ID_FS_TYPE", "ID_FS_USAGE")
 
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's kernel driver: its version, and whether it is the open one (which P2PDMA needs)."""
+    """NVIDIA's kernel driver: its version, and whether it is the open variant, which P2PDMA needs."""
 
     version: str
     is_open: bool
@@ -39,9 +39,9 @@ class Drive:
     """The disk below a file system.
 
     Attributes:
-        name: of the whole disk below /dev: ``nvme0n1``, ``sda``, ``dm-0``.
-        model: what it calls itself; empty where it does not.
-        rotates: whether it is a spinning disk.
+        name: name of the whole disk in /dev: ``nvme0n1``, ``sda``, ``dm-0``.
+        model: its model; empty if unknown.
+        rotates: whether the kernel takes it for a spinning disk.
     """
 
     name: str
@@ -50,26 +50,26 @@ class Drive:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether a hypervisor made it: what it says of itself means nothing."""
+        """Whether a hypervisor provides it, so that ``rotates`` means nothing."""
         return self.name.startswith(("vd", "xvd"))
 
     @property
     def is_nvme(self) -> bool:
-        """Whether the kernel's NVMe driver serves it."""
+        """Whether the kernel's NVMe driver drives it."""
         return self.name.startswith("nvme")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The cache directory, or its nearest folder that exists.
+    """The cache directory, or its nearest existing parent.
 
     Attributes:
-        asked: as the user named it.
-        folder: the folder that was looked at.
-        mount: the file system that it is on; None where the kernel does not tell.
-        drive: the disk below; None where there is none.
-        free_bytes: that a user may still fill.
-        nbytes: of the whole file system.
+        asked: the directory as the user named it.
+        folder: the folder that was examined.
+        mount: its file system; None if unknown.
+        drive: the disk below; None if there is none.
+        free_bytes: bytes that a user may still fill.
+        nbytes: bytes of the whole file system.
     """
 
     asked: Path
@@ -81,16 +81,16 @@ class Place:
 
     @property
     def number(self) -> str:
-        """``major:minor`` of the block device; empty where there is none."""
+        """``major:minor`` of the block device; empty if there is none."""
         number = self.mount.number if self.mount else ""
         return "" if number.startswith("0:") else number
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists.
+    """The path, or its nearest existing parent.
 
     Raises:
-        NotADirectoryError: the path, or what it leads through, is a file.
+        NotADirectoryError: the path or one of its parents is a file.
     """
     path = Path(os.path.abspath(path))
     found = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
@@ -101,10 +101,10 @@ def nearest_folder(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, or one that a test laid out.
+    """This machine, or one laid out by a test.
 
     Args:
-        root: where ``/proc``, ``/sys``, ``/dev``, ``/run`` and ``/etc`` are.
+        root: the folder of ``/proc``, ``/sys``, ``/dev``, ``/run`` and ``/etc``.
         environment: the environment variables.
     """
 
@@ -112,7 +112,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def _text(self, path: str) -> str | None:
-        """A file's text; None where it is missing or may not be read."""
+        """A file's text; None if it is missing or cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace")
         except OSError:
@@ -123,7 +123,7 @@ class Machine:
         return (self.root / path.lstrip("/")).exists()
 
     def place(self, directory: Path) -> Place:
-        """Where a directory lies.
+        """The file system and drive of a directory.
 
         Raises:
             NotADirectoryError: it is a file.
@@ -153,63 +153,63 @@ class Machine:
         whole = folder.resolve()
         if (whole / "partition").exists():
             whole = whole.parent
-        told = [self._text(os.path.relpath(whole / name, self.root)) for name in ("device/model", "queue/rotational")]
-        model, rotates = ((text or "").strip() for text in told)
+        files = [os.path.relpath(whole / name, self.root) for name in ("device/model", "queue/rotational")]
+        model, rotates = ((self._text(file) or "").strip() for file in files)
         return Drive(whole.name, model, rotates == "1")
 
     @cached_property
     def driver(self) -> Driver | None:
-        """NVIDIA's driver; None where it is not loaded."""
+        """NVIDIA's driver; None if it is not loaded."""
         text = self._text("/proc/driver/nvidia/version") or ""
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
         return Driver(match[1], "Open Kernel Module" in text) if match else None
 
     @cached_property
     def container(self) -> str | None:
-        """What kind of container this is; None outside of one."""
+        """The kind of container that this is; None outside of one."""
         if self.exists("/.dockerenv"):
             return "docker"
         if self.exists("/run/.containerenv"):
             return "podman"
         if "KUBERNETES_SERVICE_HOST" in self.environment:
             return "kubernetes"
-        return self.environment.get("container") or None  # systemd's and lxc's way of telling
+        return self.environment.get("container") or None  # set by systemd and lxc
 
     @property
     def locked_memory_is_limited(self) -> bool:
-        """Whether this process may lock only so much memory, which DeepNVMe's and pinned buffers need."""
+        """Whether locked memory, which DeepNVMe and pinned buffers need, is limited."""
         limits = self._text("/proc/self/limits") or ""
         return bool(re.search(r"^Max locked memory\s+\d", limits, re.MULTILINE))
 
     @property
     def shared_memory_is_small(self) -> bool:
-        """Whether /dev/shm, through which workers of a DataLoader send items, has docker's default of 64 MiB."""
+        """Whether /dev/shm, through which DataLoader workers send items, has docker's default of 64 MiB."""
         return any(mount.point == "/dev/shm" and "size=65536k" in mount.options for mount in self._mounts)
 
     @property
     def io_uring_disabled(self) -> bool:
-        """Whether the administrator switched io_uring off (Linux 6.6 and later)."""
+        """Whether io_uring is switched off by sysctl (Linux 6.6 and later)."""
         return (self._text("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0"
 
     @cached_property
     def nvidia_fs(self) -> str | None:
-        """Version of the kernel module nvidia-fs ("loaded" where it does not say); None where it is not loaded."""
-        told = self._text("/proc/driver/nvidia-fs/version")
-        if told is not None:
-            match = re.search(r"\d+(\.\d+)+", told)
+        """Version of the kernel module nvidia-fs ("loaded" if unknown); None if it is not loaded."""
+        text = self._text("/proc/driver/nvidia-fs/version")
+        if text is not None:
+            match = re.search(r"\d+(\.\d+)+", text)
             return match[0] if match else "loaded"
         modules = self._text("/proc/modules") or ""
         return "loaded" if re.search(r"^nvidia_fs\s", modules, re.MULTILINE) else None
 
     @cached_property
     def nvidia_fs_nodes(self) -> list[str]:
-        """The device nodes of nvidia-fs, by their paths on this machine."""
+        """Paths of nvidia-fs's device nodes."""
         return [f"/dev/{node.name}" for node in sorted((self.root / "dev").glob("nvidia-fs*"))]
 
     def udev_entry(self, number: str) -> dict[str, str] | None:
-        """udev's properties of the block device ``major:minor``; None where udev's database is not there.
+        """udev's properties of the block device ``major:minor``; None without udev's database.
 
-        A device that udev does not know has no properties.
+        A device that is not in the database has no properties.
         """
         if not os.access(self.root / "run/udev", os.R_OK):
             return None
@@ -218,7 +218,7 @@ class Machine:
         return {name: value for name, _, value in pairs}
 
     def lacks_for_p2pdma(self, place: Place) -> list[tuple[str, str]]:
-        """What cuFile's way without nvidia-fs, PCI P2PDMA, still needs: ``(what is missing, what to do)`` each."""
+        """What PCI P2PDMA, cuFile's way without nvidia-fs, lacks here, as pairs of (what is missing, what to do)."""
         lacking = []
         if place.drive is None or not place.drive.is_nvme:
             lacking.append(("an NVMe drive below the directory", "put the cache on a local NVMe drive"))
@@ -245,7 +245,7 @@ class Machine:
 
     @property
     def cufile_json(self) -> str:
-        """The path of cuFile's settings."""
+        """Path of cuFile's settings."""
         return self.environment.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
 
     def _cufile_wants_p2pdma(self) -> bool:

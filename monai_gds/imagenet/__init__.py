@@ -1,4 +1,4 @@
-"""Image folders through any storage backend into NVIDIA DALI, and any iterable as a DALI pipeline.
+"""Feeds NVIDIA DALI from image folders through any storage backend, and from any iterable.
 
 Start with :class:`~monai_gds.imagenet.dataset.ImageNetDataset`. Importing this package does not import DALI.
 """

@@ -1,32 +1,30 @@
-"""DALI graphs for images: decode, crop, flip, normalise; and finding the image that a decoder could not read."""
+"""The DALI graph of images: decode, crop, flip, normalise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
+from monai_gds.imagenet.pipeline import dali
 
-from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, dali
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Decoding"]
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Decoding", "broken_images", "reason"]
-
-#: Of ImageNet's training images, RGB, in units of 0 to 255: what torchvision's and DALI's examples use.
+#: Mean and standard deviation of ImageNet's training images, RGB, for values of 0 to 255, as in torchvision's examples.
 IMAGENET_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 IMAGENET_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What becomes of encoded images.
+    """How encoded images are decoded and transformed.
 
     Attributes:
         crop: (height, width) of a random resized crop; None for whole images.
-        flip: mirror every other image at random.
-        normalize: float32 CHW with ImageNet's mean and deviation, or another (mean, std) for values 0 to 255.
-        options: for ``fn.decoders.image``: ``device_memory_padding``, ``host_memory_padding``, ``output_type``…
+        flip: mirror each image with a probability of one half.
+        normalize: float32 CHW, normalised with ImageNet's mean and deviation or with ``(mean, std)`` for values of 0 to
+            255.
+        options: arguments of ``fn.decoders.image``, such as ``device_memory_padding`` or ``output_type``.
     """
 
     crop: tuple[int, int] | None = None
@@ -35,7 +33,7 @@ class Decoding:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def graph(self, jpegs: Any, on_gpu: bool) -> Any:
-        """The node of decoded images: uint8 HWC RGB, or float32 CHW with ``normalize``."""
+        """Returns the node of decoded images: uint8 HWC RGB, or float32 CHW with ``normalize``."""
         module = dali()
         fn, types = module.fn, module.types
         options = {"device": "mixed" if on_gpu else "cpu", "output_type": types.RGB, **self.options}
@@ -50,46 +48,3 @@ class Decoding:
                 images, dtype=types.FLOAT, output_layout="CHW", mean=list(mean), std=list(std), mirror=mirror
             )
         return fn.flip(images, horizontal=mirror) if self.flip else images
-
-
-def broken_images(
-    images: Sequence[np.ndarray], device: torch.device, options: Mapping[str, Any]
-) -> list[tuple[int, str]]:
-    """Decodes images one by one to find those that cannot be.
-
-    Args:
-        images: encoded, 1-D uint8, on the host.
-        device: as in the pipeline that failed.
-        options: for ``fn.decoders.image``.
-
-    Returns:
-        (position, what the decoder says) of each that fails.
-    """
-    decoding = Decoding(options=options)
-    on_gpu = device.type == "cuda"
-    pipe: FedPipeline[int] = FedPipeline(
-        {"image": Input()},
-        lambda nodes: {"image": decoding.graph(nodes["image"], on_gpu)},
-        batch_size=1,
-        device=device,
-        threads=1,
-    )
-    found = []
-    for i, image in enumerate(images):
-        try:
-            for _ in pipe.run([i], _feed(image)):
-                pass
-        except PipelineFailed as e:
-            found.append((i, reason(str(e))))
-    return found
-
-
-def _feed(image: np.ndarray) -> Callable[[int], Mapping[str, Any]]:
-    return lambda _: {"image": [image]}
-
-
-def reason(message: str) -> str:
-    """The telling line of DALI's message, which is mostly a traceback."""
-    _, _, tail = message.partition("encountered:")
-    lines = [line.strip() for line in tail.splitlines() if line.strip()]
-    return lines[0] if lines else message.strip().splitlines()[0]

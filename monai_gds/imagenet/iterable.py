@@ -1,4 +1,4 @@
-"""Any iterable as a DALI pipeline: samples or batches of arrays in, torch tensors out, all of them, every epoch."""
+"""Any iterable as a DALI pipeline: samples or batches of arrays in, torch tensors out, every one in every epoch."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from monai_gds.storage import resolve_device
 
 __all__ = ["DaliIterator", "dali_iterator"]
 
-#: An iterable of items, or a function that gives a new one every epoch.
-Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
+#: An iterable of items, or a function that returns a new one for every epoch.
+Items: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
 
 
 class DaliIterator:
     """Wraps an iterable as a DALI pipeline.
 
-    An iterable: each ``iter()`` is an epoch of dicts of torch tensors by key, (batch, …), or a list of tensors where
-    shapes differ. The last batch of an epoch is smaller if samples do not fill it. Tensors are where the graph left
-    them.
+    Each ``iter()`` is an epoch. It yields dicts by key of torch tensors (batch, …), or of lists of tensors where shapes
+    differ. The last batch of an epoch is smaller if samples do not fill it. Tensors are on the device where the graph
+    left them.
 
     Args:
-        source: an iterable of dicts, or of tuples, of arrays: NumPy, CuPy, torch on the CPU or a GPU, numbers. It is
-            iterated anew every epoch; give a function that makes it if it can be iterated only once.
-        batch_size: samples a batch; with ``already_batched`` the most that a batch has.
-        graph: takes the DALI nodes as a dict by key and gives a dict of nodes, whose keys are those of the results;
-            None brings everything to ``device``.
-        keys: names of a tuple's elements; which of a dict's keys are taken (default: those of the first item).
+        source: an iterable of dicts or tuples of arrays (NumPy, CuPy, torch on the CPU or a GPU) or numbers. It is
+            iterated anew every epoch. If it can be iterated only once, give a function that makes it.
+        batch_size: samples per batch; with ``already_batched``, the maximum.
+        graph: a function from a dict of DALI nodes by key to another one, whose keys are those of the results. None
+            brings everything to ``device``.
+        keys: names of a tuple's elements, or the keys of a dict to use (default: those of the first item).
         already_batched: items are batches: arrays with a leading batch axis, or lists of arrays.
         device: where DALI works: an int or ``"cuda:N"``, ``"cpu"``, or None for the current CUDA device if there is one
             and the CPU if not.
-        threads: DALI's CPU threads; default: one a core, 8 at most.
+        threads: DALI's CPU threads. Default: one per core, at most 8.
         seed: of random operators.
-        layouts: DALI's layout by key, such as ``{"image": "CHW"}``; many operators need it.
+        layouts: DALI's layouts by key, such as ``{"image": "CHW"}``, which many operators need.
 
     Raises:
         BackendUnavailable: DALI is not installed.
-        ValueError: ``batch_size`` is no int or not positive, or there is no such device.
+        ValueError: ``batch_size`` is not a positive int, or there is no such device.
 
-    While iterating: TypeError or ValueError for an item that is no array of numbers, or unlike the first in its keys,
-    dtype, number of axes or device (it names the key), RuntimeError when the source has nothing left for another
-    epoch, PipelineFailed for an error in the graph.
+    While iterating: TypeError or ValueError, naming the key, for an item that is not an array of numbers or differs
+    from the first in its keys, dtype, number of axes or device; RuntimeError if the source has nothing left for another
+    epoch; PipelineFailed for an error in the graph.
 
     Example:
         >>> import numpy as np
@@ -64,7 +64,7 @@ class DaliIterator:
 
     def __init__(
         self,
-        source: Source,
+        source: Items,
         batch_size: int,
         graph: Graph | None = None,
         *,
@@ -77,7 +77,7 @@ class DaliIterator:
     ) -> None:
         check_int("batch_size", batch_size)
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: at least one sample a batch is needed")
+            raise ValueError(f"batch_size={batch_size}: at least one sample per batch is needed")
         dali()  # an error now, not at the first batch
         self.device = resolve_device(device)
         self._source = source
@@ -89,7 +89,7 @@ class DaliIterator:
         self._seed = seed
         self._layouts = layouts or {}
         self._pipe: FedPipeline[Any] | None = None
-        self._kinds: dict[str, _Kind] = {}
+        self._kinds: dict[str, _ArrayKind] = {}
         self._epochs = 0
         self._running: weakref.ref[Iterator[Any]] | None = None
 
@@ -110,7 +110,7 @@ class DaliIterator:
             if self._epochs:
                 raise RuntimeError(
                     f"the source ({type(self._source).__name__}) has nothing left for another epoch: give a function "
-                    "that makes it anew"
+                    "that makes a new one"
                 )
             return
         self._epochs += 1
@@ -124,7 +124,7 @@ class DaliIterator:
             yield batch
 
     def _columns(self, batch: Any) -> dict[str, Any]:
-        """The batch by key: an array with a batch axis, or a list of arrays."""
+        """The batch by key: arrays with a batch axis, or lists of arrays."""
         if self._already_batched:
             columns = {
                 key: [_array(sample, key) for sample in value] if isinstance(value, list) else _array(value, key)
@@ -132,7 +132,7 @@ class DaliIterator:
             }
             sizes = {k: len(v) if isinstance(v, list) or v.ndim else 0 for k, v in columns.items()}
             if len(set(sizes.values())) != 1 or 0 in sizes.values():
-                raise ValueError(f"a batch has one sample or more, and as many of every key: not {sizes}")
+                raise ValueError(f"a batch needs at least one sample, and as many of every key: not {sizes}")
             return columns
         samples = [self._named(sample) for sample in batch]
         if any(sample.keys() != samples[0].keys() for sample in samples):
@@ -176,16 +176,16 @@ class DaliIterator:
 
 
 def _bring_to_device(nodes: dict[str, Any], there: Collection[str]) -> dict[str, Any]:
-    """The graph where the user has none."""
+    """The graph if the user gives none."""
     return {key: node if key in there else node.gpu() for key, node in nodes.items()}
 
 
-#: It is used like a function.
+#: The class is used like a function.
 dali_iterator = DaliIterator
 
 
-class _Kind(NamedTuple):
-    """What all samples of a key have in common."""
+class _ArrayKind(NamedTuple):
+    """The properties that all samples of a key share."""
 
     device: str
     dtype: Any
@@ -195,14 +195,14 @@ class _Kind(NamedTuple):
         return f"{self.dtype} with {self.axes} axes on the {self.device}"
 
 
-def _kinds(column: Any) -> Iterator[_Kind]:
-    """Of each sample of a list, or of all samples of an array with a batch axis."""
+def _kinds(column: Any) -> Iterator[_ArrayKind]:
+    """The kind of each sample of a list, or of all samples of an array with a batch axis."""
     for array, axes in [(a, a.ndim) for a in column] if isinstance(column, list) else [(column, column.ndim - 1)]:
-        yield _Kind("gpu" if hasattr(array, "__cuda_array_interface__") else "cpu", array.dtype, axes)
+        yield _ArrayKind("gpu" if hasattr(array, "__cuda_array_interface__") else "cpu", array.dtype, axes)
 
 
 def _array(value: Any, key: str) -> Any:
-    """An array as DALI takes it: without gaps, and in this machine's byte order, which DALI assumes without a word."""
+    """An array as DALI takes it: contiguous, and in native byte order, which DALI silently assumes."""
     if isinstance(value, torch.Tensor):
         value = value.detach().contiguous()
         return value if value.is_cuda else value.numpy()
@@ -210,5 +210,5 @@ def _array(value: Any, key: str) -> Any:
         return value
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        raise TypeError(f"{key!r} holds {type(value).__name__}, which is no array of numbers: leave it out with keys=…")
+        raise TypeError(f"{key!r} holds {type(value).__name__}, not an array of numbers: leave it out with keys=…")
     return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")

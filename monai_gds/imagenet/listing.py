@@ -1,8 +1,9 @@
-"""Which images there are and what their labels are: from a folder, exactly as DALI's own file reader sees it.
+"""Lists the images of a folder, or of a block map of it, with their labels, exactly as DALI's own file reader does.
 
-``<root>/<class>/<file>``: the class names in byte-wise order are labels 0, 1, 2…, and so are the files of a class. A
-class without images takes a label too. What counts as an image goes by the end of its name, without regard to case
-(:data:`EXTENSIONS`); hidden files and symbolic links are in, nested folders and files next to the classes are not.
+Images are at ``<root>/<class>/<file>``. Labels 0, 1, 2… are the classes in byte-wise order of their names, including
+those without images; the files of a class are in byte-wise order too. A file counts as an image by the end of its name,
+whatever its case (:data:`EXTENSIONS`). Hidden files and symbolic links are listed; nested folders, and files next to
+the classes, are not.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from monai_gds.errors import ImageListError
+from monai_gds.errors import BlockMapError, ImageListError
 
-__all__ = ["EXTENSIONS", "MAX_CLASSES", "ImageList", "check_classes", "list_folder"]
+__all__ = ["EXTENSIONS", "MAX_CLASSES", "ImageList", "check_classes", "list_block_map", "list_folder"]
 
-#: What ``fn.readers.file`` takes by default (its argument ``file_filters`` in DALI 2.4).
+#: Those of ``fn.readers.file`` (the default of its argument ``file_filters`` in DALI 2.4).
 EXTENSIONS = (
     ".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pnm", ".ppm", ".pgm", ".pbm", ".jp2", ".webp", ".flac", ".ogg",
     ".wav",
@@ -27,7 +28,7 @@ EXTENSIONS = (
 
 _SUFFIXES = tuple(os.fsencode(e) for e in EXTENSIONS)
 
-#: Labels are int32, as in DALI, which wraps silently beyond it.
+#: Labels are int32, as in DALI, where larger ones silently wrap around.
 MAX_CLASSES = 2**31
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
@@ -38,11 +39,12 @@ class ImageList:
     """Images with their labels.
 
     Attributes:
-        root: what they were listed from, for messages.
-        classes: all class names; the label is the index. Names hold any bytes, as ``os.fsdecode`` gives them.
-        names: ``<class>/<file>`` of each image, label by label.
+        root: the folder they are in.
+        classes: all class names, in the order of their labels. Names hold any bytes, decoded by ``os.fsdecode``.
+        names: ``<class>/<file>`` of each image, in the order of their labels.
         labels: int32, (images,).
         sizes: bytes of each, int64, (images,).
+        bounds: None; see :class:`~monai_gds.imagenet.packed.PackedImages`.
     """
 
     root: str
@@ -50,20 +52,21 @@ class ImageList:
     names: Sequence[str]
     labels: np.ndarray
     sizes: np.ndarray
+    bounds: ClassVar[None] = None
 
     def __len__(self) -> int:
         return len(self.names)
 
     def path(self, index: int) -> str:
-        """The path of an image, or what to call it in a message."""
+        """The path of an image; in a packed folder, a name for messages."""
         return f"{self.root}/{self.names[index]}"
 
 
 def check_classes(count: int, root: str) -> None:
-    """Refuses what labels cannot number.
+    """Checks the number of classes.
 
     Raises:
-        ImageListError: no class at all, or more than an int32 holds.
+        ImageListError: there is none, or more than int32 labels can number.
     """
     if count == 0:
         raise ImageListError(f"{root} holds no class: images are expected at {root}/<class>/<file>")
@@ -75,7 +78,7 @@ def list_folder(root: StrPath) -> ImageList:
     """Lists ``<root>/<class>/<file>`` with labels and sizes.
 
     Raises:
-        ImageListError: no class, no image, or a symbolic link that leads nowhere.
+        ImageListError: no class, no image, or a dead symbolic link.
         OSError: a folder cannot be read.
     """
     top = os.path.abspath(root)
@@ -98,6 +101,40 @@ def list_folder(root: StrPath) -> ImageList:
     return ImageList(top, classes, names, labels, np.asarray(sizes, dtype=np.int64))
 
 
+def list_block_map(file: StrPath) -> ImageList:
+    """Lists the images of a block map as :func:`list_folder` lists those of the folder it was built from.
+
+    Raises:
+        ImageListError: it is not a block map, or holds no image ``<root>/<class>/<file>``.
+    """
+    from monai_gds.storage.xnvme.block_map import BlockMap
+
+    name = os.fspath(file)
+    try:
+        blocks = BlockMap.load(file)
+    except BlockMapError as e:
+        raise ImageListError(str(e)) from e
+    parts = [path.split("/") for path in blocks]
+    images = sorted((p for p in parts if len(p) == 3 and is_image(p[2])), key=lambda p: [os.fsencode(x) for x in p])
+    if not images:
+        raise ImageListError(f"{name!r} maps no image <root>/<class>/<file>")
+    roots = {image[0] for image in images}
+    if len(roots) > 1:
+        raise ImageListError(f"{name!r} maps more than one folder: build a map of one")
+    (root,) = roots
+    folders = [folder.split("/") for folder in blocks.folders]
+    classes = sorted({p[1] for p in images} | {p[1] for p in folders if len(p) == 2}, key=os.fsencode)
+    check_classes(len(classes), name)
+    label = {name: i for i, name in enumerate(classes)}
+    return ImageList(
+        root=f"{blocks.origin.parent}/{root}" if blocks.origin else root,
+        classes=classes,
+        names=["/".join(p[1:]) for p in images],
+        labels=np.asarray([label[p[1]] for p in images], dtype=np.int32),
+        sizes=np.asarray([blocks["/".join(p)].size for p in images], dtype=np.int64),
+    )
+
+
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     return stat.S_ISDIR(_stat(entry).st_mode)
 
@@ -112,12 +149,12 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file of this name is taken for an image."""
+    """Whether a file of this name counts as an image."""
     return os.fsencode(name).lower().endswith(_SUFFIXES)
 
 
 def _images_in(folder: str) -> list[tuple[str, int]]:
-    """(name, bytes) of every image directly in a folder, in no order."""
+    """(name, bytes) of every image directly in a folder, in any order."""
     found: list[tuple[str, int]] = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -1,19 +1,18 @@
-"""Packed images: the files of an image folder in a few large ones, so that a batch costs a few large reads.
+"""Packed images: the files of an image folder in a few large files, so that a batch takes a few large reads.
 
-A packed folder holds ``index.safetensors`` and ``images-00000.safetensors``, ``images-00001.safetensors``…, each of
-them a record (:mod:`monai_gds.cache.record`), that is, a valid safetensors file:
+A packed folder holds ``index.safetensors`` and ``images-00000.safetensors``, ``images-00001.safetensors``… Each is a
+record (:mod:`monai_gds.cache.record`) and thus a valid safetensors file:
 
-* an images file: ``images`` (U8, the image files back to back, from 64 KiB on beginning at a multiple of 4096),
-  ``sizes`` (I64, bytes of each), ``labels`` (I32), ``names`` (U8, ``<class>/<file>`` of each, ended by a zero byte),
-  and the class names;
-* the index: ``sizes``, ``labels`` and ``names`` of all images in order, ``files`` (I64, one row a file: images, bytes
-  of image data, where they begin, bytes of the file), and all class names, those without images too.
+* An images file holds ``images`` (U8, the image files back to back; data of 64 KiB and more begin at a multiple of
+  4096), ``sizes`` (I64, bytes of each), ``labels`` (I32), ``names`` (U8, ``<class>/<file>`` of each, ended by a zero
+  byte), and the class names.
+* The index holds ``sizes``, ``labels`` and ``names`` of all images in order, ``files`` (I64, one row per file: images,
+  bytes of image data, their offset, bytes of the file), and all class names, including classes without images.
 
-Why records and not tar shards with a DALI index: a tar holds a 512-byte header before every image, so a batch cannot be
-read in one piece into the buffer whose slices are the images; its index is a text file that only DALI reads, and labels
-need a file of their own. A record has offsets, labels and names in one place, begins its data where O_DIRECT, cuFile
-and NVMe blocks want them, carries checksums, and is read by the same backends as everything else here. Any safetensors
-tool opens it.
+Why records and not tar shards with a DALI index: a tar has a 512-byte header before every image, so images cannot be
+read in one piece into a buffer whose slices they are. Its index is a text file that only DALI reads, and labels need
+another file. A record has offsets, labels and names in one place, aligns its data for O_DIRECT, cuFile and NVMe blocks,
+carries checksums, is read by the same backends as everything else here, and opens with any safetensors tool.
 """
 
 from __future__ import annotations
@@ -28,21 +27,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from monai_gds.cache.checksum import checksum
-from monai_gds.cache.directory import read_record
-from monai_gds.cache.record import pack_record, parse_header
-from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
-from monai_gds.errors import BrokenImage, DamagedRecord, ImageListError, RecordError
+from monai_gds import limits
+from monai_gds.errors import BrokenImage, ImageListError, RecordError
+from monai_gds.imagenet.image_storage import load_item, read_files, save_item
 from monai_gds.imagenet.listing import ImageList, StrPath, check_classes
-from monai_gds.storage import FileId, Read, Storage, open_storage
+from monai_gds.storage import Storage, open_storage
 
-__all__ = ["FILE_BYTES", "INDEX", "PackedImages", "empty_folder", "is_packed", "open_packed", "pack_folder"]
+__all__ = ["INDEX", "PackedImages", "empty_folder", "is_packed", "open_packed", "pack_folder"]
 
 INDEX = "index.safetensors"
 
-#: Bytes of images a file: some 300 of ImageNet's. Large enough to be read in several pieces at once, small enough that
-#: a window of eight and as much again read ahead fit in any memory.
-FILE_BYTES = 32 << 20
 
 _FORMAT = {"format": "monai_gds packed images", "version": 1}
 
@@ -53,7 +47,7 @@ class PackedImages:
 
     Attributes:
         images: its images.
-        files: int64, (files, 4): images, bytes of image data, where these begin, bytes of the file.
+        files: int64, (files, 4): number of images, bytes of image data, their offset, bytes of the file.
     """
 
     images: ImageList
@@ -61,31 +55,27 @@ class PackedImages:
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """Number of the first image of each file, and the number of images, (files + 1,)."""
+        """Index of the first image of each file, then the number of images, (files + 1,)."""
         return np.concatenate([[0], np.cumsum(self.files[:, 0])])
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each image begins among the image data of all files, (images + 1,)."""
+        """Where each image begins within the image data of all files together, (images + 1,)."""
         return np.concatenate([[0], np.cumsum(self.images.sizes)])
 
     def file_of(self, indices: np.ndarray) -> np.ndarray:
         """The numbers of the files that hold these images."""
         return np.searchsorted(self.bounds, indices, side="right") - 1
 
-    def extent(self, file: int, begin: int, end: int) -> tuple[str, int, int]:
-        """Path, offset and bytes of the images ``begin`` to ``end`` of one file."""
-        skip = self.offsets[begin] - self.offsets[self.bounds[file]]
-        nbytes = self.offsets[end] - self.offsets[begin]
-        return f"{self.images.root}/{_file_name(file)}", int(self.files[file, 2] + skip), int(nbytes)
-
-    def identity(self, file: int) -> FileId:
-        """What one file has to be."""
-        return FileId.sized(int(self.files[file, 3]))
+    def place(self, index: int) -> tuple[str, int, int]:
+        """Where an image begins: the path of its file, the offset within it, and the bytes of the whole file."""
+        file = int(self.file_of(np.asarray(index)))
+        skip = self.offsets[index] - self.offsets[self.bounds[file]]
+        return f"{self.images.root}/{_file_name(file)}", int(self.files[file, 2] + skip), int(self.files[file, 3])
 
 
 def is_packed(root: StrPath) -> bool:
-    """Whether a folder is a packed one."""
+    """Whether a folder is packed."""
     return os.path.isfile(os.path.join(root, INDEX))
 
 
@@ -93,21 +83,21 @@ def open_packed(root: StrPath) -> PackedImages:
     """Opens a packed folder.
 
     Raises:
-        ImageListError: the index is damaged or of a newer version, or a file is missing or not as long as it should be.
+        ImageListError: the index is damaged or of a newer version, or a file is missing or has another size.
     """
     top = os.path.abspath(root)
     index = os.path.join(top, INDEX)
     try:
-        item = _load(index)
+        item = load_item(index)
         if not isinstance(item, dict) or item["format"] != _FORMAT["format"]:
-            raise ImageListError(f"{index} is a record of something else than packed images")
+            raise ImageListError(f"{index} is not a record of packed images")
         if item["version"] > _FORMAT["version"]:
             raise ImageListError(f"{index} has format version {item['version']}: update monai_gds")
         names = _split_names(item["names"])
         labels, sizes, files = (item[key].numpy() for key in ("labels", "sizes", "files"))
         images = ImageList(top, item["classes"], names, labels, sizes)
     except (RecordError, KeyError, OSError) as e:
-        raise ImageListError(f"{index} is no index of packed images: {e}; pack the folder again") from e
+        raise ImageListError(f"{index} is not an index of packed images: {e}; pack the folder again") from e
     for number, nbytes in enumerate(files[:, 3].tolist()):
         path = f"{top}/{_file_name(number)}"
         try:
@@ -123,19 +113,19 @@ def pack_folder(
     images: ImageList,
     out: StrPath,
     *,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = limits.PACKED_FILE_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> PackedImages:
-    """Writes the images of a folder as a packed one. The index comes last: without it nothing is taken for packed.
+    """Packs the images of a folder. The index is written last, so that an unfinished folder does not count as packed.
 
     Args:
         images: what to pack.
-        out: a folder, made when it is missing; must not hold packed images yet.
-        file_bytes: image bytes a file; an image larger than that gets a file of its own.
+        out: an empty folder, created if missing.
+        file_bytes: image bytes per file. A larger image gets its own file.
         progress: called with the number of images packed so far.
 
     Raises:
-        ImageListError: ``out`` holds something already, or is a file.
+        ImageListError: ``out`` is not empty, or is a file.
         BrokenImage: an image file is empty.
         OSError: an image cannot be read, or the disk is full.
         ValueError: ``file_bytes`` is not positive.
@@ -156,7 +146,7 @@ def pack_folder(
     if len(empty):
         raise BrokenImage(images.path(int(empty[0])), "it is empty and cannot be packed")
     top = empty_folder(out)
-    storage = open_storage("posix", "cpu")
+    storage = open_storage(device="cpu")
     rows: list[list[int]] = []
     done = 0
     try:
@@ -166,7 +156,7 @@ def pack_folder(
             if progress is not None:
                 progress(done)
         index = {**_FORMAT, **_describe(images, 0, len(images)), "files": torch.tensor(rows)}
-        _write(storage, top / f"{INDEX}.tmp", index)
+        save_item(storage, top / f"{INDEX}.tmp", index)
         os.replace(top / f"{INDEX}.tmp", top / INDEX)
     finally:
         storage.close()
@@ -174,10 +164,10 @@ def pack_folder(
 
 
 def empty_folder(out: StrPath) -> Path:
-    """The folder to pack into, made when it is missing.
+    """Returns the empty folder to pack into, created if missing.
 
     Raises:
-        ImageListError: it is a file, or holds something already.
+        ImageListError: it is a file, or not empty.
     """
     top = Path(out)
     try:
@@ -195,7 +185,7 @@ def _file_name(number: int) -> str:
 
 
 def _portions(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Consecutive images of together no more than ``limit`` bytes, one at least: (first, one after the last)."""
+    """Ranges (first, last + 1) of consecutive images, at least one each, of at most ``limit`` bytes together."""
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     begin = 0
     while begin < len(sizes):
@@ -219,39 +209,8 @@ def _split_names(data: torch.Tensor) -> Sequence[str]:
 
 
 def _write_file(storage: Storage, images: ImageList, begin: int, end: int, path: Path) -> list[int]:
-    """Writes one images file; gives its row of the index."""
+    """Writes one images file and returns its row of the index."""
     sizes = images.sizes[begin:end].tolist()
-    data = storage.allocate(sum(sizes))
-    parts = torch.split(data, sizes)
-    storage.read(
-        [
-            Read(images.path(i), 0, part, FileId.sized(part.numel()))
-            for i, part in zip(range(begin, end), parts, strict=True)
-        ]
-    )
-    head = _write(storage, path, {**_FORMAT, **_describe(images, begin, end), "images": data})
-    size = path.stat().st_size
-    return [end - begin, sum(sizes), parse_header(head, size).tensors["images"].offset, size]
-
-
-def _write(storage: Storage, path: Path, item: dict[str, Any]) -> bytes:
-    """Writes a record; gives its header."""
-    buffers = pack_record(encode_item(item), key={})
-    storage.write(str(path), buffers)
-    return bytes(buffers[0])  # the header comes first
-
-
-def _load(path: str) -> Any:
-    storage = open_storage("posix", "cpu")
-    try:
-        record, file, arrays = read_record(path, storage)
-        ranges = [(entry.offset, entry.nbytes) for entry in record.tensors.values()]
-        raw = storage.load(path, ranges, file, mapped=False).wait()
-        tensors = {}
-        for (name, entry), data in zip(record.tensors.items(), raw, strict=True):
-            if checksum(data) != entry.checksum:
-                raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
-            tensors[name] = tensor_of(data, entry.dtype, entry.shape)
-        return compile_tree(record.tree, arrays, record.tensors)(tensors)
-    finally:
-        storage.close()
+    data = read_files(storage, [images.path(i) for i in range(begin, end)], sizes)
+    offsets = save_item(storage, path, {**_FORMAT, **_describe(images, begin, end), "images": data})
+    return [end - begin, sum(sizes), offsets["images"], path.stat().st_size]

@@ -1,7 +1,7 @@
-"""Running a DALI pipeline that is fed batch by batch: epochs of any length, early ends, failures that can be survived.
+"""Runs DALI pipelines that are fed batch by batch: epochs of any length, early ends, recovery from failures.
 
-:class:`FedPipeline` is what ImageNetDataset and :func:`monai_gds.imagenet.dali_iterator` share. DALI itself is imported
-only when a pipeline is built.
+ImageNetDataset and :func:`monai_gds.imagenet.dali_iterator` both run :class:`FedPipeline`. DALI itself is imported only
+when a pipeline is built.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from monai_gds import limits
 from monai_gds.errors import BackendUnavailable, MonaiGdsError
 
 __all__ = ["FedPipeline", "Input", "PipelineFailed", "dali", "to_torch"]
@@ -25,9 +26,6 @@ T = TypeVar("T")
 
 #: Named data nodes in, named data nodes out.
 Graph: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
-
-#: Batches that DALI works on ahead of the consumer: its own default.
-PREFETCH = 2
 
 
 def dali() -> Any:
@@ -50,7 +48,7 @@ class PipelineFailed(MonaiGdsError, RuntimeError):
     """DALI ended a pipeline with an error.
 
     Attributes:
-        feeds: what had been fed and not come out, the oldest first; DALI does not say which one failed.
+        feeds: batches that were fed and had not come out, oldest first. DALI does not report which one failed.
     """
 
     def __init__(self, error: Exception, feeds: Sequence[Any]) -> None:
@@ -63,8 +61,8 @@ class Input:
     """One input of a pipeline.
 
     Attributes:
-        device: ``"cpu"`` or ``"gpu"``, where the arrays that are fed lie.
-        no_copy: DALI reads the fed arrays where they are, until the outputs are there.
+        device: where the fed arrays are, ``"cpu"`` or ``"gpu"``.
+        no_copy: DALI reads the fed arrays in place, until the outputs are there.
         options: further arguments of ``fn.external_source`` (layout, dtype, ndim).
     """
 
@@ -77,9 +75,9 @@ class FedPipeline(Generic[T]):
     """A DALI pipeline with named inputs and outputs.
 
     Args:
-        inputs: by name; none for a graph that has its own reader.
-        graph: what is done with them.
-        batch_size: the most samples that a batch has.
+        inputs: the inputs, by name.
+        graph: a function from input nodes to output nodes, both by name.
+        batch_size: maximum number of samples in a batch.
         device: a CUDA device, or the CPU for a pipeline without a GPU.
         threads: DALI's CPU threads.
         seed: of random operators.
@@ -102,7 +100,7 @@ class FedPipeline(Generic[T]):
             "num_threads": threads,
             "device_id": device.index if device.type == "cuda" else None,
             "seed": seed,
-            "prefetch_queue_depth": PREFETCH,
+            "prefetch_queue_depth": limits.DALI_PREFETCH_BATCHES,
         }
         self._pipe: Any = None
         self._outputs: list[str] = []
@@ -110,41 +108,41 @@ class FedPipeline(Generic[T]):
     def run(
         self, feeds: Iterable[T], arrays: Callable[[T], Mapping[str, Any]]
     ) -> Iterator[tuple[T, dict[str, torch.Tensor | list[torch.Tensor]]]]:
-        """Feeds batch after batch and gives what comes out. Closing the iterator leaves the pipeline ready for another.
+        """Feeds batch after batch and yields the outputs. Closing the iterator leaves the pipeline ready to run again.
 
         Args:
-            feeds: what describes a batch.
-            arrays: gives a batch's arrays by input: a list of arrays, or one with a leading batch axis.
+            feeds: one description per batch.
+            arrays: returns a batch's arrays by input: a list of arrays, or one with a leading batch axis.
 
         Yields:
-            The description, and the outputs by name as :func:`to_torch` gives them. All work on the batch is done, so
-            memory that was fed without a copy is free again.
+            The description, and the outputs by name as from :func:`to_torch`. All work on the batch is done, so memory
+            that was fed without a copy is free again.
 
         Raises:
-            PipelineFailed: DALI gave up, or refused the graph; the next run builds a new pipeline. Its cause is what
-                DALI raised: often a RuntimeError, but also a ValueError for a layout, a KeyError for an argument…
-            Exception: whatever ``feeds`` or ``arrays`` raised. It comes once everything fed before has come out, and so
-                does PipelineFailed where DALI refused a batch's arrays.
+            PipelineFailed: DALI failed, or refused the graph. Its cause is DALI's error, often a RuntimeError, but also
+                a ValueError for a layout or a KeyError for an argument. The next run builds a new pipeline.
+            Exception: an error of ``feeds`` or ``arrays``, after everything fed before has come out. PipelineFailed
+                comes as late if DALI refused a batch's arrays.
         """
         pipe = self._built()
         under_way: deque[T] = deque()
-        pipe.source = _Source(iter(feeds), arrays, under_way)
+        pipe.feeder = _Feeder(iter(feeds), arrays, under_way)
         try:
             pipe.schedule_run()
             while not pipe.empty():
                 outputs = pipe.share_outputs()
                 feed = under_way.popleft()
-                pipe.schedule_run()  # first of all: with a batch less under way DALI may run dry
+                pipe.schedule_run()  # before anything else: with one batch less under way DALI may run dry
                 result = {name: to_torch(out) for name, out in zip(self._outputs, outputs, strict=True)}
                 del outputs
                 pipe.release_outputs()
                 yield feed, result
-            if pipe.source.error is not None:
-                raise pipe.source.error
+            if pipe.feeder.error is not None:
+                raise pipe.feeder.error
         except Exception as e:
-            if e is pipe.source.error and not pipe.source.refused:
+            if e is pipe.feeder.error and not pipe.feeder.refused:
                 raise
-            # DALI's threads may still read what was fed: end them before the caller can let go of it.
+            # DALI's threads may still read the fed arrays: end them before the caller can free those.
             self._pipe = None
             traceback.clear_frames(e.__traceback__)
             del pipe
@@ -157,31 +155,27 @@ class FedPipeline(Generic[T]):
 
     def _drain(self, pipe: Any) -> None:
         """Takes out what is under way, so that the next run begins with an empty pipeline."""
-        pipe.source.stop()
+        pipe.feeder.stop()
         try:
             while not pipe.empty():
                 pipe.share_outputs()
                 pipe.release_outputs()
-            pipe.schedule_run()  # notices that the source has ended, without which reset() does nothing
+            pipe.schedule_run()  # sees that the feeder has ended, without which reset() does nothing
             pipe.reset()
-        except (RuntimeError, AttributeError):  # the latter when DALI has shut it down, as it does at exit
+        except (RuntimeError, AttributeError):  # AttributeError after DALI's own shutdown at exit
             self._pipe = None
-        pipe.source = None
+        pipe.feeder = None
 
     def discard(self) -> None:
         """Frees the pipeline; the next run builds a new one."""
         self._pipe = None
-
-    def epoch_size(self, reader: str) -> int:
-        """How many samples there are in a reader of the graph's own, by its name."""
-        return int(self._built().reader_meta(reader)["epoch_size"])
 
     def _built(self) -> Any:
         if self._pipe is None:
             try:
                 self._pipe = self._build()
             except Exception as e:
-                if not _by_dali(e):  # the user's function may have errors of its own
+                if not _by_dali(e):  # it may come from the user's function
                     raise
                 raise PipelineFailed(e, []) from e
         return self._pipe
@@ -199,15 +193,15 @@ class FedPipeline(Generic[T]):
         return pipe
 
 
-class _Source(Generic[T]):
-    """Feeds a pipeline from an iterator. An error waits until what was fed before it has come out."""
+class _Feeder(Generic[T]):
+    """Feeds a pipeline from an iterator. Its errors wait until everything fed before has come out."""
 
     def __init__(self, feeds: Iterator[T], arrays: Callable[[T], Mapping[str, Any]], under_way: deque[T]) -> None:
         self._feeds = feeds
         self._arrays = arrays
         self._under_way = under_way
         self.error: Exception | None = None
-        self.refused = False  # whether the error is DALI's, which may have taken some of the batch's inputs
+        self.refused = False  # whether DALI raised the error and may have taken some of the inputs
 
     def feed(self, pipe: Any) -> None:
         try:
@@ -235,13 +229,13 @@ def _by_dali(error: Exception) -> bool:
 
 
 def _pipeline_class() -> Any:
-    """``nvidia.dali.Pipeline`` with a source to ask before each iteration (``iter_setup`` is DALI's hook for that)."""
+    """``nvidia.dali.Pipeline`` with a feeder that is called before each iteration by DALI's hook ``iter_setup``."""
 
     class Pipeline(dali().Pipeline):  # type: ignore[misc]
-        source: Any = None
+        feeder: Any = None
 
         def iter_setup(self) -> None:
-            self.source.feed(self)
+            self.feeder.feed(self)
 
     return Pipeline
 
@@ -251,15 +245,16 @@ def to_torch(outputs: Any, *, dense: bool = True) -> torch.Tensor | list[torch.T
 
     Args:
         outputs: of a pipeline.
-        dense: give one tensor with a leading batch axis where all samples have one shape; otherwise always a list.
+        dense: return one tensor with a leading batch axis where all samples have the same shape. False always returns
+            a list.
     """
     if dense and outputs.is_dense_tensor():
         return from_dlpack(outputs.as_tensor())
     shapes = outputs.shape()
     sizes = [math.prod(shape) for shape in shapes]
     try:
-        flat = from_dlpack(outputs.as_reshaped_tensor([sum(sizes)]))  # a hand-over takes 10 us and more: one, not 64
-    except RuntimeError:  # the samples lie in places of their own
+        flat = from_dlpack(outputs.as_reshaped_tensor([sum(sizes)]))  # one hand-over instead of 64, at 10 us each
+    except RuntimeError:  # the samples are not contiguous
         return [from_dlpack(sample) for sample in outputs]
     starts = accumulate(sizes, initial=0)
     return [flat.narrow(0, start, n).view(shape) for start, n, shape in zip(starts, sizes, shapes, strict=False)]

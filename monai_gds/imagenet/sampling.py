@@ -1,4 +1,4 @@
-"""In which order images are visited: shuffling, shards of a distributed run, and what becomes of the last batch."""
+"""The order of images in an epoch: shuffling, shards of a distributed run, the last batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LastBatch: TypeAlias = Literal["fill", "drop", "partial"]
 
 
 def check_int(name: str, value: object) -> None:
-    """Refuses what is no integer (those of NumPy are): a comparison would fail without naming the argument.
+    """Checks that an argument is an integer, possibly NumPy's, so that the error names it.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an int, not {value!r}")
@@ -32,19 +32,19 @@ class Sampler:
 
     Args:
         count: images in all.
-        batch_size: images a batch.
+        batch_size: images per batch.
         shuffle: a new order every epoch; otherwise the order of the list.
-        seed: of the order, 0 or more; shards of one run must agree on it.
+        seed: of the order, 0 or more. The shards of a run must use the same.
         shard_id: this shard.
-        num_shards: how many there are.
-        last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` leaves out what
-            fills no batch; ``"partial"`` gives a smaller last batch (one image is repeated in it where this shard would
-            have a batch fewer than another).
+        num_shards: number of shards.
+        last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` drops an
+            incomplete last batch; ``"partial"`` makes the last batch smaller. (It repeats one image if this shard would
+            otherwise have one batch less than another.)
         bounds: where the files of a packed folder begin and end, (files + 1,); None for single images.
-        window: with ``bounds``, images are shuffled among this many files at a time, the files among all.
+        window: with ``bounds``, files are shuffled, and then images within this many files at a time.
 
     Raises:
-        ValueError: an argument is no int or out of range, or no batch would come out.
+        ValueError: an argument is not an int or out of range, or there would be no batch.
     """
 
     count: int
@@ -61,7 +61,7 @@ class Sampler:
         for name in ("batch_size", "seed", "shard_id", "num_shards", "window"):
             check_int(name, getattr(self, name))
         if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size}: at least one image a batch is needed")
+            raise ValueError(f"batch_size={self.batch_size}: at least one image per batch is needed")
         if self.num_shards < 1 or not 0 <= self.shard_id < self.num_shards:
             raise ValueError(f"shard_id={self.shard_id} is not one of num_shards={self.num_shards}")
         if self.last_batch not in get_args(LastBatch):
@@ -79,13 +79,13 @@ class Sampler:
             )
 
     def __len__(self) -> int:
-        """Batches an epoch, the same for every shard."""
+        """Batches per epoch, the same for every shard."""
         if self.last_batch == "drop":
             return self.count // self.num_shards // self.batch_size
         return -(-self.count // (self.num_shards * self.batch_size))
 
     def epoch(self, epoch: int) -> list[np.ndarray]:
-        """The batches of an epoch: image indices, int64."""
+        """The image indices of each batch of an epoch, int64."""
         start = self.count * self.shard_id // self.num_shards
         stop = self.count * (self.shard_id + 1) // self.num_shards
         order = self._order(epoch)[start:stop]
@@ -108,7 +108,7 @@ class Sampler:
         return np.concatenate([np.arange(self.bounds[f], self.bounds[f + 1]) for f in files])
 
     def _within_windows(self, order: np.ndarray, epoch: int) -> np.ndarray:
-        """Shuffles ``order``, in which the images of a file are neighbours, within windows of whole files."""
+        """Shuffles ``order``, in which images of one file are adjacent, within windows of whole files."""
         assert self.bounds is not None
         random = np.random.default_rng([self.seed, epoch, self.shard_id])
         file = np.searchsorted(self.bounds, order, side="right")

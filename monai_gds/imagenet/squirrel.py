@@ -1,33 +1,32 @@
-"""Squirrel (https://github.com/merantix-momentum/squirrel-core): its drivers as sources, and stores made of images."""
+"""Squirrel (https://github.com/merantix-momentum/squirrel-core): its drivers as sources, and stores of images."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from monai_gds.errors import BackendUnavailable, BrokenImage
+from monai_gds.imagenet.iterable import Items
 from monai_gds.imagenet.listing import ImageList, StrPath
 from monai_gds.imagenet.packed import empty_folder
 
 __all__ = ["squirrel_source", "write_store"]
 
-#: A driver (anything with ``get_iter``), a Composable, or a function that makes one.
-Squirrel: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]] | Any"
 
-
-def squirrel_source(source: Squirrel, **options: Any) -> Iterable[Any]:
+def squirrel_source(source: Any, **options: Any) -> Items:
     """A Squirrel driver or stream as the source of :func:`~monai_gds.imagenet.iterable.dali_iterator`.
 
     Args:
-        source: a driver, whose ``get_iter`` is called anew for every epoch; or a function that gives a Composable; or a
-            Composable. Many Composables can be iterated only once: a second epoch then says so.
+        source: a driver (anything with ``get_iter``, which is called for every epoch), a function that returns a
+            Composable, or a Composable. Many Composables can be iterated only once.
         options: for the driver's ``get_iter``, such as ``shuffle_key_buffer=10``.
 
     Raises:
-        TypeError: options for something that is no driver.
+        TypeError: ``options``, and ``source`` is not a driver.
 
     Example:
         >>> from squirrel.iterstream import IterableSource
@@ -36,33 +35,11 @@ def squirrel_source(source: Squirrel, **options: Any) -> Iterable[Any]:
         >>> [batch["label"].flatten().tolist() for batch in dali_iterator(source, batch_size=2, device="cpu")]
         [[0, 1], [2, 3]]
     """
-    return _Source(source, options)
-
-
-class _Source:
-    def __init__(self, source: Squirrel, options: dict[str, Any]) -> None:
-        if options and not hasattr(source, "get_iter"):
-            raise TypeError(f"{', '.join(options)}: only a driver takes options, not a {type(source).__name__}")
-        self._source = source
-        self._options = options
-        self._had_items = False
-
-    def __iter__(self) -> Iterator[Any]:
-        empty = True
-        for item in self._open():
-            empty = False
-            yield item
-        if empty and self._had_items:
-            raise RuntimeError(
-                "this Composable has nothing left for another epoch: give the driver, or a function that makes the "
-                "Composable, such as lambda: driver.get_iter().map(…)"
-            )
-        self._had_items = not empty
-
-    def _open(self) -> Iterable[Any]:
-        if hasattr(self._source, "get_iter"):
-            return self._source.get_iter(**self._options)  # type: ignore[no-any-return]
-        return self._source() if callable(self._source) else self._source
+    if hasattr(source, "get_iter"):
+        return partial(source.get_iter, **options)
+    if options:
+        raise TypeError(f"{', '.join(options)}: only a driver takes options, not a {type(source).__name__}")
+    return source  # type: ignore[no-any-return]
 
 
 def write_store(
@@ -73,19 +50,19 @@ def write_store(
     shard_size: int = 1000,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Writes a Messagepack store: samples ``{"image": uint8 (3, size, size), "label": int}``.
+    """Writes a Messagepack store of samples ``{"image": uint8 (3, size, size), "label": int}``.
 
     Args:
-        images: what to store; each is decoded, its shorter side brought to ``size``, and the middle cut out.
-        out: a folder, made when it is missing; must be empty.
-        size: in pixels.
-        shard_size: samples a file.
+        images: what to store. Each is decoded, resized to ``size`` at its shorter side, and cropped at the centre.
+        out: an empty folder, created if missing.
+        size: height and width in pixels.
+        shard_size: samples per file.
         progress: called with the number of images stored so far.
 
     Raises:
         BackendUnavailable: squirrel-core or Pillow is not installed.
         BrokenImage: an image cannot be decoded.
-        ImageListError: ``out`` is not empty, or a file.
+        ImageListError: ``out`` is not empty, or is a file.
     """
     try:
         from PIL import Image  # noqa: F401

@@ -1,4 +1,4 @@
-"""Made-up image folders in ImageNet's layout, for benchmarks, tests and demonstrations without the real one."""
+"""Made-up image folders in ImageNet's layout, for benchmarks, tests and demonstrations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 
 __all__ = ["MEAN_BYTES", "jpeg", "write_image_folder"]
 
-#: Of a JPEG of ImageNet's training set: 138 GB over 1,281,167 files.
+#: Average size of the JPEGs in ImageNet's training set: 138 GB in 1,281,167 files.
 MEAN_BYTES = 110_000
 
 
 def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | None = None, text: str = "") -> bytes:
-    """A JPEG of smooth colours under noise.
+    """Makes a JPEG of smooth colours with noise.
 
     Args:
-        random: where the content comes from.
+        random: source of the content.
         height: in pixels.
         width: in pixels.
-        nbytes: about how large the file is to be, within 5%; None for whatever comes out.
-        text: written across the middle, so that a viewer knows the picture again, and sees when it is mirrored.
+        nbytes: size of the file, met within 5%; None for no noise and any size.
+        text: written across the middle, so that a viewer recognises the picture and sees whether it is mirrored.
 
     Raises:
         ImportError: Pillow is missing; the message names the extra that installs it.
@@ -70,19 +70,19 @@ def write_image_folder(
     per_class: int = 100,
     progress: Callable[[int], None] | None = None,
 ) -> Path:
-    """Writes JPEGs of about 500 by 375 pixels, in classes named as ImageNet's are; each shows its name.
+    """Writes JPEGs of about 500 by 375 pixels, each showing its name, in classes named like ImageNet's.
 
     Args:
         root: a new folder.
-        count: images.
+        count: number of images.
         seed: equal seeds give equal files.
-        mean_bytes: of a file, on average.
-        per_class: images a class.
+        mean_bytes: average size of a file.
+        per_class: images per class.
         progress: called with the number of images written so far.
 
     Raises:
         FileExistsError: ``root`` exists.
-        ImportError: Pillow is missing; nothing was made.
+        ImportError: Pillow is missing.
     """
     _need_pillow()
     root.mkdir(parents=True)

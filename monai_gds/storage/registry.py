@@ -1,18 +1,30 @@
-"""Which backends there are, which of them work here, and which one ``auto`` takes. One line a backend."""
+"""Which backends there are, which of them work here, and which one ``auto`` takes. One line per backend.
+
+Another package brings a backend by an entry point of the group ``monai_gds.backends``, whose name is the backend's and
+whose value is a :class:`monai_gds.storage.backend.Backend`::
+
+    [project.entry-points."monai_gds.backends"]
+    mydrive = "mypackage.mydrive:MyDriveBackend"
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import Any, cast
+import inspect
+from importlib.metadata import entry_points
+from typing import Any
 
 import torch
 
 from monai_gds.errors import BackendUnavailable
-from monai_gds.storage.base import Availability, Storage
+from monai_gds.storage.backend import Availability, Backend
+from monai_gds.storage.storage import Storage
 
 __all__ = [
     "available_backends",
     "backend_names",
+    "backend_options",
     "choose_backend",
     "open_storage",
     "probe_backend",
@@ -20,12 +32,12 @@ __all__ = [
 ]
 
 _BACKENDS = {
-    "posix": "monai_gds.storage.posix:PosixStorage",
-    "kvikio": "monai_gds.storage.kvikio:KvikioStorage",
-    "xnvme": "monai_gds.storage.xnvme:XnvmeStorage",
-    "xnvme-block": "monai_gds.storage.xnvme_block:XnvmeBlockStorage",
-    "deepnvme": "monai_gds.storage.deepnvme:DeepNvmeStorage",
-    "deepnvme-gds": "monai_gds.storage.deepnvme_gds:DeepNvmeGdsStorage",
+    "posix": "monai_gds.storage.posix:PosixBackend",
+    "kvikio": "monai_gds.storage.kvikio:KvikioBackend",
+    "xnvme": "monai_gds.storage.xnvme.files:XnvmeBackend",
+    "xnvme-block": "monai_gds.storage.xnvme.blocks:XnvmeBlockBackend",
+    "deepnvme": "monai_gds.storage.deepnvme.aio:DeepNvmeBackend",
+    "deepnvme-gds": "monai_gds.storage.deepnvme.gds:DeepNvmeGdsBackend",
 }
 
 #: What ``auto`` tries, in this order, by type of device.
@@ -69,16 +81,35 @@ def resolve_device(device: int | str | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _backend(name: str) -> type[Storage]:
-    if name not in _BACKENDS:
-        known = ", ".join(["auto", *_BACKENDS])
-        raise ValueError(f"backend={name!r} is not known; there are: {known}")
-    module, _, attribute = _BACKENDS[name].partition(":")
-    return cast(type[Storage], getattr(importlib.import_module(module), attribute))
+@functools.cache
+def _foreign() -> dict[str, str]:
+    """Backends of other packages. One that bears the name of a backend of ours is left out."""
+    found = {entry.name: entry.value for entry in entry_points(group="monai_gds.backends")}
+    return {name: value for name, value in found.items() if name not in _BACKENDS}
+
+
+def backend_names() -> list[str]:
+    """The backends there are, whether they work here or not.
+
+    Example:
+        >>> backend_names()[:2]
+        ['posix', 'kvikio']
+    """
+    return [*_BACKENDS, *_foreign()]
+
+
+def _backend(name: str) -> type[Backend]:
+    place = _BACKENDS.get(name) or _foreign().get(name)
+    if place is None:
+        raise ValueError(f"backend={name!r} is not known; there are: {', '.join(['auto', *backend_names()])}")
+    module, _, attribute = place.partition(":")
+    found: type[Backend] = getattr(importlib.import_module(module), attribute)
+    found.name = name
+    return found
 
 
 def available_backends(device: int | str | torch.device | None = None) -> dict[str, Availability]:
-    """Says for every backend whether it works here for ``device``, why not, and what to do about it.
+    """Returns for every backend whether it works here for ``device``, why not, and what to do about it.
 
     Args:
         device: see :func:`resolve_device`.
@@ -93,21 +124,39 @@ def available_backends(device: int | str | torch.device | None = None) -> dict[s
         >>> available_backends("cpu")["posix"].ok
         True
     """
-    return {name: probe_backend(name, device) for name in _BACKENDS}
+    return {name: probe_backend(name, device) for name in backend_names()}
 
 
-def backend_names() -> list[str]:
-    """The backends there are, whether they work here or not."""
-    return list(_BACKENDS)
+def backend_options(name: str, device: torch.device) -> frozenset[str]:
+    """The keyword arguments that a backend takes, or the one that ``auto`` chooses for ``device``.
+
+    Raises:
+        BackendUnavailable: ``auto``, and no backend works here.
+        ValueError: there is no backend of that name.
+    """
+    chosen, _ = choose_backend(name, device) if name == "auto" else (name, "")
+    return frozenset(inspect.signature(_backend(chosen)).parameters) - {"device"}
 
 
 def probe_backend(name: str, device: int | str | torch.device | None = None) -> Availability:
-    """What :func:`available_backends` says of one backend.
+    """What :func:`available_backends` returns for one backend.
+
+    Args:
+        name: the backend's.
+        device: see :func:`resolve_device`.
 
     Raises:
         ValueError: no such backend or device.
+
+    Example:
+        >>> probe_backend("posix", "cpu").ok
+        True
     """
-    return _backend(name).probe(resolve_device(device))
+    target = resolve_device(device)
+    try:
+        return _backend(name).probe(target)
+    except (ImportError, AttributeError) as e:  # a package of somebody else may name what it does not have
+        return Availability(False, f"importing it failed: {e}")
 
 
 def choose_backend(name: str, device: torch.device) -> tuple[str, str]:
@@ -125,14 +174,14 @@ def choose_backend(name: str, device: torch.device) -> tuple[str, str]:
         ('posix', 'auto: threads over preadv, private mappings')
     """
     if name != "auto":
-        found = _backend(name).probe(device)
+        found = probe_backend(name, device)
         if not found:
             remedy = f"; {found.remedy}" if found.remedy else ""
             raise BackendUnavailable(f"backend={name!r} does not work here: {found.reason}{remedy}")
         return name, f"asked for by name: {found.reason}"
     passed_over: list[str] = []
     for candidate in _AUTO[device.type]:
-        found = _backend(candidate).probe(device)
+        found = probe_backend(candidate, device)
         if found:
             return candidate, "; ".join([f"auto: {found.reason}", *passed_over])
         passed_over.append(f"not {candidate}: {found.reason}")
@@ -158,4 +207,4 @@ def open_storage(name: str = "auto", device: int | str | torch.device | None = N
     """
     target = resolve_device(device)
     chosen, _ = choose_backend(name, target)
-    return _backend(chosen)(target, **options)
+    return Storage(_backend(chosen)(target, **options))

@@ -1,43 +1,28 @@
-"""Host copies of tensors that are taken behind the caller's back, for whoever wants to save them later.
+"""Host copies of tensors, taken in the background, for the cache's writer to save later.
 
-Used by the cache's background writer. Copies out of a CUDA device go through a stream of their own into pinned memory,
-so that neither the host nor the copies to the device wait for them.
+Copies out of a CUDA device go through a stream of their own into pinned memory, so that neither the host nor the copies
+to the device wait for them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from monai_gds import huge_pages
-from monai_gds.storage.base import Pending, completed
+from monai_gds.process import PerProcess
 
-__all__ = ["snapshot"]
-
-_lock = threading.Lock()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+__all__ = ["Snapshot", "snapshot"]
 
 
-def _forget_after_fork() -> None:
-    """A forked child cannot use CUDA, nor free what belongs to it."""
-    global _lock, _streams
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_streams))
-    _lock, _streams = threading.Lock(), {}
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    with _lock:
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return _streams[device]
+_stream = PerProcess(_new_stream)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +42,25 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def snapshot(tensors: Sequence[torch.Tensor]) -> Pending:
+class Snapshot:
+    """Host copies that may still be on their way.
+
+    Args:
+        copies: the tensors.
+        events: behind the copies out of each CUDA device.
+    """
+
+    def __init__(self, copies: list[torch.Tensor], events: Sequence[torch.cuda.Event]) -> None:
+        self._copies, self._events = copies, events
+
+    def wait(self) -> list[torch.Tensor]:
+        """Blocks until every copy is there, and returns them."""
+        for event in self._events:
+            event.synchronize()
+        return self._copies
+
+
+def snapshot(tensors: Sequence[torch.Tensor]) -> Snapshot:
     """Copies tensors to the host, as they are after the work that is queued on the current stream.
 
     When it returns, the originals may be changed: on the CPU the copies are made by then, and what is queued on a
@@ -67,7 +70,7 @@ def snapshot(tensors: Sequence[torch.Tensor]) -> Pending:
         tensors: contiguous, on the CPU or on CUDA devices.
 
     Returns:
-        Pending of the copies, in the same order; those of CUDA tensors are pinned.
+        The copies, in the same order; those of CUDA tensors are pinned.
 
     Raises:
         RuntimeError: there is no memory for the copies.
@@ -88,12 +91,4 @@ def snapshot(tensors: Sequence[torch.Tensor]) -> Pending:
     for device in {t.device for t in tensors if t.is_cuda}:
         events.append(_stream(device).record_event())
         torch.cuda.current_stream(device).wait_event(events[-1])
-    if not events:
-        return completed(copies)
-
-    def finish() -> list[torch.Tensor]:
-        for event in events:
-            event.synchronize()
-        return copies
-
-    return Pending(finish)
+    return Snapshot(copies, events)

@@ -1,28 +1,29 @@
-"""Pinned staging and stream hand-off: the one way by which host memory reaches a CUDA device, and one back to a file.
+"""Pinned staging and the hand-off between streams: how host memory reaches a CUDA device, and gets back to a file.
 
-Used by the backends only. Every copy to a device runs on that device's one copy stream, whose memory pool the device
-buffers come from:
+Used within the storage only. Every copy to a device runs on that device's one copy stream. Device buffers come from the
+memory pool of that stream:
 
-* a buffer freed by its consumer returns to the copy stream's pool, and torch's allocator gives it out again only after
-  the streams it was recorded on have finished with it (``record_stream``);
-* a pinned slot is refilled only after the event behind its last copy.
+* A buffer that its consumer frees returns to the pool. torch's allocator reuses it only after the streams that it was
+  recorded on are done with it (``record_stream``).
+* A pinned slot is refilled only after the event behind its last copy.
 
-So neither is overwritten before its last reader has finished, and nobody waits for the whole device.
+So neither is overwritten before its last reader is done, and nothing waits for the whole device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from monai_gds.storage.base import ALIGNMENT
+from monai_gds import limits
+from monai_gds.process import PerProcess
+from monai_gds.storage.files import ALIGNMENT, Buffer, as_bytes_view, write_all
 
 __all__ = [
     "StagingPool",
@@ -30,86 +31,63 @@ __all__ = [
     "adopt",
     "allocate_on_copy_stream",
     "copy_stream",
-    "footprint",
-    "forget_after_fork",
+    "current_stream",
     "hand_off",
-    "on_host",
+    "on_copy_stream",
     "pinned_bytes",
     "raw_current_stream",
     "staging_pool",
+    "write_buffers",
 ]
 
-#: Measured on the way from the page cache to a GPU: 16 MiB pieces read by 8 threads gave 25 GB/s, 8 MiB pieces 21.
-SLOT_BYTES = 16 << 20
-SLOTS = 16
 
 #: CUDA_ERROR_INVALID_CONTEXT of the driver's cuda.h.
 _INVALID_CONTEXT = 201
 
-_lock = threading.Lock()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-_pools: dict[torch.device, StagingPool] = {}
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
-def forget_after_fork() -> None:
-    """Starts a forked child without streams and slots: CUDA does not work there.
-
-    The parent's are kept for ever, since freeing them would call CUDA.
-    """
-    global _lock, _streams, _pools
-    for inherited in (_streams, _pools):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
-    _lock, _streams, _pools = threading.Lock(), {}, {}
-
-
-os.register_at_fork(after_in_child=forget_after_fork)
-
-
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The process's one copy stream of ``device``."""
-    with _lock:
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return _streams[device]
+#: The process's one copy stream of a device.
+copy_stream = PerProcess(_new_stream)
 
 
 def allocate_on_copy_stream(nbytes: int, device: torch.device) -> torch.Tensor:
     """A 1-D uint8 CUDA tensor from the copy stream's pool: free of earlier readers, so it may be filled at once."""
-    with torch.cuda.stream(copy_stream(device)):
+    with on_copy_stream(device):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def on_copy_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the copy stream of a CUDA device current; does nothing for the CPU, or where it is current already."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream = copy_stream(device)  # making it current costs as much as an allocation
+    return nullcontext() if raw_current_stream(device) == stream.cuda_stream else torch.cuda.stream(stream)
 
 
 def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> None:
     """Makes the copy stream wait for the work queued so far on the current stream before it writes to ``dests``."""
     stream = copy_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(current_stream(device))
     for dest in dests:
         dest.record_stream(stream)
 
 
-def hand_off(
-    dests: Sequence[torch.Tensor],
-    device: torch.device,
-    *,
-    arrived: bool = False,
-    behind: torch.cuda.Event | None = None,
-) -> None:
+def hand_off(dests: Sequence[torch.Tensor], device: torch.device, behind: torch.cuda.Event) -> None:
     """Gives ``dests`` to the current stream: it waits for their copies, and they are kept until it has used them.
 
     Args:
         dests: CUDA tensors.
         device: where they are.
-        arrived: they are filled already, so there is no copy to wait for.
-        behind: an event behind their copies; without one, all copies queued so far are waited for.
+        behind: an event behind their copies.
     """
-    stream = copy_stream(device)
-    current = torch.cuda.current_stream(device)
-    if current == stream:
+    current = current_stream(device)
+    if current == copy_stream(device):
         return
-    if behind is not None:
-        current.wait_event(behind)
-    elif not arrived:
-        current.wait_stream(stream)
+    current.wait_event(behind)
     for dest in dests:
         dest.record_stream(current)
 
@@ -118,7 +96,7 @@ class StagingSlot:
     """A page-aligned pinned buffer on its way between a file and a device.
 
     Attributes:
-        buffer: 1-D uint8 pinned CPU tensor of ``SLOT_BYTES``.
+        buffer: 1-D uint8 pinned CPU tensor of ``limits.SLOT_BYTES``.
         array, view: the same memory as a NumPy array and as a writable memoryview.
     """
 
@@ -146,16 +124,22 @@ class StagingSlot:
         self.event.record(stream)
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """The current stream of a CUDA device. Takes 4 µs."""
+    stream: torch.cuda.Stream = torch.cuda.current_stream(device)
+    return stream
+
+
 def raw_current_stream(device: torch.device) -> int:
-    """The current stream's ``cuda_stream``, for who asks at every record: torch takes 4 us to give a stream."""
+    """Raw handle of the current stream, for hot paths."""
     raw: int = torch._C._cuda_getCurrentRawStream(device.index)
     return raw
 
 
 def _copy_to_device(dest: int, source: int, nbytes: int, stream: int) -> None:
-    """The driver's own call. torch's ``copy_`` takes 70 us where three threads share the interpreter, for it lets go of
-    its lock and looks after pinned memory that it did not allocate for this; this takes 5. (Where five do, an upload
-    with ``copy_`` took 800.)
+    """Calls the driver. Where three threads share the interpreter, torch's ``copy_`` takes 70 µs and this takes 5.
+
+    ``copy_`` releases the interpreter's lock, and keeps books on pinned memory. With five threads it took 800 µs.
     """
     copy = _driver().cuMemcpyHtoDAsync_v2
     code = copy(dest, source, nbytes, stream)
@@ -173,52 +157,18 @@ def _driver() -> ctypes.PyDLL:
     return driver
 
 
-def footprint(dest: torch.Tensor) -> int:
-    """Bytes that ``dest`` takes of a slot at the most."""
-    return -(-dest.numel() // ALIGNMENT) * ALIGNMENT
-
-
-def _lay_out(
-    dests: Sequence[torch.Tensor], buffer: torch.Tensor
-) -> tuple[list[torch.Tensor], list[tuple[int, torch.Tensor]]]:
-    """Places for ``dests`` within a slot's buffer, and the copies to make: (offset within the buffer, destination).
-
-    Neighbours in one piece of device memory are neighbours in the slot too, and share one copy; all else begins at a
-    multiple of ALIGNMENT.
-    """
-    hosts: list[torch.Tensor] = []
-    copies: list[tuple[int, torch.Tensor]] = []
-    end = 0
-    for dest in dests:
-        size = dest.numel()
-        if not dest.is_cuda or not size:
-            hosts.append(dest)
-            continue
-        start, before = copies[-1] if copies else (0, dest)
-        if copies and before.data_ptr() + before.numel() == dest.data_ptr() and _share_storage(before, dest):
-            copies[-1] = start, before.as_strided((before.numel() + size,), (1,))
-        else:
-            end = -(-end // ALIGNMENT) * ALIGNMENT
-            copies.append((end, dest))
-        hosts.append(buffer[end : end + size])
-        end += size
-    return hosts, copies
-
-
-def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
 class StagingPool:
     """A bounded set of pinned slots, made as they are needed and shared by every backend of the process.
 
     Args:
         device: the CUDA device that the slots are copied to.
         slots: how many there may be at most; with all of them in use, ``acquire`` waits.
-        slot_bytes: bytes a slot.
+        slot_bytes: bytes per slot.
     """
 
-    def __init__(self, device: torch.device, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, slots: int = limits.STAGING_SLOTS, slot_bytes: int = limits.SLOT_BYTES
+    ) -> None:
         self.device = device
         self.slot_bytes = slot_bytes
         self._limit = slots
@@ -290,47 +240,41 @@ class StagingPool:
         finally:
             self._free.put(slot)
 
-    @contextmanager
-    def lend(self, dests: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Lends host memory to fill in place of ``dests``, and queues its copy to them when the block ends.
-
-        Args:
-            dests: 1-D uint8 tensors, together of no more :func:`footprint` than a slot has bytes. One that lies on the
-                CPU is lent itself.
-
-        Yields:
-            One host tensor each. After an exception nothing is copied.
-        """
-        slot = self.acquire()
-        try:
-            hosts, copies = _lay_out(dests, slot.buffer)
-            yield hosts
-        except BaseException:
-            self.release(slot)
-            raise
-        self.upload_parts(slot, copies)
-
     def release(self, slot: StagingSlot) -> None:
         """Gives a slot back without a copy (after a failed read)."""
         self._free.put(slot)
 
-
-def staging_pool(device: torch.device) -> StagingPool:
-    """The process's one staging pool of ``device``."""
-    with _lock:
-        if device not in _pools:
-            _pools[device] = StagingPool(device)
-        return _pools[device]
+    def forget(self, slots: int) -> None:
+        """Slots that will not be given back; as many more may be made in their place."""
+        with self._lock:
+            self._made -= slots
 
 
-def on_host(source: torch.Tensor) -> Iterator[memoryview]:
-    """Brings a tensor to the host piece by piece, through one pinned slot.
+#: The process's one staging pool of a device.
+staging_pool = PerProcess(lambda device: StagingPool(device))
 
-    Args:
-        source: 1-D contiguous uint8 CUDA tensor; the work queued so far on the current stream is waited for.
 
-    Yields:
-        Its bytes in order, each piece until the next is asked for.
+def write_buffers(fd: int, buffers: Sequence[Buffer]) -> None:
+    """Writes buffers back to back at the descriptor's position, large ones on a device through pinned memory.
+
+    Fetched at once, 1 GiB took most of the time: fresh pages, and a copy to memory that is not pinned.
+    """
+    waiting: list[memoryview] = []
+    for buffer in buffers:
+        if not isinstance(buffer, torch.Tensor) or not buffer.is_cuda or buffer.nbytes < limits.STAGED_WRITE_BYTES:
+            waiting.append(as_bytes_view(buffer))
+            continue
+        write_all(fd, waiting)
+        waiting = []
+        for piece in _on_host(buffer.detach()):
+            write_all(fd, [piece])
+    write_all(fd, waiting)
+
+
+def _on_host(source: torch.Tensor) -> Iterator[memoryview]:
+    """Yields the bytes of a 1-D uint8 CUDA tensor piece by piece, through one pinned slot.
+
+    The work queued so far on the current stream is waited for. A piece is valid until the next.
     """
     pool = staging_pool(source.device)
     slot = pool.acquire()
@@ -345,5 +289,5 @@ def on_host(source: torch.Tensor) -> Iterator[memoryview]:
 
 def pinned_bytes(device: torch.device) -> int:
     """Pinned bytes that the staging pool of ``device`` holds now."""
-    with _lock:
-        return _pools[device].nbytes if device in _pools else 0
+    pool = staging_pool.made(device)
+    return 0 if pool is None else pool.nbytes

@@ -29,11 +29,20 @@ def rows(output: str) -> dict[tuple[str, str], dict[str, Any]]:
     return {(report["title"], row["name"]): row for report in found["reports"] for row in report["rows"]}
 
 
-def test_loaders_side_by_side(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    "readers",
+    [
+        ["dali", "python-file", "posix", "packed", "kvikio"],
+        pytest.param([], id="all", marks=pytest.mark.long),  # with DeepNVMe's, which is compiled
+    ],
+    ids="-".join,
+)
+def test_loaders_side_by_side(folder: Path, tmp_path: Path, readers: list[str]) -> None:  # noqa: F811
     plot = tmp_path / "plot.png"
     output = run(
         "loaders", "--datadir", str(folder), "--device", "cpu", "--batchsize", "4", "--batches", "7", "--repeats", "2",
         "--threads", "1", "--threads", "2", "--json", "--plot", str(plot),
+        *(word for reader in readers for word in ("--reader", reader)),
     )  # fmt: skip
     found = rows(output)
     for title in ("encoded bytes to cpu", "decoded to cpu"):
@@ -49,13 +58,14 @@ def test_loaders_make_their_images() -> None:
     output = run("loaders", "--make", "12", "--batchsize", "4", "--repeats", "1", "--reader", "posix", "--no-decode",
                  "--device", "cpu", "--json")  # fmt: skip
     assert list(rows(output)) == [("encoded bytes to cpu", "posix")]
-    assert 90 < json.loads(output)["about"]["kB an image"] < 130
+    assert 90 < json.loads(output)["about"]["kB per image"] < 130
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["loaders"], "--make N"),
+        (["loaders", "--make", "4", "--reader", "xnvme", "--uri", "/dev/nvme0n1"], "are for the block readers"),
         (["loaders", "--make", "4", "--reader", "nvme"], "'nvme' is not one of dali"),
         (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),
         (["loaders", "--make", "4", "--reader", "posix", "--mem", "gpu"], "are for the block readers"),

@@ -21,13 +21,15 @@ from monai_gds.bench.tensor import Tensors, load, store
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import available_backends
 from monai_gds.storage.deepnvme import Settings
-from monai_gds.storage.posix import PosixStorage
+from monai_gds.storage.posix import PosixBackend
+from monai_gds.testing.disks import small_disk
+from monai_gds.testing.tools import content
 from tests import commands
 from tests.commands import Done
-from tests.storage.contract import content
-from tests.storage.disks import small_disk
 
 CPU = torch.device("cpu")
+
+DEEPNVME = pytest.param("deepnvme", marks=pytest.mark.long)
 
 
 @pytest.fixture
@@ -47,6 +49,7 @@ def rows(result: Done) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in report["rows"]}
 
 
+@pytest.mark.long  # for DeepNVMe
 @pytest.mark.parametrize("what", ["load", "store"])
 def test_every_method_that_works_here_and_the_reason_of_each_that_does_not(
     file: Path, tmp_path: Path, what: str
@@ -105,8 +108,8 @@ def test_says_whether_the_page_cache_was_warm(file: Path, tmp_path: Path) -> Non
 
 
 def test_validate_finds_a_method_that_reads_something_else(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(job: tensor.Job) -> Any:
-        return lambda: torch.zeros(job.nbytes, dtype=torch.uint8)
+    def wrong(transfer: tensor.Transfer) -> Any:
+        return lambda: torch.zeros(transfer.nbytes, dtype=torch.uint8)
 
     monkeypatch.setitem(tensor.LOADS, "direct", wrong)
     load(file, CPU, Tensors(["direct"]))
@@ -115,7 +118,7 @@ def test_validate_finds_a_method_that_reads_something_else(file: Path, monkeypat
 
 
 def test_validate_finds_a_method_that_writes_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PosixStorage, "write", lambda self, path, buffers, **_: Path(path).write_bytes(bytes(100)))
+    monkeypatch.setattr(PosixBackend, "write", lambda self, path, buffers, **_: Path(path).write_bytes(bytes(100)))
     with pytest.raises(tensor.WrongBytes, match="posix got other bytes"):
         store(tmp_path, 100, CPU, Tensors(["posix"], validate=True))
     assert os.listdir(tmp_path) == []
@@ -128,8 +131,8 @@ def test_a_method_that_refuses_this_file_keeps_its_row_and_says_why(
     def refuse(self: object, *_: object, **__: object) -> None:
         raise StorageError(1, "the device may not be read", "/dev/some")
 
-    monkeypatch.setattr(PosixStorage, "submit", refuse)
-    monkeypatch.setattr(PosixStorage, "write", refuse)
+    monkeypatch.setattr(PosixBackend, "start", refuse)
+    monkeypatch.setattr(PosixBackend, "write", refuse)
     asked = Tensors(["python", "posix"], validate=True)
     python, posix = (load(file, CPU, asked) if what == "load" else store(tmp_path, 100, CPU, asked)).rows
     assert python.median
@@ -139,11 +142,11 @@ def test_a_method_that_refuses_this_file_keeps_its_row_and_says_why(
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def growing(job: tensor.Job) -> Any:
+    def growing(transfer: tensor.Transfer) -> Any:
         def operation() -> torch.Tensor:
-            with open(job.path, "ab") as f:
+            with open(transfer.path, "ab") as f:
                 f.write(b"more")
-            return torch.zeros(job.nbytes, dtype=torch.uint8)
+            return torch.zeros(transfer.nbytes, dtype=torch.uint8)
 
         return operation
 
@@ -156,7 +159,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(file: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("size", [0, 1000, 10 << 20])
-@pytest.mark.parametrize("method", ["python", "direct", "posix", "deepnvme"])
+@pytest.mark.parametrize("method", ["python", "direct", "posix", DEEPNVME])
 def test_a_file_that_another_process_changes_is_an_error_whichever_method_meets_it(
     file: Path, monkeypatch: pytest.MonkeyPatch, method: str, size: int
 ) -> None:
@@ -174,7 +177,7 @@ def test_a_file_that_another_process_changes_is_an_error_whichever_method_meets_
 
 
 @pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("method", ["python", "posix", "deepnvme"])
+@pytest.mark.parametrize("method", ["python", "posix", DEEPNVME])
 def test_no_partial_file_is_left_when_a_store_is_ended(tmp_path: Path, method: str, ends: int) -> None:
     found = available_backends("cpu").get(method, True)
     if not found:
@@ -202,7 +205,7 @@ def test_no_partial_file_is_left_when_a_store_fails(tmp_path: Path, monkeypatch:
         Path(path).write_bytes(b"partial")
         raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(PosixStorage, "write", full)
+    monkeypatch.setattr(PosixBackend, "write", full)
     result = run("store", "--nvme-folder", tmp_path, "--mb-size", 1, "--device", "cpu", "--method", "posix")
     assert result.exit_code == 1
     assert "No space left" in result.output
@@ -216,7 +219,7 @@ def test_a_full_folder_is_found_before_anything_is_written(tmp_path: Path) -> No
         assert "MiB free" in result.output
 
 
-@pytest.mark.parametrize("method", ["python", "posix", "deepnvme"])
+@pytest.mark.parametrize("method", ["python", "posix", DEEPNVME])
 def test_a_folder_that_becomes_full_is_an_error_that_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -283,6 +286,7 @@ def test_a_plot(file: Path, tmp_path: Path) -> None:
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long  # for DeepNVMe
 class TestTune:
     @pytest.fixture(autouse=True)
     def deepnvme(self) -> None:
@@ -294,7 +298,7 @@ class TestTune:
         self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         grid = {"block_size": (1 << 20, 4096), "queue_depth": (32,), "intra_op_parallelism": (1, 2)}
-        monkeypatch.setattr(tensor, "GRID", grid)
+        monkeypatch.setattr(tensor, "TUNING_GRID", grid)
         done = run("tune", "--nvme-folder", tmp_path, "--mb-size", 8, "--loop", 2)
         assert done.exit_code == 0, done.output
         (tmp_path / "tuned.json").write_text(done.stdout)

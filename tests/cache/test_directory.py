@@ -19,14 +19,14 @@ import pytest
 import torch
 from monai.data import MetaTensor
 
-from monai_gds.cache import directory
+from monai_gds import limits
 from monai_gds.cache.directory import CacheDirectory, prepare
 from monai_gds.cache.record import SUFFIX
 from monai_gds.cache.temporary import abandoned
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, FileChanged
-from monai_gds.storage import FileId, Pending, open_storage
-from monai_gds.storage.posix import PosixStorage
+from monai_gds.storage import Pending, Reads, Storage, open_storage
+from monai_gds.storage.posix import PosixBackend
 from tests.cache.conftest import key
 from tests.machines import fork, in_child, mounted_tmpfs, read_only, shared_folder
 
@@ -122,28 +122,31 @@ def test_what_is_held_survives_replacing_and_removing(cache: CacheDirectory) -> 
     assert bool((held == 1).all())
 
 
-class Moving(PosixStorage):
-    """Says so many times that the file was replaced while it was read."""
+class Moving(PosixBackend):
+    """Reports so many times that the file was replaced while it was read."""
 
     changes = 0
 
-    def load(
-        self, path: str, ranges: Sequence[tuple[int, int]], expect: FileId | None = None, *, mapped: bool = True
-    ) -> Pending:
-        if self.changes == 0:
-            return super().load(path, ranges, expect, mapped=mapped)
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        if not self.changes:
+            return super().start(reads, into)
         self.changes -= 1
+        pending = Pending(list(into), self.device)
+        pending.fail(0, FileChanged(f"{reads.paths[0]} was replaced"))
+        pending.finish()
+        return pending
 
-        def finish() -> list[torch.Tensor]:
-            raise FileChanged(f"{path} was replaced")
-
-        return Pending(finish)
+    def map(self, reads: Reads) -> list[torch.Tensor] | None:
+        if not self.changes:
+            return super().map(reads)
+        self.changes -= 1
+        raise FileChanged(f"{reads.paths[0]} was replaced")
 
 
 @pytest.mark.usefixtures("no_warning")
 def test_a_record_replaced_between_start_and_wait_is_read_again(tmp_path: Path) -> None:
     storage = Moving(torch.device("cpu"))
-    cache = CacheDirectory(tmp_path, storage)
+    cache = CacheDirectory(tmp_path, Storage(storage))
     put(cache, "a", 1)
     storage.changes = 2
     assert get(cache, "a") == 1
@@ -151,7 +154,7 @@ def test_a_record_replaced_between_start_and_wait_is_read_again(tmp_path: Path) 
 
 def test_a_file_system_without_stable_ids_costs_the_cache_only(tmp_path: Path) -> None:
     storage = Moving(torch.device("cpu"))
-    cache = CacheDirectory(tmp_path, storage)
+    cache = CacheDirectory(tmp_path, Storage(storage))
     put(cache, "a", 1)
     storage.changes = 10**9
     with pytest.warns(CacheWarning, match="cannot be used"):
@@ -162,21 +165,23 @@ def test_a_file_system_without_stable_ids_costs_the_cache_only(tmp_path: Path) -
 def test_what_is_kept_of_records_is_bounded(cache: CacheDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     put(cache, "0", 0, 8)
     get(cache, "0")
-    monkeypatch.setattr(directory, "_HEADS_BYTES", cache._heads_bytes * 3)
+    memory = cache._reader.heads
+    monkeypatch.setattr(limits, "HEADS_BYTES", memory.nbytes * 3)
     for round_ in range(2):
         for i in range(10):
             if round_ == 0:
                 put(cache, str(i), i, 8)
             assert get(cache, str(i)) == i
-            assert 1 <= len(cache._heads) <= 3 * 3  # the first one pays for what they share
-            assert cache._heads_bytes <= directory._HEADS_BYTES
+            assert 1 <= len(memory) <= 3 * 3  # the first one pays for what they share
+            assert memory.nbytes <= limits.HEADS_BYTES
     for i in range(10):
-        cache._forget(cache.record_path(key(str(i)).digest))
-    assert (cache._heads, cache._heads_bytes) == ({}, 0)
+        cache._reader.forget(cache.record_path(key(str(i)).digest))
+    assert (len(memory), memory.nbytes) == (0, 0)
 
 
 def test_thousands_of_records_of_one_pipeline_are_kept_in_little_memory(tmp_path: Path) -> None:
     writer, reader = opened(tmp_path), opened(tmp_path, verify="never")
+    memory = reader._reader.heads
     rng = np.random.default_rng(0)
     count = 200
     for i in range(-1, count):
@@ -187,14 +192,14 @@ def test_thousands_of_records_of_one_pipeline_are_kept_in_little_memory(tmp_path
     assert reader.start(key("-1").digest) is not None  # pays for what they share
     gc.collect()
     tracemalloc.start()
-    before, counted = tracemalloc.get_traced_memory()[0], reader._heads_bytes
+    before, counted = tracemalloc.get_traced_memory()[0], memory.nbytes
     for i in range(count):
         reader.start(key(str(i)).digest)
     gc.collect()
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert len(reader._heads) == count + 1
-    assert 0.7 < (reader._heads_bytes - counted) / taken < 1.5, "what is counted is what it takes"
+    assert len(memory) == count + 1
+    assert 0.7 < (memory.nbytes - counted) / taken < 1.5, "what is counted is what it takes"
     assert taken / count < 3000
 
 
@@ -444,7 +449,7 @@ def test_prepare_leaves_everything_else_alone(cache: CacheDirectory, tmp_path: P
 # Processes
 
 
-class Halting(PosixStorage):
+class Halting(PosixBackend):
     """Writes half of a record, says so, and waits for ever."""
 
     def __init__(self, say: int) -> None:
@@ -462,7 +467,7 @@ def _halted_writer(folder: Path) -> int:
     read_end, write_end = os.pipe()
     pid = fork()
     if pid == 0:
-        put(CacheDirectory(folder, Halting(write_end)), "a", 1)
+        put(CacheDirectory(folder, Storage(Halting(write_end))), "a", 1)
         os._exit(0)
     os.close(write_end)
     assert os.read(read_end, 1) == b"x"

@@ -183,7 +183,7 @@ def test_nothing_is_near(index: Index) -> None:
     add(index, 1, item="other", sources={"/other/x.nii": (1, "a")})
     found = nearest(index, WANTED)
     assert found.entry is None
-    assert found.differences == ["no record here is of this item, or of source files of these names"]
+    assert found.differences == ["no record here has this item, or source files of these names"]
 
 
 def test_the_same_item_of_another_pipeline(index: Index) -> None:
@@ -257,12 +257,12 @@ def test_a_pipeline_of_which_no_description_is_kept(index: Index) -> None:
 def test_a_pipeline_whose_description_shows_no_difference(index: Index) -> None:
     add(index, 1)
     found = nearest(index, Wanted("item", "cccc0000", SOURCES, PIPELINE))
-    assert found.differences == ["the transforms differ in something that their description does not show"]
+    assert found.differences == ["the transforms differ in a way that their description does not show"]
 
 
 def test_a_record_that_should_have_been_found(index: Index) -> None:
     add(index, 1, pipeline="cccc0000")
-    assert nearest(index, WANTED).differences == ["nothing that is kept of the record differs"]
+    assert nearest(index, WANTED).differences == ["nothing that the index holds differs"]
 
 
 def test_a_record_of_the_first_version_is_said_to_be_one_and_comes_last(index: Index) -> None:

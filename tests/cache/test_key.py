@@ -14,6 +14,7 @@ import pytest
 import torch
 from monai.data.utils import json_hashing, pickle_hashing
 
+from monai_gds import limits
 from monai_gds.cache import key
 from monai_gds.cache.hashing import canonical_hash, hash_item
 from monai_gds.cache.header import digest_of
@@ -278,17 +279,17 @@ def test_remembers_no_more_items_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
         hashed.append(item)
         return hash_item(item, root)
 
-    monkeypatch.setattr(key, "_MOST_SEEN", 3)
+    monkeypatch.setattr(limits, "HASHED_ITEMS", 3)
     monkeypatch.setattr(key, "hash_item", counting)
     keys = Keys()
     digests = [keys({"n": n}).digest for n in range(5)]
     assert [keys({"n": n}).digest for n in range(5)] == digests
-    assert len(keys.make._seen) == 3
+    assert len(keys.make._known) == 3
     assert len(hashed) == 7
 
 
 def test_keys_are_right_whether_they_are_remembered_or_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(key, "_MOST_KEYS", 2)
+    monkeypatch.setattr(limits, "KEYED_ITEMS", 2)
     items = [{"image": str(tmp_path / f"{n}.nii")} for n in range(4)]
     keys = Keys()
     for round_ in range(3):

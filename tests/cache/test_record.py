@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from monai.data import MetaTensor
 
+from monai_gds import limits
 from monai_gds.cache import checksum
-from monai_gds.cache.directory import read_record
 from monai_gds.cache.header import digest_of
-from monai_gds.cache.record import HEAD_BYTES, LARGE, Record, check_name, pack_record, parse_header
+from monai_gds.cache.reading import read_record
+from monai_gds.cache.record import LARGE, Record, check_name, pack_record, parse_header
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
-from monai_gds.storage import ALIGNMENT, Storage, open_storage
+from monai_gds.storage import ALIGNMENT, Reads, Storage, open_storage
 
 ITEM = {
     "image": MetaTensor(torch.rand(1, 20, 30, 40), meta={"affine": np.eye(4), "spacing": np.ones(3), "name": "a"}),
@@ -41,7 +42,7 @@ def pack(item: Any, key: dict[str, Any] | None = None) -> bytes:
 def unpack(path: Path, storage: Storage) -> Any:
     """Reads a record with every check there is."""
     record, file, arrays = read_record(str(path), storage)
-    raw = storage.load(str(path), [(e.offset, e.nbytes) for e in record.tensors.values()], file).wait()
+    raw = storage.map(Reads.of(str(path), [(e.offset, e.nbytes) for e in record.tensors.values()], file)).wait()
     tensors = {}
     for (name, entry), data in zip(record.tensors.items(), raw, strict=True):
         if checksum.checksum(data) != entry.checksum:
@@ -88,7 +89,6 @@ _dtypes = st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.floa
 
 
 @given(sizes=st.lists(st.tuples(_sizes, _dtypes), max_size=6), arrays=st.integers(0, 50), text=st.text(max_size=20))
-@settings(max_examples=100, deadline=None)
 def test_everything_lies_where_the_format_says(sizes: Any, arrays: int, text: str) -> None:
     item = {
         "tensors": [torch.zeros(n, dtype=dtype) for n, dtype in sizes],
@@ -156,7 +156,7 @@ def test_header_and_arrays_larger_than_the_first_read(path: Path, storage: Stora
     many = {f"key {i}": "x" * 20 for i in range(4000)}
     item = {"many": many, "text": np.array(["y" * 50_000, "z"]), "t": torch.ones(3)}
     path.write_bytes(pack(item))
-    assert int.from_bytes(path.read_bytes()[:8], "little") > HEAD_BYTES
+    assert int.from_bytes(path.read_bytes()[:8], "little") > limits.HEAD_READ_BYTES
     back = unpack(path, storage)
     assert back["many"] == item["many"]
     assert np.array_equal(back["text"], item["text"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from monai_gds import limits
 from monai_gds.cache import source_memo as module
 from monai_gds.cache.source_memo import SourceMemo
 
@@ -88,7 +89,7 @@ def test_the_folder_is_not_looked_at_for_everything_that_is_missing(
 def test_many_entries_are_found_whichever_table_they_are_in(
     tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FEW", 100)
+    monkeypatch.setattr(limits, "MEMO_SMALL_TABLE_ITEMS", 100)
     memo = SourceMemo(str(tmp_path))
     for i in range(0, 1000, 40):
         write(tmp_path, *range(i, i + 40))
@@ -238,9 +239,9 @@ def test_a_writer_whose_file_was_merged_writes_on(tmp_path: Path) -> None:
     asleep = SourceMemo(str(tmp_path))
     asleep.put(k(500), c(500))
     ended(tmp_path, [[n] for n in range(80)], 100)
-    os.utime(tmp_path / ".index" / asleep._name, (0, 0))
+    os.utime(tmp_path / ".index" / asleep._own().name, (0, 0))
     SourceMemo(str(tmp_path)).put(k(80), c(80))
-    assert not (tmp_path / ".index" / asleep._name).exists()
+    assert not (tmp_path / ".index" / asleep._own().name).exists()
     asleep.put(k(501), c(501))
     asleep.flush()
     assert known(tmp_path, range(600)) == [*range(81), 500, 501]
@@ -288,8 +289,8 @@ def test_a_merge_that_is_killed_at_any_step_loses_nothing(
 
 
 def test_too_many_bytes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_BYTES", 40 * 50)
-    monkeypatch.setattr(module, "_LARGE", 40)
+    monkeypatch.setattr(limits, "MEMO_BYTES", 40 * 50)
+    monkeypatch.setattr(limits, "MEMO_UNMERGED_BYTES", 40)
     ended(tmp_path, [[n] for n in range(80)], 100)
     write(tmp_path, 80)
     assert known(tmp_path, range(81)) == list(range(31, 81))

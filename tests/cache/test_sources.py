@@ -22,11 +22,13 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from monai_gds.cache import sources as module
-from monai_gds.cache.sources import Identity, Sources, candidates, files_named, looks_like_path
+from monai_gds import limits
+from monai_gds.cache import source_clock
+from monai_gds.cache.source_names import candidates, files_named, looks_like_path
+from monai_gds.cache.sources import Identity, Sources
 from monai_gds.errors import CacheWarning, HashingError
 from tests.loopdisk import loop_disk
 
@@ -41,7 +43,7 @@ def sources() -> Sources:
 @pytest.fixture
 def no_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock so fine that what was just written may be remembered, which otherwise takes two seconds."""
-    monkeypatch.setattr(module, "_TICK", -(10**9))
+    monkeypatch.setattr(source_clock, "_TICK", -(10**9))
 
 
 @pytest.fixture
@@ -170,10 +172,10 @@ def test_an_edit_within_a_tick_at_the_same_size_is_noticed(
 ) -> None:
     with loop_disk(tmp_path, make=("-I", "128")) as disk:  # its inodes hold whole seconds only
         if clock != "local":
-            monkeypatch.setattr(module, "_LOCAL", frozenset())
+            monkeypatch.setattr(source_clock, "_LOCAL", frozenset())
         if "ours" in clock or "no cache" in clock:
             now = time.time_ns
-            monkeypatch.setattr(module.time, "time_ns", lambda: now() + 3600 * 10**9)
+            monkeypatch.setattr(source_clock.time, "time_ns", lambda: now() + 3600 * 10**9)
         sources = Sources("content", None if "no cache" in clock else str(disk.folder))
         path = disk.folder / "ct.nii"
         path.write_bytes(b"-%07d" % 0)
@@ -216,21 +218,22 @@ def test_no_time_of_a_file_has_it_read_for_ever(
     volume: Path, monkeypatch: pytest.MonkeyPatch, clock: int, local: bool
 ) -> None:
     if not local:
-        monkeypatch.setattr(module, "_LOCAL", frozenset())
+        monkeypatch.setattr(source_clock, "_LOCAL", frozenset())
+    monkeypatch.setattr(source_clock, "_TICK", 10**9 // 2)
     now = time.time_ns
-    monkeypatch.setattr(module.time, "time_ns", lambda: now() + clock * 10**9)
+    monkeypatch.setattr(source_clock.time, "time_ns", lambda: now() + clock * 10**9)
     os.utime(volume, (4 * 10**9, 4 * 10**9))  # in 2096
     sources = Sources("content", None)
     sources.identity(str(volume))
-    time.sleep(2.1)
+    time.sleep(0.6)
     sources.identity(str(volume))
     assert bytes_read(lambda: sources.identity(str(volume))) == 0
 
 
 def test_old_files_of_a_server_are_read_once(volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOCAL", frozenset())
+    monkeypatch.setattr(source_clock, "_LOCAL", frozenset())
     behind = time.time_ns
-    monkeypatch.setattr(module.time, "time_ns", lambda: behind() - 3600 * 10**9)
+    monkeypatch.setattr(source_clock.time, "time_ns", lambda: behind() - 3600 * 10**9)
     time.sleep(2.1)
     by_its_clock = Sources("content", str(tmp_path))
     by_its_clock.identity(str(volume))
@@ -457,7 +460,6 @@ def _plant(folder: Path, tree: dict[str, bytes], order: list[str]) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
 @given(tree=_TREES, data=st.data())
 def test_the_order_in_which_a_folder_was_filled_is_no_difference(tree: dict[str, bytes], data: st.DataObject) -> None:
     order = data.draw(st.permutations(sorted(tree)))
@@ -485,7 +487,6 @@ def test_a_file_system_that_lists_in_another_order_is_no_difference(
     assert bytes_read(lambda: found.identity(str(study))) == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(trees=st.lists(_TREES, min_size=2, max_size=2, unique_by=lambda t: tuple(sorted(t.items()))))
 def test_different_folders_are_different_sources(trees: list[dict[str, bytes]]) -> None:
     with tempfile.TemporaryDirectory() as top:
@@ -567,7 +568,7 @@ def test_a_folder_of_young_files_is_not_trusted(sources: Sources, study: Path) -
 def test_a_folder_of_too_many_entries_counts_by_name_and_says_so_once(
     sources: Sources, study: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_ENTRIES", 5)
+    monkeypatch.setattr(limits, "FOLDER_ENTRIES", 5)
     with pytest.warns(CacheWarning, match=r"study.* more than 5 entries.*name its files or subfolders"):
         before = sources.identity(str(study))
     _replace(study / "s1/1.dcm", b"edited")
@@ -677,8 +678,8 @@ def test_processes_learn_from_one_another_while_they_run(no_ticks: None, tmp_pat
     sources = Sources("content", str(tmp_path))
     sources.identity(str(paths[0]))  # the memo was looked at, and held nothing
     code = """
-from monai_gds.cache import sources
-sources._TICK = -10**9
+from monai_gds.cache import source_clock
+source_clock._TICK = -10**9
 Sources("content", sys.argv[1]).identity(sys.argv[2])"""
     in_another_process(code, str(tmp_path), str(paths[1]))
     time.sleep(1.1)
@@ -711,7 +712,7 @@ def test_a_forked_child_knows_what_its_parent_knew_and_writes_its_own(no_ticks: 
 
 def test_a_fork_in_the_middle_of_another_threads_look_locks_nobody_out(tmp_path: Path, volume: Path) -> None:
     sources = Sources("content", str(tmp_path))
-    with sources._memo._lock:  # as a thread holds it that reads the memo
+    with sources._memo._own().lock:  # as a thread holds it that reads the memo
         pid = os.fork()
         if pid == 0:
             os._exit(0 if sources.identity(str(volume)) is not None else 1)

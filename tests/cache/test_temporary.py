@@ -14,9 +14,10 @@ import pytest
 import torch
 from monai.transforms import Compose, EnsureTyped
 
-from monai_gds.cache import temporary, upkeep
+from monai_gds.cache import maintenance, process_names, temporary
 from monai_gds.cache.directory import CacheDirectory, prepare
-from monai_gds.cache.temporary import abandoned, being_written, now, open_tmp, owner, owner_lives, tidy
+from monai_gds.cache.process_names import this_process
+from monai_gds.cache.temporary import abandoned, being_written, opened, server_time, tidy
 from monai_gds.cache.tree import encode_item
 from monai_gds.dataset import GDSDataset
 from monai_gds.errors import CacheWarning, NotSaved
@@ -30,7 +31,7 @@ HOURS = 7200
 
 
 def here() -> str:
-    return owner().split(".")[0]
+    return this_process().split(".")[0]
 
 
 def leftover(number: int = 0, place: str = "") -> str:
@@ -86,7 +87,7 @@ EVERYWHERE = pytest.mark.parametrize("clean", [construct, populate, prune])
     ],
 )
 def test_whose_temporaries_go(tmp_path: Path, name: str, age: int, stays: bool) -> None:
-    place, pid, started = owner().split(".")
+    place, pid, started = this_process().split(".")
     path = put(tmp_path / ".tmp" / name.format(digest="d" * 32, place=place, pid=pid, started=started), age)
     listed = [found.path for found in abandoned(tmp_path)]
     assert listed == ([] if stays else [str(path)])
@@ -151,7 +152,7 @@ def test_the_temporary_of_a_process_that_cannot_be_seen_stays(tmp_path: Path, mo
 
     path = put(tmp_path / ".tmp" / leftover(), 0)
     monkeypatch.setattr(os, "kill", not_permitted)
-    monkeypatch.setattr(temporary, "_started", lambda pid: None)
+    monkeypatch.setattr(process_names, "_started", lambda pid: None)
     prepare(tmp_path)
     assert path.exists()
     os.utime(path, (0, 0))
@@ -162,8 +163,8 @@ def test_the_temporary_of_a_process_that_cannot_be_seen_stays(tmp_path: Path, mo
 def test_where_processes_cannot_be_told_apart_a_writers_own_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(temporary, "_place", lambda: "unknown")
-    monkeypatch.setattr(temporary, "_started", lambda pid: None)
+    monkeypatch.setattr(process_names, "_place", lambda: "unknown")
+    monkeypatch.setattr(temporary, "this_process", lambda: f"unknown.{os.getpid()}.None")
     with being_written(str(tmp_path), "d" * 32, str(tmp_path / "target")) as path:
         Path(path).write_text("half")
         tidy(tmp_path)
@@ -335,7 +336,7 @@ def test_swapped_for_a_link_while_a_record_is_written_costs_the_record_only(
         cache, somebodys = tmp_path / step / "cache", tmp_path / step / "somebodys"
         thesis = put(somebodys / leftover())
         assert save(cache)
-        for record in upkeep.record_files(cache):
+        for record in maintenance.record_files(cache):
             record.unlink()
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True):
             assert not swapped_before(step, 1, cache, somebodys, patch)
@@ -366,11 +367,11 @@ def test_a_sound_record_in_the_place_of_a_damaged_one_survives_prune(
 ) -> None:
     """Whoever reads a damaged record replaces it: also between prune's judging and deleting it."""
     populate(tmp_path)
-    (record,) = upkeep.record_files(tmp_path)
+    (record,) = maintenance.record_files(tmp_path)
     sound = record.read_bytes()
     damaged = bytes(len(sound)) if same_size else b"no record"
     record.write_bytes(damaged)
-    judge = upkeep.prunable
+    judge = maintenance.prunable
 
     def replaced_meanwhile(*args: Any, **kwargs: Any) -> Any:
         found = list(judge(*args, **kwargs))
@@ -380,7 +381,7 @@ def test_a_sound_record_in_the_place_of_a_damaged_one_survives_prune(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(upkeep, "prunable", replaced_meanwhile)
+        patch.setattr(maintenance, "prunable", replaced_meanwhile)
         done = run("cache", "prune", tmp_path)
     assert "0 files" in done.stdout
     assert f"{record}: kept, since it was replaced" in done.stdout
@@ -393,7 +394,7 @@ def test_a_sound_record_in_the_place_of_a_damaged_one_survives_prune(
 def test_a_cache_directory_called_as_the_folder_of_temporaries_is_pruned(tmp_path: Path) -> None:
     cache = tmp_path / ".tmp"
     populate(cache)
-    (record,) = upkeep.record_files(cache)
+    (record,) = maintenance.record_files(cache)
     record.write_bytes(b"")
     left = put(cache / ".tmp" / leftover())
     prune(cache)
@@ -405,32 +406,17 @@ def test_a_cache_directory_called_as_the_folder_of_temporaries_is_pruned(tmp_pat
 # What others use
 
 
-def test_the_owner_of_a_file_lives_as_long_as_its_process() -> None:
-    assert owner_lives(owner()) is True
-    child = in_child(owner)
-    assert child != owner()
-    assert owner_lives(child) is False
-    place, pid, start = owner().split(".")
-    assert owner_lives(f"{place}.{pid}.{int(start) + 1}") is False
-    assert owner_lives(f"0a0b0c0d-1.{pid}.{start}") is None
-    for text in ("", "x", f"{place}.{pid}", f"{place}.{pid}.{start}.0", f"{place}.../../etc.{start}", "unknown.1.None"):
-        assert owner_lives(text) is None
-
-
 def test_the_folder_is_made_when_asked(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        open_tmp(tmp_path / "cache")
+    with pytest.raises(FileNotFoundError), opened(tmp_path / "cache"):
+        pass
     assert not (tmp_path / "cache").exists()
-    fd = open_tmp(tmp_path / "cache", create=True)
-    try:
+    with opened(tmp_path / "cache", create=True) as fd:
         assert os.path.samestat(os.fstat(fd), os.stat(tmp_path / "cache" / ".tmp"))
         assert stat.S_ISDIR(os.fstat(fd).st_mode)
-        time_there = now(fd)
+        time_there = server_time(fd)
         assert time_there is not None
         assert abs(time_there - time.time()) < 60
         assert os.listdir(fd) == []
-    finally:
-        os.close(fd)
 
 
 def test_where_nothing_can_be_made_there_is_no_time() -> None:
@@ -438,11 +424,8 @@ def test_where_nothing_can_be_made_there_is_no_time() -> None:
         (folder / ".tmp").mkdir()
 
         def ask() -> float | None:
-            fd = open_tmp(folder)
-            try:
-                return now(fd)
-            finally:
-                os.close(fd)
+            with opened(folder) as fd:
+                return server_time(fd)
 
         assert in_child(ask, nobody=True) is None
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from monai_gds import limits
 from monai_gds.cache import writer as module
 from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.tree import EncodedItem
@@ -232,7 +233,7 @@ def test_done_is_called_once_whatever_happens() -> None:
 
 
 def test_however_small_no_more_than_some_thousands_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_QUEUE_ITEMS", 3)
+    monkeypatch.setattr(limits, "QUEUE_ITEMS", 3)
     disk, writer = Disk(), Writer()
     disk.open.clear()
     submitted: list[int] = []
@@ -521,6 +522,7 @@ while pids:
 """
 
 
+@pytest.mark.long
 def test_a_storm_of_ctrl_c_ends_and_loses_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STORM, "4", str(tmp_path)],

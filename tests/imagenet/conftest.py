@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,38 @@ def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pack_folder(open_images(folder), out, file_bytes=3000)
     assert len(list(out.glob("images-*"))) > 3
     return out
+
+
+def as_dali_reads(
+    root: str | Path, batch_size: int = 1, *, decode: bool = False, device_id: int | None = None, shard_id: int = 0,
+    num_shards: int = 1,
+) -> list[list[tuple[bytes, tuple[int, ...], int]]]:  # fmt: skip
+    """One padded epoch of ``fn.readers.file``, by batches: (bytes, shape, label) of every image."""
+    from nvidia.dali import fn, pipeline_def
+
+    @pipeline_def(batch_size=batch_size, num_threads=1, device_id=device_id)
+    def pipeline() -> Any:
+        images, labels = fn.readers.file(
+            file_root=str(root), name="files", shard_id=shard_id, num_shards=num_shards, pad_last_batch=True,
+        )  # fmt: skip
+        if decode:
+            images = fn.decoders.image(images, device="cpu" if device_id is None else "mixed")
+        return images, labels
+
+    pipe = pipeline()
+    pipe.build()
+    rounds = -(-pipe.reader_meta("files")["epoch_size"] // (num_shards * batch_size))
+    batches = []
+    for _ in range(rounds):
+        images, labels = (out.as_cpu() for out in pipe.run())
+        arrays = [np.asarray(image) for image in images]
+        batches.append([(a.tobytes(), a.shape, int(np.asarray(n)[0])) for a, n in zip(arrays, labels, strict=True)])
+    return batches
+
+
+def samples_of_dali(root: str | Path, *, decode: bool = False, device_id: int | None = None) -> list[Any]:
+    """(bytes, shape, label) of every image, as ``fn.readers.file`` gives them."""
+    return [sample for batch in as_dali_reads(root, decode=decode, device_id=device_id) for sample in batch]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""ImageNetDataset on the CPU: every reader gives what fn.readers.file gives, epochs, and images that are broken."""
+"""ImageNetDataset on the CPU: every reader yields what fn.readers.file does, epochs, and images that are broken."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ import torch
 
 from monai_gds.errors import BackendUnavailable, BrokenImage, FileChanged, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
+from monai_gds.imagenet import dataset as imagenet_dataset
 from monai_gds.imagenet.pipeline import PipelineFailed
-from tests.imagenet.conftest import COUNT
-from tests.storage.disks import small_disk
+from monai_gds.imagenet.readers import PlainReader
+from monai_gds.testing.disks import small_disk
+from tests.fresh import Interpreter
+from tests.imagenet.conftest import COUNT, as_dali_reads, samples_of_dali
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 
 #: Readers of single files that work on any machine.
 READERS = ("python-file", "posix", "auto")
+DEEPNVME = pytest.param("deepnvme", marks=pytest.mark.long)
 
 
 def dataset(root: Path, batch_size: int = 4, *args: Any, **kwargs: Any) -> ImageNetDataset:
@@ -54,7 +58,7 @@ def samples(batches: Any) -> list[tuple[bytes, tuple[int, ...], int]]:
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("reader", READERS)
 def test_the_same_as_dalis_reader(folder: Path, reader: str, decode: bool) -> None:
-    expected = samples(dataset(folder, reader="dali", decode=decode))
+    expected = samples_of_dali(folder, decode=decode)
     assert len(expected) == COUNT
     ours = dataset(folder, reader=reader, decode=decode)
     assert samples(ours) == expected
@@ -62,9 +66,9 @@ def test_the_same_as_dalis_reader(folder: Path, reader: str, decode: bool) -> No
 
 
 @pytest.mark.parametrize("by", [-1, 1, 5000])
-@pytest.mark.parametrize("reader", [*READERS, "dali", "deepnvme", "xnvme-file", "xnvme-block"])
+@pytest.mark.parametrize("reader", [*READERS, DEEPNVME, "xnvme", "xnvme-block"])
 def test_an_image_that_changed_its_size_since_it_was_listed(tmp_path: Path, folder: Path, reader: str, by: int) -> None:
-    """Never the wrong bytes: it is refused by name, or, by DALI's own reader, read as it is now."""
+    """Never the wrong bytes: it is refused by name."""
     with small_disk(tmp_path, 64 << 20) if reader == "xnvme-block" else nullcontext(tmp_path) as where:
         root = where / "train"
         shutil.copytree(folder, root)
@@ -78,17 +82,13 @@ def test_an_image_that_changed_its_size_since_it_was_listed(tmp_path: Path, fold
         now = before[:by] if by < 0 else before + bytes(by)
         image.write_bytes(now)
         os.sync()
-        if reader == "dali":
-            assert samples(ours)[5][0] == now
-        else:
-            with pytest.raises(FileChanged, match=f"{image.name} has {len(now)} bytes.*list the files again"):
-                list(ours)
+        with pytest.raises(FileChanged, match=f"{image.name} has {len(now)} bytes.*list the files again"):
+            list(ours)
         again = dataset(root, reader=reader, decode=False)
         assert samples(again)[5][0] == now
         image.write_bytes(before)
         os.sync()
-        if reader != "dali":
-            assert samples(ours)[5][0] == before  # the dataset is as good as it was
+        assert samples(ours)[5][0] == before  # the dataset is as good as it was
         ours.close()
         again.close()
 
@@ -104,7 +104,7 @@ def test_a_packed_file_that_changed_its_size(packed: Path, tmp_path: Path) -> No
 
 def same_over(reader: str, folder: Path, packed: Path) -> None:
     for decode in (False, True):
-        expected = samples(dataset(folder, reader="dali", decode=decode))
+        expected = samples_of_dali(folder, decode=decode)
         for root in (folder, packed):
             try:
                 ours = dataset(root, reader=reader, decode=decode)
@@ -116,24 +116,23 @@ def same_over(reader: str, folder: Path, packed: Path) -> None:
                 assert samples(ours) == expected
 
 
-@pytest.mark.parametrize("reader", ["deepnvme", "xnvme-file"])
+@pytest.mark.parametrize("reader", [DEEPNVME, "xnvme"])
 def test_the_same_over_other_backends(folder: Path, packed: Path, reader: str) -> None:
     same_over(reader, folder, packed)
 
 
-@pytest.mark.parametrize("reader", ["xnvme-block", "xnvme-gds"])
-def test_the_same_from_the_blocks_of_a_device(folder: Path, packed: Path, tmp_path: Path, reader: str) -> None:
+def test_the_same_from_the_blocks_of_a_device(folder: Path, packed: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path, 64 << 20) as disk:
         shutil.copytree(folder, disk / "train")
         shutil.copytree(packed, disk / "packed")
         os.sync()
-        same_over(reader, disk / "train", disk / "packed")
+        same_over("xnvme-block", disk / "train", disk / "packed")
 
 
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("reader", ["packed", "auto", "posix"])
 def test_a_packed_folder_is_the_same_too(folder: Path, packed: Path, reader: str, decode: bool) -> None:
-    expected = samples(dataset(folder, reader="dali", decode=decode))
+    expected = samples_of_dali(folder, decode=decode)
     assert samples(dataset(packed, reader=reader, decode=decode)) == expected
 
 
@@ -142,11 +141,13 @@ def test_a_packed_folder_is_the_same_too(folder: Path, packed: Path, reader: str
 def test_shards_and_last_batches_are_dalis(folder: Path, packed: Path, policy: Any, shards: int) -> None:
     for shard in range(shards):
         arguments = {"decode": False, "shard_id": shard, "num_shards": shards, "last_batch": policy}
-        theirs = dataset(folder, 4, "dali", **arguments)
+        theirs = as_dali_reads(folder, 4, shard_id=shard, num_shards=shards)
         for ours in (dataset(folder, 4, **arguments), dataset(packed, 4, **arguments)):
             for _ in range(2):
-                assert samples(ours) == samples(theirs)
-                assert len(list(ours)) == len(ours) == len(theirs)
+                batches = [samples([batch]) for batch in ours]
+                assert len(batches) == len(ours) == (len(theirs) if policy != "drop" else COUNT // shards // 4)
+                assert batches == [full[: len(batch)] for full, batch in zip(theirs, batches, strict=False)]
+                assert policy == "partial" or {len(batch) for batch in batches} == {4}
 
 
 def test_the_policies_are_those_of_dalis_iterator(folder: Path) -> None:
@@ -165,7 +166,7 @@ def test_the_policies_are_those_of_dalis_iterator(folder: Path) -> None:
         assert [batch["label"].tolist() for batch in ours] == expected
 
 
-@pytest.mark.parametrize("reader", ["python-file", "posix", "packed", "dali"])
+@pytest.mark.parametrize("reader", ["python-file", "posix", "packed"])
 def test_a_shuffled_epoch_has_each_image_once(folder: Path, packed: Path, reader: str) -> None:
     expected = sorted(samples(dataset(folder, decode=False)))
     ours = dataset(packed if reader == "packed" else folder, 4, reader, decode=False, shuffle=True, seed=1, window=2)
@@ -205,8 +206,6 @@ def test_paths_with_any_bytes(folder: Path, tmp_path: Path) -> None:
         dataset(Path(root), reader="python-file")
     )  # fmt: skip
     assert list(open_images(root).classes) == list(open_images(root + " packed").images.classes)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="not UTF-8: use another reader"):
-        dataset(Path(root), reader="dali")
 
 
 # What comes out.
@@ -244,7 +243,7 @@ def test_each_shard_flips_in_its_own_way(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize("reader", ["posix", "dali"])
+@pytest.mark.parametrize("reader", ["posix", "python-file"])
 def test_a_graph_of_ones_own(folder: Path, reader: str, decode: bool) -> None:
     from nvidia.dali import fn
 
@@ -280,7 +279,7 @@ def test_encoded_bytes_need_no_dali(folder: Path, monkeypatch: pytest.MonkeyPatc
 # Epochs.
 
 
-@pytest.mark.parametrize("reader", ["posix", "dali", "packed"])
+@pytest.mark.parametrize("reader", ["posix", "python-file", "packed"])
 @pytest.mark.parametrize("decode", [False, True])
 def test_leaving_a_loop_starts_a_new_epoch_next_time(folder: Path, packed: Path, reader: str, decode: bool) -> None:
     ours = dataset(packed if reader == "packed" else folder, 2, reader, decode=decode)
@@ -322,12 +321,11 @@ def test_dropped_half_way_nothing_stays(folder: Path, packed: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-@pytest.mark.parametrize("reader", ["posix", "dali"])
-def test_a_dropped_dataset_is_gone_at_once(folder: Path, reader: str) -> None:
+def test_a_dropped_dataset_is_gone_at_once(folder: Path) -> None:
     """Its pipeline may hold much of a GPU's memory: not until the garbage collector comes by."""
     gc.disable()
     try:
-        ours = dataset(folder, 2, reader)
+        ours = dataset(folder, 2)
         next(iter(ours))
         gone = weakref.ref(ours)
         pipe = weakref.ref(ours._pipe)
@@ -357,9 +355,8 @@ def test_dropping_waits_for_nobody(folder: Path) -> None:
     assert closed.wait(20)
 
 
-@pytest.mark.parametrize("when", ["", "late.append(batches)"])
-@pytest.mark.parametrize("reader", ["dali", "posix"])
-def test_a_script_that_ends_within_an_epoch_ends_in_silence(folder: Path, reader: str, when: str) -> None:
+@pytest.mark.parametrize("when", [pytest.param("", marks=pytest.mark.long), "late.append(batches)"])
+def test_a_script_that_ends_within_an_epoch_ends_in_silence(folder: Path, when: str) -> None:
     """DALI shuts its pipelines down at exit, before what is left of the script is cleared away.
 
     In between the collector may come by, here a function that was registered earlier than DALI's own.
@@ -369,7 +366,7 @@ def test_a_script_that_ends_within_an_epoch_ends_in_silence(folder: Path, reader
         "late = []\n"
         "atexit.register(lambda: [one.close() for one in late])\n"
         "from monai_gds import ImageNetDataset\n"
-        f"batches = iter(ImageNetDataset({str(folder)!r}, 4, {reader!r}, 'cpu'))\n"
+        f"batches = iter(ImageNetDataset({str(folder)!r}, 4, device='cpu'))\n"
         "print(len(next(batches)['label']))\n"
         f"{when}\n"
     )
@@ -449,30 +446,22 @@ def test_in_lightnings_trainer(folder: Path) -> None:
     assert module.seen == 2 * COUNT
 
 
-def _rank(rank: int, root: str, port: int, queue: Any) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
+def _rank(rank: int, root: str, store: str) -> tuple[int, Any]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", world_size=2, rank=rank)
     ours = ImageNetDataset(root, 4, device="cpu", shuffle=True)
-    queue.put((rank, len(ours), samples(ours)))
+    found = len(ours), samples(ours)
     torch.distributed.destroy_process_group()
+    return found
 
 
-def test_under_torch_distributed(folder: Path) -> None:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(i, str(folder), port, queue)) for i in range(2)]
-    for rank in ranks:
-        rank.start()
-    found = [queue.get(timeout=120) for _ in ranks]
-    for rank in ranks:
-        rank.join(60)
-    assert found[0][1] == found[1][1] == 3
-    assert set(found[0][2]) | set(found[1][2]) == set(samples(dataset(folder)))
-    assert len(found[0][2]) + len(found[1][2]) <= COUNT + 1
+def test_under_torch_distributed(folder: Path, tmp_path: Path, interpreter: Interpreter) -> None:
+    with interpreter.process() as first, interpreter.process() as second:
+        for rank, process in enumerate((first, second)):
+            process.start(_rank, rank, str(folder), str(tmp_path / "store"))
+        (count, one), (other_count, other) = first.result(), second.result()
+    assert count == other_count == 3
+    assert set(one) | set(other) == set(samples(dataset(folder)))
+    assert len(one) + len(other) <= COUNT + 1
 
 
 # Bad input.
@@ -494,47 +483,6 @@ def test_a_broken_jpeg_is_named_and_the_dataset_stays_usable(
         assert e.value.path == str(bad)
     bad.write_bytes(good)
     assert sorted(samples(ours)) == sorted(samples(dataset(root)))
-
-
-def test_a_broken_jpeg_is_named_for_dalis_reader_too(copy_of: Callable[[], Path]) -> None:
-    root = copy_of()
-    bad = sorted(root.glob("*/*"))[9]
-    bad.write_bytes(b"no image at all")
-    with pytest.raises(BrokenImage) as e:
-        list(dataset(root, reader="dali"))
-    assert e.value.path == str(bad)
-    bad.write_bytes(b"")
-    with pytest.raises(BrokenImage, match="empty") as e:
-        list(dataset(root, reader="dali"))
-    assert e.value.path == str(bad)
-
-
-@pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("last_batch", ["partial", "drop"])
-def test_files_that_dalis_reader_cannot_read_are_named(
-    copy_of: Callable[[], Path], decode: bool, shuffle: bool, last_batch: Any
-) -> None:
-    root = copy_of()
-    bad = sorted(root.glob("*/*"))[-2]
-    arguments: dict[str, Any] = {"decode": decode, "shuffle": shuffle, "last_batch": last_batch}
-    ours, other = (dataset(root, 4, "dali", **arguments) for _ in range(2))
-    bad.write_bytes(b"")
-    for _ in range(2):
-        with pytest.raises(BrokenImage, match="empty") as e:
-            list(ours)
-        assert e.value.path == str(bad)
-    bad.unlink()
-    with pytest.raises(ImageListError, match="held 23 images when it was listed and holds 22 now"):
-        list(other)
-
-
-def test_dalis_shuffled_reader_says_who_names_a_broken_image(copy_of: Callable[[], Path]) -> None:
-    root = copy_of()
-    sorted(root.glob("*/*"))[9].write_bytes(b"no image at all")
-    with pytest.raises(PipelineFailed) as e:
-        list(dataset(root, reader="dali", shuffle=True))
-    assert "another reader names a broken image" in e.value.__notes__[0]
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -592,11 +540,6 @@ def test_with_nothing_but_broken_images_skipping_ends(copy_of: Callable[[], Path
     assert len(ours.broken) == COUNT
 
 
-def test_skip_broken_is_not_for_dalis_reader(folder: Path) -> None:
-    with pytest.raises(ValueError, match="skip_broken=True does not work with reader='dali'"):
-        dataset(folder, reader="dali", skip_broken=True)
-
-
 @pytest.mark.parametrize("decode", [False, True])
 def test_an_empty_file_is_named(copy_of: Callable[[], Path], decode: bool) -> None:
     root = copy_of()
@@ -650,7 +593,8 @@ def test_an_error_of_the_graph_is_no_broken_image(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"reader": "nvme"}, ValueError, "reader='nvme' is not known; there are: auto, dali"),
+        ({"reader": "nvme"}, ValueError, "reader='nvme' is not known; there are: auto, posix, .*xnvme-block"),
+        ({"reader": "dali"}, ValueError, "reader='dali' is not known; there are: auto, posix"),
         ({"reader": "kvikio", "decode": False}, BackendUnavailable, "kvikio.*serves CUDA targets only"),
         ({"reader": "packed"}, ValueError, "is not packed: run `monai-gds pack"),
         ({"device": "cuda:9"}, ValueError, "cuda:9"),
@@ -666,10 +610,9 @@ def test_arguments_that_make_no_sense(
         dataset(folder, **arguments)
 
 
-def test_readers_of_single_files_refuse_a_packed_folder(packed: Path) -> None:
-    for reader in ("dali", "python-file"):
-        with pytest.raises(ValueError, match="reads single files"):
-            dataset(packed, reader=reader)
+def test_plain_python_refuses_a_packed_folder(packed: Path) -> None:
+    with pytest.raises(ValueError, match="reads single files"):
+        dataset(packed, reader="python-file")
 
 
 def test_a_root_that_is_nothing(tmp_path: Path) -> None:
@@ -685,3 +628,26 @@ def test_pixels_are_those_of_another_decoder(folder: Path) -> None:
     ours = dataset(folder, 1)
     theirs = np.asarray(module.open(ours.images.path(0)).convert("RGB")).astype(int)
     assert np.abs(next(iter(ours))["image"][0].numpy().astype(int) - theirs).mean() < 2
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_decoders_get_host_memory_where_the_reader_can_fill_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, host: bool
+) -> None:
+    """Whatever the reader is called: one that serves GPUs only is copied back, with a warning."""
+    asked = []
+
+    def open_reader(name: str, images: Any, device: torch.device, **_: Any) -> Any:
+        asked.append(device.type)
+        if device.type == "cpu" and not host:
+            raise BackendUnavailable("it serves CUDA targets only")
+        return PlainReader(images, device)
+
+    monkeypatch.setattr(imagenet_dataset, "open_reader", open_reader)
+    monkeypatch.setattr(imagenet_dataset, "resolve_device", lambda _: torch.device("cuda", 0))
+    with nullcontext() if host else pytest.warns(UserWarning, match="every batch is copied back"):
+        dataset(folder)
+    assert asked == (["cpu"] if host else ["cpu", "cuda"])
+    asked.clear()
+    dataset(folder, decode=False)
+    assert asked == ["cuda"]

@@ -102,8 +102,8 @@ def test_batches_as_they_come(as_list: bool) -> None:
     [
         ({"image": np.zeros((4, 2)), "label": np.zeros((3, 1))}, "'image': 4, 'label': 3"),
         ({"image": [np.zeros(2)] * 4, "label": [np.zeros(2)] * 3}, "'image': 4, 'label': 3"),
-        ({"image": np.zeros((0, 2))}, "one sample or more.*'image': 0"),
-        ({"image": []}, "one sample or more.*'image': 0"),
+        ({"image": np.zeros((0, 2))}, "at least one sample.*'image': 0"),
+        ({"image": []}, "at least one sample.*'image': 0"),
         ({"image": np.zeros((4, 2)), "label": 3}, "'image': 4, 'label': 0"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_stream_that_is_used_up_says_so() -> None:
     iterstream = pytest.importorskip("squirrel.iterstream", reason="squirrel-core is not installed")
     once = loader(squirrel_source(iterstream.IterableSource(sample(i) for i in range(5))))
     assert flat(once) == list(range(5))
-    with pytest.raises(RuntimeError, match="nothing left for another epoch: give the driver"):
+    with pytest.raises(RuntimeError, match="nothing left for another epoch: give a function"):
         list(once)
 
 

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from monai_gds.blockmap import BlockMap
 from monai_gds.errors import ImageListError
 from monai_gds.imagenet import ImageNetDataset, listing, open_images
-from monai_gds.imagenet.listing import EXTENSIONS, list_folder
-from monai_gds.imagenet.source import list_block_map
+from monai_gds.imagenet.listing import EXTENSIONS, list_block_map, list_folder
+from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks, Origin
+from monai_gds.storage.xnvme.extents import Disk, Extent
+from tests.imagenet.conftest import samples_of_dali
 from tests.loopdisk import loop_disk
 
 dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
-fn = pytest.importorskip("nvidia.dali.fn")
 
 KINDS = ("file", "link", "folder", "fifo")
 
 
-def as_dali_sees_it(root: str) -> list[tuple[bytes, int]]:
+def as_dali_sees_it(root: str | Path) -> list[tuple[bytes, int]]:
     """(content, label) of every image in DALI's order."""
-
-    @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None)
-    def pipeline():  # type: ignore[no-untyped-def]
-        images, labels = fn.readers.file(file_root=root, name="files")
-        return images, labels
-
-    pipe = pipeline()
-    pipe.build()
-    outputs = [pipe.run() for _ in range(pipe.epoch_size("files"))]
-    return [(bytes(np.asarray(image[0])), int(np.asarray(label[0])[0])) for image, label in outputs]
+    return [(content, label) for content, _, label in samples_of_dali(root)]
 
 
 def names() -> st.SearchStrategy[bytes]:
@@ -47,7 +36,6 @@ def names() -> st.SearchStrategy[bytes]:
     return name.filter(lambda n: n not in (b"", b".", b".."))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(names(), st.dictionaries(names(), st.sampled_from(KINDS), max_size=6), min_size=1, max_size=6),
        st.sets(names(), max_size=2))  # fmt: skip
 def test_as_dali_lists_it(classes: dict[bytes, dict[bytes, str]], stray: set[bytes]) -> None:
@@ -88,7 +76,7 @@ def test_as_dali_lists_it(classes: dict[bytes, dict[bytes, str]], stray: set[byt
 def test_a_linked_class_is_a_class(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "cat").symlink_to(folder / "n01440764")
-    assert len(list_folder(tmp_path / "root")) == len(as_dali_sees_it(str(tmp_path / "root"))) == 7
+    assert len(list_folder(tmp_path / "root")) == len(as_dali_sees_it(tmp_path / "root")) == 7
 
 
 def test_the_filter_is_dalis() -> None:
@@ -131,13 +119,15 @@ def test_more_classes_than_labels_are_refused(folder: Path, monkeypatch: pytest.
 
 
 def test_a_block_map_lists_what_its_folder_does(folder: Path, tmp_path: Path) -> None:
-    folders = [f"train/{n.name}" for n in folder.iterdir()]
-    header = {"version": 1, "block_size": 512, "parent": str(folder.parent), "folders": folders}
-    entries: dict[str, object] = {"__blockmap__": header}
+    files, start = {}, 1 << 20
     for file in folder.rglob("*.JPEG"):
         size = file.stat().st_size
-        entries[str(file.relative_to(folder.parent))] = {"startblock": 8, "endblock": 8 + size // 512, "size": size}
-    (tmp_path / "map.json").write_text(json.dumps(entries))
+        extent = Extent(0, start, -(-size // 512) * 512)
+        files[str(file.relative_to(folder.parent))] = FileBlocks(size, (extent,), inode=1, mtime_ns=1)
+        start += extent.nbytes
+    disk = Disk("nvme0n1", "259:0", 512, start, 1 << 20)
+    origin = Origin(str(folder.parent), "ext4", "", 0, disk)
+    BlockMap(files, origin, [f"train/{n.name}" for n in folder.iterdir()]).save(tmp_path / "map.json")
     ours, theirs = open_images(tmp_path / "map.json"), list_folder(folder)
     assert ours.classes == theirs.classes  # type: ignore[union-attr]
     assert ours.names == theirs.names  # type: ignore[union-attr]
@@ -165,16 +155,16 @@ def test_a_block_map_numbers_classes_as_dali_numbers_its_folder(folder: Path, tm
         images = open_images(tmp_path / "map.json")
         assert isinstance(images, listing.ImageList)
         ours = [(Path(images.path(i)).read_bytes(), int(images.labels[i])) for i in range(len(images))]
-        assert ours == as_dali_sees_it(str(root))
+        assert ours == as_dali_sees_it(root)
         assert list(images.classes) == list(list_folder(root).classes)
         dataset = ImageNetDataset(tmp_path / "map.json", 4, reader="posix", device="cpu", decode=False)
         assert [label for batch in dataset for label in batch["label"].tolist()] == [label for _, label in ours]
         dataset.close()
 
 
-def test_a_file_that_is_no_block_map_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_block_map_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[1]")
-    with pytest.raises(ImageListError, match="no block map"):
+    with pytest.raises(ImageListError, match="not a block map"):
         list_block_map(tmp_path / "x.json")
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ImageListError, match="maps no image"):

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from monai_gds.cli import app
 from monai_gds.errors import BrokenImage, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
+from monai_gds.imagenet.image_storage import Fetch, ImageStorage
 from monai_gds.imagenet.packed import INDEX, PackedImages, open_packed
 from monai_gds.imagenet.readers import PackedReader
-from monai_gds.storage import Pending, Read, Storage
-from monai_gds.storage.posix import PosixStorage
+from monai_gds.storage import Storage
+from monai_gds.storage.posix import PosixBackend
 from tests.imagenet.conftest import COUNT
 
 pytest.importorskip("PIL", reason="Pillow is not installed on this machine")
@@ -54,16 +55,16 @@ def test_files_hold_what_they_should(folder: Path, tmp_path: Path, file_bytes: i
     assert all(count == 1 or nbytes <= file_bytes for count, nbytes in out.files[:, :2].tolist())
 
 
-class Counting(PosixStorage):
+class Counting(ImageStorage):
     """Notes what is read."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.reads: list[Read] = []
+        super().__init__("posix", torch.device("cpu"))
+        self.reads: list[int] = []
 
-    def submit(self, requests: Any, *, fresh: bool = False) -> Pending:
-        self.reads += requests
-        return super().submit(requests, fresh=fresh)
+    def start_range(self, path: str, offset: int, sizes: list[int], file_bytes: int) -> Fetch:
+        self.reads.append(sum(sizes))
+        return super().start_range(path, offset, sizes, file_bytes)
 
 
 def packed_reader(packed: Path, ahead: int = 2) -> tuple[PackedReader, Counting, PackedImages]:
@@ -83,7 +84,7 @@ def test_every_file_is_read_once_in_one_piece(packed: Path, ahead: int) -> None:
 def test_a_shard_reads_its_share_only(packed: Path) -> None:
     reader, storage, images = packed_reader(packed)
     list(reader.read([np.arange(8, 12), np.arange(12, 15)]))
-    assert sum(r.dest.numel() for r in storage.reads) == images.images.sizes[8:15].sum()
+    assert sum(storage.reads) == images.images.sizes[8:15].sum()
 
 
 def test_only_a_few_files_are_held(packed: Path) -> None:
@@ -149,7 +150,7 @@ def test_nothing_half_written_is_taken_for_packed(
         raise OSError(28, "No space left on device", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PosixStorage, "write", fail)
+        patch.setattr(PosixBackend, "write", fail)
         with pytest.raises(OSError, match="No space left"):
             pack_folder(open_images(folder), tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out" / INDEX).exists()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from monai_gds import limits
 from monai_gds.imagenet import pipeline as module
 from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed
 
@@ -63,7 +64,7 @@ def test_no_more_is_taken_from_the_source_than_is_under_way(count: int) -> None:
     )
     for number, (feed, outputs) in enumerate(ours.run(feeds(), lambda i: {"x": np.full((1, 3), i)})):
         assert feed == number == int(outputs["x"][0, 0])  # type: ignore[call-overload]
-        assert len(taken) == min(count, number + 1 + module.PREFETCH)
+        assert len(taken) == min(count, number + 1 + limits.DALI_PREFETCH_BATCHES)
 
 
 def test_the_next_batch_is_fed_before_anything_is_done_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monai_gds.blockmap import BlockMap
 from monai_gds.errors import NotMappable
-from monai_gds.storage import Storage, _libxnvme, available_backends, open_storage
+from monai_gds.storage import Reads, Storage, available_backends, open_storage
+from monai_gds.storage.xnvme import libxnvme
+from monai_gds.storage.xnvme.block_map import BlockMap
 
 SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 116_000, 3_000_001)
 MAKE = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
@@ -112,10 +113,10 @@ def test_reads_what_is_there(namespace: tuple[int, Path], reader: str, tmp_path:
         for path in sorted(folder.iterdir()):
             data = path.read_bytes()
             ranges = [(0, len(data)), (len(data) // 3, len(data) // 2), (0, min(len(data), 4096))]
-            tensors = storage.load(str(path), ranges).wait()
+            tensors = storage.map(Reads.of(str(path), ranges)).wait()
             assert [t.numpy().tobytes() for t in tensors] == [data[o : o + n] for o, n in ranges], path.name
         with pytest.raises(OSError, match="ends"):
-            storage.load(str(folder / "4096.bin"), [(0, 4097)]).wait()
+            storage.load(Reads.of(str(folder / "4096.bin"), [(0, 4097)])).wait()
         print(reader, storage.describe())
     finally:
         storage.close()
@@ -130,7 +131,7 @@ def test_reads_what_it_wrote_a_moment_ago(namespace: tuple[int, Path], reader: s
         for seed in range(5):
             data = np.random.default_rng(seed).bytes(50_000)
             storage.write(str(path), [data])
-            assert storage.load(str(path), [(0, 50_000)]).wait()[0].numpy().tobytes() == data
+            assert storage.load(Reads.of(str(path), [(0, 50_000)])).wait()[0].numpy().tobytes() == data
             path.unlink()
     finally:
         storage.close()
@@ -142,9 +143,9 @@ def test_the_drive_is_open_for_reading_only(namespace: tuple[int, Path], reader:
     storage = opened(reader, number)
     node = f"/dev/{'ng' if 'passthrough' in reader or 'cmd' in reader else 'nvme'}0n{number}"
     try:
-        before = _libxnvme._descriptors_of(node)
-        storage.load(str(folder / "4096.bin"), [(0, 4096)]).wait()
-        descriptors = _libxnvme._descriptors_of(node) - before
+        before = libxnvme._descriptors_of(node)
+        storage.load(Reads.of(str(folder / "4096.bin"), [(0, 4096)])).wait()
+        descriptors = libxnvme._descriptors_of(node) - before
         assert descriptors
         for fd in descriptors:
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
@@ -155,8 +156,8 @@ def test_the_drive_is_open_for_reading_only(namespace: tuple[int, Path], reader:
 def test_commands_are_as_large_as_the_device_allows(namespace: tuple[int, Path]) -> None:
     number, folder = namespace
     storage = opened("xnvme-block, io_uring", number)
-    storage.load(str(folder / "3000001.bin"), [(0, 3_000_001)]).wait()
-    (drive,) = storage._engine()._drives.values()  # type: ignore[attr-defined]
+    storage.load(Reads.of(str(folder / "3000001.bin"), [(0, 3_000_001)])).wait()
+    (drive,) = storage._backend._drives  # type: ignore[attr-defined]
     print(f"n{number}: MDTS {drive.device.max_transfer}, commands of up to {drive.most} bytes")
     kernel = int(Path(f"/sys/block/nvme0n{number}/queue/max_sectors_kb").read_text()) * 1024
     assert drive.most == min(drive.device.max_transfer, kernel) // 4096 * 4096

@@ -28,7 +28,9 @@ LIMIT = 1500
 def main() -> int:
     """Builds the guest where that is needed, and boots it. Returns the exit status of the tests in it."""
     if LIBRARY and not os.path.isfile(LIBRARY):
-        print(f"XNVME_LIBRARY_PATH names {LIBRARY}, which is no file: name a libxnvme.so, or unset it", file=sys.stderr)
+        print(
+            f"XNVME_LIBRARY_PATH names {LIBRARY}, which is not a file: name a libxnvme.so, or unset it", file=sys.stderr
+        )
         return 1
     subprocess.run([HERE / "build_guest.sh", GUEST], check=True)
     with tempfile.TemporaryDirectory(prefix="monai-gds-nvme-") as folder:

@@ -1,7 +1,7 @@
-"""``make test-package``: builds the sdist, from it the wheel, and tries that in an environment which has nothing else.
+"""``make test-package``: builds the sdist and from it the wheel, and tries the wheel in an empty environment.
 
-The environment lies outside of the source tree and gets the wheel with the dependencies that it names, so a file that
-the wheel lacks and a dependency that pyproject.toml does not name show here. What is tried: ``smoke.py`` beside this.
+The environment is outside of the source tree and has only the wheel and the dependencies that it names. So files that
+are missing from the wheel, and dependencies that are missing from pyproject.toml, show here. See ``smoke.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_IN_SDIST = (".ci/", ".git")
 
 
 def run(*command: object, cwd: Path | None = None) -> str:
-    """Runs a command, shows it, and ends everything when it fails."""
+    """Prints and runs a command, and exits if it fails."""
     print("+", *(os.path.relpath(c, ROOT) if isinstance(c, Path) and c.is_relative_to(ROOT) else c for c in command))
     done = subprocess.run([str(c) for c in command], cwd=cwd, text=True, stdout=subprocess.PIPE, check=False)
     if done.returncode:
@@ -32,12 +32,12 @@ def run(*command: object, cwd: Path | None = None) -> str:
 
 
 def tracked() -> set[str]:
-    """Every file of the repository."""
+    """Every tracked file."""
     return set(run("git", "-C", ROOT, "ls-files").splitlines())
 
 
 def copy_tracked(target: Path) -> None:
-    """Copies what is tracked, so that nothing left over from earlier builds can help."""
+    """Copies tracked files only, so that leftovers of earlier builds cannot help."""
     for name in tracked():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target / name)
@@ -53,7 +53,7 @@ def names_in(sdist: Path, wheel: Path) -> tuple[set[str], set[str]]:
 
 
 def check_contents(sdist: Path, wheel: Path) -> None:
-    """Compares both with what is tracked."""
+    """Compares both with the tracked files."""
     in_sdist, in_wheel = names_in(sdist, wheel)
     files = tracked()
     missing = sorted(name for name in files - in_sdist if not name.startswith(NOT_IN_SDIST))
@@ -66,7 +66,7 @@ def check_contents(sdist: Path, wheel: Path) -> None:
 
 
 def main() -> None:
-    """Builds, looks, installs, tries."""
+    """Builds, checks, installs and tries."""
     with tempfile.TemporaryDirectory(prefix="monai-gds-package-") as temporary:
         work = Path(temporary)
         copy_tracked(work / "source")
@@ -81,7 +81,7 @@ def main() -> None:
         run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pinned, wheel)
         run(python, "-m", "pip", "check", "--disable-pip-version-check")
         print(run(python, "-I", ROOT / "tests/package/smoke.py", cwd=work))
-        print(f"{sdist.name} and {wheel.name} are as they should be")
+        print(f"{sdist.name} and {wheel.name} are correct")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run by the Python of an environment that has the wheel and its dependencies only, without test tools: ``run.py``."""
+"""Run by ``run.py`` in an environment that has the wheel and its dependencies only, without test tools."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ import monai_gds
 
 
 def check(condition: object, what: str) -> None:
-    """An assertion that says what it is about, and holds under -O."""
+    """An assertion with a message that also works under -O."""
     if not condition:
         sys.exit(f"not so: {what}")
 
 
 def it_is_the_wheel_s() -> None:
-    """Every file that the wheel brought lies here, unchanged, and the package that was imported is among them."""
+    """Every file of the wheel is installed unchanged, and the imported package is one of them."""
     found = distribution("monai_gds")
     folder = Path(sysconfig.get_path("purelib"))
     check(Path(monai_gds.__file__).parent == folder / "monai_gds", f"imported from {folder}, not {monai_gds.__file__}")
     files = [file for file in found.files or [] if file.hash is not None]
     check(any(str(file) == "monai_gds/py.typed" for file in files), "py.typed is in the wheel")
-    check(any(file.name == "deepnvme_results.h" for file in files), "what the backends compile is in the wheel")
+    check(
+        any(str(file) == "monai_gds/storage/deepnvme/results.h" for file in files),
+        "what the backends compile is in the wheel",
+    )
     for file in files:
         digest = hashlib.new(file.hash.mode, file.locate().read_bytes()).digest()
         check(base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == file.hash.value, f"{file} is unchanged")
@@ -38,7 +41,7 @@ def it_is_the_wheel_s() -> None:
 
 
 def a_dataset_works(folder: Path) -> None:
-    """The first item, computed; the same from the cache."""
+    """Items from the cache equal those that were computed."""
     import torch
     from monai.transforms import Compose, LoadImaged, RandFlipd, ScaleIntensityd
 
@@ -65,7 +68,7 @@ def a_dataset_works(folder: Path) -> None:
 
 
 def command(*arguments: object) -> str:
-    """What the installed command prints."""
+    """The output of the installed command."""
     script = Path(sysconfig.get_path("scripts")) / "monai-gds"
     done = subprocess.run([script, *map(str, arguments)], capture_output=True, text=True, check=False)
     check(done.returncode == 0, f"monai-gds {' '.join(map(str, arguments))}: {done.stderr}")
@@ -73,7 +76,7 @@ def command(*arguments: object) -> str:
 
 
 def the_commands_work(folder: Path) -> None:
-    """Those that need nothing but what is here."""
+    """Commands that need no extras."""
     check(command("--version").strip() == f"monai-gds {monai_gds.__version__}", "--version")
     told = json.loads(command("doctor", folder, "--json", "--device", "cpu"))
     check(told["works"] and told["default"] == "posix", "the doctor finds posix at work")
@@ -83,7 +86,7 @@ def the_commands_work(folder: Path) -> None:
 
 
 def main() -> None:
-    """All of it, in a folder that is removed."""
+    """Runs everything in a temporary folder."""
     it_is_the_wheel_s()
     found = monai_gds.available_backends("cpu")
     check(found["posix"] and not found["deepnvme"] and found["deepnvme"].remedy, "extras are extras")

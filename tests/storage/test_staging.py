@@ -1,6 +1,6 @@
-"""Pinned staging and stream hand-off; and that the contract's memory tests notice each piece that is missing.
+"""Pinned staging and stream hand-off; and that the contract's scenarios notice each safeguard that is missing.
 
-The latter take one safeguard of ``staging.py`` out and expect the scenario of the contract to see corrupted bytes.
+The latter take one safeguard out at a time, and expect the scenario to see corrupted bytes.
 """
 
 from __future__ import annotations
@@ -8,18 +8,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from monai_gds.storage import Storage, kvikio, resolve_device, staging
-from tests.storage import contract
-from tests.storage.contract import LONG, opened
+from monai_gds import limits
+from monai_gds.storage import Pending, Reads, Storage, resolve_device, staging
+from monai_gds.storage.backend import Backend
+from monai_gds.storage.posix import PosixBackend
+from monai_gds.testing import cuda as scenarios
+from monai_gds.testing.cuda import LONG, Scenario
+from tests.storage.sample_reaching_gpu import SampleReachingGpu
 
 pytestmark = pytest.mark.gpu
-
-Scenario = Callable[[Storage, Path, bytes, torch.cuda.Stream], bool]
 
 
 @pytest.fixture
@@ -27,7 +30,17 @@ def device() -> torch.device:
     return resolve_device("cuda")
 
 
-# staging.adopt and staging.hand_off, each with one safeguard taken out.
+def kvikio_reaching_gpu(device: torch.device) -> Backend:
+    """A kvikio backend that gives KvikIO device memory, as it does where cuFile works."""
+    pytest.importorskip("kvikio", reason="KvikIO is not installed on this machine")
+    from monai_gds.storage.kvikio import KvikioBackend
+
+    backend = KvikioBackend(device)
+    backend.reaches_gpu, backend.piece_bytes = True, limits.KVIKIO_TASK_BYTES
+    return backend
+
+
+# Safeguards that are taken out. Each stands in for the function of the same name without "_without_…".
 
 
 def adopt_without_waiting(dests: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -39,38 +52,40 @@ def adopt_without_recording(dests: Sequence[torch.Tensor], device: torch.device)
     staging.copy_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
-def hand_off_without_waiting(dests: Sequence[torch.Tensor], device: torch.device, *, arrived: bool = False) -> None:
+def hand_off_without_waiting(dests: Sequence[torch.Tensor], device: torch.device, **_: object) -> None:
     for dest in dests:
         dest.record_stream(torch.cuda.current_stream(device))
 
 
-def hand_off_without_recording(dests: Sequence[torch.Tensor], device: torch.device, *, arrived: bool = False) -> None:
-    torch.cuda.current_stream(device).wait_stream(staging.copy_stream(device))
+def hand_off_without_recording(
+    dests: Sequence[torch.Tensor], device: torch.device, *, behind: torch.cuda.Event, **_: object
+) -> None:
+    torch.cuda.current_stream(device).wait_event(behind)
 
 
-def without_keeping(dests: Sequence[torch.Tensor], device: torch.device) -> None:
-    """In place of kvikio.keep_for_current_stream."""
-
-
-def without_synchronizing(stream: torch.cuda.Stream) -> None:
-    """In place of torch.cuda.Stream.synchronize."""
+def synchronize_without_waiting(event: torch.cuda.Event) -> None:
+    """In place of torch.cuda.Event.synchronize, by which a backend that reaches the GPU waits for the copy stream."""
 
 
 @pytest.mark.parametrize(
-    ("backend", "name", "broken", "scenario"),
+    ("backend", "broken", "scenario"),
     [
-        ("posix", "hand_off", hand_off_without_waiting, contract.handed_over),
-        ("posix", "hand_off", hand_off_without_recording, contract.slow_consumer_keeps_its_data),
-        ("posix", "adopt", adopt_without_waiting, contract.refilled_after_use),
-        ("posix", "adopt", adopt_without_recording, contract.dropped_destination_is_not_reused),
-        ("kvikio", "keep_for_current_stream", without_keeping, contract.slow_consumer_keeps_its_data),
-        ("kvikio", "synchronize", without_synchronizing, contract.refilled_after_use),
-        ("kvikio", "pool_stream", staging.copy_stream, contract.safe_from_another_backend),
+        (PosixBackend, hand_off_without_waiting, scenarios.handed_over),
+        (PosixBackend, hand_off_without_waiting, scenarios.handed_over_to_every_stream),
+        (PosixBackend, hand_off_without_recording, scenarios.slow_consumer_keeps_its_data),
+        (PosixBackend, adopt_without_waiting, scenarios.refilled_after_use),
+        (PosixBackend, adopt_without_recording, scenarios.dropped_destination_is_not_reused),
+        (SampleReachingGpu, synchronize_without_waiting, scenarios.refilled_after_use),
+        (SampleReachingGpu, synchronize_without_waiting, scenarios.safe_from_another_backend),
+        (SampleReachingGpu, hand_off_without_recording, scenarios.slow_consumer_keeps_its_data),
+        (kvikio_reaching_gpu, synchronize_without_waiting, scenarios.refilled_after_use),
+        (kvikio_reaching_gpu, synchronize_without_waiting, scenarios.safe_from_another_backend),
+        (kvikio_reaching_gpu, hand_off_without_recording, scenarios.slow_consumer_keeps_its_data),
     ],
+    ids=lambda value: value.__name__,
 )
-def test_the_contract_notices_a_missing_safeguard(
-    backend: str,
-    name: str,
+def test_the_scenarios_notice_a_missing_safeguard(
+    backend: Callable[[torch.device], Backend],
     broken: Callable[..., None],
     scenario: Scenario,
     device: torch.device,
@@ -78,20 +93,33 @@ def test_the_contract_notices_a_missing_safeguard(
     data: bytes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if backend == "kvikio":
-        pytest.importorskip("kvikio", reason="KvikIO is not installed on this machine")
     consumer = torch.cuda.Stream(device)
-    with opened(backend, "cuda") as storage:
-        if isinstance(storage, kvikio.KvikioStorage):
-            storage._direct = True  # the path that has safeguards of its own
-        storage.load(str(blob), [(0, contract.BLOB_BYTES)]).wait()  # threads, slots and streams exist
+    with closing(Storage(backend(device))) as storage:
+        storage.load(Reads.of(str(blob), [(0, len(data))])).wait()  # threads, slots and streams exist
         assert scenario(storage, blob, data, consumer), "it holds with everything in place"
+        name = broken.__name__.partition("_without_")[0]
         with monkeypatch.context() as patch:
-            owner = next(o for o in (staging, kvikio, torch.cuda.Stream) if hasattr(o, name))
-            patch.setattr(owner, name, broken)
+            patch.setattr(staging if hasattr(staging, name) else torch.cuda.Event, name, broken)
             intact = scenario(storage, blob, data, consumer)
         torch.cuda.synchronize(device)
         assert not intact, f"with {broken.__name__} the bytes should have been corrupted"
+
+
+def test_the_scenarios_notice_a_pending_that_only_the_first_stream_waits_for(
+    device: torch.device, blob: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = Pending._order
+
+    def order_once(pending: Pending) -> None:
+        if not pending._ordered:
+            order(pending)
+
+    with closing(Storage(PosixBackend(device))) as storage, monkeypatch.context() as patch:
+        storage.load(Reads.of(str(blob), [(0, len(data))])).wait()
+        patch.setattr(Pending, "_order", order_once)
+        intact = scenarios.handed_over_to_every_stream(storage, blob, data, torch.cuda.Stream(device))
+    torch.cuda.synchronize(device)
+    assert not intact
 
 
 def test_a_slot_is_refilled_only_after_its_copy(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What staging.py makes of the driver's answers. The driver is simulated: these run without a GPU."""
+"""What staging.py makes of the driver's answers, and how it takes tensors off a device. Runs without a GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from monai_gds.storage import staging
+from monai_gds.testing.tools import content
 
 INVALID_CONTEXT = 201
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A driver that copies what a test's ``answers`` let it, and a runtime that notes when it was called."""
+    """A driver that returns a test's ``answers``, and a runtime that notes when it was called."""
     state = SimpleNamespace(answers=[0], copies=[], runtime_calls=0)
 
     def copy(*arguments: Any) -> int:
@@ -49,3 +50,20 @@ def test_what_cuda_refuses_is_an_error_with_its_number(driver: SimpleNamespace, 
     driver.answers = list(answers)
     with pytest.raises(RuntimeError, match=f"copy of 3 bytes to the device: error {answers[-1]} of cuMemcpyHtoDAsync"):
         staging._copy_to_device(1, 2, 3, 4)
+
+
+def test_a_tensor_leaves_the_device_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over host memory in place of a pinned slot, which also goes back to its pool."""
+    buffer = torch.empty(4096, dtype=torch.uint8)
+    slot, free = SimpleNamespace(buffer=buffer, view=buffer.numpy().data), []
+    pool = SimpleNamespace(slot_bytes=4096, acquire=lambda: slot, release=free.append)
+    monkeypatch.setattr(staging, "staging_pool", lambda device: pool)
+    data = content(3 * 4096 + 5)
+    pieces = [bytes(piece) for piece in staging._on_host(torch.frombuffer(bytearray(data), dtype=torch.uint8))]
+    assert b"".join(pieces) == data
+    assert [len(piece) for piece in pieces] == [4096, 4096, 4096, 5]
+    assert free == [slot]
+    pieces_of_another = staging._on_host(torch.zeros(2 * 4096, dtype=torch.uint8))
+    next(pieces_of_another)
+    del pieces_of_another  # the disk is full, for example
+    assert free == [slot, slot]

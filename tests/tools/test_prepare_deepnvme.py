@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from monai_gds.errors import BackendUnavailable
 from monai_gds.storage import Availability
+from tests.tools import load_tool
 
-_SCRIPT = Path(__file__).parents[2] / "tools" / "prepare_deepnvme.py"
-_spec = importlib.util.spec_from_file_location("prepare_deepnvme", _SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-prepare = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(prepare)
+prepare = load_tool("prepare_deepnvme")
 
 
 class Machine:
@@ -30,8 +24,8 @@ class Machine:
         monkeypatch.setattr(prepare.os, "geteuid", lambda: 0 if root else 1000)
         monkeypatch.setattr(prepare.shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr(prepare.subprocess, "run", self.run)
-        monkeypatch.setattr(prepare.deepnvme_build, "probe", self.probe)
-        monkeypatch.setattr(prepare.deepnvme_build, "build_ahead", self.build)
+        monkeypatch.setattr(prepare.build, "probe", self.probe)
+        monkeypatch.setattr(prepare.build, "build_ahead", self.build)
 
     def probe(self, operator: str) -> Availability:
         return Availability(not self.lacks, f"there is no tool (Debian: {self.lacks[0]})" if self.lacks else "")
@@ -89,6 +83,6 @@ def test_a_failed_build_is_shown_and_is_no_failure(
         raise BackendUnavailable("the compiler's last lines")
 
     Machine(monkeypatch, [])
-    monkeypatch.setattr(prepare.deepnvme_build, "build_ahead", fail)
+    monkeypatch.setattr(prepare.build, "build_ahead", fail)
     prepare.main()
     assert "last lines" in capsys.readouterr().out

@@ -1,0 +1,230 @@
+"""Competitors over one workload: epochs in turn, every batch counted and consumed, every byte checked.
+
+Competitors and the machine's ceilings take turns epoch by epoch, so that whatever else the machine does affects all of
+them alike. Before the timed epochs, each competitor runs one in which every tensor is compared with the result of the
+transforms without a cache.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.data import Dataset
+from monai.transforms import Compose
+from rich.progress import Progress
+
+from monai_gds.bench.ceilings import Ceilings
+from monai_gds.bench.competitors import COMPETITORS, NO_CACHE, REFERENCE, Competitor
+from monai_gds.bench.pagecache import drop, warmth
+from monai_gds.bench.report import Report, Row
+from monai_gds.errors import BackendUnavailable, StorageError
+
+__all__ = ["SILENT", "Comparison", "Entrant", "checksums", "compare", "enter", "epoch"]
+
+#: The progress display of callers that want none.
+SILENT = Progress(disable=True)
+
+#: Seed of the random transforms in epochs that are compared.
+_SEED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A workload and its competitors.
+
+    Attributes:
+        title: the question it answers.
+        items: the items of the datasets.
+        transform: the transform of the datasets.
+        keys: the tensors of a result that are consumed and compared.
+        nbytes: bytes of all results together.
+        device: the target.
+        folder: for the caches, and for the file that the ceilings read.
+        names: the competitors.
+        repeats: timed epochs of each.
+        batch_size: items per batch; None gets single items from the dataset, without a loader.
+        unit: ``GB/s`` or ``items/s``.
+        reference: the competitor that the others are compared with.
+        cold: whether each epoch begins with none of the competitor's files in the page cache.
+        ceilings: whether to measure the machine's ceilings too.
+    """
+
+    title: str
+    items: Sequence[Any]
+    transform: Compose
+    keys: Sequence[str]
+    nbytes: int
+    device: torch.device
+    folder: Path
+    names: Sequence[str]
+    repeats: int
+    batch_size: int | None = 1
+    unit: str = "GB/s"
+    reference: str = REFERENCE
+    cold: bool = False
+    ceilings: bool = True
+
+    @property
+    def batches(self) -> int:
+        """Batches per epoch."""
+        return -(-len(self.items) // (self.batch_size or 1))
+
+    @property
+    def amount(self) -> float:
+        """What an epoch moves, in the unit times a second."""
+        return self.nbytes / 1e9 if self.unit == "GB/s" else len(self.items)
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A competitor with its dataset, and its measurements."""
+
+    name: str
+    competitor: Competitor
+    dataset: Dataset
+    folder: Path
+    seconds: list[float] = field(default_factory=list)
+    cached: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def epoch(self, batch_size: int | None) -> Iterator[Iterator[Any]]:
+        """The batches of an epoch, without the competitor's warnings."""
+        with warnings.catch_warnings(action="ignore"), self.competitor.at_work():
+            if batch_size is None:
+                yield (self.dataset[i] for i in range(len(self.dataset)))
+            else:
+                yield iter(self.competitor.loader(self.dataset, batch_size=batch_size))
+
+    def files(self) -> list[Path]:
+        """The files of its cache."""
+        return [path for path in self.folder.rglob("*") if path.is_file()]
+
+    def row(self, comparison: Comparison) -> Row:
+        """Its row of the table."""
+        notes = {"page cache before": warmth(self.cached) if self.files() else "has no files"} if self.cached else {}
+        if comparison.batch_size is None:
+            notes["µs per item"] = f"{1e6 * statistics.median(self.seconds) / len(comparison.items):.0f}"
+        return Row(self.name, tuple(comparison.amount / seconds for seconds in self.seconds), notes=notes)
+
+
+def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entrant:
+    """Makes a competitor's dataset.
+
+    Raises:
+        BackendUnavailable: it cannot run here; the message says why.
+    """
+    competitor = COMPETITORS[name]
+    if why := competitor.missing():
+        raise BackendUnavailable(why)
+    folder = folder or comparison.folder / "".join(c if c.isalnum() else "-" for c in name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings(action="ignore"), competitor.at_work():
+        dataset = competitor.make(comparison.items, comparison.transform, folder, comparison.device)
+    return Entrant(name, competitor, dataset, folder)
+
+
+def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
+    """Runs a comparison.
+
+    Raises:
+        StorageError: a competitor returned another number of batches, or other bytes, than the transforms.
+    """
+    entrants, rows = [], {}
+    expected = checksums(enter(comparison, NO_CACHE), comparison)
+    for name in comparison.names:
+        try:
+            entrants.append(enter(comparison, name))
+        except BackendUnavailable as e:
+            rows[name] = Row(name, reason=str(e))
+    task = progress.add_task(comparison.title[:60], total=len(entrants) * (comparison.repeats + 1))
+    for entrant in entrants:
+        epoch(entrant, comparison)  # fills the cache
+        _verify(entrant, comparison, expected)
+        progress.advance(task)
+    if comparison.cold:
+        os.sync()  # otherwise the disk would still be writing the caches
+    ceilings = _ceilings(comparison)
+    with ceilings or nullcontext():
+        for _ in range(comparison.repeats):
+            for entrant in entrants:
+                if comparison.cold:
+                    entrant.cached.append(drop(entrant.files()))
+                entrant.seconds.append(epoch(entrant, comparison))
+                progress.advance(task)
+            if ceilings is not None:
+                ceilings.sample()
+    rows |= {entrant.name: entrant.row(comparison) for entrant in entrants}
+    shown = [rows[name] for name in comparison.names]
+    return Report(comparison.title, comparison.unit, shown, comparison.reference, ceilings.rows() if ceilings else ())
+
+
+def _ceilings(comparison: Comparison) -> Ceilings | None:
+    if not comparison.ceilings:
+        return None
+    scale = comparison.amount / (comparison.nbytes / 1e9)
+    return Ceilings(comparison.folder, comparison.device, comparison.nbytes, scale)
+
+
+def epoch(entrant: Entrant, comparison: Comparison) -> float:
+    """Seconds of one epoch in which every batch is consumed on the target.
+
+    Raises:
+        StorageError: the number of batches is wrong.
+    """
+    seen = 0
+    start = time.perf_counter()
+    with entrant.epoch(comparison.batch_size) as batches:
+        for batch in batches:
+            for tensor in _tensors(batch, comparison.keys):
+                tensor.to(comparison.device).as_subclass(torch.Tensor).sum()
+            seen += 1
+        if comparison.device.type == "cuda":
+            torch.cuda.synchronize(comparison.device)
+        seconds = time.perf_counter() - start
+    _check_count(entrant, seen, comparison)
+    return seconds
+
+
+def _verify(entrant: Entrant, comparison: Comparison, expected: Sequence[int]) -> None:
+    for number, (got, wanted) in enumerate(zip(checksums(entrant, comparison), expected, strict=True)):
+        if got != wanted:
+            raise StorageError(f"{entrant.name} gave other bytes in batch {number} than the transforms without a cache")
+
+
+def checksums(entrant: Entrant, comparison: Comparison) -> list[int]:
+    """A checksum of the bytes of each batch, over an epoch whose random transforms are seeded.
+
+    Raises:
+        StorageError: the number of batches is wrong.
+    """
+    found = []
+    torch.manual_seed(_SEED)
+    comparison.transform.set_random_state(_SEED)
+    with entrant.epoch(comparison.batch_size) as batches:
+        for batch in batches:
+            checksum = 0
+            for tensor in _tensors(batch, comparison.keys):
+                checksum = zlib.crc32(tensor.as_subclass(torch.Tensor).contiguous().cpu().numpy().data, checksum)
+            found.append(checksum)
+    _check_count(entrant, len(found), comparison)
+    return found
+
+
+def _check_count(entrant: Entrant, seen: int, comparison: Comparison) -> None:
+    if seen != comparison.batches:
+        raise StorageError(f"{entrant.name} gave {seen} batches instead of {comparison.batches}")
+
+
+def _tensors(batch: Any, keys: Iterable[str]) -> Iterator[torch.Tensor]:
+    for part in batch if isinstance(batch, (list, tuple)) else [batch]:
+        yield from (part[key] for key in keys)

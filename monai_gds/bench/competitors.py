@@ -1,0 +1,142 @@
+"""The datasets that are compared, and their loaders. One function each, and one line in :data:`COMPETITORS`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from monai.data import CacheDataset, Dataset, LMDBDataset, PersistentDataset, ThreadDataLoader
+from monai.data import GDSDataset as MonaiGDSDataset
+from monai.transforms import Compose
+
+from monai_gds.dataset import GDSDataset
+from monai_gds.errors import BackendUnavailable
+from monai_gds.loader import GDSDataLoader
+from monai_gds.storage.variants import PAST_PAGE_CACHE
+
+__all__ = [
+    "COMPETITORS", "META", "NO_CACHE", "OURS", "OURS_DIRECT", "OURS_LOADER", "REFERENCE", "Competitor",
+    "competitors_for",
+]  # fmt: skip
+
+OURS = "GDSDataset"
+OURS_LOADER = "GDSDataset, GDSDataLoader"
+OURS_DIRECT = "GDSDataset, direct_io"
+REFERENCE = "PersistentDataset"
+META = "PersistentDataset + meta"
+NO_CACHE = "no cache"
+
+#: Makes a dataset of items and a transform, with a folder of its own for the cache and the target device.
+Make: TypeAlias = "Callable[[Sequence[Any], Compose, Path, torch.device], Dataset]"
+
+
+@dataclass(frozen=True, slots=True)
+class Competitor:
+    """A dataset and its loader.
+
+    Attributes:
+        make: makes the dataset.
+        loader: the loader of its epochs, called with the dataset and ``batch_size``.
+        missing: returns why it cannot run here; empty if it can.
+        cuda_only: whether it serves CUDA targets only.
+        kvikio_threads: KvikIO's process-wide number of threads while it runs; None leaves it alone.
+    """
+
+    make: Make
+    loader: Callable[..., Iterable[Any]] = ThreadDataLoader
+    missing: Callable[[], str] = lambda: ""
+    cuda_only: bool = False
+    kvikio_threads: int | None = None
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Applies its settings of the process, and restores them afterwards."""
+        if self.kvikio_threads is None:
+            yield
+            return
+        import kvikio.defaults
+
+        with kvikio.defaults.set("num_threads", self.kvikio_threads):
+            yield
+
+
+def _ours(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
+    return GDSDataset(items, transform, folder, device)
+
+
+def _ours_direct(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+    except OSError as e:
+        raise BackendUnavailable(f"{folder} does not support O_DIRECT: {e.strerror}") from e
+    variant = PAST_PAGE_CACHE
+    options = dict(variant.options)
+    return GDSDataset(items, transform, folder, device, backend=variant.backend, backend_options=options)
+
+
+def _persistent(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
+    return PersistentDataset(items, transform, folder)
+
+
+def _persistent_meta(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
+    return PersistentDataset(items, transform, folder, track_meta=True, weights_only=False)
+
+
+def _lmdb(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
+    return LMDBDataset(items, transform, folder, progress=False)
+
+
+def _cache(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
+    return CacheDataset(items, transform, progress=False)
+
+
+def _monais(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
+    return MonaiGDSDataset(items, transform, folder, device.index)
+
+
+def _no_cache(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
+    return Dataset(items, transform)
+
+
+def _needs_lmdb() -> str:
+    return "" if importlib.util.find_spec("lmdb") else "needs lmdb: pip install 'monai_gds[bench]'"
+
+
+def _needs_kvikio() -> str:
+    missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]
+    return f"needs {' and '.join(missing)}" if missing else ""
+
+
+COMPETITORS: dict[str, Competitor] = {
+    OURS: Competitor(_ours),
+    OURS_LOADER: Competitor(_ours, GDSDataLoader),
+    OURS_DIRECT: Competitor(_ours_direct, GDSDataLoader),
+    REFERENCE: Competitor(_persistent),
+    META: Competitor(_persistent_meta),
+    "LMDBDataset": Competitor(_lmdb, missing=_needs_lmdb),
+    "CacheDataset": Competitor(_cache),
+    # As shipped it reads with KvikIO's default of one thread, which our own dataset raises for the whole process.
+    "monai GDSDataset": Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=1),
+    "monai GDSDataset, 16 thr.": Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=16),
+    NO_CACHE: Competitor(_no_cache),
+}
+
+
+def competitors_for(device: torch.device, *, loader: bool = False, cold: bool = False) -> list[str]:
+    """The caching competitors that serve a device.
+
+    Args:
+        device: the target.
+        loader: include our dataset through our own loader.
+        cold: nothing is in the page cache; with ``loader``, include reads past the page cache.
+    """
+    left_out = {NO_CACHE, *([] if loader else [OURS_LOADER]), *([] if loader and cold else [OURS_DIRECT])}
+    return [n for n, c in COMPETITORS.items() if n not in left_out and (device.type == "cuda" or not c.cuda_only)]

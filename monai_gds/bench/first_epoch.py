@@ -1,0 +1,159 @@
+"""What saving costs: the epoch that fills the cache beside one without a cache, and filling it ahead of training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from monai.transforms import Compose
+from rich.progress import Progress
+
+from monai_gds.bench.comparison import SILENT, Comparison, Entrant, checksums, enter, epoch
+from monai_gds.bench.competitors import META, NO_CACHE, OURS, OURS_LOADER, REFERENCE
+from monai_gds.bench.report import Report, Row
+from monai_gds.bench.workloads import KEYS, Burn, MakeVolumes, Workload
+from monai_gds.dataset import GDSDataset
+from monai_gds.errors import StorageError
+
+__all__ = ["filling", "large_items", "medium_items"]
+
+#: Seconds of processor time of the made-up preprocessing.
+_PREPROCESSING = 0.1
+
+#: Bytes of a large item.
+_LARGE = 100_000_000
+
+
+def medium_items(work: Workload, progress: Progress = SILENT) -> Report:
+    """The first epoch over items of up to 10 MB whose transforms take 100 ms."""
+    sizes = (2, 5, 10)
+    transform = Compose([Burn(_PREPROCESSING), MakeUpTo(sizes)])
+    items = [{"image": n} for n in range(18)]
+    title = f"first epoch, {len(items)} items of 2, 5 and 10 MB behind 100 ms of transforms, to {work.device}"
+    nbytes = sum(sizes[n % len(sizes)] for n in range(len(items))) * 1_000_000
+    return _first(_comparison(work, "medium", title, items, transform, nbytes), progress)
+
+
+def large_items(work: Workload, progress: Progress = SILENT) -> Report:
+    """The first epoch over items of 100 MB."""
+    transform = Compose([MakeVolumes((_LARGE // 4,))])
+    items = [{"image": n} for n in range(6)]
+    title = f"first epoch, {len(items)} items of {_LARGE / 1e6:.0f} MB to {work.device}"
+    return _first(_comparison(work, "large", title, items, transform, len(items) * _LARGE), progress)
+
+
+class MakeUpTo(MakeVolumes):
+    """Tensors of several sizes in turn.
+
+    Args:
+        sizes: in MB.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(())
+        self.sizes = tuple(sizes)
+
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        size = self.sizes[item["image"] % len(self.sizes)]
+        made: dict[str, Any] = MakeVolumes((size * 250_000,))(item)
+        return made
+
+
+def _comparison(
+    work: Workload, name: str, title: str, items: Sequence[Any], transform: Compose, nbytes: int
+) -> Comparison:
+    names = [NO_CACHE, OURS, *([OURS_LOADER] if work.loader else []), REFERENCE, META]
+    return Comparison(
+        title, items, transform, KEYS[:1], nbytes, work.device, work.subfolder(f"first-{name}"), names, work.repeats,
+        unit="items/s", reference=NO_CACHE,
+    )  # fmt: skip
+
+
+def _first(comparison: Comparison, progress: Progress) -> Report:
+    """Epochs in turn, each with an empty cache. What is left to save at the end of an epoch counts too."""
+    expected = checksums(enter(comparison, NO_CACHE), comparison)
+    for name in comparison.names[1:]:
+        with _emptied(comparison, name) as entrant:
+            if checksums(entrant, comparison) != expected:
+                raise StorageError(f"{name} gave other bytes in its first epoch than the transforms without a cache")
+    epochs: dict[str, list[float]] = {name: [] for name in comparison.names}
+    flushes: dict[str, list[float]] = {name: [] for name in comparison.names}
+    task = progress.add_task(comparison.title[:60], total=comparison.repeats)
+    for _ in range(comparison.repeats):
+        for name in comparison.names:
+            with _emptied(comparison, name) as entrant:
+                epochs[name].append(epoch(entrant, comparison))
+                flushes[name].append(_flush(entrant))
+        progress.advance(task)
+    return Report(comparison.title, comparison.unit, _rows(comparison, epochs, flushes), NO_CACHE)
+
+
+@contextmanager
+def _emptied(comparison: Comparison, name: str) -> Iterator[Entrant]:
+    """An entrant with an empty cache, which is removed afterwards."""
+    entrant = enter(comparison, name, comparison.folder / "now")
+    try:
+        yield entrant
+    finally:
+        _flush(entrant)
+        shutil.rmtree(entrant.folder)
+
+
+def _flush(entrant: Entrant) -> float:
+    """Seconds until everything is saved."""
+    start = time.perf_counter()
+    if isinstance(entrant.dataset, GDSDataset):
+        entrant.dataset.flush()
+    return time.perf_counter() - start
+
+
+def _rows(comparison: Comparison, epochs: dict[str, list[float]], flushes: dict[str, list[float]]) -> list[Row]:
+    seconds = {name: np.add(epochs[name], flushes[name]) for name in epochs}
+    added = {name: float(np.median(taken - seconds[NO_CACHE])) for name, taken in seconds.items()}
+    plain = statistics.median(epochs[NO_CACHE])
+    rows = []
+    for name, taken in seconds.items():
+        notes = {} if name == NO_CACHE else {
+            "epoch": f"{statistics.median(epochs[name]) / plain:.3f} of no cache's",
+            "flush after it": f"{statistics.median(flushes[name]):.2f} s",
+            "saving adds": f"{added[name]:.2f} s",
+            f"of {REFERENCE}'s": f"{added[name] / added[REFERENCE]:.0%}" if added[REFERENCE] > 0 else "",
+        }  # fmt: skip
+        rows.append(Row(name, tuple((len(comparison.items) / taken).tolist()), notes=notes))
+    return rows
+
+
+def filling(work: Workload, progress: Progress = SILENT, count: int = 40) -> Report:
+    """``populate`` with one process and with more: items of 2 MB whose transforms take 100 ms."""
+    transform = Compose([Burn(_PREPROCESSING), MakeVolumes((500_000,))])
+    workers = sorted({1, 2, min(16, len(os.sched_getaffinity(0)))})
+    names = {0: "in this process", **{n: f"{n} worker{'s' * (n > 1)}" for n in workers}}
+    samples: dict[int, list[float]] = {n: [] for n in names}
+    task = progress.add_task("populate", total=work.repeats * len(names))
+    for _ in range(work.repeats):
+        for n in names:
+            samples[n].append(count / _fill(work.folder / "filling", transform, count, n))
+            progress.advance(task)
+    title = f"populate, {count} items of 2 MB behind 100 ms of transforms"
+    return Report(title, "items/s", [Row(names[n], tuple(s)) for n, s in samples.items()], names[1])
+
+
+def _fill(folder: Path, transform: Compose, count: int, workers: int) -> float:
+    """Seconds of filling an empty cache."""
+    try:
+        dataset = GDSDataset([{"image": n} for n in range(count)], transform, folder, "cpu")
+        start = time.perf_counter()
+        done = dataset.populate(workers, progress=False)
+        seconds = time.perf_counter() - start
+    finally:
+        shutil.rmtree(folder)
+    if done.computed != count:
+        raise StorageError(f"{done.computed} items were computed instead of {count}")
+    return seconds

@@ -1,0 +1,180 @@
+"""``monai-gds bench dataset``: cached epochs, single hits and small records, as workloads of :mod:`.comparison`.
+
+:mod:`.first_epoch` and :mod:`.memory` have the workloads that are measured otherwise.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from monai.transforms import Compose, RandSpatialCropSamplesd, Transform
+from rich.progress import Progress
+
+from monai_gds.bench.comparison import SILENT, Comparison, compare
+from monai_gds.bench.competitors import META, OURS, OURS_LOADER, REFERENCE, competitors_for
+from monai_gds.bench.report import Report
+
+__all__ = ["KEYS", "Burn", "MakeVolumes", "Workload", "epochs", "hits", "small"]
+
+KEYS = ("image", "label")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the workloads of ``bench dataset`` have in common.
+
+    Attributes:
+        folder: for the caches.
+        device: the target.
+        items: number of volumes.
+        side: voxels along each side of an item's two float32 volumes.
+        repeats: timed epochs of each competitor.
+        batch_size: items per batch.
+        records: number of small records.
+        loader: also measure our dataset through GDSDataLoader.
+        cold: whether epochs begin with nothing in the page cache.
+    """
+
+    folder: Path
+    device: torch.device
+    items: int = 6
+    side: int = 235
+    repeats: int = 7
+    batch_size: int = 1
+    records: int = 10_000
+    loader: bool = False
+    cold: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one item of two volumes."""
+        return len(KEYS) * 4 * self.side**3
+
+    @property
+    def page_cache(self) -> str:
+        """The state of the page cache, for titles."""
+        return "page cache dropped" if self.cold else "page cache warm"
+
+    def subfolder(self, name: str) -> Path:
+        """A folder of one workload, made if it does not exist."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+
+class MakeVolumes(Transform):  # type: ignore[misc]  # MONAI has no type hints to speak of
+    """Stands for loading: replaces each value of an item, a number, by a random float32 tensor.
+
+    It adds no key, since monai.data.GDSDataset drops keys that are not in the input.
+
+    Args:
+        shape: shape of each tensor.
+        nifti: make MetaTensors with the 44 metadata keys of a NIfTI file instead of plain tensors.
+    """
+
+    def __init__(self, shape: tuple[int, ...], nifti: bool = True) -> None:
+        self.shape = shape
+        self.nifti = nifti
+
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(next(iter(item.values())))
+        tensors = {key: torch.rand(self.shape, generator=generator) for key in item}
+        return {k: MetaTensor(t, meta=dict(nifti_like_meta())) for k, t in tensors.items()} if self.nifti else tensors
+
+
+class Burn(Transform):  # type: ignore[misc]
+    """Uses processor time, as preprocessing does, and returns the item unchanged.
+
+    Sleeping would leave the processor to the threads that save.
+
+    Args:
+        seconds: of processor time in the calling thread.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, item: Any) -> Any:
+        numbers = np.linspace(0, 1, 1 << 14)
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            np.sin(numbers, out=numbers)
+        return item
+
+
+@cache
+def nifti_like_meta() -> dict[str, Any]:
+    """The metadata of a NIfTI file as MONAI's NibabelReader reads it."""
+    import nibabel
+    from monai.transforms import LoadImage
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "volume.nii.gz"
+        nibabel.save(nibabel.Nifti1Image(np.zeros((2, 2, 2), np.float32), np.eye(4)), path)
+        return dict(LoadImage()(path).meta)
+
+
+def epochs(work: Workload, crops: int | None = None, progress: Progress = SILENT) -> Report:
+    """Epochs over a filled cache, in GB/s of cached bytes.
+
+    Args:
+        work: the settings.
+        crops: side of 4 random crops per item, taken after the cache; None for whole volumes.
+        progress: shows a bar.
+    """
+    transforms: list[Callable[..., Any]] = [MakeVolumes((1, work.side, work.side, work.side))]
+    if crops:
+        transforms.append(RandSpatialCropSamplesd(KEYS, (crops,) * 3, num_samples=4, random_size=False))
+    what = f"4 random crops of {crops}³ from each of" if crops else "whole volumes,"
+    title = (
+        f"{what} {work.items} items of {work.item_bytes / 1e6:.0f} MB to {work.device}, "
+        f"batch {work.batch_size}, {work.page_cache}"
+    )
+    comparison = Comparison(
+        title, [dict.fromkeys(KEYS, n) for n in range(work.items)], Compose(transforms), KEYS,
+        work.items * work.item_bytes, work.device, work.subfolder("volumes"),
+        competitors_for(work.device, loader=work.loader, cold=work.cold), work.repeats, work.batch_size, cold=work.cold,
+    )  # fmt: skip
+    return compare(comparison, progress)
+
+
+def hits(work: Workload, nifti: bool, progress: Progress = SILENT) -> Report:
+    """The fixed cost of an item: 64 items of 64 kB, one by one, without a loader."""
+    keys = KEYS if nifti else KEYS[:1]
+    what = "two NIfTI MetaTensors of 32 kB" if nifti else "one plain tensor of 64 kB"
+    comparison = Comparison(
+        f"hits without a loader, {what}, to {work.device}", [dict.fromkeys(keys, n) for n in range(64)],
+        Compose([MakeVolumes((1, 20, 20, 20) if nifti else (16_000,), nifti)]), keys, 64 * 64_000, work.device,
+        work.subfolder(f"hits-{len(keys)}"), competitors_for(work.device), work.repeats, None, "items/s",
+        ceilings=False,
+    )  # fmt: skip
+    return compare(comparison, progress)
+
+
+def small(work: Workload, nifti: bool, progress: Progress = SILENT) -> Report:
+    """Many small records of one tensor of 64 kB, in batches of 256.
+
+    Args:
+        work: the settings.
+        nifti: make MetaTensors as of NIfTI files, and have PersistentDataset keep their metadata, as ours does.
+        progress: shows a bar.
+    """
+    what = "NIfTI MetaTensor" if nifti else "plain tensor"
+    reference = META if nifti else REFERENCE
+    names = [OURS, *([OURS_LOADER] if work.loader else []), reference, "CacheDataset"]
+    comparison = Comparison(
+        f"{work.records} records of one {what} of 64 kB to {work.device}, batch 256, {work.page_cache}",
+        [{"image": n} for n in range(work.records)], Compose([MakeVolumes((16_000,), nifti)]), KEYS[:1],
+        work.records * 64_000, work.device, work.subfolder(f"small-{what[0]}"), names, work.repeats, 256, "items/s",
+        reference, work.cold,
+    )  # fmt: skip
+    return compare(comparison, progress)

@@ -1,0 +1,410 @@
+"""Lists, verifies and prunes the records of a cache directory, for the command ``monai-gds cache``.
+
+Neither importing this file nor :func:`survey` imports torch, so that listing a directory starts at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+
+from monai_gds.cache import header, temporary
+from monai_gds.cache.header import ARRAYS, Header, SourceState, Tensor
+from monai_gds.cache.index import Index, IndexEntry
+from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
+
+__all__ = [
+    "FEWEST",
+    "SHOWN",
+    "Found",
+    "check",
+    "other_files",
+    "pipeline_of",
+    "prunable",
+    "record_files",
+    "remove",
+    "survey",
+]
+
+#: How many digits of a pipeline messages show, and how many it takes to name one.
+SHOWN, FEWEST = 8, 4
+
+#: The identity of a source by a hash of its content.
+_CONTENT = re.compile(r"[0-9a-f]{32}")
+
+#: Returns the current state of a source, or None if there is no source or its state cannot be determined.
+Identify = Callable[[str], SourceState | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file in a cache directory.
+
+    Attributes:
+        file: its path.
+        nbytes: its size.
+        problem: what is wrong with it, or why it may be deleted; empty if nothing is.
+        damaged: whether the problem is damage. A record that is of a newer version or not readable is not damaged.
+        mtime_ns: when it was made.
+        version: of its format; 0 if its header cannot be read.
+        item: hash of the item.
+        pipeline: hex digits that identify the transforms that made it; empty if they are not part of its key.
+        sources: the source files as they were when the record was made.
+        tensors: name, dtype and shape of each tensor.
+        same: a hash that is equal for records of which the newest supersedes the others; empty if the header was not
+            read.
+        inode: its inode number; 0 if the file could not be opened.
+    """
+
+    file: str
+    nbytes: int
+    problem: str = ""
+    damaged: bool = False
+    mtime_ns: int = 0
+    version: int = 0
+    item: str = ""
+    pipeline: str = ""
+    sources: dict[str, SourceState] = field(default_factory=dict)
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    same: str = ""
+    inode: int = 0
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file)
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.file)
+
+    @property
+    def has_relative_sources(self) -> bool:
+        """Whether it names sources by relative paths, as older versions did; relative to what is not known."""
+        return not all(map(os.path.isabs, self.sources))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is there
+
+
+def record_files(directory: str | os.PathLike[str]) -> list[Path]:
+    """The records of a directory, by their names. Files with other names are not ours to judge or delete."""
+    return [Path(entry.path) for entry in _files(directory) if header.named(entry.name)]
+
+
+def other_files(directory: str | os.PathLike[str]) -> list[Path]:
+    """Files without the name of a record, except hidden ones: other people's, or renamed records."""
+    others = (e for e in _files(directory) if not header.named(e.name) and not e.name.startswith("."))
+    return [Path(entry.path) for entry in others]
+
+
+def _files(directory: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    with os.scandir(directory) as entries:
+        return sorted(filter(_is_file, entries), key=lambda entry: entry.name)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link to itself
+        return False
+
+
+def survey(directory: str | os.PathLike[str], index: Index | None = None) -> list[Found]:
+    """Every record of a directory by its header, including damaged ones.
+
+    Args:
+        directory: the cache directory.
+        index: its index. A header is not read if the index holds a record of the same size and mtime; others are noted
+            in the index if the directory belongs to this user.
+    """
+    known = index.entries() if index is not None else {}
+    found, unknown = [], []
+    for file in _files(directory):
+        name = header.named(file.name)
+        if name is None:
+            continue
+        entry = known.get(name[0])
+        try:
+            st = file.stat()
+        except OSError:  # deleted meanwhile
+            continue
+        if entry and (entry.version, entry.nbytes, entry.mtime_ns) == (name[1], st.st_size, st.st_mtime_ns):
+            found.append(_as_noted(file.path, entry))
+        else:
+            looked_at = _look(file.path)
+            if looked_at is not None:
+                found.append(looked_at)
+                if not looked_at.problem and (entry is None or entry.mtime_ns <= looked_at.mtime_ns):
+                    unknown.append(_to_note(looked_at))  # else its mtime was set back, and the newest note wins
+    if index is not None and os.stat(directory).st_uid == os.geteuid():
+        index.note_records(unknown)
+    return found
+
+
+def _as_noted(file: str, entry: IndexEntry) -> Found:
+    return Found(
+        file,
+        entry.nbytes,
+        mtime_ns=entry.mtime_ns,
+        version=entry.version,
+        item=entry.item,
+        pipeline=entry.pipeline,
+        sources=entry.sources,
+        tensors=entry.tensors,
+    )
+
+
+def _to_note(found: Found) -> IndexEntry:
+    digest = found.name.partition(".")[0]
+    facts = (found.item, found.pipeline, found.nbytes, found.mtime_ns, found.tensors, found.sources, found.version)
+    return IndexEntry(digest, *facts)
+
+
+def check(path: str | os.PathLike[str]) -> Found | None:
+    """Checks every byte of a record, also with the safetensors library. None if it was deleted meanwhile."""
+    return _look(os.fspath(path), _check_bytes)
+
+
+def _look(path: str, more: Callable[[str, int, Header], None] | None = None) -> Found | None:
+    """Reads the header of a record and runs ``more`` on the rest."""
+    file = Found(path, 0)
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            st = os.fstat(fd)
+            file = Found(path, st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
+            read = header.read(fd)
+            key = header.ingredients(read, file.name)
+            if more is not None:
+                more(path, fd, read)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return None
+    except (RecordError, OSError) as e:
+        return replace(file, problem=str(e), damaged=_is_damage(e))
+    return replace(
+        file,
+        version=read.version,
+        item=key.item,
+        pipeline=key.pipeline,
+        sources=key.sources,
+        tensors=tuple((name, t.dtype, t.shape) for name, t in read.entries.items() if name != ARRAYS),
+        same=key.same,
+    )
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether the file itself is at fault, rather than its version or the reader's permissions."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EIO
+    return not isinstance(error, NewerRecord)
+
+
+def _check_bytes(path: str, fd: int, read: Header) -> None:
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    from monai_gds.cache.checksum import checksum
+
+    wrong = []
+    for name, tensor in read.entries.items():
+        data = _read_tensor(fd, tensor)
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        if checksum(flat) != tensor.checksum:
+            wrong.append(name)
+    if wrong:
+        raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as e:
+        raise DamagedRecord(f"the safetensors library refuses it: {e}") from e
+
+
+def _read_tensor(fd: int, tensor: Tensor) -> bytearray:
+    data = bytearray(tensor.nbytes)
+    done = 0
+    while done < tensor.nbytes:
+        count = os.preadv(fd, [memoryview(data)[done:]], tensor.offset + done)
+        if not count:
+            raise DamagedRecord("it was cut off while it was read")
+        done += count
+    return data
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What may go
+
+
+def pipeline_of(records: Iterable[Found], prefix: str) -> str:
+    """The one pipeline among those of the records whose hash begins with these digits.
+
+    Raises:
+        ValueError: the prefix is too short or not hexadecimal, or no or several pipelines begin with it.
+    """
+    prefix = prefix.lower()
+    if not re.fullmatch(rf"[0-9a-f]{{{FEWEST},}}", prefix):
+        raise ValueError(
+            f"{prefix!r} does not name a pipeline: give {FEWEST} or more of the hex digits that `ls` shows"
+        )
+    known = sorted({found.pipeline for found in records} - {""})
+    matching = [pipeline for pipeline in known if pipeline.startswith(prefix)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise ValueError(f"{prefix!r} is the beginning of several pipelines: {', '.join(matching)}")
+    there = f"there are {', '.join(p[:SHOWN] for p in known)}" if known else "its records name none"
+    raise ValueError(f"no record here is of a pipeline {prefix!r}: {there}")
+
+
+def prunable(
+    directory: str | os.PathLike[str],
+    records: Iterable[Found],
+    *,
+    missing_sources: bool = False,
+    old_format: bool = False,
+    pipeline: str = "",
+    identify: Identify | None = None,
+) -> Iterator[Found]:
+    """Files that are of no more use, each with the reason in ``problem``.
+
+    These are temporary files whose writer is gone, damaged records, and superseded records: a source file differs from
+    the one the record was made from, or there is a newer record of the same item, sources and transforms. Relative
+    sources prove neither, since their paths may lead elsewhere from here. Other people's files are left alone, so that
+    a wrong folder costs nobody a checkpoint.
+
+    Args:
+        directory: the cache directory.
+        records: what :func:`survey` found in it without an index, which proves nothing.
+        missing_sources: also records with a missing source file. Not by default, since a disk may be unmounted.
+        old_format: also records of format version 1, which this version does not read.
+        pipeline: also all records of this pipeline, see :func:`pipeline_of`.
+        identify: also compares the sources of version 2 by identity. By default only sizes are compared, because
+            hashing takes long.
+    """
+    for path, nbytes in temporary.abandoned(directory):
+        yield Found(path, nbytes, "left behind by a writer that is gone")
+    identify = identify and functools.cache(identify)  # many records share a source
+    newest: dict[str, Found] = {}
+    for found in records:
+        if found.problem:
+            if found.damaged:
+                yield found
+            continue
+        reason = _outdated(found, missing_sources, identify)
+        if pipeline and found.pipeline == pipeline:
+            reason = f"of the pipeline {pipeline[:SHOWN]}"
+        if old_format and found.version == 1:
+            reason = "of format version 1, which this version of monai_gds does not read"
+        if reason:
+            yield replace(found, problem=reason)
+            continue
+        if found.has_relative_sources or not found.same:
+            continue
+        other = newest.get(found.same)
+        if other is not None:
+            found, other = sorted((found, other), key=lambda f: -f.mtime_ns)
+            yield replace(other, problem=f"superseded by {found.name}")
+        newest[found.same] = found
+
+
+def _outdated(found: Found, missing_sources: bool, identify: Identify | None) -> str:
+    has_changed = _changed_since_version_1 if found.version == 1 else _changed_since_version_2
+    for path, source in found.sources.items():
+        if not os.path.isabs(path):
+            continue
+        if not _is_there(path):
+            if missing_sources:
+                return f"its source {path} is missing"
+        elif has_changed(path, source, identify):
+            return f"superseded: its source {path} has changed"
+    return ""
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return os.path.isfile(path) or os.path.isdir(path)
+    except ValueError:
+        return False
+
+
+def _changed_since_version_1(path: str, source: SourceState, _: Identify | None) -> bool:
+    """Compares as version 1 did: files by size and mtime, folders by their listing."""
+    return _size_and_mtime(path) not in (source, None)
+
+
+def _changed_since_version_2(path: str, source: SourceState, identify: Identify | None) -> bool:
+    """Whether a source of a record of version 2 is known to have changed.
+
+    Nothing is known about sources that a user's function identified (their size is negative).
+    """
+    size, identity = source
+    try:
+        st = os.stat(path)
+    except OSError:
+        return False
+    if size < 0 or not isinstance(identity, str):
+        return False
+    if stat.S_ISREG(st.st_mode):
+        if st.st_size != size:
+            return True
+        if identity.startswith("stat:"):
+            return identity != f"stat:{st.st_mtime_ns}"
+    if identify is None or not _CONTENT.fullmatch(identity):
+        return False
+    now = identify(path)
+    return now is not None and tuple(now) != source
+
+
+def _size_and_mtime(path: str) -> SourceState | None:
+    """The state of a source in version 1: for a folder, the number of its entries and a hash of their stats."""
+    try:
+        if not os.path.isdir(path):
+            st = os.stat(path)
+            return st.st_size, st.st_mtime_ns
+        with os.scandir(path) as entries:
+            listed = sorted(_entry_of_version_1(entry) for entry in entries)
+    except OSError:  # not permitted, which proves nothing
+        return None
+    digest = blake2b(repr(listed).encode("utf-8", "surrogatepass"), digest_size=7).digest()
+    return len(listed), int.from_bytes(digest, "little")
+
+
+def _entry_of_version_1(entry: os.DirEntry[str]) -> tuple[str, int, int]:
+    try:
+        st = entry.stat()
+    except OSError:  # a dead link, or it vanished meanwhile
+        return entry.name, -1, 0
+    return entry.name, st.st_size, st.st_mtime_ns
+
+
+def remove(found: Found) -> bool:
+    """Deletes a file that :func:`prunable` or :func:`check` returned, unless it was replaced meanwhile.
+
+    A process that reads a damaged record computes it anew and replaces it with a sound one.
+
+    Returns:
+        Whether it was deleted.
+
+    Raises:
+        OSError: no permission, read-only.
+    """
+    if temporary.is_temporary(found.path.name):
+        return temporary.remove(found.path.parent.parent, found.path.name)
+    try:
+        st = os.stat(found.file)
+        if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):
+            return False
+        os.unlink(found.file)
+    except FileNotFoundError:
+        return False
+    return True

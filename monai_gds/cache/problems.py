@@ -1,0 +1,88 @@
+"""Warnings about a cache directory: each problem is reported once, with advice, and never ends an epoch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+from monai_gds.errors import CacheWarning, NewerRecord
+
+__all__ = ["Problems", "with_advice"]
+
+#: Errors that concern the directory rather than one file in it.
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
+_ADVICE: dict[Any, str] = {
+    errno.ENOSPC: "free some space, or move cache_dir",
+    errno.EDQUOT: "free some of your quota, or move cache_dir",
+    errno.EROFS: "mount it writable, or move cache_dir",
+    errno.EACCES: "give yourself permission, or move cache_dir",
+    errno.EPERM: "give yourself permission, or move cache_dir",
+}
+
+
+class Problems:
+    """Reports the problems of one cache directory.
+
+    Args:
+        directory: its absolute path.
+        unmade: the user has been warned that the directory cannot be made. Nothing is reported until it exists.
+    """
+
+    def __init__(self, directory: str, unmade: bool) -> None:
+        self._directory = directory
+        self._unmade = unmade
+        self._reported: set[Any] = set()
+        self._newer: set[str] = set()
+        self._lock = threading.Lock()
+
+    def must_not_replace(self, path: str) -> bool:
+        """Whether a record was written by a newer version, which this one can neither read nor replace."""
+        return path in self._newer
+
+    def unusable(self, path: str, error: Exception) -> None:
+        """Warns, once per file, of a record that cannot be used. It will be computed anew and replaced.
+
+        An error that concerns the whole directory is reported once in all, as are records of a newer version.
+        """
+        if isinstance(error, NewerRecord):
+            self._newer.add(path)
+            self.warn(
+                NewerRecord,
+                f"cache record {path} cannot be used and is computed without being replaced: {error}; the same goes "
+                "for others of its kind. Update monai_gds, or give this version a cache_dir of its own",
+            )
+            return
+        once_for: Any = path
+        reason = str(error)
+        if isinstance(error, OSError) and error.errno in _NO_ACCESS:
+            once_for, reason = error.errno, with_advice(error)
+        self.warn(once_for, f"cache record {path} cannot be used and is computed anew: {reason}")
+
+    def unwritable(self, error: OSError) -> None:
+        """Warns, once per kind of error, that records cannot be saved."""
+        self.warn(error.errno, f"nothing more is cached in {self._directory} while this lasts: {with_advice(error)}")
+
+    def warn(self, once_for: Any, message: str) -> None:
+        """Gives a CacheWarning, unless one was given for the same thing."""
+        if self._unmade and not os.path.isdir(self._directory):
+            return
+        with self._lock:
+            if once_for in self._reported:
+                return
+            self._reported.add(once_for)
+        warnings.warn(message, CacheWarning, stacklevel=2)
+
+
+def with_advice(error: OSError) -> str:
+    """The text of a disk error, followed by what to do about it."""
+    advice = _ADVICE.get(error.errno)
+    if error.errno == errno.ENOTDIR and error.filename is not None:
+        parents = Path(os.path.abspath(os.fsdecode(error.filename))).parents
+        file = next((p for p in parents if p.exists() and not p.is_dir()), "a part of it")
+        advice = f"{file} is a file: name another folder"
+    return f"{error}" + (f" ({advice})" if advice else "")

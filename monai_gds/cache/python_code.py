@@ -1,0 +1,127 @@
+"""Where Python code comes from and what it reads. Used by :mod:`monai_gds.cache.hashing`."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import importlib.metadata
+import importlib.util
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = [
+    "UNVERSIONED",
+    "is_filled",
+    "is_pure_python",
+    "is_slot",
+    "library_of",
+    "module_name",
+    "modules_imported",
+    "names_read",
+]
+
+#: Libraries that count by name only. The layer that adds one makes its version an ingredient of keys.
+UNVERSIONED = {"monai_gds"}
+
+_STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
+
+
+@functools.lru_cache(maxsize=1024)
+def library_of(module: str | None) -> bytes | None:
+    """Name and version of the installed library that a module belongs to; None for a user's own code."""
+    root = (module or "builtins").partition(".")[0]
+    if root in UNVERSIONED:
+        return root.encode()
+    file = getattr(sys.modules.get(root), "__file__", None)
+    if file is None:  # built in, or a namespace package
+        return root.encode() if root in sys.stdlib_module_names else None
+    if "/site-packages/" not in file and "/dist-packages/" not in file:
+        return root.encode() if file.startswith(_STANDARD_LIBRARY) else None
+    try:
+        version = importlib.metadata.version(root)
+    except importlib.metadata.PackageNotFoundError:
+        version = str(getattr(sys.modules[root], "__version__", ""))
+    return f"{root} {version}".encode()
+
+
+def _is_installed(root: str) -> bool:
+    """Whether a top-level module belongs to an installed library. It is not imported to find out."""
+    if root in sys.modules:
+        return library_of(root) is not None
+    spec = None if root in sys.stdlib_module_names else importlib.util.find_spec(root)
+    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return spec is None or any("/site-packages/" in place or "/dist-packages/" in place for place in places)
+
+
+def module_name(module: str | None) -> bytes:
+    return (module or "").replace("__mp_main__", "__main__").encode()  # the name of the script in a spawned worker
+
+
+def names_read(code: types.CodeType) -> set[str]:
+    """The names that a function and the functions inside it look up."""
+    names = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names |= names_read(const)
+    return names
+
+
+def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
+    """The user's own modules that a function imports when it is called. They are imported here."""
+    for name, members in sorted(_imports(function.__code__, function.__globals__.get("__package__") or "")):
+        with contextlib.suppress(Exception):  # the function may expect the import to fail
+            if _is_installed(name.partition(".")[0]):
+                continue
+            module = importlib.import_module(name)
+            for member in members:
+                if not hasattr(module, member):
+                    importlib.import_module(f"{name}.{member}")
+            yield module
+            if "." in name:
+                yield sys.modules[name.partition(".")[0]]
+
+
+def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ...]]]:
+    """The modules that a function and the functions inside it import, each with the names taken from it."""
+    found = set()
+    before: list[Any] = [0, None]
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level, members = before
+            name = (
+                importlib.util.resolve_name("." * level + instruction.argval, package) if level else instruction.argval
+            )
+            found.add((name, members or ()))
+        before = [before[1], instruction.argval]
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _imports(const, package)
+    return found
+
+
+def is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def is_slot(member: Any) -> bool:
+    return isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def is_pure_python(cls: type) -> bool:
+    """Whether a class and all its bases are written in Python, so that attributes make up the whole instance."""
+    keeps_attributes = False
+    for base in reversed(cls.__mro__[:-1]):
+        keeps_attributes |= "__dict__" in vars(base) or "__slots__" in vars(base)
+        if not keeps_attributes or base.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
+            return False
+    return True

@@ -1,0 +1,97 @@
+"""Whether a file is old enough that any later edit will show in its times. Used by :mod:`monai_gds.cache.sources`.
+
+The clock of a file system has ticks of up to two seconds. An edit within the tick in which a file was hashed may leave
+its times as they were, so a hash may be remembered only if the file was already two seconds old when reading began
+(git calls such entries racily clean). Telling a file's age takes two clocks, and a file server's may be off by hours:
+
+* Local file systems stamp with this machine's clock, which is compared with ctime and mtime.
+* On others, files that are a day older than this machine's clock are old, whichever of the two clocks is wrong.
+* In the cache folder's file system, the server tells its time when a file there is touched.
+* Whatever clocks and times say (``touch -d 2099``), a file is old if this process saw it in the same state two seconds
+  ago on a monotonic clock.
+
+Limits: setting a clock back hides an edit that falls into the very tick in which the file was stamped before. Writes
+through a shared memory mapping change times up to 30 s late. Attributes cached by a network file system's client
+(``acregmax``) are seen late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import time
+
+from monai_gds import limits
+from monai_gds.cache.source_memo import SourceMemo
+
+__all__ = ["FileClock"]
+
+#: The longest tick of a file system's clock (FAT's), in ns.
+_TICK = 2_000_000_000
+
+#: How far two machines' clocks may be apart, in ns: a wrong time zone and some hours.
+_CLOCKS_DIFFER = 24 * 3600 * 1_000_000_000
+
+#: How often a file server is asked for its time, in seconds. In between, its clock is taken to run 0.1 % slow.
+_ASK_SERVER_SECONDS = 60.0
+
+
+#: File systems that stamp with this machine's clock (linux/magic.h): ext4, XFS, btrfs, tmpfs, overlayfs, ZFS, F2FS,
+#: bcachefs, ramfs.
+_LOCAL = frozenset(
+    {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E, 0x858458F6}
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FileClock:
+    """Tells the age of files.
+
+    Args:
+        memo: of the cache folder, whose file server it can ask for the time.
+    """
+
+    def __init__(self, memo: SourceMemo) -> None:
+        self._memo = memo
+        self._is_local: dict[int, bool] = {}  # by device
+        self._server: dict[int, tuple[float, int | None]] = {}  # by device: when it answered, and what
+        self._young: dict[str, tuple[bytes, float]] = {}  # by path: its state, and when that was first seen
+
+    def is_old(self, path: str, state: bytes, st: os.stat_result, fd: int) -> bool:
+        """Whether a hash that is about to be taken of an open file may be remembered."""
+        youngest = max(st.st_mtime_ns, st.st_ctime_ns)
+        now = time.time_ns()
+        if now - youngest >= _CLOCKS_DIFFER or self._now(st.st_dev, fd, now) - youngest >= _TICK:
+            self._young.pop(path, None)
+            return True
+        seen, since = self._young.get(path, (b"", 0.0))
+        if seen == state:
+            return (time.monotonic() - since) * 1e9 >= _TICK
+        if len(self._young) < limits.YOUNG_FILES or path in self._young:
+            self._young[path] = (state, time.monotonic())
+        return False
+
+    def _now(self, device: int, fd: int, here: int) -> int:
+        """The earliest time, in ns, that the clock stamping a device's files may show; ``here`` is this machine's."""
+        if device not in self._is_local:
+            self._is_local[device] = _file_system(fd) in _LOCAL
+        if self._is_local[device]:
+            return here
+        answered, told = self._server.get(device, (-math.inf, None))
+        if time.monotonic() - answered > _ASK_SERVER_SECONDS:
+            told = self._memo.server_time(device)
+            answered = time.monotonic()  # after the file was stamped; earlier would make the server seem ahead
+            self._server[device] = (answered, told)
+        if told is None:
+            return here - _CLOCKS_DIFFER
+        return told + int((time.monotonic() - answered) * 0.999e9)
+
+
+def _file_system(fd: int) -> int | None:
+    """The magic number of the file system of an open file, or None if the system does not report one."""
+    told = ctypes.create_string_buffer(256)  # struct statfs has 120 bytes and begins with it as a long
+    if _libc.fstatfs(fd, told):
+        return None
+    return ctypes.c_ulong.from_buffer(told).value & 0xFFFFFFFF

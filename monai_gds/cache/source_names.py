@@ -1,0 +1,143 @@
+"""Which strings of items and transforms name source files. Used by the dataset and :mod:`monai_gds.cache.key`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+__all__ = ["absolute", "candidates", "companions", "files_named", "looks_like_path"]
+
+#: Suffix of a file -> suffixes of files beside it that may hold another part of the same image: Analyze and NIfTI
+#: pairs, and the data files of MetaImage and NRRD headers, which usually share the header's stem.
+_COMPANIONS = {
+    ".hdr": (".img", ".img.gz"),
+    ".hdr.gz": (".img.gz", ".img"),
+    ".img": (".hdr", ".hdr.gz", ".mat"),
+    ".img.gz": (".hdr.gz", ".hdr"),
+    ".mhd": (".raw", ".zraw", ".raw.gz"),
+    ".nhdr": (".raw", ".raw.gz", ".nrrd"),
+}
+
+#: What hardly occurs in paths of data, but does in other texts with a slash.
+_UNUSUAL = re.compile(r"[\s*?%{}<>|\\]|://|/$")
+
+#: The longest path, in characters.
+_MOST_CHARACTERS = 4096
+
+
+def absolute(path: str) -> str:
+    """The absolute path of a source; ``~`` is the home directory, as in MONAI's LoadImage.
+
+    ``..`` is kept, unlike in ``os.path.abspath``: behind a link, removing it would lead elsewhere.
+    """
+    path = os.path.expanduser(path)
+    if path.startswith("/"):
+        return path
+    with contextlib.suppress(OSError):  # the working directory is gone
+        return os.path.join(os.getcwd(), path)
+    return path
+
+
+def companions(path: str) -> list[str]:
+    """The files that may hold another part of an image, whether they exist or not.
+
+    Example:
+        >>> from monai_gds.cache.source_names import companions
+        >>> companions("scans/ct.mhd")
+        ['scans/ct.raw', 'scans/ct.zraw', 'scans/ct.raw.gz']
+    """
+    lower = path.lower()
+    for suffix, others in _COMPANIONS.items():
+        if lower.endswith(suffix):
+            return [path[: -len(suffix)] + other for other in others]
+    return []
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a string may name a file: it has a separator, or a suffix such as ``.nii.gz``, ``.dcm``, ``.npy``.
+
+    Example:
+        >>> from monai_gds.cache.source_names import looks_like_path
+        >>> [looks_like_path(text) for text in ("ct.nii.gz", "/data/series", "train", "a sentence.")]
+        [True, True, False, False]
+    """
+    if not 0 < len(text) < _MOST_CHARACTERS or "\0" in text:
+        return False
+    stem, _, suffix = text.rpartition(".")
+    return "/" in text or (bool(stem.strip()) and len(suffix) <= 12 and suffix.isalnum() and suffix.isascii())
+
+
+def candidates(item: Any, loaded_keys: Collection[Any] | Literal["all"]) -> list[tuple[str, bool]]:
+    """The strings of an item that may name sources, each with whether a folder of that name counts too.
+
+    A string may name a source if a transform loads the value under its key, if it looks like a path, or if it is a
+    ``Path``. A folder counts if it is loaded, is a ``Path``, or has a separator: ``{"split": "train"}`` never means
+    ``./train``.
+
+    Args:
+        item: of a dataset: dicts, lists, tuples, sets, arrays of strings, nested.
+        loaded_keys: the keys that the pipeline's Load transforms read; ``"all"`` if they read whole items.
+
+    Returns:
+        Each string once, sorted, because the order of sets differs between processes.
+
+    Example:
+        >>> from monai_gds.cache.source_names import candidates
+        >>> candidates({"image": "ct", "split": "train", "notes": "see notes.txt"}, {"image"})
+        [('ct', True), ('see notes.txt', False)]
+    """
+    found: dict[str, bool] = {}
+    for text, is_path in _strings(item, loaded_keys, loaded_keys == "all"):
+        if is_path or looks_like_path(text):
+            found[text] = found.get(text, False) or is_path or "/" in text
+            for other in companions(text):
+                found.setdefault(other, False)
+    return sorted(found.items())
+
+
+def _strings(value: Any, keys: Collection[Any], loaded: bool) -> Iterator[tuple[str, bool]]:
+    """Every string and path among an item's values, with whether it is known to be a path.
+
+    ``keys`` apply to an item, or to the dicts in an item that is a list, but not to dicts below a key.
+    """
+    if isinstance(value, str):
+        if 0 < len(value) < _MOST_CHARACTERS and "\0" not in value:
+            yield str.__str__(value), loaded  # the plain string of np.str_ and enums
+    elif isinstance(value, os.PathLike):
+        yield os.fsdecode(value), True
+    elif isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _strings(below, (), loaded or key in keys)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for element in value:
+            yield from _strings(element, keys, loaded)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "UO":
+        for element in value.ravel().tolist():
+            yield from _strings(element, keys, loaded)
+
+
+def files_named(strings: Iterable[str]) -> list[str]:
+    """Those of a pipeline's strings that name a file (an atlas, weights, a table), each once, sorted.
+
+    They are existing regular files, or paths without unusual characters, where a file may appear later. Folders do not
+    count: one that is written to would differ in every run.
+    """
+    found = {text for text in strings if looks_like_path(text) and (_is_file(text) or _may_appear(text))}
+    return sorted(found.union(*map(companions, found)))
+
+
+def _may_appear(path: str) -> bool:
+    return "/" in path and not _UNUSUAL.search(path) and not os.path.isdir(path)
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(os.path.expanduser(path)).st_mode)
+    except (OSError, ValueError):
+        return False

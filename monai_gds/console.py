@@ -1,0 +1,78 @@
+"""Printing for people: tables, lines, progress bars and errors in words. Knows rich, and nothing of this package."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segments
+from rich.table import Table
+
+__all__ = ["in_words", "printable", "progress", "progress_bar", "say", "say_lines", "show", "stderr", "stdout"]
+
+#: Width of a table that goes to a pipe: wide enough that no cell is cut or wrapped.
+_UNLIMITED = 100_000
+
+#: Control characters other than tab and newline, line separators, bidirectional overrides, lone surrogates.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+#: For results.
+stdout = Console()
+
+#: For everything else.
+stderr = Console(stderr=True)
+
+
+def printable(text: str) -> str:
+    r"""Escapes control characters, which could drive the terminal, as ``\x1b``. Tabs and newlines stay.
+
+    Lone surrogates, which names of files that are not UTF-8 contain, are escaped too: they cannot be encoded.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(line: str, to: Console = stdout) -> None:
+    """Prints a line verbatim: no markup, no highlighting, no wrapping."""
+    to.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Prints many lines to standard output in one write: rich takes 0.3 ms per line."""
+    text = "".join(f"{printable(line)}\n" for line in lines)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()  # behind `| head` this raises here, where Typer exits quietly
+
+
+def in_words(error: BaseException) -> str:
+    """An error as a sentence. An OSError becomes ``file: reason``, without its number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    files = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return ": ".join([*([" to ".join(files)] if files else []), error.strerror])
+
+
+def show(table: Table, to: Console = stdout) -> None:
+    """Prints a table: fitted to a terminal or notebook, at full width everywhere else."""
+    if to.is_terminal or to.is_jupyter:
+        to.print(table)
+    else:
+        to.print(Segments(to.render(table, to.options.update(width=_UNLIMITED))), soft_wrap=True)
+
+
+def progress(to: Console = stderr) -> Progress:
+    """Progress bars, shown on a terminal or in a notebook only."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=to, transient=True, disable=not (to.is_terminal or to.is_jupyter))
+
+
+@contextmanager
+def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """One progress bar. Yields ``update(done, total=None)``."""
+    with progress() as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda done, total=None: bars.update(task, completed=done, total=total)

@@ -1,0 +1,309 @@
+"""Where :mod:`monai_gds.populate` has items computed: in this process, in workers of its own, or over an executor.
+
+An engine's ``submit(index, anyway)`` has the record of an item made, with ``anyway`` even while another process is at
+it. It returns a future of what became of the item and of who saw to it. The future raises NotSaved or PopulateError
+where going on is of no use, and anything else if a worker died.
+
+The workers of an executor share the cache directory with this process, whatever host they are on. They read the pickled
+dataset from a temporary file there. Engines such as Dask give the item of a worker that died to the next worker, and
+the next. So a worker creates another file before it begins with a submission, and removes it at the end: where the file
+exists already, somebody has died of that submission.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from monai_gds.cache.process_names import this_process
+from monai_gds.cache.single_flight import pace
+from monai_gds.cache.temporary import opened
+from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.naming import paths_of
+from monai_gds.workers import Workers
+
+if TYPE_CHECKING:
+    from monai_gds.dataset import GDSDataset
+
+__all__ = [
+    "AHEAD",
+    "Answer",
+    "Engine",
+    "Here",
+    "InWorkers",
+    "OverExecutor",
+    "RayExecutor",
+    "Saved",
+    "in_words",
+    "path_of",
+]
+
+#: Items that each worker is given ahead. More would only be lost when one is killed.
+AHEAD = 2
+
+#: How many workers an executor is taken to have until more have answered: executors do not tell.
+_AT_LEAST = 4
+
+#: How far ahead the file of the dataset is dated. Other hosts remove temporary files that are an hour old.
+_MONTH = 30 * 24 * 3600
+
+#: Characters of an error's message that are kept.
+_WORDS = 500
+
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Saved(NamedTuple):
+    """What became of an item that should have a record.
+
+    Attributes:
+        how: its record existed, its record was made, or another process is computing it.
+        seconds: how long computing it took.
+    """
+
+    how: Literal["cached", "computed", "busy"]
+    seconds: float = 0.0
+
+    def note(self) -> None:
+        """Notes in this process how long an item took that a worker computed: leases wait accordingly."""
+        if self.how == "computed":
+            pace.note(self.seconds)
+
+
+#: What became of an item, or how it failed; and the thread of the process of the host that saw to it.
+Answer = tuple[Saved | FailedItem, str]
+
+
+class Here:
+    """Computes each item in this process, within ``submit``."""
+
+    kind = "in this process"
+    window = 1
+
+    def __init__(self, dataset: GDSDataset) -> None:
+        self._dataset = dataset
+
+    def submit(self, index: int, anyway: bool) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        future.set_result(_attempt(self._dataset, (index, anyway)))
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class InWorkers:
+    """Computes items in :class:`Workers`, which start with the first item, and anew after one of them died."""
+
+    def __init__(self, dataset: GDSDataset, num_workers: int) -> None:
+        self.kind = self._name = f"{num_workers} workers"
+        self.window = AHEAD * num_workers
+        self._start = partial(Workers[Answer], partial(_attempt, dataset), num_workers)
+        self._workers: Workers[Answer] | None = None
+
+    def submit(self, index: int, anyway: bool) -> Future[Answer]:
+        if self._workers is not None and self._workers.broken:
+            self.close()
+        if self._workers is None:
+            self._workers = self._start()
+            self.kind = f"{self._name} ({self._workers.kind})"
+        return self._workers.submit((index, anyway))
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close(grace=0)
+        self._workers = None
+
+
+class OverExecutor:
+    """Computes items over a ``concurrent.futures.Executor``, which stays the user's."""
+
+    window = AHEAD * _AT_LEAST
+
+    def __init__(self, dataset: GDSDataset, executor: Executor) -> None:
+        self.kind = type(executor).__name__
+        self._dataset, self._executor = dataset, executor
+        self._directory = str(dataset.cache_dir)
+        self._numbers = itertools.count(1)
+        self._sent: _Sent | None = None
+
+    def submit(self, index: int, anyway: bool) -> Future[Answer]:
+        if isinstance(self._executor, ThreadPoolExecutor):  # needs no pickle
+            return self._executor.submit(_attempt, self._dataset, (index, anyway))
+        if self._sent is None:
+            self._sent = self._send()
+        try:
+            record = self._dataset.record_path(self._dataset.key(index))
+        except Exception:  # the worker will fail at it too, and report it
+            record = ""
+        # The number is new each time, also for engines that remember results by the arguments.
+        return self._executor.submit(_run, self._sent, next(self._numbers), (index, anyway), record)
+
+    def _send(self) -> _Sent:
+        # Engines that come with cloudpickle, which also sends what is defined in a notebook, have imported it.
+        dumps: Callable[[Any], bytes] = getattr(sys.modules.get("cloudpickle"), "dumps", pickle.dumps)
+        try:
+            pickled = dumps(self._dataset)
+        except Exception as e:
+            raise ValueError(f"{self.kind} cannot send the dataset to its workers: {in_words(e)}") from e
+        name = f"{uuid.uuid4().hex}.{this_process()}"
+        try:
+            with opened(self._directory, create=True) as folder:
+                _create(folder, f"{name}.0", pickled)
+                os.utime(f"{name}.0", times=(time.time() + _MONTH,) * 2, dir_fd=folder)
+        except OSError as e:
+            raise NotSaved(f"nothing can be cached in {self._directory}: {e}") from e
+        return _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
+
+    def close(self) -> None:
+        if self._sent is None:
+            return
+        with suppress(OSError), opened(self._directory) as folder:
+            for name in os.listdir(folder):
+                if name.startswith(self._sent.name):
+                    os.unlink(name, dir_fd=folder)
+
+
+Engine = Here | InWorkers | OverExecutor
+
+
+class RayExecutor(Executor):
+    """As much of a ``concurrent.futures.Executor`` over Ray as :meth:`GDSDataset.populate` needs; Ray brings none.
+
+    Example:
+        >>> dataset.populate(executor=RayExecutor())  # doctest: +SKIP
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Has ``fn(*args, **kwargs)`` run as a Ray task on one CPU."""
+        import ray
+
+        future: Future[Any] = ray.remote(max_retries=0)(fn).remote(*args, **kwargs).future()
+        return future
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What workers run
+
+
+class _Sent(NamedTuple):
+    """A dataset in a temporary file.
+
+    Attributes:
+        directory: the cache directory.
+        name: of the files of this job, up to a number; the dataset has number 0.
+        digest: SHA-256 of the dataset's file. Others may write to the directory, and unpickling runs code.
+    """
+
+    directory: str
+    name: str
+    digest: str
+
+
+def _run(sent: _Sent, number: int, what: tuple[int, bool], record: str) -> Answer:
+    """``record`` is where the process that fills the cache expects the record; empty if it cannot tell."""
+    dataset = _received(sent)
+    with _begun(sent, number):
+        outcome, worker = _attempt(dataset, what)
+    made = isinstance(outcome, Saved) and outcome.how != "busy"
+    if made and record and not os.path.exists(record):
+        raise PopulateError(
+            f"{worker} made the record of item {what[0]} under another key than the process that fills the cache looks "
+            "for: MONAI's version, code, settings or source files differ between the two"
+        )
+    return outcome, worker
+
+
+@functools.lru_cache(maxsize=2)
+def _received(sent: _Sent) -> GDSDataset:
+    try:
+        with opened(sent.directory) as folder:
+            file = os.open(f"{sent.name}.0", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        with open(file, "rb") as opened_file:
+            pickled = opened_file.read()
+        if hashlib.sha256(pickled).hexdigest() != sent.digest:
+            raise OSError("it was replaced")
+    except OSError as e:
+        raise PopulateError(
+            f"{_me()} does not find the dataset in {sent.directory}: cache_dir must be a folder that all workers share "
+            f"with the process that fills it ({e})"
+        ) from None
+    try:
+        dataset: GDSDataset = pickle.loads(pickled)
+    except Exception as e:
+        raise PopulateError(
+            f"{_me()} cannot load the dataset: {in_words(e)}. It must be able to import all that the dataset uses"
+        ) from None
+    with suppress(Exception):  # each item reports it
+        dataset.split()  # before other threads of this worker get it
+    return dataset
+
+
+@contextmanager
+def _begun(sent: _Sent, number: int) -> Iterator[None]:
+    """Leaves a file behind if this process dies in the block, and raises WorkerDied if another one did."""
+    name = f"{sent.name}.{number}"
+    with opened(sent.directory) as folder:
+        try:
+            _create(folder, name)
+        except FileExistsError:
+            raise WorkerDied("the worker that was computing the item died") from None
+        except OSError:  # such as a full disk, which saving the record will report
+            pass
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+
+
+def _create(folder: int, name: str, content: bytes = b"") -> None:
+    with open(os.open(name, _CREATE, 0o666, dir_fd=folder), "wb") as file:
+        file.write(content)
+
+
+def _attempt(dataset: GDSDataset, what: tuple[int, bool]) -> Answer:
+    index, anyway = what
+    try:
+        return dataset.save(index, anyway), _me()
+    except NotSaved:
+        raise
+    except Exception as e:
+        return FailedItem(index, path_of(dataset.data, index), in_words(e)), _me()
+
+
+def _me() -> str:
+    return f"worker {os.getpid()}/{threading.get_ident()} on {socket.gethostname()}"
+
+
+def path_of(data: Sequence[Any], index: int) -> str:
+    """The first file that an item names, or the item in short."""
+    try:
+        item = data[index]
+        return next((path for _, path in paths_of(item)), repr(item)[:80])
+    except Exception:  # the item itself may be what fails
+        return f"data[{index}]"
+
+
+def in_words(error: BaseException) -> str:
+    """Types and messages of an error and its causes: MONAI's own error names the transform, its cause the reason."""
+    words = []
+    notes = "".join(f" ({' '.join(note.split())})" for note in getattr(error, "__notes__", ()))
+    cause: BaseException | None = error
+    while cause is not None:
+        words.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:_WORDS])
+        cause = cause.__cause__
+    return ", because of ".join(words) + notes

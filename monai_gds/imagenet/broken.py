@@ -1,0 +1,143 @@
+"""Images that cannot be decoded: finding them in a failed batch, and replacing them by others.
+
+DALI reports that a pipeline failed, but neither in which batch nor at which image. So the images of all batches that
+were under way are decoded again, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from monai_gds.errors import BrokenImage
+from monai_gds.imagenet.decoding import Decoding
+from monai_gds.imagenet.listing import ImageList
+from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed
+from monai_gds.imagenet.readers import Batch
+
+__all__ = ["BrokenImages", "undecodable"]
+
+
+class BrokenImages:
+    """The broken images of a list, found so far.
+
+    Args:
+        images: the list.
+        skip: replace broken images by others instead of raising an error.
+
+    Attributes:
+        reasons: why each cannot be decoded, by path.
+    """
+
+    def __init__(self, images: ImageList, skip: bool) -> None:
+        self.reasons: dict[str, str] = {}
+        self._images = images
+        self._skip = skip
+        self._indices: set[int] = set()
+
+    def replaced(self, indices: np.ndarray) -> np.ndarray:
+        """The indices of a batch with broken images replaced: by a good one of the batch, or the next good one.
+
+        Raises:
+            BrokenImage: every image of the list is broken.
+        """
+        broken = [i for i in indices.tolist() if i in self._indices]
+        if not broken:
+            return indices
+        good = next((i for i in indices.tolist() if i not in self._indices), None)
+        good = self._next_good(broken[0]) if good is None else good
+        return np.asarray([good if i in self._indices else i for i in indices.tolist()])
+
+    def _next_good(self, index: int) -> int:
+        count = len(self._images)
+        for i in range(index + 1, index + count):
+            if i % count not in self._indices:
+                return i % count
+        path = self._images.path(index)
+        raise BrokenImage(path, f"{self.reasons[path]}, and so is every other image")
+
+    def note_failure(
+        self, error: PipelineFailed, device: torch.device, options: Mapping[str, Any], decodes: bool
+    ) -> None:
+        """Notes the images that made a pipeline fail.
+
+        Args:
+            error: the failure, with the batches that were under way.
+            device: the pipeline's.
+            options: for ``fn.decoders.image``, as in the pipeline.
+            decodes: whether the pipeline decodes images. A user's graph may, in which case DALI's error shows it.
+
+        Raises:
+            BrokenImage: an image cannot be decoded, and broken images are not skipped.
+            PipelineFailed: all of them can, so it failed for another reason.
+        """
+        if decodes or ".decoders." in str(error):
+            for batch in error.feeds:
+                assert isinstance(batch, Batch)
+                found = undecodable([image.cpu().numpy() for image in batch.images], device, options)
+                for position, why in found:
+                    self._note(int(batch.indices[position]), why, error)
+                if found:
+                    return
+        raise error
+
+    def note_empty(self, error: BrokenImage) -> None:
+        """Notes all empty images. ``error`` is raised again if they are not skipped, or were noted before."""
+        empty = np.flatnonzero(self._images.sizes == 0).tolist()
+        if not self._skip or self._indices.issuperset(empty):
+            raise error
+        for index in empty:
+            self._note(index, error.why, error)
+
+    def _note(self, index: int, why: str, error: Exception) -> None:
+        path = self._images.path(index)
+        if not self._skip:
+            raise BrokenImage(path, f"it cannot be decoded: {why}") from error
+        self.reasons[path] = why
+        self._indices.add(index)
+
+
+def undecodable(
+    images: Sequence[np.ndarray], device: torch.device, options: Mapping[str, Any]
+) -> list[tuple[int, str]]:
+    """Decodes images one by one to find those that cannot be decoded.
+
+    Args:
+        images: encoded, 1-D uint8, on the host.
+        device: as in the pipeline that failed.
+        options: for ``fn.decoders.image``.
+
+    Returns:
+        Position and the decoder's message for each image that fails.
+    """
+    decoding = Decoding(options=options)
+    on_gpu = device.type == "cuda"
+    pipe: FedPipeline[int] = FedPipeline(
+        {"image": Input()},
+        lambda nodes: {"image": decoding.graph(nodes["image"], on_gpu)},
+        batch_size=1,
+        device=device,
+        threads=1,
+    )
+    found = []
+    for i, image in enumerate(images):
+        try:
+            for _ in pipe.run([i], _feed(image)):
+                pass
+        except PipelineFailed as e:
+            found.append((i, _reason(str(e))))
+    return found
+
+
+def _feed(image: np.ndarray) -> Callable[[int], Mapping[str, Any]]:
+    return lambda _: {"image": [image]}
+
+
+def _reason(message: str) -> str:
+    """The telling line of DALI's message, most of which is a traceback."""
+    _, _, tail = message.partition("encountered:")
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    return lines[0] if lines else message.strip().splitlines()[0]

@@ -1,0 +1,210 @@
+"""All storage calls of the image code: batches of images into reused buffers, and the records of packed folders.
+
+Readers and packing use this file only, so they know nothing of how reads are described or carried out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.cache.checksum import checksum
+from monai_gds.cache.reading import read_record
+from monai_gds.cache.record import pack_record, parse_header
+from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
+from monai_gds.errors import DamagedRecord
+from monai_gds.pooled_memory import tensor_over
+from monai_gds.process import PerProcess
+from monai_gds.storage import ALIGNMENT, Pending, Reads, Storage, open_storage
+from monai_gds.storage.files import check_open
+
+__all__ = ["Fetch", "ImageStorage", "check_size", "load_item", "read_files", "save_item"]
+
+
+class Fetch:
+    """Images on their way into one buffer.
+
+    Args:
+        pending: the reads.
+        split: makes the images, 1-D uint8 slices of the buffer, of what the reads filled.
+        release: gives the buffer back for reuse. To be called once nothing reads from the images any more.
+    """
+
+    __slots__ = ("_pending", "_split", "release")
+
+    def __init__(
+        self,
+        pending: Pending,
+        split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+        release: Callable[[], None],
+    ) -> None:
+        self._pending, self._split = pending, split
+        self.release = release
+
+    @classmethod
+    def failed(cls, error: Exception) -> Fetch:
+        """A fetch that never began, whose error is raised in its turn."""
+        return cls(Pending.completed([], torch.device("cpu"), error), list, lambda: None)
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Waits for the reads, and returns the images.
+
+        Raises:
+            OSError: a file could not be opened or read.
+        """
+        return self._split(self._pending.wait())
+
+    def settle(self) -> None:
+        """Waits for reads whose bytes nobody wants any more, so that they cannot write to a reused buffer."""
+        _ = self._pending.errors
+
+
+class ImageStorage:
+    """A storage backend and the buffers it reads images into.
+
+    Host buffers are reused: clearing new pages, at 4 GB/s, would take longer than reading into them. Unpinned buffers
+    come back by themselves when the last tensor over them is gone. Pinned ones do not, since a copy to a GPU may still
+    read from them then: ``Fetch.release`` gives them back. Device buffers are always new, because torch's allocator
+    already reuses them in the order of the streams.
+
+    Args:
+        backend: a storage backend's name, or ``auto``.
+        device: where the images go.
+        pinned: host buffers are pinned, for a decoder on a GPU.
+        options: for the backend.
+
+    Raises:
+        BackendUnavailable: the backend does not work here.
+        ValueError: no such backend.
+    """
+
+    def __init__(
+        self, backend: str, device: torch.device, *, pinned: bool = False, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.device = device
+        self._storage = PerProcess(partial(open_storage, backend, device, **(options or {})))
+        self._storage()  # what does not work here is an error now
+        self._pinned = pinned and device.type == "cpu"
+        self._free: deque[torch.Tensor] = deque(maxlen=limits.IMAGE_BUFFERS)
+
+    def start_files(self, paths: Sequence[str], sizes: np.ndarray) -> Fetch:
+        """Starts reading whole files, one image each.
+
+        Args:
+            paths: the files.
+            sizes: bytes of each, int64 (files,). A file of another size fails with FileChanged.
+
+        Raises:
+            OSError: by ``wait()``: a file cannot be opened or read.
+        """
+        pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte behind each file shows whether it has grown
+        ends = np.cumsum(pitch)
+        reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
+        return self._start(reads, reads.parts)
+
+    def start_range(self, path: str, offset: int, sizes: list[int], file_bytes: int) -> Fetch:
+        """Starts reading images that lie back to back in a large file.
+
+        Args:
+            path: the file.
+            offset: where the first image begins.
+            sizes: bytes of each image.
+            file_bytes: size of the file. Another size fails with FileChanged.
+
+        Raises:
+            OSError: by ``wait()``: the file cannot be opened or read.
+        """
+        nbytes = sum(sizes)
+        reads = Reads.of(path, [(offset, nbytes)], file_bytes)
+        return self._start(reads, lambda filled: torch.split(filled[0][:nbytes], sizes))
+
+    def _start(self, reads: Reads, split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> Fetch:
+        if self.device.type == "cuda":  # new memory has no earlier reader: filling one of ours waits for the training
+            return Fetch(self._storage().load(reads), split, lambda: None)
+        buffer = self.take(int(reads.sizes[0]))
+        return Fetch(self._storage().fill(reads, [buffer]), split, partial(self._give_back, buffer))
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A 1-D uint8 tensor of this many bytes or more."""
+        if self.device.type == "cuda":
+            return self._storage().memory(nbytes)
+        memory = self._unused(nbytes)
+        return memory if self._pinned else tensor_over(memory, memory.numel(), partial(self._free.append, memory))
+
+    def _unused(self, nbytes: int) -> torch.Tensor:
+        for _ in range(len(self._free)):
+            try:
+                memory = self._free.popleft()
+            except IndexError:  # another thread was faster
+                break
+            if memory.numel() >= nbytes:
+                return memory  # smaller ones are dropped
+        nbytes += nbytes // 4  # so that it fits the next batches too
+        if self._pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._storage().memory(nbytes)
+
+    def _give_back(self, memory: torch.Tensor) -> None:
+        if self._pinned:
+            self._free.append(memory)
+
+    def close(self) -> None:
+        """Frees unused buffers and the backend's threads. Images handed out stay valid."""
+        self._free.clear()
+        storage = self._storage.made()
+        if storage is not None:
+            storage.close()
+
+
+def check_size(fd: int, size: int, path: str) -> None:
+    """Raises FileChanged where an open file does not have the size it was listed with."""
+    check_open(fd, size, path)
+
+
+def read_files(storage: Storage, paths: Sequence[str], sizes: list[int]) -> torch.Tensor:
+    """Reads whole files back to back into a new 1-D uint8 tensor.
+
+    Raises:
+        OSError: a file cannot be opened or read. FileChanged: it does not have its listed size.
+    """
+    lengths = np.array(sizes, np.int64)
+    reads = Reads.of_files(paths, lengths, np.cumsum(lengths) - lengths, sum(sizes), expected=sizes)
+    (data,) = storage.fill(reads, [storage.memory(sum(sizes))]).wait()
+    return data
+
+
+def save_item(storage: Storage, path: Path, item: dict[str, Any]) -> dict[str, int]:
+    """Writes an item as the new file ``path``, a record without a key. Returns the offset of each of its tensors."""
+    buffers = pack_record(encode_item(item), key={})
+    storage.write(str(path), buffers)
+    header = bytes(buffers[0])
+    return {name: entry.offset for name, entry in parse_header(header, path.stat().st_size).tensors.items()}
+
+
+def load_item(path: str) -> Any:
+    """Reads an item that :func:`save_item` wrote, with all checksums verified.
+
+    Raises:
+        RecordError: the record is damaged or of a newer format.
+        OSError: it cannot be read.
+    """
+    storage = open_storage(device="cpu")
+    try:
+        record, file, arrays = read_record(path, storage)
+        ranges = [(entry.offset, entry.nbytes) for entry in record.tensors.values()]
+        raw = storage.load(Reads.of(path, ranges, file)).wait()
+    finally:
+        storage.close()
+    tensors = {}
+    for (name, entry), data in zip(record.tensors.items(), raw, strict=True):
+        if checksum(data) != entry.checksum:
+            raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
+        tensors[name] = tensor_of(data, entry.dtype, entry.shape)
+    return compile_tree(record.tree, arrays, record.tensors)(tensors)

@@ -1,0 +1,192 @@
+"""Sizes and budgets of the running library, with the reason for each: memory, counts, and the sizes of pieces.
+
+Modules read them as ``limits.HEADS_BYTES`` whenever they need one, so a test patches one place. None is a setting: what
+a user may choose is an argument, whose default may be here. Elsewhere are the sizes that belong to a file format or to
+the kernel's interfaces, time limits, what a backend states of itself (``group_bytes``, ``open_files``), and the limits
+of the wings. ``tests/test_limits.py`` keeps it so.
+
+Units are in the names: ``_BYTES``; ``_ITEMS``, ``_FILES`` and so on are counts.
+"""
+
+from __future__ import annotations
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Storage: how a read is cut, merged and spread
+
+#: Reads of at most this many bytes in all, into a CPU target, are done by the caller's own thread: handing them to
+#: another thread costs more than reading them.
+INLINE_BYTES = 512 << 10
+
+#: Smallest piece that a read is cut into to occupy more threads.
+MIN_PIECE_BYTES = 1 << 20
+
+#: Neighbours in a file with at most this many bytes between them are read in one go.
+GAP_BYTES = 64 << 10
+
+#: At least this many reads into a CUDA device, all of them smaller than ``PACK_BYTES``, arrive in one block by one
+#: copy, and one kernel takes it apart. A copy and an allocation each cost more than so few bytes.
+PACK_READS = 8
+PACK_BYTES = 1 << 20
+
+#: Reads of a file with at most this many bytes between them share a part of such a block. With wider gaps (the rows of
+#: a crop, say) the block would be mostly bytes that nobody requested.
+PACK_GAP_BYTES = 64 << 10
+
+#: A destination without room for the last block of a disk: up to this size all of it takes a detour through a bounce
+#: buffer, above it only the last block does, by a transfer of its own.
+DETOUR_BYTES = 128 << 10
+
+#: Reads of fewer bytes are left to the kernel's own read-ahead. For others the kernel gets the whole piece announced.
+KERNEL_READ_AHEAD_BYTES = 512 << 10
+
+#: Smaller ranges are read instead of mapped: a mapping costs two system calls and a fault per page.
+MAP_BYTES = 64 << 10
+
+#: Mappings of 2 MiB up to this size request huge pages. What is not in the page cache is then read 2 MiB at a time: six
+#: items of two 52 MB volumes took 0.32 s instead of 0.62, four crops of 96³ from each 0.38 instead of 0.57, and once
+#: cached 0.12 instead of 0.17. Of larger volumes a crop would read far more than it needs: of 512³ 100 MB instead of
+#: 40, where the kernel reads 128 kB ahead.
+HUGE_MAP_BYTES = 64 << 20
+
+#: Files per io_uring call, the size of a thread's ring.
+RING_FILES = 64
+
+# Storage: pinned staging
+
+#: Largest piece that a staging slot holds. Measured from the page cache to a GPU: 16 MiB pieces read by 8 threads moved
+#: 25 GB/s, 8 MiB pieces 21.
+SLOT_BYTES = 16 << 20
+
+#: Slots per process and device: 256 MiB of pinned memory once all are in use.
+STAGING_SLOTS = 16
+
+#: Smaller tensors on a device are fetched whole to be written, without a slot.
+STAGED_WRITE_BYTES = 1 << 20
+
+# Storage: KvikIO
+
+#: Threads of KvikIO's if no number was set: five eighths of the cores, and at most this many. The other cores are for
+#: Python's own threads (the loader's, the training's, and the pump). Measured on an H100 with 16 cores, records of
+#: 74 MB one by one: 14 threads moved 23 GB/s to the consumer, 12 moved 33, 10 moved 43, 8 moved 42.
+KVIKIO_THREADS = 16
+
+#: Bytes that one of KvikIO's threads reads at a time. Each task wakes a thread, at the pump's expense.
+KVIKIO_TASK_BYTES = 2 << 20
+
+#: Tasks in flight where cuFile moves the bytes: several for each thread.
+KVIKIO_TASKS = 64
+
+#: Piece per staging slot where it does not. All slots in flight have to fit the processor's cache between KvikIO's
+#: threads and the copy: measured on an H100 whose host has 300 MiB of it, 8 of 12 MiB in flight moved 35 GB/s, 8 of
+#: 8 MiB or 4 of 12 MiB moved 52, which is what the link takes. Fewer and larger pieces leave the loader more of the
+#: interpreter's time.
+KVIKIO_PIECE_BYTES = 12 << 20
+
+#: Smaller reads are left to the posix backend.
+KVIKIO_LEAST_BYTES = 1 << 20
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cache: records
+
+#: Size of the first read of a record, and of one where only the header is wanted. Holds what comes before the large
+#: tensors of an item of a few NIfTI images, or the header of such an item.
+HEAD_READ_BYTES = 32 << 10
+HEADER_READ_BYTES = 16 << 10
+
+#: Memory budget for parsed record heads. Once it is full, new heads are not kept: an epoch visits every record exactly
+#: once, so evicting one head for another gains nothing.
+HEADS_BYTES = 32 << 20
+
+#: Records of at most ``TOGETHER_RECORD_BYTES`` are read together, up to this many and up to this many bytes: one copy
+#: to the device for all of them costs less than one each.
+TOGETHER_RECORD_BYTES = 1 << 20
+TOGETHER_RECORDS = 64
+TOGETHER_BYTES = 8 << 20
+
+#: Bytes that are checksummed at a time, a multiple of 32 KiB. 2 MiB fit the cache of a core, and smaller pieces would
+#: spend more on calls.
+CHECKSUM_PIECE_BYTES = 2 << 20
+
+#: Bytes of items that may wait to be written. A single item is accepted whatever its size.
+QUEUE_BYTES = 256 << 20
+
+#: Items that may wait to be written, however small. Adding up the bytes of this many, for every new item, takes 0.1 ms.
+QUEUE_ITEMS = 4096
+
+# Cache: keys and sources
+
+#: Items whose hash is remembered, at most about 24 MB. Hashing an item again costs 40 us.
+HASHED_ITEMS = 40_000
+
+#: Items whose last key is remembered too, at most about 5 MB. Making a key again costs 8 us.
+KEYED_ITEMS = 10_000
+
+#: Source files whose content hash is remembered per process, at most about 200 MB.
+KNOWN_FILES = 1_000_000
+
+#: Files inside source folders whose content hash is remembered per process, at most about 50 MB.
+KNOWN_INNER_FILES = 200_000
+
+#: Source files remembered by the state in which this process first saw them, at most about 200 MB.
+YOUNG_FILES = 1_000_000
+
+#: A source folder with more entries counts by its name only. Listing that many takes half a second, at every access.
+FOLDER_ENTRIES = 200_000
+
+#: Size of one read of a source file. 512 KiB are still in the processor's cache when they are hashed.
+SOURCE_PIECE_BYTES = 512 << 10
+
+# Cache: what is remembered in files, for other processes
+
+#: Hashes of sources that may wait to be written, whenever the last write was: a killed process loses no more.
+MEMO_WAITING_ITEMS = 256
+
+#: Hashes in a process's small table, which is sorted again whenever some arrive. Beyond that they move to a large one.
+MEMO_SMALL_TABLE_ITEMS = 1 << 16
+
+#: Files of hashes in a cache folder before they are merged into one.
+MEMO_FILES = 64
+
+#: Size from which such a file is not merged: that would only copy it.
+MEMO_UNMERGED_BYTES = 16 << 20
+
+#: Size of all such files together: 6.7 million hashes. Beyond that the oldest files are removed.
+MEMO_BYTES = 256 << 20
+
+#: Index files of ended processes before they are merged.
+INDEX_FILES = 16
+
+#: Size beyond which an index file is not read: about 2 million records.
+INDEX_FILE_BYTES = 1 << 30
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loader
+
+#: Default bound of the records in flight, unless two batches are more. Measured on an H100 with 74 MB records, see the
+#: README.
+PREFETCH_RECORDS = 8
+
+#: Default bound of the bytes of records in flight.
+PREFETCH_BYTES = 1 << 30
+
+#: Batches of this many bytes are stacked in pooled memory. The kernel would zero fresh memory page by page.
+POOLED_BATCH_BYTES = 8 << 20
+
+#: Memory that the pool keeps for the next batches when nothing uses it.
+POOL_BYTES = 32 << 20
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images
+
+#: Batches whose reads are under way while one is used.
+READ_AHEAD_BATCHES = 4
+
+#: Batches that DALI works on ahead of the consumer; its default.
+DALI_PREFETCH_BATCHES = 2
+
+#: Host buffers for batches that are kept for reuse.
+IMAGE_BUFFERS = 8
+
+#: Bytes of images per packed file, some 300 of ImageNet's. Large enough to be read in several pieces at once, and small
+#: enough that a window of eight files, and as many read ahead, fit into memory.
+PACKED_FILE_BYTES = 32 << 20

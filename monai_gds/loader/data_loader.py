@@ -1,0 +1,298 @@
+"""``GDSDataLoader``: MONAI's ``DataLoader`` over GDSDatasets, with the records of the coming batches under way.
+
+               sampler            indices of a batch, drawn as torch's own loader draws them
+                  │
+    ┌─────────────▼─────────────┐
+    │ begin reads               │ loader's thread; the storage reads with threads of its own
+    └─────────────┬─────────────┘
+                  │               in flight: up to ``prefetch`` records and ``prefetch_bytes``, in index order
+    ┌─────────────▼─────────────┐
+    │ finish items              │ loader's thread, on the loader's stream of a CUDA device;
+    │ random transforms         │ with ``num_workers``, processes compute the items that are not cached
+    │ collate                   │
+    └─────────────┬─────────────┘
+                  │               1 batch, and the event behind the work that makes it
+    ┌─────────────▼─────────────┐
+    │ consumer                  │ the user's thread and stream
+    └───────────────────────────┘
+
+A record is in flight from the beginning of its read until the consumer takes its batch. This package works with
+datasets, batches and streams; records, files and backends are the business of the layers below.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from math import inf
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from monai.data import DataLoader
+from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from monai_gds import limits
+from monai_gds.collate import collate
+from monai_gds.dataset import GDSDataset
+from monai_gds.loader.hand_over import HandOver, cuda_tensors
+from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
+from monai_gds.process import Owner
+
+__all__ = ["GDSDataLoader"]
+
+
+#: How long leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded, since
+#: the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
+_LEAVE_SECONDS = 60.0
+
+
+class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
+    """MONAI's ``DataLoader`` that reads ahead of the consumer.
+
+    Over a :class:`~monai_gds.GDSDataset`, or a ``Subset`` or ``ConcatDataset`` of such, the coming records are read
+    while the current batch is trained on. Random transforms and collation run in a thread, in index order, so equal
+    seeds give the batches of MONAI's ``ThreadDataLoader``, bit for bit. On a CUDA device they run on a stream of their
+    own, beside the training, and nothing waits for the whole device. Any other dataset is loaded by MONAI's
+    ``DataLoader``.
+
+    With ``num_workers`` and a CUDA target, worker processes compute the items that are not cached. They start with
+    the first such item; reading and random transforms stay in this process. Arguments for workers that load batches
+    (``worker_init_fn``, ``timeout``, ``prefetch_factor``, ``persistent_workers``) have no effect on them. With
+    ``num_workers`` and a CPU target, MONAI's ``DataLoader`` does everything.
+
+    An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
+    Leaving the loop stops everything.
+
+    Args:
+        dataset: what to load.
+        num_workers: processes, see above.
+        prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
+            consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
+        prefetch_bytes: how many bytes of records may be in flight. One record may, whatever its size.
+        kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
+
+    Raises:
+        ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; or by ``DataLoader``.
+        TypeError: one of them is not a number.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from monai.transforms import Compose, EnsureTyped, RandFlipd
+        >>> from monai_gds import GDSDataset
+        >>> transform = Compose([EnsureTyped("image"), RandFlipd("image", prob=0.5)])
+        >>> items = [{"image": np.random.rand(1, 8, 8, 8)} for _ in range(4)]
+        >>> with tempfile.TemporaryDirectory() as folder, GDSDataset(items, transform, folder, device="cpu") as dataset:
+        ...     [tuple(batch["image"].shape) for batch in GDSDataLoader(dataset, batch_size=2, shuffle=True)]
+        [(2, 1, 8, 8, 8), (2, 1, 8, 8, 8)]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_workers: int = 0,
+        *,
+        prefetch: int | None = None,
+        prefetch_bytes: float = limits.PREFETCH_BYTES,
+        **kwargs: Any,
+    ) -> None:
+        if prefetch is not None:
+            _check_type("prefetch", prefetch, Integral, "a whole number of records")
+            if prefetch < 1:
+                raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
+        _check_type("prefetch_bytes", prefetch_bytes, Real, "a number of bytes, such as 4e9")
+        if not 1 <= prefetch_bytes < inf:
+            raise ValueError(f"prefetch_bytes={prefetch_bytes}: it must be positive and finite")
+        if gds_datasets(dataset):
+            kwargs.setdefault("collate_fn", collate)
+        super().__init__(dataset, num_workers, **kwargs)
+        self.prefetch = prefetch
+        self.prefetch_bytes = int(prefetch_bytes)
+
+    def __iter__(self) -> Iterator[Any]:
+        parts = gds_datasets(self.dataset)
+        devices = {part.target() for part in parts}
+        if len(devices) != 1:
+            return super().__iter__()  # type: ignore[no-any-return]
+        device = devices.pop()
+        if not self.num_workers:
+            return Epoch(self, device, None)
+        if device.type == "cpu" or not all(part.caches for part in parts):
+            return super().__iter__()  # type: ignore[no-any-return]
+        return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context))
+
+    def records_in_flight(self, batch: int | None = None) -> int:
+        """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
+        return self.prefetch or max(limits.PREFETCH_RECORDS, 2 * (batch or self.batch_size or 1))
+
+    def index_batches(self) -> Iterator[Sequence[int]]:
+        """The indices of the batches of an epoch, drawn as torch's own loader draws them, random seeds included."""
+        settings = {"batch_sampler": self.batch_sampler} if self.batch_sampler is not None else {
+            "sampler": self.sampler, "batch_size": None
+        }  # fmt: skip
+        loader = TorchDataLoader(_Indices(), collate_fn=lambda found: found, generator=self.generator, **settings)
+        if self.batch_sampler is not None:
+            return iter(loader)
+        return ([index] for index in loader)
+
+    def assemble(self, items: list[Any]) -> Any:
+        """A batch of its items, as torch's loader would make it."""
+        batch = self.collate_fn(items if self.batch_sampler is not None else items[0])
+        if not self.pin_memory or not torch.cuda.is_available() or cuda_tensors(batch):
+            return batch
+        return pin_memory(batch, "cuda")  # type: ignore[no-untyped-call]
+
+
+class _Indices(Dataset[int]):
+    """A dataset whose items are their own indices."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _check_type(name: str, value: object, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r}: it must be {what}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Subsets and concatenations
+
+
+def gds_datasets(dataset: Dataset[Any]) -> list[GDSDataset]:
+    """The GDSDatasets that a dataset consists of, each once; none if it contains anything else."""
+    if isinstance(dataset, GDSDataset):
+        return [] if dataset.changes_items() else [dataset]
+    if type(dataset) is Subset:
+        return gds_datasets(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        found = [gds_datasets(part) for part in dataset.datasets]
+        return list(dict.fromkeys(chain.from_iterable(found))) if all(found) else []
+    return []
+
+
+def find_item(dataset: Any, index: int) -> tuple[GDSDataset, int]:
+    """The GDSDataset that an item of a dataset belongs to, and its index there.
+
+    Args:
+        dataset: one for which :func:`gds_datasets` gives some.
+        index: of the item, which may be negative.
+
+    Raises:
+        IndexError: there is no such item in a ConcatDataset or a Subset.
+    """
+    while not isinstance(dataset, GDSDataset):
+        if type(dataset) is Subset:
+            dataset, index = dataset.dataset, dataset.indices[index]
+            continue
+        ends = dataset.cumulative_sizes
+        if not -ends[-1] <= index < ends[-1]:
+            raise IndexError(f"there is no item {index} in a ConcatDataset of {ends[-1]}")
+        index %= ends[-1]
+        part = bisect_right(ends, index)
+        dataset, index = dataset.datasets[part], index - (ends[part - 1] if part else 0)
+    return dataset, index
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An epoch
+
+
+class Epoch:
+    """One pass over a loader: what the consumer iterates over.
+
+    The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
+
+    Args:
+        loader: the loader.
+        device: where its items come.
+        workers: compute the items that are not cached; None: the thread does.
+    """
+
+    def __init__(self, loader: GDSDataLoader, device: torch.device, workers: CacheWorkers | None) -> None:
+        batches = _first_drawn(loader.index_batches(), loader.dataset)
+        ahead = ReadAhead(batches, loader.records_in_flight, loader.prefetch_bytes, workers)
+        self._owner = Owner()
+        self._hand_over = HandOver(device, ahead.taken)
+        work = (ahead, loader.assemble, self._hand_over, workers)
+        self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
+        self.thread.start()
+        #: Leaves the loop, which ends the thread.
+        self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
+        self.stop.atexit = False
+        _epochs.add(self)
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._owner.is_this_process():
+            raise RuntimeError("this loop was begun before a fork: begin a new one in the child")
+        try:
+            return self._hand_over.take()
+        except KeyboardInterrupt:  # the loop may go on after it
+            raise
+        except BaseException:
+            self.stop()
+            raise
+
+
+#: Epochs whose loops are not over.
+_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
+
+
+@atexit.register  # runs before the writer's handler, which saves what these threads computed last
+def _stop_all() -> None:
+    for epoch in list(_epochs):
+        epoch.stop()
+        epoch.thread.join()  # however long it takes: a thread must not run while the interpreter is taken down
+
+
+def _first_drawn(batches: Iterator[Sequence[int]], dataset: Any) -> Iterator[list[tuple[GDSDataset, int]]]:
+    """Where the items of each batch are. The first is drawn here and now, when a random sampler draws its seed."""
+    first = next(batches, None)
+    drawn = batches if first is None else chain([first], batches)
+    return ([find_item(dataset, index) for index in indices] for indices in drawn)
+
+
+def _produce(
+    ahead: ReadAhead, assemble: Callable[[list[Any]], Any], hand_over: HandOver, workers: CacheWorkers | None
+) -> None:
+    """The loader's thread."""
+    try:
+        with hand_over.on_stream():
+            while (found := ahead.next_batch()) is not None:
+                items, nbytes = found
+                records = len(items)
+                batch = assemble(items)
+                del found, items
+                if not hand_over.put(batch, records, nbytes):
+                    return
+                del batch  # the consumer alone keeps it
+        hand_over.end()
+    except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop without a word
+        error = RuntimeError("StopIteration was raised while a batch was made")
+        error.__cause__ = e
+        hand_over.end(error)
+    except BaseException as e:
+        hand_over.end(e)
+    finally:
+        if workers is not None:
+            workers.close()
+
+
+def _stop(owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: CacheWorkers | None) -> None:
+    if not owner.is_this_process():  # locks, thread and workers belong to the parent
+        return
+    hand_over.stop()
+    if workers is not None:  # the thread may be waiting for one
+        workers.close()
+    # The collector may get here in any thread: in this one, or in one that this one waits for.
+    if hand_over.consumer == threading.get_ident():
+        thread.join(_LEAVE_SECONDS)

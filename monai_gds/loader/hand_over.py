@@ -1,0 +1,157 @@
+"""The hand-over of batches: from the loader's thread and stream to the consumer's.
+
+Used by :mod:`monai_gds.loader.data_loader`. It works with batches, threads and CUDA streams.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from monai_gds.process import PerProcess
+
+__all__ = ["HandOver", "cuda_tensors"]
+
+#: The loader's stream of a device. Epochs share it, and with it the memory of its pool.
+_loader_stream: PerProcess[torch.device, torch.cuda.Stream] = PerProcess(torch.cuda.Stream)
+
+
+class _Parcel(NamedTuple):
+    """A batch on its way."""
+
+    batch: Any
+    records: int
+    nbytes: int
+    made: torch.cuda.Event | None  # behind the work that makes it on a CUDA device
+    tensors: Sequence[torch.Tensor]  # those on that device
+
+
+class HandOver:
+    """Takes batches from the loader's thread to the consumer, one at a time.
+
+    On a CUDA device the thread works on a stream of its own, so a random transform that waits for a result does not
+    wait for the training too. The consumer's stream waits for the batch, and the batch's memory is reused only after
+    that stream is done with it.
+
+    Args:
+        device: where batches are made.
+        taken: called with the records and bytes of each batch that the consumer takes, before the next can be put.
+
+    Attributes:
+        consumer: the thread that took the last batch; before the first, the one that made this object.
+    """
+
+    def __init__(self, device: torch.device, taken: Callable[[int, int], None]) -> None:
+        self.consumer = threading.get_ident()
+        self._device, self._taken = device, taken
+        self._stream = _loader_stream(device) if device.type == "cuda" else None
+        if self._stream is not None:  # a transform may use what was made before the loop
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._parcel: _Parcel | None = None
+        self._error: BaseException | None = None
+        self._ended = self._stopped = False
+        self._changed = threading.Condition()
+
+    # For the loader's thread
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Makes the loader's stream current."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def put(self, batch: Any, records: int, nbytes: int) -> bool:
+        """Hands a batch over once the one before is taken.
+
+        Returns:
+            False if the loop was left.
+        """
+        made, tensors = None, []
+        if self._stream is not None:
+            made = self._stream.record_event()
+            tensors = [tensor for tensor in cuda_tensors(batch) if tensor.device == self._device]
+        with self._changed:
+            self._changed.wait_for(lambda: self._parcel is None or self._stopped)
+            if not self._stopped:
+                self._parcel = _Parcel(batch, records, nbytes, made, tensors)
+                self._changed.notify_all()
+            return not self._stopped
+
+    def end(self, error: BaseException | None = None) -> None:
+        """There are no more batches, or what went wrong behind the last."""
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    # For the consumer
+
+    def take(self) -> Any:
+        """The next batch, ready for the current stream.
+
+        Raises:
+            StopIteration: there is none, or the loop was stopped.
+            BaseException: what went wrong in the thread, once.
+        """
+        with self._changed:
+            self.consumer = threading.get_ident()
+            self._changed.wait_for(lambda: self._parcel is not None or self._ended or self._stopped)
+            parcel, self._parcel = self._parcel, None
+            if parcel is None:
+                error, self._error = self._error, None
+            else:
+                self._taken(parcel.records, parcel.nbytes)
+                self._changed.notify_all()
+        if parcel is None:
+            try:
+                raise StopIteration if error is None else error
+            finally:
+                del error  # its traceback holds this frame
+        if parcel.made is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(parcel.made)
+            for tensor in parcel.tensors:
+                tensor.record_stream(current)
+        return parcel.batch
+
+    def stop(self) -> None:
+        """Leaves the loop: nothing is put or taken any more. May be called in any thread, by the collector too."""
+        with self._changed:
+            self._stopped = True
+            self._parcel = None
+            self._changed.notify_all()
+
+
+#: Types that hold no tensors.
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), np.ndarray, type, ModuleType})
+
+
+def cuda_tensors(value: Any) -> list[torch.Tensor]:
+    """Every CUDA tensor within containers and objects, as plain tensors; those in a MetaTensor's metadata included."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    left: list[Iterable[Any]] = [(value,)]
+    while left:
+        for part in left.pop():
+            kind = type(part)
+            if kind is torch.Tensor:
+                if part.is_cuda:
+                    found.append(part)
+            elif kind not in _PLAIN and id(part) not in seen:
+                seen.add(id(part))
+                left.extend(_members(part))
+    return found
+
+
+def _members(value: Any) -> Iterator[Iterable[Any]]:
+    if isinstance(value, torch.Tensor):
+        yield (value.as_subclass(torch.Tensor),)
+    if isinstance(value, Mapping):
+        yield value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield value
+    else:
+        yield getattr(value, "__dict__", {}).values()

@@ -1,0 +1,204 @@
+"""Reading ahead: begins the reads of the coming items within bounds, and finishes the items in order.
+
+Used by the thread of :mod:`monai_gds.loader.data_loader`. It works with datasets and indices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from monai_gds.dataset import Begun, GDSDataset
+from monai_gds.errors import FileChanged, NotSaved, UnsupportedType
+from monai_gds.populate import Saved
+from monai_gds.workers import Workers
+
+__all__ = ["CacheWorkers", "ReadAhead"]
+
+
+class CacheWorkers:
+    """Processes that compute and save the items that are not cached. They start for the first such item.
+
+    Args:
+        parts: the datasets whose items they compute.
+        num_workers: how many.
+        context: how they are started; None: see :class:`monai_gds.workers.Workers`.
+    """
+
+    def __init__(self, parts: Sequence[GDSDataset], num_workers: int, context: Any) -> None:
+        self._parts, self._num_workers, self._context = parts, num_workers, context
+        self._workers: Workers[Saved] | None = None
+        self._closed = False
+        self._lock = threading.RLock()  # the collector may leave the loop, which closes this, while save() holds it
+
+    def save(self, dataset: GDSDataset, index: int) -> Future[Saved]:
+        """Has an item computed and saved, unless another process is computing it.
+
+        The future raises what the transforms raise, and WorkerDied.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the loop was left")
+            if self._workers is None:
+                work = partial(_save, [part.for_saving() for part in self._parts])
+                self._workers = Workers(work, self._num_workers, self._context)
+            return self._workers.submit((self._parts.index(dataset), index))
+
+    def close(self) -> None:
+        """Ends the processes at once. What they had begun is lost."""
+        with self._lock:
+            self._closed = True
+            if self._workers is None:
+                return
+            self._workers.close(grace=0)
+            self._workers = None
+            for part in self._parts:
+                part.tidy()
+
+
+def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> Saved:
+    """Runs in a worker."""
+    part, index = place
+    try:
+        return parts[part].save(index)
+    except (NotSaved, FileChanged, UnsupportedType):  # the loader's process computes it then, and warns or raises
+        return Saved("busy")
+
+
+class _Upcoming:
+    """One item of a batch on its way.
+
+    Attributes:
+        begun: what the dataset began, or what went wrong then; None before.
+        saved: when its record is there, if it was not cached and a worker computes it.
+    """
+
+    __slots__ = ("begun", "dataset", "index", "saved")
+
+    def __init__(self, dataset: GDSDataset, index: int) -> None:
+        self.dataset, self.index = dataset, index
+        self.begun: Begun | Exception | None = None
+        self.saved: Future[Saved] | None = None
+
+
+class ReadAhead:
+    """Begins the reads of the items that come next, and finishes them. Belongs to the loader's thread.
+
+    An error ahead of the batch that is wanted is raised when its own batch is.
+
+    Args:
+        batches: the dataset and index of each item, batch by batch.
+        most_records: returns how many records may be in flight with batches of a size.
+        most_bytes: how many bytes may be in flight.
+        workers: compute the items that are not cached; None: this thread does.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Sequence[tuple[GDSDataset, int]]],
+        most_records: Callable[[int], int],
+        most_bytes: int,
+        workers: CacheWorkers | None,
+    ) -> None:
+        self._batches = iter(batches)
+        self._records_for, self._most_records, self._most_bytes = most_records, 1, most_bytes
+        self._workers = workers
+        self._drawn: deque[list[_Upcoming]] = deque()
+        self._waiting: deque[_Upcoming] = deque()  # the drawn ones that are not begun
+        self._error: Exception | None = None  # behind the drawn ones
+        # In flight is what was begun and not taken. No lock: each counter is written by one thread.
+        self._records = self._nbytes = self._records_taken = self._nbytes_taken = 0
+        self._last = 0  # size of the last record that has one
+
+    def taken(self, records: int, nbytes: int) -> None:
+        """Notes that the consumer, in its thread, has taken a batch out of flight."""
+        self._records_taken += records
+        self._nbytes_taken += nbytes
+
+    def next_batch(self) -> tuple[list[Any], int] | None:
+        """The items of the next batch behind their random transforms, and the bytes of their records."""
+        if not self._drawn and not self._draw():
+            if self._error is not None:
+                raise self._error
+            return None
+        items, nbytes = [], 0
+        for upcoming in self._drawn.popleft():
+            self._begin_what_fits()
+            if upcoming.begun is None:  # without room too: the batch has to be completed
+                self._begin(1)
+            begun = self._arrived(upcoming)
+            nbytes += begun.nbytes
+            items.append(upcoming.dataset.end(begun))
+        return items, nbytes
+
+    def _arrived(self, upcoming: _Upcoming) -> Begun:
+        """What can be finished: behind its worker, where one computes it."""
+        begun, upcoming.begun = upcoming.begun, None
+        if upcoming.saved is not None:
+            upcoming.saved.result().note()
+            begun = upcoming.dataset.begin([upcoming.index])[0]
+            self._count(0, begun.nbytes)
+        if isinstance(begun, Exception):
+            raise begun
+        assert begun is not None, "the caller has begun it"
+        return begun
+
+    def _begin_what_fits(self) -> None:
+        while (room := self._room()) and (self._waiting or self._draw()):
+            self._begin(min(room, len(self._waiting)))
+
+    def _room(self) -> int:
+        """How many more records, as large as the last one, may be begun; one while no size is known."""
+        records, nbytes = self._records - self._records_taken, self._nbytes - self._nbytes_taken
+        fit = (self._most_bytes - nbytes) // self._last if self._last else 1
+        return max(min(self._most_records - records, fit), 0 if records else 1)
+
+    def _count(self, records: int, nbytes: int) -> None:
+        self._records += records
+        self._nbytes += nbytes
+        self._last = nbytes or self._last
+
+    def _begin(self, count: int) -> None:
+        """Begins the first of those that wait, all of one dataset at once."""
+        first = [self._waiting.popleft() for _ in range(count)]
+        for dataset, group in groupby(first, attrgetter("dataset")):
+            together = list(group)
+            for upcoming, begun in zip(together, _begin_all(dataset, [u.index for u in together]), strict=True):
+                upcoming.begun = begun
+                if isinstance(begun, Exception):
+                    self._count(1, 0)
+                    continue
+                self._count(1, begun.nbytes)
+                if self._workers is not None and not begun.cached:
+                    upcoming.saved = self._workers.save(dataset, upcoming.index)
+
+    def _draw(self) -> bool:
+        """Draws a batch; False if there is none, or if that failed."""
+        try:
+            batch = next(self._batches, None)
+        except Exception as e:  # of the user's sampler, or an index that does not exist
+            self._error = e
+            return False
+        if batch is None:
+            return False
+        drawn = [_Upcoming(dataset, index) for dataset, index in batch]
+        self._most_records = max(self._most_records, self._records_for(len(drawn)))
+        self._drawn.append(drawn)
+        self._waiting.extend(drawn)
+        return True
+
+
+def _begin_all(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun | Exception]:
+    """As ``dataset.begin``, with the exception of each item that has one."""
+    try:
+        return [*dataset.begin(indices)]
+    except Exception as e:
+        if len(indices) == 1:
+            return [e]
+    return [_begin_all(dataset, [index])[0] for index in indices]

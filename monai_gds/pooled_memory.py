@@ -1,0 +1,108 @@
+"""Pooled host memory: it returns to its pool when the last tensor over it is gone.
+
+The kernel zeroes fresh memory page by page, which can take longer than filling it. Used for large batches, by
+:mod:`monai_gds.collate`, and by the images for buffers of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from monai_gds import huge_pages, limits
+
+__all__ = ["pooled_empty", "tensor_over"]
+
+
+def tensor_over(memory: torch.Tensor, nbytes: int, release: Callable[[], object]) -> torch.Tensor:
+    """A tensor over memory that is used again, as ``torch::from_blob`` with a deleter.
+
+    Args:
+        memory: 1-D uint8 CPU tensor.
+        nbytes: how many of its bytes the tensor covers. A tensor is pickled with its whole storage, and the bytes
+            behind these may be those of an earlier batch.
+        release: called when the tensor and everything that shares its memory is gone. It may be called in any thread,
+            by the garbage collector too, so it must take no lock; and after the interpreter's modules are gone.
+
+    Returns:
+        A 1-D uint8 CPU tensor. ``resize_`` cannot grow it.
+    """
+    return torch.from_numpy(np.asarray(_Exporter(memory, nbytes, release)))
+
+
+class _Exporter:
+    """NumPy keeps this as long as there is an array or a tensor over the memory."""
+
+    __slots__ = ("__array_interface__", "_memory", "_release")
+
+    def __init__(self, memory: torch.Tensor, nbytes: int, release: Callable[[], object]) -> None:
+        self._memory = memory
+        self._release = release
+        start = memory.data_ptr()
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start, False), "version": 3}
+
+    def __del__(self) -> None:
+        self._release()
+
+
+class _Block:
+    """Memory on huge pages. Its size is noted, since the garbage collector may return it and must not call torch."""
+
+    __slots__ = ("memory", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.nbytes = nbytes
+        huge_pages.prefer(self.memory)
+
+
+class _Pool:
+    """Unused blocks, the one used last at the end.
+
+    The list is changed by single operations of the interpreter, without a lock: the garbage collector may return a
+    block in a thread that is just taking one. It is never copied: CPython before 3.12 may run the collector between
+    looking up a list's items and copying them, and a returned block moves them. Iterating looks them up at each step.
+
+    Args:
+        most: bytes to keep at most.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.blocks: list[_Block] = []
+        self._most = most
+
+    def take(self, nbytes: int) -> _Block:
+        for block in reversed(self.blocks):
+            if block.nbytes == nbytes:
+                try:
+                    self.blocks.remove(block)
+                except ValueError:  # another thread has taken it
+                    continue
+                return block
+        return _Block(nbytes)
+
+    def give_back(self, block: _Block) -> None:
+        if block.nbytes > self._most:
+            return
+        self.blocks.append(block)
+        while sum(kept.nbytes for kept in self.blocks) > self._most:
+            del self.blocks[:1]
+
+
+_pool = _Pool(limits.POOL_BYTES)
+
+
+def pooled_empty(nbytes: int) -> torch.Tensor:
+    """Uninitialised memory, that of an earlier tensor of this function if there is some.
+
+    Stacking six batches of 28 MB of crops beside their consumer on two cores took 24 to 29 ms this way, and 41 in
+    fresh memory.
+
+    Returns:
+        A 1-D uint8 CPU tensor on huge pages. Its memory returns to the pool when nothing shares it any more.
+    """
+    block = _pool.take(nbytes + -nbytes % huge_pages.HUGE)
+    return tensor_over(block.memory, nbytes, partial(_pool.give_back, block))

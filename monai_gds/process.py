@@ -1,0 +1,119 @@
+"""Process matters: what belongs to one process, whose it is after a fork, and ending with the parent.
+
+Threads, locks, streams and pinned memory do not survive a fork. Whatever is shared within a process is made through
+:class:`PerProcess`, and an object that holds such things notes its :class:`Owner`. This module imports neither torch
+nor MONAI, so that every layer may use it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+__all__ = ["Owner", "PerProcess", "end_with_parent"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+#: How often a process checks that its parent is alive.
+_WATCH_SECONDS = 1.0
+
+
+class PerProcess(Generic[*Ts, T]):
+    """A function whose results are made once per process: ``functools.cache`` that a fork empties.
+
+    Any thread may call it. A forked child starts without results and makes its own on demand. Those of the parent
+    stay in its memory and are never finalised there: freeing a stream, for example, would call CUDA, which does not
+    work in a forked child.
+
+    Args:
+        make: makes the result for hashable arguments, in whichever thread calls first.
+
+    Example:
+        >>> counters = PerProcess(lambda name: [name])
+        >>> counters("a") is counters("a"), counters("a") is counters("b")
+        (True, False)
+        >>> counters.made("c") is None
+        True
+    """
+
+    def __init__(self, make: Callable[[*Ts], T]) -> None:
+        self._make = make
+        self._results: dict[tuple[*Ts], T] = {}
+        self._lock = threading.RLock()  # reentrant: the garbage collector may run code that calls this too
+        _living.add(self)
+
+    def __call__(self, *args: *Ts) -> T:
+        try:
+            return self._results[args]
+        except KeyError:
+            pass
+        with self._lock:
+            if args not in self._results:
+                self._results.setdefault(args, self._make(*args))
+            return self._results[args]
+
+    def made(self, *args: *Ts) -> T | None:
+        """The result for these arguments if this process has made it, else None."""
+        return self._results.get(args)
+
+    def forget(self) -> None:
+        """Starts anew, without finalising any result."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._results))
+        self._results, self._lock = {}, threading.RLock()
+
+
+_living: weakref.WeakSet[PerProcess[*tuple[Any, ...], Any]] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for results in list(_living):
+        results.forget()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+class Owner:
+    """The process in which an object was made, and the only one that may use what the object holds.
+
+    Example:
+        >>> Owner().is_this_process()
+        True
+    """
+
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def is_this_process(self) -> bool:
+        """False in a forked child that inherited the object."""
+        return self._pid == os.getpid()
+
+
+def end_with_parent(orders: Connection | None = None) -> None:
+    """Ends this process within a second of its parent's end, however that ends, or when it is told to.
+
+    A thread watches. The kernel's own PR_SET_PDEATHSIG would not do: it follows the *thread* that started the process.
+
+    Args:
+        orders: anything that arrives here ends this process at once. It is not read, so one message ends every
+            process that shares the connection.
+    """
+    threading.Thread(target=_watch, args=(os.getppid(), orders), name="monai-gds-parent", daemon=True).start()
+
+
+def _watch(parent: int, orders: Connection | None) -> None:
+    told = time.sleep if orders is None else orders.poll
+    while not told(_WATCH_SECONDS) and os.getppid() == parent:
+        pass
+    os._exit(1)

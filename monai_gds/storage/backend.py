@@ -1,0 +1,168 @@
+"""What a storage backend writes. Read this file, then :mod:`.blocking` or :mod:`.queue`, before writing one.
+
+A backend moves bytes between files and the tensors of one device. It implements :meth:`Backend.probe` and
+:meth:`Backend.start`, and overrides what it does better than the defaults here. Two bases leave it with one primitive:
+
+* :class:`monai_gds.storage.blocking.BlockingBackend` for a blocking read of a part of a file;
+* :class:`monai_gds.storage.queue.QueueBackend` for a queue that takes commands and gives completions.
+
+Memory is a two-way promise. Nothing is read before it has arrived: a backend calls ``Pending.finish`` only when every
+byte is there or its copy is queued on the copy stream. Nothing is overwritten before its last reader is done: every
+destination is ordered behind the copy stream when ``start`` is called, so a backend that fills device memory past that
+stream first waits for an event recorded on it.
+
+Whether it keeps what is promised here, the tests in :mod:`monai_gds.testing` show.
+
+What the backend need not care about: :class:`monai_gds.storage.Storage` checks arguments and the process, packs small
+destinations into one block, and hands tensors to the caller's stream.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from monai_gds.storage import files, staging
+from monai_gds.storage.files import Buffer, FileId
+from monai_gds.storage.pending import Pending
+from monai_gds.storage.reads import Reads
+
+__all__ = ["CUDA_ONLY", "Availability", "Backend"]
+
+#: Why a backend that reads into GPU memory does not work for a CPU target.
+CUDA_ONLY = "it serves CUDA targets only"
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend works here: ``ok``, what was found (``reason``), and what to do about it (``remedy``).
+
+    Example:
+        >>> found = Availability(False, "the package kvikio is not installed", "pip install 'monai_gds[cuda13]'")
+        >>> found.remedy if not found else "nothing to do"
+        "pip install 'monai_gds[cuda13]'"
+    """
+
+    ok: bool
+    reason: str
+    remedy: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class Backend(ABC):
+    """Moves bytes between files and tensors of one device; see the module's docstring.
+
+    Options are keyword arguments of the constructor, and are never seen outside of it. An instance is used by several
+    threads at once and by one process only, which :class:`monai_gds.storage.Storage` sees to.
+
+    Args:
+        device: where destinations live, ``cpu`` or ``cuda:N``. Single destinations may lie on the CPU in any case.
+
+    Example:
+        >>> import os, torch
+        >>> from monai_gds.storage import Availability, Reads, Storage
+        >>> from monai_gds.storage.blocking import BlockingBackend
+        >>> class Plain(BlockingBackend):
+        ...     @classmethod
+        ...     def probe(cls, device):
+        ...         return Availability(True, "plain reads")
+        ...
+        ...     def _read_into(self, handle, offset, dest):
+        ...         return os.preadv(handle, [dest.numpy()], offset)
+        >>> with open("file.bin", "wb") as f:
+        ...     _ = f.write(b"12345")
+        >>> Storage(Plain(torch.device("cpu"))).load(Reads.of("file.bin", [(3, 2)])).wait()
+        [tensor([52, 53], dtype=torch.uint8)]
+    """
+
+    #: What a user writes as ``backend="…"``. Given by the registry.
+    name: ClassVar[str] = ""
+
+    #: Whether reads see what the file system sees. Of a backend that reads behind its back, bytes that were right once
+    #: are worth another look at their checksum.
+    coherent: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, device: torch.device) -> Availability:
+        """Whether this backend works here for ``device``. No side effects; cheap enough to call often."""
+
+    @abstractmethod
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        """Starts all reads and returns at once.
+
+        A file that cannot be read fails alone (:meth:`Pending.fail`): errors come out of the Pending, never of this.
+
+        Args:
+            reads: any number, of any files, offsets and lengths (zero included, whose file must exist all the same).
+            into: the destinations: 1-D contiguous uint8 tensors, no smaller than ``reads.sizes``.
+        """
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Allocates what this backend fills fastest: a 1-D uint8 tensor on the device, ``nbytes`` long or longer.
+
+        What is longer than asked for is room for whole blocks; the tensor that a user gets ends before it.
+        """
+        if self.device.type == "cuda":
+            return staging.allocate_on_copy_stream(nbytes, self.device)
+        return files.aligned_empty(nbytes)
+
+    def map(self, reads: Reads) -> list[torch.Tensor] | None:
+        """Maps the ranges of one file privately (copy-on-write), or returns None where this backend cannot.
+
+        Args:
+            reads: of one file, each range into a destination of its own.
+
+        Raises:
+            OSError: the file is missing, not the expected one, or ends before a range does.
+        """
+        return None
+
+    def head(self, path: str, nbytes: int) -> tuple[bytes, FileId]:
+        """The first bytes of a file, fewer from a smaller one, and its identity. Blocking.
+
+        Raises:
+            OSError: the file could not be opened or read.
+        """
+        return files.read_head(path, nbytes)
+
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
+        """Writes the buffers back to back as the whole content of the new file ``path``. Blocking.
+
+        The caller publishes the file (renames it), and removes it after a failure. Work that is queued on the current
+        stream may still be filling the buffers.
+
+        Args:
+            path: a file that does not exist yet, in a directory that does.
+            buffers: see :data:`Buffer`.
+            durable: return only once the bytes would survive a power cut (fsync).
+
+        Raises:
+            ValueError: a tensor is not 1-D, contiguous and of uint8.
+            OSError: disk full, no permission, input/output error.
+        """
+        fd = files.create_file(path, files.total_bytes(buffers))
+        try:
+            with files.naming(path):
+                staging.write_buffers(fd, buffers)
+                if durable:
+                    os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:  # noqa: B027 (optional: a backend may hold nothing)
+        """Waits for what is under way, and frees threads and devices. It may be used again afterwards."""
+
+    def describe(self) -> dict[str, Any]:
+        """Settings in force, for ``doctor`` and the benchmarks."""
+        return {}

@@ -1,0 +1,368 @@
+"""Base of backends whose primitive is one blocking read of a part of a file.
+
+A backend gives :meth:`BlockingBackend._read_into`, and :meth:`~BlockingBackend._open` and
+:meth:`~BlockingBackend._close` where a plain descriptor is not what it reads from. This file cuts reads into pieces,
+spreads them over threads, takes them to the GPU through pinned staging, and names the file in every error::
+
+    reads ──plan──▶ groups ──threads──▶ _read_into ──▶ destination on the host
+                                             └───────▶ staging slot ──copy stream──▶ destination on the GPU
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import traceback
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from monai_gds import limits
+from monai_gds.errors import StorageError
+from monai_gds.storage import files, plan, staging
+from monai_gds.storage.backend import Backend
+from monai_gds.storage.files import Expected
+from monai_gds.storage.pending import Pending
+from monai_gds.storage.reads import Reads
+
+__all__ = ["BlockingBackend", "OpenFiles", "Work", "naming_file", "naming_group"]
+
+T = TypeVar("T")
+
+
+def naming_file(error: Exception, path: str) -> Exception:
+    """The error, as an OSError that names the file.
+
+    It comes without its traceback, whose frames would keep the destinations alive until the garbage collector runs.
+    """
+    if isinstance(error, OSError):
+        if error.errno is not None and not isinstance(error.filename, str):  # a call got a descriptor, or no name
+            error.filename = path
+        if error.filename == path or (error.errno is None and path in str(error)):
+            return error.with_traceback(None)
+    named = StorageError(getattr(error, "errno", None) or errno.EIO, f"{type(error).__name__}: {error}", path)
+    named.add_note("".join(traceback.format_exception(error)))
+    return named
+
+
+def naming_group(error: Exception, path: str) -> Exception:
+    """As :func:`naming_file`, for an error of a whole group. One of CUDA, or of memory, is not about a file: it stays
+    what it is, so that nobody takes the file for damaged.
+    """
+    return naming_file(error, path) if isinstance(error, OSError) else error.with_traceback(None)
+
+
+def _nothing(*_: object) -> None:
+    """In place of what is over."""
+
+
+class Work(Generic[T]):
+    """Groups of reads, or of writes, that any number of threads take from. It counts those under way itself.
+
+    Args:
+        groups: what is to be done.
+        do: does one of them. It handles its errors; one that it raises ends the work.
+        over: called once, by the thread that is last, when no group is left or under way.
+    """
+
+    def __init__(self, groups: Iterable[T], do: Callable[[T], None], over: Callable[[], None]) -> None:
+        self._groups = deque(groups)
+        self._do, self._over = do, over
+        self._lock = threading.Lock()
+        self._left = len(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def run(self) -> None:
+        """Does one group after another until none is left."""
+        while True:
+            try:
+                group = self._groups.popleft()
+            except IndexError:
+                return
+            try:
+                self._do(group)
+            except BaseException:
+                self.stop()
+                raise
+            finally:
+                del group
+                self._count(1)
+
+    def stop(self) -> None:
+        """Drops the groups that nobody has begun with."""
+        dropped = 0
+        while self._groups:
+            try:
+                self._groups.popleft()
+            except IndexError:
+                break
+            dropped += 1
+        if dropped:
+            self._count(dropped)
+
+    def _count(self, done: int) -> None:
+        with self._lock:
+            self._left -= done
+            last = not self._left
+        if last:
+            over, self._do, self._over = self._over, _nothing, _nothing  # an executor may keep this: it frees the rest
+            over()
+
+
+class OpenFiles:
+    """The files of one submission, each open from its first piece to its last.
+
+    Args:
+        reads: names the files and what they must be.
+        left: pieces of each file.
+        open_: opens a file by its path, given what it must be.
+        close: closes what ``open_`` returned.
+    """
+
+    def __init__(
+        self, reads: Reads, left: list[int], open_: Callable[[str, Expected], Any], close: Callable[[Any], None]
+    ) -> None:
+        self._reads, self._left = reads, left
+        self._open, self._close = open_, close
+        self._handles: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._opening: dict[int, threading.Lock] = {}
+
+    def path(self, file: int) -> str:
+        """The path of a file."""
+        return self._reads.paths[file]
+
+    def __contains__(self, file: int) -> bool:
+        """Whether a file is open now."""
+        return file in self._handles
+
+    def handle(self, file: int) -> Any:
+        """What a file was opened as; the first caller opens it.
+
+        Raises:
+            OSError: it could not be opened, or is not the expected one.
+        """
+        handle = self._handles.get(file)
+        if handle is not None:
+            return handle
+        with self._lock:
+            opening = self._opening.setdefault(file, threading.Lock())
+        with opening:
+            return self._opened(file)
+
+    def _opened(self, file: int) -> Any:
+        if file not in self._handles:
+            self._handles[file] = self._open(self._reads.paths[file], self._reads.expected[file])
+        return self._handles[file]
+
+    def done(self, file: int) -> None:
+        """One piece of a file is done with, read or not."""
+        with self._lock:
+            self._left[file] -= 1
+            if self._left[file] or file not in self._handles:
+                return
+            handle = self._handles.pop(file)
+        self._close(handle)
+
+    def not_opened(self, files: Iterable[int]) -> None:
+        """One piece of each of these was read without a handle."""
+        with self._lock:
+            for file in files:
+                self._left[file] -= 1
+
+    def close(self, fail: Callable[[int, Exception], None]) -> None:
+        """Closes what is still open: after an interrupt, or since the last piece needed no handle.
+
+        Args:
+            fail: called with the index of a file that cannot be closed, and the error.
+        """
+        while self._handles:
+            file, handle = self._handles.popitem()
+            try:
+                self._close(handle)
+            except Exception as e:
+                fail(file, naming_file(e, self.path(file)))
+
+
+class BlockingBackend(Backend):
+    """See the module's docstring.
+
+    Args:
+        device: where destinations live.
+        threads: reads in flight at once; default: one per core, at least 4 and at most 8.
+
+    Raises:
+        ValueError: ``threads`` is not positive.
+    """
+
+    #: Whether ``_read_into`` fills CUDA tensors. If not, they are filled through pinned staging.
+    reaches_gpu: ClassVar[bool] = False
+
+    #: Bytes per read at most. Large pieces are the fastest: after each, a thread has to get the interpreter's lock,
+    #: which took 0.1 ms where 8 threads wanted it. No larger than a staging slot.
+    piece_bytes: ClassVar[int] = limits.SLOT_BYTES
+
+    #: Small pieces are read in groups of at most so many bytes and pieces: one thread takes one group, and a group goes
+    #: to the device through one staging slot. Handing over every small file by itself cost more than reading it.
+    group_bytes: ClassVar[int] = 2 << 20
+    group_reads: ClassVar[int] = 256
+
+    def __init__(self, device: torch.device, threads: int | None = None) -> None:
+        super().__init__(device)
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads}: at least one is needed")
+        self.threads = threads or max(4, min(8, os.cpu_count() or 4))
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    # What a backend implements.
+
+    def _open(self, path: str, expected: Expected) -> Any:
+        """Opens a file for reading and returns any handle.
+
+        Raises:
+            FileChanged: it is not the expected one; :func:`monai_gds.storage.files.check_open` compares.
+            OSError: it cannot be opened.
+        """
+        return files.open_file(path, expected)
+
+    def _close(self, handle: Any) -> None:
+        """Closes what ``_open`` returned."""
+        os.close(handle)
+
+    @abstractmethod
+    def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> int:
+        """Reads into ``dest`` from ``offset``. Blocking, called by many threads at once.
+
+        Args:
+            handle: what ``_open`` returned.
+            offset: first byte within the file.
+            dest: 1-D uint8, not empty, on the CPU; or on the device where the backend ``reaches_gpu``, and then all
+                that was read must have arrived when the call returns.
+
+        Returns:
+            Bytes read: fewer than asked for are asked for again, and zero means that the file has ended.
+        """
+
+    # What they all share.
+
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        pending = Pending(list(into), self.device, len(reads.paths))
+        work = self._work(reads, into, pending)
+        if not len(work):
+            pending.finish()
+        elif self.device.type == "cpu" and reads.total <= limits.INLINE_BYTES:
+            work.run()
+        else:
+            self._run_in_threads(work)
+        return pending
+
+    def _work(self, reads: Reads, into: Sequence[torch.Tensor], pending: Pending) -> Work[tuple[Reads, OpenFiles]]:
+        reads = plan.coalesce(plan.by_file(reads.with_room(into)), limits.GAP_BYTES)
+        size = plan.share(reads.total, self.threads, limits.MIN_PIECE_BYTES, self.piece_bytes)
+        pieces = plan.cut(reads, size)
+        # Each side opens its files by itself: otherwise all of them would stay open from the one to the other.
+        sides = [
+            (part, OpenFiles(part, part.per_file(), self._open, self._close)) for part in plan.by_side(pieces, into)
+        ]
+        groups = [
+            (part[which], opened)
+            for part, opened in sides
+            for which in plan.group(part, self.group_bytes, self.group_reads, limits.MIN_PIECE_BYTES)
+        ]
+        # A backend that writes to the device by itself does not go through the copy stream: it waits, on the host, for
+        # the work that is queued there by now.
+        direct = self.reaches_gpu and any(tensor.is_cuda for tensor in into)
+        earlier = staging.copy_stream(self.device).record_event() if direct else None
+
+        def do(work: tuple[Reads, OpenFiles]) -> None:
+            group, opened = work
+            try:
+                if earlier is not None:
+                    earlier.synchronize()
+                self._do(group, into, opened, pending)
+            except Exception as e:  # of CUDA, or out of memory: errors of files were noted where they happened
+                for file in set(group.file.tolist()):
+                    pending.fail(file, naming_group(e, reads.paths[file]))
+            except BaseException as e:  # it ends the work: no file may look as if it had been read
+                for file, path in enumerate(reads.paths):
+                    pending.fail(file, StorageError(errno.EINTR, f"reading was ended by {e!r}", path))
+                raise
+
+        def over() -> None:
+            for _, opened in sides:
+                opened.close(pending.fail)
+            pending.finish()
+
+        return Work(groups, do, over)
+
+    def _do(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
+        if self.reaches_gpu or not into[int(group.dest[0])].is_cuda:
+            self._read_group(group, into, opened, pending)
+            return
+        staged = plan.stage(group)
+        pool = staging.staging_pool(self.device)
+        slot = pool.acquire()
+        try:
+            self._read_group(staged.reads, [slot.buffer], opened, pending)
+        except BaseException:
+            pool.release(slot)
+            raise
+        pool.upload_parts(slot, [(at, into[dest][start : start + n]) for at, dest, start, n in staged.copies])
+
+    def _read_group(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
+        """Reads a group's pieces one after the other. For a backend that reads several at once to override.
+
+        Args:
+            group: pieces of at most ``group_bytes``, or one larger one.
+            into: memory that ``_read_into`` reaches.
+            opened: the files; ``done`` is called once per piece.
+            pending: where errors go.
+        """
+        left = deque(zip(group.file.tolist(), group.offset.tolist(), group.parts(into), strict=True))
+        while left:
+            file, offset, dest = left[0]
+            try:
+                if not pending.failed(file):
+                    self._fill(opened.handle(file), opened.path(file), offset, dest)
+            except Exception as e:
+                pending.fail(file, naming_file(e, opened.path(file)))
+            left.popleft()
+            opened.done(file)
+
+    def _fill(self, handle: Any, path: str, offset: int, dest: torch.Tensor) -> None:
+        done, total = 0, dest.numel()
+        while done < total:
+            count = self._read_into(handle, offset + done, dest[done:] if done else dest)
+            if not count:
+                raise files.ends_early(offset + done, total - done, path)
+            done += count
+
+    def _run_in_threads(self, work: Work[Any]) -> None:
+        """Has the threads do some work, or this one where no thread can be started."""
+        try:
+            with self._lock:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix=f"monai-gds-{self.name}")
+                executor = self._executor
+            for _ in range(min(self.threads, len(work))):
+                executor.submit(work.run)
+        except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
+            work.run()
+
+    def close(self) -> None:
+        with self._lock:
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=True)
+
+    def describe(self) -> dict[str, Any]:
+        staged = {"pinned_bytes": staging.pinned_bytes(self.device)} if self.device.type == "cuda" else {}
+        return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes, **staged}

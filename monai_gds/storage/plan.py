@@ -1,0 +1,308 @@
+"""How reads are cut, merged and grouped. Pure functions from reads to reads: no I/O, no memory, no threads.
+
+Backends and bases call these, so that each of them is left with one primitive. Results are reads of the same files into
+the same destinations, in an order that keeps each file's reads together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.reads import Reads
+
+__all__ = [
+    "Extent",
+    "Staged",
+    "Transfer",
+    "by_file",
+    "by_side",
+    "coalesce",
+    "cut",
+    "group",
+    "pack",
+    "runs",
+    "share",
+    "stage",
+    "transfers",
+]
+
+
+def _pages(nbytes: np.ndarray) -> np.ndarray:
+    """Bytes of the whole pages that so many bytes take."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def share(total: int, workers: int, least: int, most: int) -> int:
+    """Bytes per piece: an even share per worker in whole pages, but within ``least`` and ``most``."""
+    return min(most, max(least, -(-total // (workers * ALIGNMENT)) * ALIGNMENT))
+
+
+def by_file(reads: Reads) -> Reads:
+    """The same reads file by file, so that few files are open at a time."""
+    if len(reads.paths) == 1 or (np.diff(reads.file) >= 0).all():
+        return reads
+    return reads[np.argsort(reads.file, kind="stable")]
+
+
+def by_side(reads: Reads, into: Sequence[torch.Tensor]) -> list[Reads]:
+    """The reads into host memory and those into device memory, where there are any of each."""
+    on_device = [tensor.is_cuda for tensor in into]
+    if all(on_device) or not any(on_device):
+        return [reads]
+    which = np.array(on_device)[reads.dest]
+    return [part for part in (reads[~which], reads[which]) if len(part)]
+
+
+def coalesce(reads: Reads, most_gap: int) -> Reads:
+    """Merges neighbours that are neighbours in their file and in their destination.
+
+    Args:
+        reads: file by file, with their room.
+        most_gap: bytes between two of them that are read as well, into the room between their destinations.
+    """
+    if len(reads) < 2:
+        return reads
+    one_dest = reads.dest[1:] == reads.dest[:-1]
+    if not one_dest.any():
+        return reads
+    end = reads.offset + reads.nbytes
+    gap = reads.offset[1:] - end[:-1]
+    joins = (
+        one_dest
+        & (reads.file[1:] == reads.file[:-1])
+        & (reads.start[1:] - reads.start[:-1] == reads.offset[1:] - reads.offset[:-1])
+        & (gap >= 0)
+        & (gap <= np.minimum(reads.room[:-1], most_gap))
+        & ((reads.nbytes[1:] > 0) | (gap == 0))  # an empty read may lie beyond the end of its file
+    )
+    if not joins.any():
+        return reads
+    first, last, _ = _joined(joins)
+    merged = reads[first]
+    merged.nbytes = end[last] - merged.offset
+    merged.room = reads.room[last]
+    return merged
+
+
+def cut(reads: Reads, most: int, *, even: bool = False) -> Reads:
+    """Cuts reads into pieces of at most ``most`` bytes, a multiple of ALIGNMENT.
+
+    Args:
+        reads: what to cut.
+        most: bytes.
+        even: pieces of one read have the same size, in whole pages, but for the last.
+    """
+    if not len(reads) or reads.nbytes.max() <= most:
+        return reads
+    count = np.maximum(-(-reads.nbytes // most), 1)
+    size = np.full(len(reads), most, np.int64)
+    if even:
+        size = np.minimum(_pages(-(-reads.nbytes // count)), most)
+        count = np.maximum(-(-reads.nbytes // np.maximum(size, 1)), 1)
+    row = np.repeat(np.arange(len(reads)), count)
+    done = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * size[row]
+    pieces = reads[row]
+    pieces.offset = pieces.offset + done
+    pieces.start = pieces.start + done
+    pieces.room = np.where(pieces.nbytes - done > size[row], 0, pieces.room)
+    pieces.nbytes = np.minimum(pieces.nbytes - done, size[row])
+    return pieces
+
+
+def group(reads: Reads, most_bytes: int, most_reads: int, alone: int) -> list[slice]:
+    """Groups neighbours into runs that one thread, or one staging slot, takes at a time.
+
+    Args:
+        reads: pieces, each of at most a slot's bytes.
+        most_bytes: of a group, as :func:`stage` lays it out. One piece may have more.
+        most_reads: of a group.
+        alone: pieces of this many bytes and more are groups of their own.
+    """
+    if len(reads) < 2 or reads.nbytes.min() >= alone:
+        return [slice(i, i + 1) for i in range(len(reads))]
+    ends = np.cumsum(_pages(reads.nbytes + np.minimum(reads.room, ALIGNMENT)))  # stage() keeps gaps of that size
+    large = np.flatnonzero(reads.nbytes >= alone)
+    groups: list[slice] = []
+    first = 0
+    while first < len(reads):
+        begin = ends[first - 1] if first else 0
+        after = int(np.searchsorted(ends, begin + most_bytes, "right"))
+        stop = int(np.searchsorted(large, first))
+        if stop < len(large):
+            after = min(after, int(large[stop]))
+        after = min(max(after, first + 1), first + most_reads, len(reads))
+        groups.append(slice(first, after))
+        first = after
+    return groups
+
+
+class Staged(NamedTuple):
+    """A group of reads on its way through one bounce buffer.
+
+    Attributes:
+        reads: into the buffer, as destination 0.
+        copies: ``(first byte in the buffer, destination, first byte in that, bytes)`` each.
+    """
+
+    reads: Reads
+    copies: list[tuple[int, int, int, int]]
+
+
+def stage(reads: Reads) -> Staged:
+    """Lays a group out in a bounce buffer.
+
+    Reads with nothing but room between them keep their distance, and share one copy, which overwrites that room. All
+    else begins at a multiple of ALIGNMENT.
+    """
+    if len(reads) == 1:
+        dest, start, nbytes = int(reads.dest[0]), int(reads.start[0]), int(reads.nbytes[0])
+        return Staged(_into_block(reads, np.zeros(1, np.int64), nbytes), [(0, dest, start, nbytes)] if nbytes else [])
+    end = reads.start + reads.nbytes
+    gap = reads.start[1:] - end[:-1]
+    joins = (reads.dest[1:] == reads.dest[:-1]) & (gap >= 0) & (gap <= np.minimum(reads.room[:-1], ALIGNMENT))
+    first, last, run = _joined(joins)
+    length = end[last] - reads.start[first]
+    ends = np.cumsum(_pages(length))
+    begin = ends - _pages(length)
+    copies = zip(begin.tolist(), reads.dest[first].tolist(), reads.start[first].tolist(), length.tolist(), strict=True)
+    place = begin[run] + reads.start - reads.start[first][run]
+    return Staged(_into_block(reads, place, int(ends[-1])), [copy for copy in copies if copy[3]])
+
+
+def pack(reads: Reads, most_gap: int) -> Reads:
+    """Many small destinations as one block: the same reads into a single destination, in the order they have.
+
+    Reads that follow each other in a file keep their distance, so that they coalesce. All others begin at a multiple of
+    ALIGNMENT.
+
+    Args:
+        reads: one for each destination.
+        most_gap: bytes between two reads of a file up to which they keep their distance.
+    """
+    if not len(reads):
+        return _into_block(reads, reads.start, 0)
+    end = reads.offset + reads.nbytes
+    gap = reads.offset[1:] - end[:-1]
+    first, last, run = _joined((reads.file[1:] == reads.file[:-1]) & (gap >= 0) & (gap <= most_gap))
+    length = _pages(end[last] - reads.offset[first])
+    begin = np.cumsum(length) - length
+    return _into_block(reads, begin[run] + reads.offset - reads.offset[first][run], int(length.sum()))
+
+
+def _joined(joins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs of neighbours.
+
+    Args:
+        joins: whether each read but the first goes on with the run of the one before it (n - 1).
+
+    Returns:
+        First read of each run, last read of each run, and the run of each read.
+    """
+    starts = np.append(True, ~joins)
+    first = np.flatnonzero(starts)
+    return first, np.append(first[1:] - 1, len(starts) - 1), np.cumsum(starts) - 1
+
+
+def _into_block(reads: Reads, place: np.ndarray, total: int) -> Reads:
+    """The same reads into one block of ``total`` bytes, where they begin at ``place``, in rising order."""
+    room = np.append(place[1:], total) - place - reads.nbytes
+    return Reads(
+        reads.paths, reads.expected, reads.file, reads.offset, reads.nbytes, np.zeros_like(place), place,
+        np.array([total], np.int64), room,
+    )  # fmt: skip
+
+
+class Extent(Protocol):
+    """A run of a file's bytes: ``nbytes`` from ``offset`` on lie on the disk from byte ``start`` on."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def runs(extents: Sequence[Extent], start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+    """Where the bytes ``start`` to ``end`` of a file lie.
+
+    Args:
+        extents: of the file, in the order of their offsets.
+        start: first byte.
+        end: one after the last.
+
+    Yields:
+        ``(from, to, first byte on the disk)``; the place of a hole is None.
+    """
+    first = max(bisect_right(extents, start, key=lambda extent: extent.offset) - 1, 0) if len(extents) > 1 else 0
+    for extent in extents[first:]:
+        if start >= end or extent.offset >= end:
+            break
+        if start < extent.offset:
+            yield start, extent.offset, None
+            start = extent.offset
+        stop = min(extent.offset + extent.nbytes, end)
+        if start < stop:
+            yield start, stop, extent.start + start - extent.offset
+            start = stop
+    if start < end:
+        yield start, end, None
+
+
+class Transfer(NamedTuple):
+    """A transfer of whole blocks that brings some bytes of a read.
+
+    Attributes:
+        at: first of these bytes within the read.
+        nbytes: how many.
+        place: where they begin on the disk; None for a hole.
+        direct: whether the blocks may be read into the destination itself; if not, through a bounce buffer.
+    """
+
+    at: int
+    nbytes: int
+    place: int | None
+    direct: bool
+
+
+def transfers(
+    extents: Sequence[Extent], offset: int, nbytes: int, *, base: int, room: int, block: int, most: int, direct: bool
+) -> Iterator[Transfer]:
+    """Cuts one read into transfers.
+
+    Args:
+        extents: of the file.
+        offset: first byte within the file.
+        nbytes: how many.
+        base: address of the destination.
+        room: bytes behind the destination that may be overwritten.
+        block: bytes per block of the disk.
+        most: bytes per transfer, a multiple of ``block``.
+        direct: whether the disk reaches the destination.
+    """
+    end = offset + nbytes
+    for begin, stop, place in runs(extents, offset, end):
+        at = begin - offset
+        if place is None:
+            yield Transfer(at, stop - begin, None, False)
+            continue
+        in_place = direct and place % block == 0 and (base + at) % block == 0
+        left, tail = stop - begin, (stop - begin) % block
+        if in_place and tail and (room if stop == end else 0) < block - tail:
+            if left <= limits.DETOUR_BYTES:
+                in_place = False
+            else:
+                left -= tail
+                yield Transfer(at + left, tail, place + left, False)
+        done = 0
+        while done < left:
+            piece = min(most - (place + done) % block, left - done)
+            yield Transfer(at + done, piece, place + done, in_place)
+            done += piece

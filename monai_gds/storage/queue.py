@@ -1,0 +1,464 @@
+"""Base of backends whose primitive is a queue: it takes commands, and reports later which of them are complete.
+
+A backend gives two methods: :meth:`QueueBackend._submit` puts one read into its queue, or refuses while the queue is
+full, and :meth:`QueueBackend._poll` returns the reads that are complete. This file plans, opens files, takes bytes to
+the GPU through pinned staging, names the file in every error, and keeps the queue full::
+
+    reads ──plan──▶ commands ──_submit──▶ the device's queue ──_poll──▶ destination on the host, or where it reaches
+                                                                └───▶ staging slot ──copy stream──▶ on the GPU
+
+Submissions are served in the order in which they came, by one thread (:mod:`.pump`).
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.storage import files, plan, staging
+from monai_gds.storage.backend import Backend
+from monai_gds.storage.blocking import OpenFiles, naming_file, naming_group
+from monai_gds.storage.files import ALIGNMENT, Expected
+from monai_gds.storage.pending import Pending
+from monai_gds.storage.pump import Pump
+from monai_gds.storage.reads import Reads, Row
+
+__all__ = ["Command", "QueueBackend"]
+
+
+class Command:
+    """One read of a part of a file into memory: what a queue takes and gives back.
+
+    Attributes:
+        handle: what :meth:`QueueBackend._open` returned for the file.
+        offset: first byte within the file.
+        nbytes: how many; never 0.
+        memory: the 1-D uint8 tensor that they go to a part of.
+        start: first byte within ``memory``.
+        room: bytes of ``memory`` behind it that may be overwritten.
+    """
+
+    __slots__ = ("_array", "_file", "_group", "handle", "memory", "nbytes", "offset", "room", "start")
+
+    def __init__(self, group: _Group, row: Row, memory: torch.Tensor, array: np.ndarray | None = None) -> None:
+        self._group, self._array = group, array
+        self._file, self.offset, self.nbytes, _, self.start, self.room = row
+        self.memory = memory
+        self.handle: Any = None
+
+    @property
+    def address(self) -> int:
+        """Where the bytes go, in host memory, or on the device for a backend that reaches it."""
+        return self.memory.data_ptr() + self.start
+
+    @property
+    def dest(self) -> torch.Tensor:
+        """Where the bytes go, as a tensor."""
+        return self.memory[self.start : self.start + self.nbytes]
+
+    @property
+    def array(self) -> np.ndarray:
+        """Where the bytes go, in host memory, as an array."""
+        memory = self.memory.numpy() if self._array is None else self._array
+        return memory[self.start : self.start + self.nbytes]
+
+
+class QueueBackend(Backend):
+    """See the module's docstring."""
+
+    #: Whether commands may read into memory of the CUDA device. If not, they read into pinned staging.
+    reaches_gpu: bool = False
+
+    #: Bytes per command at most: a multiple of ALIGNMENT, and no larger than a staging slot. Longer reads are cut.
+    piece_bytes: int = 1 << 20
+
+    #: Commands of together at most so many bytes share a staging slot, which is copied when all of them are complete.
+    group_bytes: ClassVar[int] = 4 << 20
+    group_reads: ClassVar[int] = 256
+
+    #: Files that are open at a time, roughly: files of commands in flight, and of those to come.
+    open_files: ClassVar[int] = 32
+
+    #: Staging slots that are being filled at a time, and these with those on their way to the device.
+    slots_filling: ClassVar[int] = 4
+    slots: ClassVar[int] = 6
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._engine = _Engine(self)
+
+    # What a backend implements. All of it runs in one thread, but for close().
+
+    def _open(self, path: str, expected: Expected) -> Any:
+        """Opens a file for reading and returns any handle.
+
+        Raises:
+            FileChanged: it is not the expected one; :func:`monai_gds.storage.files.check_open` compares.
+            OSError: it cannot be opened.
+        """
+        return files.open_file(path, expected)
+
+    def _close(self, handle: Any) -> None:
+        """Closes what ``_open`` returned: the last command of the file is complete. An error here fails the file."""
+        os.close(handle)
+
+    @abstractmethod
+    def _submit(self, command: Command) -> bool:
+        """Puts a command into the queue. Returns False while the queue is full.
+
+        Its memory and its handle stay valid until :meth:`_poll` returns it.
+
+        Raises:
+            Exception: this command was refused, and is not in flight. It fails the file.
+        """
+
+    @abstractmethod
+    def _poll(self) -> Iterable[tuple[Command, int | Exception]]:
+        """Returns the commands that are complete, each with the bytes read or the error.
+
+        Of a command that read fewer bytes than asked for, the rest is submitted again. Zero means that the file has
+        ended. Called only while commands are in flight: it may wait until one is complete, or return none, and is then
+        called again soon.
+
+        Raises:
+            Exception: the queue is broken. Everything in flight fails, and its memory is never freed, because the
+                device may still write to it. :meth:`_give_up` is called next.
+        """
+
+    def _give_up(self) -> None:
+        """Forgets all commands in flight, which have failed, after an error of the queue or of this file."""
+
+    # What they all share.
+
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        pending = Pending(list(into), self.device, len(reads.paths))
+        direct = self.reaches_gpu and any(tensor.is_cuda for tensor in into)
+        # A device that writes to GPU memory by itself does not go through the copy stream: it waits for what is queued
+        # there by now.
+        job = _Job(reads.paths, into, pending, staging.copy_stream(self.device).record_event() if direct else None)
+        for part, rows, groups in self._plan(reads, into):
+            opened = OpenFiles(reads, part.per_file(), self._engine.open, self._engine.close_file)
+            job.opened.append(opened)
+            job.groups.extend(_Group(job, part, rows, which, opened) for which in groups)
+        job.left = len(job.groups)
+        if job.left:
+            self._engine.submit(job)
+        else:
+            pending.finish()
+        return pending
+
+    def _plan(self, reads: Reads, into: Sequence[torch.Tensor]) -> list[_Planned]:
+        """The pieces on either side, and their groups; planned once for all files whose reads are the same."""
+
+        def make() -> list[_Planned]:
+            whole = plan.coalesce(plan.by_file(reads.with_room(into)), limits.GAP_BYTES)
+            parts = plan.by_side(plan.cut(whole, self.piece_bytes, even=True), into)
+            return [
+                _Planned(part, part.rows, plan.group(part, self.group_bytes, self.group_reads, self.group_bytes))
+                for part in parts
+            ]
+
+        sizes = (self.piece_bytes, self.group_bytes, self.group_reads)
+        return reads.planned((*sizes, *((t.numel(), t.is_cuda) for t in into)), make)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def describe(self) -> dict[str, Any]:
+        staged = {"pinned_bytes": staging.pinned_bytes(self.device)} if self.device.type == "cuda" else {}
+        return {**super().describe(), "piece_bytes": self.piece_bytes, **staged}
+
+
+class _Planned(NamedTuple):
+    """Pieces on one side, also one by one, and which of them go together."""
+
+    pieces: Reads
+    rows: list[Row]
+    groups: list[slice]
+
+
+class _Group:
+    """Neighbouring reads that are issued together: into one staging slot, or into destinations that are reached.
+
+    Args:
+        job: the submission that it is a part of.
+        reads: the pieces of that.
+        rows: :attr:`Reads.rows` of these.
+        which: the pieces of this group.
+        opened: the files.
+
+    Attributes:
+        copies: see :class:`plan.Staged`.
+        left: commands that are not complete.
+    """
+
+    __slots__ = ("_reads", "_rows", "_which", "copies", "job", "left", "opened", "slot")
+
+    def __init__(self, job: _Job, reads: Reads, rows: Sequence[Row], which: slice, opened: OpenFiles) -> None:
+        self.job, self._reads, self._rows, self._which, self.opened = job, reads, rows[which], which, opened
+        self.copies: list[tuple[int, int, int, int]] = []
+        self.left = len(self._rows)
+        self.slot: staging.StagingSlot | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its destinations are on a CUDA device."""
+        return self.job.into[self._rows[0].dest].is_cuda
+
+    def commands(self, slot: staging.StagingSlot | None) -> list[Command]:
+        """Its reads as commands, into a slot or into the destinations."""
+        self.slot = slot
+        if slot is None:
+            into = self.job.into
+            return [Command(self, row, into[row.dest]) for row in self._rows]
+        if len(self._rows) == 1:  # most often: stage() takes as long as all the rest
+            (row,) = self._rows
+            self.copies = [(0, row.dest, row.start, row.nbytes)]
+            row = Row(row.file, row.offset, row.nbytes, 0, 0, -row.nbytes % ALIGNMENT)
+            return [Command(self, row, slot.buffer, slot.array)]
+        staged, self.copies = plan.stage(self._reads[self._which])
+        return [Command(self, row, slot.buffer, slot.array) for row in staged.rows]
+
+    def fail(self, error: Exception) -> None:
+        """Fails every file of the group."""
+        for file in {row.file for row in self._rows}:
+            self.job.pending.fail(file, naming_group(error, self.job.paths[file]))
+
+
+class _Job:
+    """One submission.
+
+    Attributes:
+        paths: the files.
+        into: the destinations.
+        pending: its caller's side.
+        groups: what has not been begun.
+        opened: its files.
+        todo: commands of the group at hand that have not been issued.
+        left: groups that are not complete.
+        earlier: what must be over before the device writes to GPU memory by itself.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], into: Sequence[torch.Tensor], pending: Pending, earlier: torch.cuda.Event | None
+    ) -> None:
+        self.paths, self.into, self.pending, self.earlier = paths, into, pending, earlier
+        self.groups: deque[_Group] = deque()
+        self.opened: list[OpenFiles] = []
+        self.todo: deque[Command] = deque()
+        self.left = 0
+
+
+class _Slots:
+    """The staging slots of one queue: those being filled, and those whose copies to the device are under way.
+
+    Its own are taken again as soon as they are free, rather than others of the pool: all slots in use together have to
+    fit into the processor's cache between the device that fills them and the copy.
+
+    Args:
+        device: whose pool they come from, and go back to when the queue is idle.
+        filling: how many may be filled at a time.
+        most: of all slots.
+    """
+
+    def __init__(self, device: torch.device, filling: int, most: int) -> None:
+        self._pool, self._most_filling, self._most = staging.staging_pool(device), filling, most
+        self._filling = 0
+        self._sent: deque[staging.StagingSlot] = deque()
+
+    def take(self) -> staging.StagingSlot | None:
+        """A slot to fill, or None as long as there is none.
+
+        While it has slots of its own it never waits for the pool: two queues that did could wait for each other for
+        ever.
+        """
+        if self._filling == self._most_filling:
+            return None
+        slot: staging.StagingSlot | None = None
+        if self._sent and self._sent[0].event.query():  # type: ignore[no-untyped-call]
+            slot = self._sent.popleft()
+        elif not self._filling and not self._sent:
+            slot = self._pool.acquire()
+        elif self._filling + len(self._sent) < self._most:
+            slot = self._pool.try_acquire()
+        self._filling += slot is not None
+        return slot
+
+    def sent(self, slot: staging.StagingSlot) -> None:
+        """Its copies are queued, or it is not needed."""
+        self._filling -= 1
+        self._sent.append(slot)
+
+    def wait(self) -> bool:
+        """Waits for the oldest copy; False when none is under way."""
+        if self._sent:
+            self._sent[0].event.synchronize()
+        return bool(self._sent)
+
+    def give_back(self) -> None:
+        """Lets others have those that are not being filled."""
+        while self._sent:
+            self._pool.release(self._sent.popleft())
+
+    def abandon(self) -> None:
+        """As ``give_back``, when those that are being filled will never be complete."""
+        self.give_back()
+        self._pool.forget(self._filling)
+
+
+class _Engine(Pump[_Job]):
+    """What a :class:`QueueBackend` runs on."""
+
+    def __init__(self, backend: QueueBackend) -> None:
+        super().__init__(backend.name, backend.device)
+        self._backend = backend
+        self._in_flight: set[Command] = set()
+        self._open_files = 0
+        self._slots: _Slots | None = None
+
+    def open(self, path: str, expected: Expected) -> Any:
+        handle = self._backend._open(path, expected)
+        self._open_files += 1
+        return handle
+
+    def close_file(self, handle: Any) -> None:
+        self._open_files -= 1
+        self._backend._close(handle)
+
+    def feed(self, job: _Job) -> bool:
+        if job.earlier is not None:
+            if self._in_flight and not job.earlier.query():  # type: ignore[no-untyped-call]
+                return False
+            job.earlier.synchronize()
+            job.earlier = None
+        while job.todo or job.groups:
+            if not job.todo and not self._begin(job):
+                return False
+            while job.todo:
+                if not self._issue(job, job.todo[0]):
+                    return False
+                job.todo.popleft()
+        return True
+
+    def _begin(self, job: _Job) -> bool:
+        """Turns a job's next group into commands. Returns False as long as there is no slot for it."""
+        group, slot = job.groups[0], None
+        if not self._backend.reaches_gpu and group.on_device:
+            try:
+                if self._slots is None:
+                    self._slots = _Slots(self.device, self._backend.slots_filling, self._backend.slots)
+                slot = self._slots.take()
+            except Exception as e:  # no more memory can be pinned
+                group.fail(e)
+            else:
+                if slot is None:
+                    return False
+        job.todo.extend(group.commands(slot))
+        job.groups.popleft()
+        return True
+
+    def _issue(self, job: _Job, command: Command) -> bool:
+        """Puts a command into the queue, or completes it if there is nothing to read. False while there is no room."""
+        file, opened = command._file, command._group.opened
+        try:
+            if not job.pending.failed(file):
+                if self._open_files >= self._backend.open_files and file not in opened and self._in_flight:
+                    return False
+                command.handle = opened.handle(file)
+                if command.nbytes:
+                    self._in_flight.add(command)
+                    if not self._backend._submit(command):
+                        self._in_flight.remove(command)
+                        return False
+                    return True
+        except Exception as e:
+            self._in_flight.discard(command)
+            job.pending.fail(file, naming_file(e, opened.path(file)))
+        self._complete(command)
+        return True
+
+    def poll(self) -> bool:
+        if not self._in_flight:
+            return self._slots is not None and self._slots.wait()
+        found = False
+        for command, result in self._backend._poll():
+            found = True
+            self._in_flight.remove(command)
+            self._check(command, result)
+        return found
+
+    def _check(self, command: Command, result: int | Exception) -> None:
+        job, path = command._group.job, command._group.opened.path(command._file)
+        if isinstance(result, Exception):
+            job.pending.fail(command._file, naming_file(result, path))
+        elif 0 < result < command.nbytes:
+            command.offset += result
+            command.start += result
+            command.nbytes -= result
+            job.todo.appendleft(command)
+            return
+        elif not result:
+            job.pending.fail(command._file, files.ends_early(command.offset, command.nbytes, path))
+        self._complete(command)
+
+    def _complete(self, command: Command) -> None:
+        """A command is done with, read or not."""
+        group = command._group
+        try:
+            group.opened.done(command._file)
+        except Exception as e:
+            group.job.pending.fail(command._file, naming_file(e, group.opened.path(command._file)))
+        group.left -= 1
+        if group.left:
+            return
+        sent = group.slot is not None and self._send(group, group.slot)
+        group.job.left -= 1
+        if not group.job.left:
+            self.over(group.job)
+            # Its last copy is behind all others of the job, which went to the same stream before it.
+            group.job.pending.finish(group.slot.event if sent and group.slot is not None else None)
+
+    def _send(self, group: _Group, slot: staging.StagingSlot) -> bool:
+        """Queues a group's copies. Returns whether the slot's event is behind them: not if there were none."""
+        stream, into = staging.copy_stream(self.device), group.job.into
+        try:
+            for at, dest, start, nbytes in group.copies:
+                slot.send(into[dest].data_ptr() + start, nbytes, stream, at)
+            sent = bool(group.copies)
+        except Exception as e:
+            group.fail(e)
+            sent = False
+        assert self._slots is not None, "the slot came from there"
+        self._slots.sent(slot)
+        return sent
+
+    def idle(self) -> None:
+        if self._slots is not None:
+            self._slots.give_back()
+
+    def give_up(self, jobs: list[_Job], error: Exception) -> None:
+        """Ends jobs after an error of the queue itself: the device may still write to memory of what was in flight."""
+        if self._in_flight:
+            _abandoned.append(self._in_flight)
+            self._in_flight = set()
+        if self._slots is not None:
+            self._slots.abandon()
+        self._slots = None
+        self._backend._give_up()
+        for job in jobs:
+            for opened in job.opened:
+                opened.close(job.pending.fail)
+            for file, path in enumerate(job.paths):
+                job.pending.fail(file, naming_file(RuntimeError(f"the queue failed: {error}"), path))
+            job.pending.finish()
+
+
+#: Commands of queues that broke. Their destinations and slots are never freed.
+_abandoned: list[set[Command]] = []

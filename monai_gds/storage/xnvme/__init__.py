@@ -1,0 +1,31 @@
+"""The xNVMe wing: two storage backends over libxnvme (https://xnvme.io), and the block maps that one of them needs.
+
+What it is for:
+
+* ``xnvme`` reads and writes files through xNVMe's file API, to compare xNVMe with the other backends on the same files.
+* ``xnvme-block`` reads the blocks of files straight from their disk, with large commands and a deep queue. It serves
+  drives that a user-space driver has taken from the kernel (SPDK, uPCIe), where no file system is mounted, and drives
+  that write to GPU memory by themselves. It also reads mounted ext4 and XFS.
+* A block map (``monai_gds.BlockMap``, ``monai-gds blockmap``) records which blocks the files of a folder occupy, so
+  that they can be found where the file system is not mounted.
+
+What it costs:
+
+* libxnvme has to be installed, and reading a disk takes root or the group ``disk``, which may read every file on it.
+* ``xnvme-block`` bypasses the page cache and the file system. A wrong idea of where a file lies would yield another
+  file's bytes, so the kernel's account of a file is compared before and after each read, and a map that disagrees
+  with the file is refused. Only ext4 and XFS directly on a disk, a partition or a loop device can be read.
+* More code than any other backend: FIEMAP and sysfs, bindings, drives with their queues and bounce buffers.
+
+How it is laid out, bottom up; nothing outside this folder imports more than ``BlockMap``, except that the doctor reads
+mounts and disks through ``extents``:
+
+* ``extents``: where the bytes of a file lie on its disk, according to the kernel.
+* ``block_map``: the same for all files of a folder, saved as JSON and verified.
+* ``libxnvme``: finds the library, declares its functions, opens devices and command queues.
+* ``buffers``: bounce buffers, and destinations that libxnvme allocates.
+* ``drive``: the open devices of a backend, each with its queue and its bounce buffers.
+* ``files``, ``blocks``: the two backends, ``xnvme`` and ``xnvme-block``.
+
+Nothing here ever writes to a device. The parts up to ``block_map`` import neither torch nor libxnvme.
+"""

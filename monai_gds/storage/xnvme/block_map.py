@@ -1,0 +1,488 @@
+"""Block maps: which blocks of a disk the files of a folder occupy. Built from the file system, saved as JSON, verified.
+
+A map is made where the file system is mounted and used where it may not be: by the ``xnvme-block`` backend over a
+user-space driver, or by another program. On disk it is one JSON object, from paths to blocks::
+
+    {
+      "__blockmap__": {"version": 1, "block_size": 512, "parent": "/data", "kind": "ext4", "uuid": "…", "start": 0,
+                       "disk": {…}, "folders": ["train/n01491361", "train/without_files"]},
+      "train/n01491361/n01491361_8657.JPEG":
+          {"startblock": 2048, "endblock": 2275, "size": 116504, "inode": 13, "mtime_ns": 1700000000000000000},
+      "train/n01491361/cut.JPEG":
+          {"extents": [[0, 4096, 4103], [8, 9000, 9003]], "size": 6000, "inode": 14, "mtime_ns": …}
+    }
+
+* Paths are relative to the parent of the mapped folder, so they begin with the folder's name.
+* Blocks have ``block_size`` bytes, the logical block size of the disk, and are numbered from the start of the whole
+  disk. ``endblock`` is the last one.
+* A file of one extent has ``startblock`` and ``endblock``, which any program that knows only these reads correctly.
+  Every other file has ``extents`` instead, each ``[first block within the file, startblock, endblock]``; such a program
+  fails on it instead of reading wrong bytes. Ranges that no extent covers are zeros.
+* ``folders`` lists all folders. One without files appears nowhere else, but may be a class that takes a label.
+* Without ``__blockmap__`` it is the plain format of the comparison of DALI and xNVMe: blocks of 512 bytes, no sizes.
+  :meth:`BlockMap.load` reads it, and :meth:`BlockMap.save` writes it with ``plain=True``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from monai_gds.errors import BlockMapError, FileChanged, StorageError
+from monai_gds.storage.xnvme.extents import Disk, Extent, FileSystem, MountedFileSystems, map_extents, read_uuid
+
+__all__ = ["BlockMap", "FileBlocks", "Origin"]
+
+T = TypeVar("T")
+
+#: Called with (files done, files in all).
+Progress: TypeAlias = Callable[[int, int], None]
+
+VERSION = 1
+HEADER = "__blockmap__"  # not a path: those contain a slash
+PLAIN_BLOCK = 512
+_THREADS = 16  # measured on 2 cores: most of the time goes into waiting for inodes from the disk
+_CHUNK = 256  # files per task
+_COMPARE_BYTES = 8 << 20
+
+
+class FileBlocks(NamedTuple):
+    """Where one file lies.
+
+    Attributes:
+        size: its bytes; in a plain map, those of its blocks.
+        extents: its extents, in order. Ranges that none covers are zeros.
+        inode: its inode number; None in a plain map.
+        mtime_ns: time of its last change; None in a plain map.
+    """
+
+    size: int
+    extents: tuple[Extent, ...]
+    inode: int | None = None
+    mtime_ns: int | None = None
+
+    @classmethod
+    def of(cls, fd: int, fs: FileSystem, path: str) -> FileBlocks:
+        """The current blocks of an open file.
+
+        Raises:
+            NotMappable: they cannot be read from the device; the message says why.
+            BlockMapError: the file is on another file system.
+        """
+        st = os.fstat(fd)
+        if st.st_dev != fs.device:
+            raise BlockMapError(f"{path} is on another file system than the rest: build a map for each")
+        return cls(st.st_size, tuple(map_extents(fd, st.st_size, fs, path)), st.st_ino, st.st_mtime_ns)
+
+    def check(self, now: FileBlocks, path: str) -> None:
+        """Compares this entry with the current blocks of its file.
+
+        Raises:
+            FileChanged: they differ.
+        """
+        change = self._change(now)
+        if change:
+            raise FileChanged(f"{path} is not where the block map says: {change}; build the map again")
+
+    def _change(self, now: FileBlocks) -> str | None:
+        if self.inode is None:  # a plain entry may end with the last block of the file or of the file system
+            same_start = [e.start for e in self.extents] == [e.start for e in now.extents]
+            return None if same_start and self.size >= now.size else "its blocks moved"
+        if self.inode != now.inode:
+            return f"it was replaced (inode {self.inode} became {now.inode})"
+        if self.size != now.size:
+            return f"its size changed from {self.size} to {now.size} bytes"
+        if self.mtime_ns != now.mtime_ns:
+            return "it was written to"
+        return None if self.extents == now.extents else "its blocks moved"
+
+    def to_json(self, block: int) -> dict[str, Any]:
+        """The entry in a saved map; see the module's docstring."""
+        extents = [[e.offset // block, e.start // block, (e.start + e.nbytes) // block - 1] for e in self.extents]
+        single = len(extents) == 1 and self.extents[0].offset == 0 and self.extents[0].nbytes >= self.size
+        entry = {"startblock": extents[0][1], "endblock": extents[0][2]} if single else {"extents": extents}
+        known = {"size": self.size, "inode": self.inode, "mtime_ns": self.mtime_ns}
+        return entry if self.inode is None else {**entry, **known}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any], block: int) -> FileBlocks:
+        """Reads an entry of a saved map.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
+        """
+        runs = entry["extents"] if "extents" in entry else [[0, entry["startblock"], entry["endblock"]]]
+        extents = tuple(
+            Extent(int(offset) * block, int(first) * block, (int(last) + 1 - int(first)) * block)
+            for offset, first, last in runs
+        )
+        size = entry.get("size", sum(e.nbytes for e in extents))
+        return cls(int(size), extents, entry.get("inode"), entry.get("mtime_ns"))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a map was made.
+
+    Attributes:
+        parent: absolute path of the folder that the map's paths are relative to.
+        kind: ``ext4`` or ``xfs``.
+        uuid: UUID of the file system, by which a disk is recognised.
+        start: first byte of the file system on the disk.
+        disk: the whole disk.
+    """
+
+    parent: str
+    kind: str
+    uuid: str
+    start: int
+    disk: Disk
+
+
+class BlockMap(Mapping[str, FileBlocks]):
+    """The blocks of every file of a folder, by path.
+
+    Args:
+        files: the entries.
+        origin: where they were made; None for a plain map.
+        folders: every folder below the mapped one, including those without files, by paths like the map's; none for a
+            plain map.
+
+    Raises:
+        BlockMapError: extents overlap, are out of order, or lie beyond the disk.
+
+    Example:
+        Build a map of a folder with ``blocks = BlockMap.build("/data/imagenet/train")``. By hand, with one file of two
+        blocks of 4096 bytes:
+
+        >>> from monai_gds.storage.xnvme.block_map import FileBlocks
+        >>> from monai_gds.storage.xnvme.extents import Extent
+        >>> one = FileBlocks(size=5000, extents=(Extent(offset=0, start=1 << 20, nbytes=8192),))
+        >>> blocks = BlockMap({"train/n01491361/n01491361_8657.JPEG": one})
+        >>> blocks.save("train.json", plain=True)
+        >>> BlockMap.load("train.json")["train/n01491361/n01491361_8657.JPEG"].extents
+        (Extent(offset=0, start=1048576, nbytes=8192),)
+    """
+
+    def __init__(
+        self, files: Mapping[str, FileBlocks], origin: Origin | None = None, folders: Iterable[str] = ()
+    ) -> None:
+        self._files = dict(files)
+        self.origin = origin
+        self.folders = tuple(folders)
+        _check(self._files, origin)
+
+    def __getitem__(self, path: str) -> FileBlocks:
+        """The blocks of a file, by the map's own path or, unless the map is plain, by any other path of the file."""
+        try:
+            return self._files[path]
+        except KeyError:
+            pass
+        own = path if self.origin is None else os.path.relpath(os.path.abspath(path), self.origin.parent)
+        try:
+            return self._files[own]
+        except KeyError:
+            raise KeyError(f"{path} is not in the block map (its paths look like {next(iter(self), None)!r})") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def block_size(self) -> int:
+        """Bytes per block in the saved form."""
+        return self.origin.disk.block_size if self.origin else PLAIN_BLOCK
+
+    # Making one.
+
+    @classmethod
+    def build(cls, root: str | os.PathLike[str], progress: Progress | None = None) -> BlockMap:
+        """Maps every file below a folder.
+
+        Symbolic links to files are followed. Links to folders are followed only directly in ``root``, where they are
+        classes of images, and never if they lead back to ``root`` or above it.
+
+        Args:
+            root: the folder; on ext4 or XFS, directly on a disk, a partition or a loop device.
+            progress: called with (files done, files in all) as it goes.
+
+        Raises:
+            NotMappable: a file cannot be read from the device; the message names it and says why.
+            BlockMapError: the folder spans file systems, or holds no file.
+            OSError: a file or folder cannot be opened, or a symbolic link is dead.
+        """
+        root = os.path.abspath(root)
+        parent = os.path.dirname(root)
+        with _opened(root, os.O_DIRECTORY) as fd:
+            fs = FileSystem.of(fd, root)
+            origin = Origin(parent, fs.kind, read_uuid(fd, fs, root), fs.start, fs.disk)
+        paths, folders = _walk(root)
+        if not paths:
+            raise BlockMapError(f"{root} holds no file")
+        skip = len(parent.rstrip("/")) + 1
+
+        def map_chunk(chunk: Sequence[str]) -> dict[str, FileBlocks]:
+            found = {}
+            for path in chunk:
+                with _opened(path) as fd:
+                    found[path[skip:]] = FileBlocks.of(fd, fs, path)
+            return found
+
+        return cls(_in_threads(map_chunk, paths, progress), origin, [path[skip:] for path in folders])
+
+    # Saving and loading.
+
+    def save(self, file: str | os.PathLike[str], *, plain: bool = False) -> None:
+        """Writes the map as JSON (see the module's docstring). The file appears whole or not at all.
+
+        Args:
+            file: where to.
+            plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes.
+
+        Raises:
+            BlockMapError: ``plain``, and a file is empty, has a hole or several extents.
+        """
+        block = PLAIN_BLOCK if plain else self.block_size
+        entries = {path: blocks.to_json(block) for path, blocks in self._files.items()}
+        if plain:
+            entries = {path: _plain(path, entry) for path, entry in entries.items()}
+        elif self.origin is not None:
+            known = {"version": VERSION, "block_size": self.block_size, **asdict(self.origin)}
+            entries = {HEADER: {**known, "folders": self.folders}, **entries}
+        temporary = Path(f"{os.fspath(file)}.{uuid.uuid4().hex}")
+        try:
+            with open(temporary, "x", encoding="ascii") as out:
+                json.dump(entries, out, separators=(",", ":"))
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> BlockMap:
+        """Reads a map that :meth:`save` wrote, or a plain one.
+
+        Raises:
+            BlockMapError: it is not a block map, has a newer format, or contradicts itself.
+        """
+        try:
+            entries = json.loads(Path(file).read_bytes())
+            header = entries.pop(HEADER, None)
+            if header is None:
+                return cls({path: FileBlocks.from_json(entry, PLAIN_BLOCK) for path, entry in entries.items()})
+            if header["version"] > VERSION:
+                raise BlockMapError(f"it has format {header['version']}, newer than {VERSION}: update monai_gds")
+            origin, folders = _origin(header), header.get("folders", [])
+            if not all(isinstance(folder, str) for folder in folders):
+                raise TypeError("its folders are not a list of paths")
+            block = origin.disk.block_size
+            return cls({p: FileBlocks.from_json(entry, block) for p, entry in entries.items()}, origin, folders)
+        except BlockMapError as e:
+            raise BlockMapError(f"{file}: {e}") from e
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise BlockMapError(f"{file} is not a block map: {type(e).__name__}: {e}") from e
+
+    # Is it still true?
+
+    def verify(
+        self,
+        parent: str | os.PathLike[str] | None = None,
+        *,
+        data: bool = False,
+        progress: Progress | None = None,
+    ) -> dict[str, str]:
+        """Compares the map with the files as they are now.
+
+        Args:
+            parent: the folder that the paths are relative to, if it is not the one the map was made in.
+            data: also compare every byte read through the device with every byte read through the file. This needs
+                the right to read the device.
+            progress: called with (files done, files in all) as it goes.
+
+        Returns:
+            What is wrong, by path: files and folders that changed, are gone, or are new. Empty if the map is true.
+
+        Raises:
+            BlockMapError: the map is plain and ``parent`` is not given.
+        """
+        if parent is None:
+            if self.origin is None:
+                raise BlockMapError("a plain block map does not hold the place of its files: give their parent folder")
+            parent = self.origin.parent
+        base = os.fspath(parent)
+
+        def verify_chunk(chunk: Sequence[str]) -> dict[str, str]:
+            wrong = {}
+            with closing(MountedFileSystems()) as mounted:  # one per chunk, since only one thread may use it
+                for path in chunk:
+                    mounted.refresh()
+                    try:
+                        self._verify_file(os.path.join(base, path), self._files[path], data, mounted)
+                    except OSError as e:
+                        wrong[path] = str(e)
+            return wrong
+
+        return _in_threads(verify_chunk, list(self._files), progress) | self._unmapped(base)
+
+    def _verify_file(self, path: str, blocks: FileBlocks, data: bool, mounted: MountedFileSystems) -> None:
+        with _opened(path) as fd:
+            fs = mounted.of(fd, os.fstat(fd).st_dev, path)
+            origin = self.origin
+            if origin is not None and (mounted.uuid(fd, fs, path), fs.start) != (origin.uuid, origin.start):
+                raise FileChanged(f"{path} is on another file system than the one that was mapped")
+            now = FileBlocks.of(fd, fs, path)
+            blocks.check(now, path)
+            if data:
+                _compare(fd, fs.disk, now, path)
+                blocks.check(FileBlocks.of(fd, fs, path), path)
+
+    def _unmapped(self, base: str) -> dict[str, str]:
+        """Files and folders that are new, and folders that are gone."""
+        wrong: dict[str, str] = {}
+        skip = len(base.rstrip("/")) + 1
+        folders: set[str] = set()
+        for top in sorted({path.split("/", 1)[0] for path in self._files}):
+            try:
+                files_now, folders_now = _walk(os.path.join(base, top))
+            except OSError as e:
+                wrong[str(e.filename or top)[skip:] or top] = str(e)
+                continue
+            wrong.update((path[skip:], "it is new") for path in files_now if path[skip:] not in self._files)
+            folders.update(path[skip:] for path in folders_now)
+        if self.folders:  # else none were recorded
+            wrong.update((path, "it is a new folder") for path in sorted(folders.difference(self.folders)))
+            wrong.update((path, "the folder is gone") for path in self.folders if path not in folders)
+        return wrong
+
+
+@contextmanager
+def _opened(path: str, flags: int = 0) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _in_threads(
+    work: Callable[[Sequence[str]], dict[str, T]], paths: Sequence[str], progress: Progress | None
+) -> dict[str, T]:
+    """The results of ``work`` for all chunks of the paths, together."""
+    chunks = [paths[i : i + _CHUNK] for i in range(0, len(paths), _CHUNK)]
+    results: dict[str, T] = {}
+    done = 0
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="monai-gds-blockmap") as pool:
+        for chunk, result in zip(chunks, pool.map(work, chunks), strict=True):
+            results.update(result)
+            done += len(chunk)
+            if progress:
+                progress(done, len(paths))
+    return results
+
+
+def _walk(root: str) -> tuple[list[str], list[str]]:
+    """Every file and every folder below ``root``, in order. :meth:`BlockMap.build` tells which links are followed."""
+    files: list[str] = []
+    folders: list[str] = []
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        with os.scandir(folder) as entries:
+            listed = sorted(entries, key=lambda e: e.name)
+        below: list[str] = []
+        for entry in listed:
+            if entry.is_file():
+                files.append(entry.path)
+            elif entry.is_dir(follow_symlinks=False) or (folder == root and entry.is_dir()):
+                folders.append(entry.path)
+                if not (entry.is_symlink() and _contains(entry.path, root)):
+                    below.append(entry.path)
+            elif entry.is_symlink() and not os.path.exists(entry.path):
+                raise FileNotFoundError(errno.ENOENT, "the symbolic link is dead", entry.path)
+        waiting.extend(reversed(below))
+    return files, folders
+
+
+def _contains(link: str, folder: str) -> bool:
+    """Whether a symbolic link leads to ``folder`` or above it, so that following it would never end."""
+    target = os.path.realpath(link)
+    return os.path.commonpath([target, os.path.realpath(folder)]) == target
+
+
+def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
+    """Raises BlockMapError for extents that no file system has. Links to one file share theirs."""
+    owner: dict[tuple[Extent, ...], str] = {}
+    for path, blocks in files.items():
+        owner.setdefault(blocks.extents, path)
+        position = 0
+        for extent in blocks.extents:
+            if extent.offset < position:
+                raise BlockMapError(f"the extents of {path} overlap or are out of order")
+            position = extent.offset + extent.nbytes
+    runs = sorted((e.start, e.start + e.nbytes, path) for extents, path in owner.items() for e in extents)
+    for (start, end, path), (following, _, other) in pairwise([*runs, (1 << 64, 0, "")]):
+        if start < 0 or end <= start:
+            raise BlockMapError(f"{path} has an extent from byte {start} to {end}")
+        if origin is not None and end > origin.disk.nbytes:
+            raise BlockMapError(f"{path} ends at byte {end} of a disk of {origin.disk.nbytes} bytes")
+        if end > following:
+            raise BlockMapError(f"{path} and {other} share bytes {following} to {end} of the disk")
+    for path, blocks in files.items():
+        if blocks.size < 0:
+            raise BlockMapError(f"{path} has a size of {blocks.size} bytes")
+
+
+def _plain(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of a plain map."""
+    if "startblock" not in entry:
+        raise BlockMapError(f"{path} is empty, has holes or has several extents, which a plain map cannot hold")
+    return {key: entry[key] for key in ("startblock", "endblock")}
+
+
+def _origin(header: Mapping[str, Any]) -> Origin:
+    disk = Disk(**header["disk"])
+    if disk.block_size not in (512, 1024, 2048, 4096) or header["block_size"] != disk.block_size:
+        raise BlockMapError(f"blocks of {header['block_size']} bytes on a disk with blocks of {disk.block_size}")
+    return Origin(header["parent"], header["kind"], header["uuid"], header["start"], disk)
+
+
+def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:
+    """Raises StorageError where the disk, or a hole, does not hold the bytes that are read through the file."""
+    device = disk.open()
+    try:
+        with mmap.mmap(-1, _COMPARE_BYTES) as buffer, memoryview(buffer) as aligned:  # as O_DIRECT demands
+            for offset, start, nbytes in _pieces(blocks):
+                expected = os.pread(fd, min(nbytes, blocks.size - offset), offset)
+                if start is None:
+                    place, found = "a hole", bytes(len(expected))
+                else:
+                    place = f"byte {start} of the device and what follows"
+                    got = os.preadv(device, [aligned[:nbytes]], start)
+                    found = bytes(aligned[: min(got, len(expected))])
+                if found != expected:
+                    end = offset + len(expected)
+                    raise StorageError(errno.EIO, f"{place} should be bytes {offset} to {end} of the file", path)
+    finally:
+        os.close(device)
+
+
+def _pieces(blocks: FileBlocks) -> Iterator[tuple[int, int | None, int]]:
+    """The whole file in pieces of at most _COMPARE_BYTES: (offset, byte on the disk or None in a hole, bytes)."""
+    position = 0
+    for extent in (*blocks.extents, Extent(blocks.size, 0, 0)):
+        for at in range(position, extent.offset, _COMPARE_BYTES):
+            yield at, None, min(_COMPARE_BYTES, extent.offset - at)
+        for at in range(0, extent.nbytes, _COMPARE_BYTES):
+            yield extent.offset + at, extent.start + at, min(_COMPARE_BYTES, extent.nbytes - at)
+        position = extent.offset + extent.nbytes

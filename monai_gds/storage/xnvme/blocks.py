@@ -1,0 +1,389 @@
+"""The ``xnvme-block`` backend: a file's blocks straight from the device, through a command queue of xNVMe.
+
+For each file the kernel reports where its bytes lie (:mod:`.extents`). The blocks are read with as many commands in
+flight as the queue takes, each as large as the device allows. Before the bytes count as read the kernel is asked again:
+another answer is an error, never wrong bytes. Over a driver in user space no file system is mounted, and a saved
+:class:`~monai_gds.BlockMap` gives the places of files instead.
+
+Nothing here ever writes to a device: files are written through the file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from monai_gds.errors import FileChanged, StorageError
+from monai_gds.storage import plan
+from monai_gds.storage.backend import Availability
+from monai_gds.storage.files import Buffer, Expected, FileId, check_identity, ends_early, open_file
+from monai_gds.storage.pending import Pending
+from monai_gds.storage.queue import Command, QueueBackend
+from monai_gds.storage.reads import Reads
+from monai_gds.storage.xnvme import libxnvme
+from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks
+from monai_gds.storage.xnvme.buffers import Bounce, host_tensor, used_by_current_stream
+from monai_gds.storage.xnvme.drive import Drive, Drives, Setup
+from monai_gds.storage.xnvme.extents import Disk, Extent, disk_of, extents_in, look
+from monai_gds.storage.xnvme.files import probe_library
+from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
+
+__all__ = ["XnvmeBlockBackend"]
+
+_KERNEL = (*KERNEL_INTERFACES, PASSTHROUGH)
+_PCI_ADDRESS = re.compile(r"([0-9a-fA-F]{4}:)?[0-9a-fA-F]{2}[:.][0-9a-fA-F]{2}\.[0-7]")
+
+#: Drivers whose buffers are GPU memory without being asked.
+_GPU_DRIVERS = ("upcie-cuda",)
+
+#: Transfers issued between two looks at the queue: io_uring begins with them only then. Measured on 2 cores.
+_BURST = 16
+
+
+class XnvmeBlockBackend(QueueBackend):
+    """Reads files' blocks from their device; see the module's docstring. ext4 and XFS on Linux, for CPU and CUDA.
+
+    Args:
+        device: where destinations live.
+        uri: the device to read: a whole disk (``/dev/nvme0n1``), its NVMe character device (``/dev/ng0n1``), or the PCI
+            address of a drive for a driver in user space. None: the disk that each file lies on.
+        be: how commands reach it: ``io_uring``, ``libaio`` or ``thrpool`` through the kernel, ``io_uring_cmd`` for NVMe
+            passthrough, or a user-space driver that libxnvme was built with (``spdk``, ``upcie``, ``upcie-cuda``…).
+            None: ``io_uring`` or, where the kernel does not allow it, ``thrpool``.
+        mem: xNVMe's memory allocator; ``gpu`` for one that gives GPU memory. None: the one that goes with ``be``.
+        queue_depth: commands in flight at once, a power of two.
+        blockmap: a saved map, or the path of one. Files must be where it says. Needed for a user-space driver.
+
+    Raises:
+        BackendUnavailable: libxnvme is missing or does not fit.
+        ValueError: arguments that do not go together.
+        BlockMapError: the map cannot be used.
+        NotMappable: ``uri`` is a partition, or made of other devices.
+    """
+
+    coherent = False
+
+    piece_bytes = QueueBackend.group_bytes
+
+    def __init__(
+        self,
+        device: torch.device,
+        uri: str | None = None,
+        be: str | None = None,
+        mem: str | None = None,
+        queue_depth: int = 64,
+        blockmap: BlockMap | str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(device)
+        if not (isinstance(blockmap, BlockMap) or blockmap is None):
+            blockmap = BlockMap.load(blockmap)
+        origin = None if blockmap is None else blockmap.origin
+        self.reaches_gpu = mem == "gpu" or be in _GPU_DRIVERS
+        if queue_depth < 1 or queue_depth & (queue_depth - 1) or queue_depth >= 4096:
+            raise ValueError(f"queue_depth={queue_depth}: xNVMe takes powers of two below 4096")
+        by_address = uri is not None and _PCI_ADDRESS.fullmatch(uri) is not None
+        user_space = by_address or be not in (None, *_KERNEL)
+        if user_space and (be in (None, *_KERNEL) or uri is None):
+            raise ValueError("a driver in user space is chosen with be='upcie' (or 'spdk'…) and uri='0000:01:00.0'")
+        if user_space and origin is None:
+            raise ValueError("over a driver in user space no file system is mounted: give the blockmap made before")
+        if self.reaches_gpu and (device.type != "cuda" or uri is None):
+            raise ValueError("buffers on a GPU need a CUDA target, and the drive by its uri")
+        disk = None if uri is None or user_space else _disk_behind(uri)
+        self._blockmap = blockmap
+        self._setup = Setup(
+            libxnvme.load(), device, uri, disk, be, mem, queue_depth, origin, user_space, self.reaches_gpu
+        )
+        self._drives = Drives(self._setup)
+        self._waiting: deque[_Transfer] = deque()  # of commands that were taken
+        self._complete: list[tuple[Command, int | Exception]] = []
+        self._burst = 0
+
+    @classmethod
+    def probe(cls, device: torch.device) -> Availability:
+        return probe_library()
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return host_tensor(self._setup.library, nbytes)
+        if not self.reaches_gpu:
+            return super().memory(nbytes)
+        drive = self._drives.only()
+        try:
+            assert drive.buffers is not None, "the setup asks for them"
+            return drive.buffers.tensor(nbytes)
+        finally:
+            self._drives.release(drive)
+
+    # Reading.
+
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        pending = super().start(reads, into)
+        if self.reaches_gpu:
+            pending.on_hand_off(lambda: used_by_current_stream([tensor for tensor in into if tensor.is_cuda]))
+        return pending
+
+    def _open(self, path: str, expected: Expected) -> _File:
+        if self._setup.user_space:
+            blocks = self._mapped(path)
+            device = expected.device if isinstance(expected, FileId) else 0
+            check_identity(expected, _identity(blocks, device), path)
+            return _File(path, blocks.size, blocks.extents, self._drives.only())
+        fd, drive = open_file(path, expected), None
+        try:
+            st = os.fstat(fd)
+            if not stat.S_ISREG(st.st_mode):
+                raise StorageError(errno.EINVAL, "not a regular file", path)
+            fs, drive = self._drives.of_file(fd, st.st_dev, path)
+            answer = look(fd, st.st_size)
+            extents = extents_in(answer, fd, st.st_size, fs, path)
+            if self._blockmap is not None:
+                try:
+                    entry = self._blockmap[path]
+                except KeyError as e:
+                    raise StorageError(errno.ENOENT, str(e.args[0]), path) from e
+                entry.check(FileBlocks(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns), path)
+            return _File(path, st.st_size, extents, drive, fd, answer)
+        except BaseException:
+            os.close(fd)
+            if drive is not None:
+                self._drives.release(drive)
+            raise
+
+    def _mapped(self, path: str) -> FileBlocks:
+        """A file's entry, where the map is all there is; a file that it lacks is missing, a plain miss for a cache."""
+        assert self._blockmap is not None, "the constructor asks for one"
+        try:
+            return self._blockmap[path]
+        except KeyError as e:
+            raise FileNotFoundError(errno.ENOENT, str(e.args[0]), path) from e
+
+    def _close(self, handle: _File) -> None:
+        self._drives.release(handle.drive)
+        handle.close()
+
+    def _submit(self, command: Command) -> bool:
+        if self._waiting or self._burst >= _BURST:
+            return False
+        file: _File = command.handle
+        drive, end = file.drive, command.offset + command.nbytes
+        if end > file.size:
+            raise ends_early(file.size, end - file.size, file.path)
+        read, address = _Read(command), command.address
+        for at, nbytes, place, direct in plan.transfers(
+            file.extents, command.offset, command.nbytes, base=address, room=command.room,
+            block=drive.block, most=drive.most, direct=drive.reaches(command.memory),
+        ):  # fmt: skip
+            if place is None:
+                command.memory[command.start + at :][:nbytes].zero_()
+                continue
+            self._waiting.append(_Transfer(read, drive, at, nbytes, place, address + at if direct else None))
+            read.left += 1
+        if read.left:
+            self._issue()
+        else:
+            self._complete.append((command, command.nbytes))
+        return True
+
+    def _issue(self) -> None:
+        """Puts the transfers that wait into the queues, until one is full."""
+        while self._waiting:
+            transfer = self._waiting[0]
+            read = transfer.read
+            try:
+                if read.error is None and not transfer.issue():
+                    return
+            except StorageError as e:
+                read.error = e
+            self._waiting.popleft()
+            self._burst += 1
+            if read.error is not None:
+                self._over(read)
+
+    def _poll(self) -> Iterable[tuple[Command, int | Exception]]:
+        self._burst = 0
+        for drive in self._drives:
+            for done in drive.queue.poll() if drive.queue.outstanding else ():
+                transfer: _Transfer = done.tag
+                try:
+                    transfer.finish(done)
+                except Exception as e:
+                    transfer.read.error = transfer.read.error or e
+                self._over(transfer.read)
+        self._issue()
+        complete, self._complete = self._complete, []
+        return complete
+
+    def _over(self, read: _Read) -> None:
+        """One transfer of a read is over, or was not issued because another one failed."""
+        read.left -= 1
+        if not read.left:
+            self._complete.append((read.command, read.error or read.command.nbytes))
+
+    def _give_up(self) -> None:
+        self._waiting.clear()
+        self._complete.clear()
+        self._drives.give_up()
+
+    # Everything else.
+
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
+        """As for every backend, but always durable, since the blocks are read behind the file system's back."""
+        if self._setup.user_space:
+            raise StorageError(errno.EROFS, "a drive taken from the kernel has no file system to write through", path)
+        super().write(path, buffers, durable=True)
+
+    def head(self, path: str, nbytes: int) -> tuple[bytes, FileId]:
+        if not self._setup.user_space:
+            return super().head(path, nbytes)
+        blocks = self._mapped(path)
+        head = torch.empty(min(nbytes, blocks.size), dtype=torch.uint8)
+        self.start(Reads.of(path, [(0, head.numel())]), [head]).wait()
+        return head.numpy().tobytes(), _identity(blocks)
+
+    def close(self) -> None:
+        super().close()
+        self._drives.close()
+
+    def describe(self) -> dict[str, Any]:
+        setup = self._setup
+        return {
+            **super().describe(),
+            "library": setup.library.describe(),
+            "uri": setup.uri or "the disk that each file lies on",
+            "be": setup.be or "io_uring, else thrpool",
+            "mem": setup.mem or "that of be",
+            "queue_depth": setup.depth,
+        }
+
+
+class _File:
+    """An open file.
+
+    Args:
+        path: its name, for messages.
+        size: its bytes.
+        extents: where they lie.
+        drive: on which device.
+        fd: its descriptor; -1 where no file system is mounted.
+        answer: the kernel's own account of its places.
+    """
+
+    __slots__ = ("_answer", "_fd", "drive", "extents", "path", "size")
+
+    def __init__(
+        self, path: str, size: int, extents: Sequence[Extent], drive: Drive, fd: int = -1, answer: bytes = b""
+    ) -> None:
+        self.path, self.size, self.extents, self.drive, self._fd, self._answer = path, size, extents, drive, fd, answer
+
+    def close(self) -> None:
+        """Closes it.
+
+        Raises:
+            FileChanged: the blocks that were read are no longer the file's.
+        """
+        if self._fd < 0:
+            return
+        try:
+            if look(self._fd, self.size) != self._answer:
+                raise FileChanged(f"{self.path} was changed while its blocks were being read")
+        finally:
+            os.close(self._fd)
+
+
+class _Read:
+    """A command of the base on its way: the transfers that are left, and the first error."""
+
+    __slots__ = ("command", "error", "left")
+
+    def __init__(self, command: Command) -> None:
+        self.command, self.left = command, 0
+        self.error: Exception | None = None
+
+
+class _Transfer:
+    """A transfer of whole blocks for ``nbytes`` of a read from its byte ``at`` on, which begin at ``place`` on disk.
+
+    They go to ``address``, or through a bounce buffer where that is None.
+    """
+
+    __slots__ = ("_address", "_at", "_block", "_bounce", "_count", "_drive", "_nbytes", "_skip", "read")
+
+    def __init__(self, read: _Read, drive: Drive, at: int, nbytes: int, place: int, address: int | None) -> None:
+        self.read, self._drive, self._at, self._nbytes, self._address = read, drive, at, nbytes, address
+        self._block, self._skip = divmod(place, drive.block)
+        self._count = -(-(self._skip + nbytes) // drive.block)
+        self._bounce: Bounce | None = None
+
+    def issue(self) -> bool:
+        """Puts it into the drive's queue. Returns False while that is full, or there is no bounce buffer.
+
+        Raises:
+            StorageError: it was refused, it lies past the end of the device, or there is no memory left.
+        """
+        self._drive.check_end(self._block + self._count)
+        if self._address is None:
+            self._bounce = self._drive.bounce.take()
+            if self._bounce is None:
+                return False
+            self._address = self._bounce.address
+        try:
+            return self._drive.queue.read(self, self._block, self._count, self._address)
+        except StorageError:
+            self._drop_bounce()
+            raise
+
+    def finish(self, done: Completion) -> None:
+        """Takes its completion, and copies its bytes on from a bounce buffer.
+
+        Raises:
+            StorageError: the device did not read all of it.
+        """
+        try:
+            self._drive.check(done, self._block, self._count)
+        except StorageError:
+            self._drive.broken = True
+            self._drop_bounce()
+            raise
+        if self._bounce is not None:
+            start = self.read.command.start + self._at
+            dest = self.read.command.memory[start : start + self._nbytes]
+            self._drive.bounce.deliver(self._bounce, self._skip, dest)
+
+    def _drop_bounce(self) -> None:
+        if self._bounce is not None:
+            self._drive.bounce.give_back(self._bounce)
+
+
+def _identity(blocks: FileBlocks, device: int = 0) -> FileId:
+    """The identity of a file of which only the map's entry is known."""
+    return FileId(device, blocks.inode or 0, blocks.size, blocks.mtime_ns or 0)
+
+
+def _disk_behind(uri: str) -> Disk:
+    """The disk that a device node stands for.
+
+    Raises:
+        StorageError: it is not a device.
+        NotMappable: it is a partition, or made of other devices.
+    """
+    try:
+        st = os.stat(uri)
+    except OSError as e:
+        raise StorageError(e.errno, "there is no such device", uri) from e
+    if stat.S_ISCHR(st.st_mode):
+        namespace = re.sub(r"^ng(\d+n\d+)$", r"nvme\1", os.path.basename(os.path.realpath(uri)))
+        try:
+            st = os.stat(os.path.join("/dev", namespace))
+        except OSError as e:
+            raise StorageError(errno.ENODEV, "it is not an NVMe namespace (such as /dev/ng0n1)", uri) from e
+    if not stat.S_ISBLK(st.st_mode):
+        raise StorageError(errno.ENOTBLK, "it is not a block device", uri)
+    return disk_of(st.st_rdev, uri)

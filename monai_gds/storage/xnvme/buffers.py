@@ -1,0 +1,249 @@
+"""Memory that libxnvme allocates: bounce buffers, destinations on the host, and tensors in GPU memory.
+
+A drive transfers whole blocks to aligned addresses. What does not fit that in its destination goes through a bounce
+buffer, in host memory or, for a drive that writes to GPU memory by itself, on the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from monai_gds.process import Owner
+from monai_gds.storage import staging
+from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.xnvme.libxnvme import Device, Library
+
+__all__ = [
+    "Bounce",
+    "BounceBuffers",
+    "GpuBounceBuffers",
+    "GpuBuffers",
+    "HostBounceBuffers",
+    "host_tensor",
+    "used_by_current_stream",
+]
+
+#: Most bytes of one drive's bounce buffers.
+MOST_BYTES = 64 << 20
+
+
+def pages(nbytes: int) -> int:
+    """Bytes of the whole pages that so many bytes take."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Bounce(NamedTuple):
+    """A bounce buffer: its address, and on a GPU its memory and what must be over before it is filled again."""
+
+    address: int
+    memory: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
+
+
+class BounceBuffers(ABC):
+    """The bounce buffers of one drive, made as they are needed.
+
+    Args:
+        nbytes: of each.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = pages(nbytes)
+        self._free: deque[Bounce] = deque()
+        self._left = max(1, MOST_BYTES // self._nbytes)
+
+    def take(self) -> Bounce | None:
+        """A buffer that may be filled at once; None while all are in use.
+
+        Raises:
+            StorageError: there is no memory left for it.
+        """
+        if self._free:
+            copied = self._free[0].copied
+            if copied is None or copied.query():  # type: ignore[no-untyped-call]
+                return self._free.popleft()
+        if not self._left:
+            return None
+        made = self._make()
+        self._left -= 1
+        return made
+
+    def give_back(self, bounce: Bounce) -> None:
+        """Takes a buffer back."""
+        self._free.append(bounce)
+
+    @abstractmethod
+    def _make(self) -> Bounce: ...
+
+    @abstractmethod
+    def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
+        """Copies the bytes from ``skip`` on to ``dest``, or queues that on the copy stream; takes the buffer back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees the buffers; none may be in use."""
+
+
+class HostBounceBuffers(BounceBuffers):
+    """Bounce buffers in host memory."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._device = device
+
+    def _make(self) -> Bounce:
+        return Bounce(self._device.alloc(self._nbytes))
+
+    def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
+        ctypes.memmove(dest.data_ptr(), bounce.address + skip, dest.numel())
+        self.give_back(bounce)
+
+    def close(self) -> None:
+        while self._free:
+            self._device.free(self._free.pop().address)
+
+
+class GpuBounceBuffers(BounceBuffers):
+    """Bounce buffers in GPU memory."""
+
+    def __init__(self, buffers: GpuBuffers, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._buffers = buffers
+
+    def _make(self) -> Bounce:
+        memory = self._buffers.tensor(self._nbytes)
+        return Bounce(memory.data_ptr(), memory)
+
+    def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
+        assert bounce.memory is not None, "on a GPU"
+        dest.copy_(bounce.memory[skip : skip + dest.numel()], non_blocking=True)
+        copied = torch.cuda.current_stream(bounce.memory.device).record_event()  # the copy stream is current
+        if not dest.is_cuda:
+            copied.synchronize()
+        self.give_back(bounce._replace(copied=copied))
+
+    def close(self) -> None:
+        self._free.clear()
+
+
+class GpuBuffers:
+    """Tensors in GPU memory that a drive writes to by itself.
+
+    A buffer is freed once its tensor is gone and the streams that used it are through with it. The device stays open
+    until the last one is freed.
+
+    Args:
+        device: the drive, opened with a memory allocator that gives GPU memory.
+        target: the CUDA device.
+    """
+
+    def __init__(self, device: Device, target: torch.device) -> None:
+        self.target = target
+        self.owner = Owner()
+        self._device = device
+        self._lock = threading.RLock()  # a tensor may be collected, and leave, in the middle of what holds it
+        self._alive = 0
+        self._leaving: deque[tuple[int, list[torch.cuda.Event]]] = deque()
+        self._closing = False
+
+    def tensor(self, nbytes: int) -> torch.Tensor:
+        """A new 1-D uint8 tensor over a buffer of its own, ``nbytes`` rounded up to whole pages.
+
+        Raises:
+            StorageError: there is no such memory left.
+        """
+        self._free_what_left()
+        nbytes = pages(max(nbytes, 1))
+        with torch.cuda.device(self.target), self._lock:
+            address = self._device.alloc(nbytes)
+            self._alive += 1
+        array = _arrays[address] = _GpuArray(self, address, nbytes)
+        return torch.as_tensor(array, device=self.target)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        array = _arrays.get(tensor.untyped_storage().data_ptr())
+        return array is not None and array.buffers is self
+
+    def leave(self, address: int, streams: set[torch.cuda.Stream]) -> None:
+        """The tensor over a buffer is gone; the buffer is freed behind the work queued on its streams."""
+        self._leaving.append((address, [stream.record_event() for stream in streams]))
+        if self._closing:
+            self._free_what_left(wait=True)
+
+    def _free_what_left(self, *, wait: bool = False) -> None:
+        with self._lock:
+            for _ in range(len(self._leaving)):
+                address, events = self._leaving.popleft()
+                if not wait and not all(event.query() for event in events):  # type: ignore[no-untyped-call]
+                    self._leaving.append((address, events))
+                    continue
+                for event in events:
+                    event.synchronize()
+                self._device.free(address)
+                self._alive -= 1
+            if self._closing and not self._alive:
+                self._device.close()
+
+    def close(self) -> None:
+        """Closes the device, at once or when the last tensor has gone."""
+        self._closing = True
+        self._free_what_left(wait=True)
+
+
+class _GpuArray:
+    """What torch wraps: a buffer that leaves when the last tensor over it is gone."""
+
+    def __init__(self, buffers: GpuBuffers, address: int, nbytes: int) -> None:
+        self.buffers, self._address = buffers, address
+        self.streams = {staging.copy_stream(buffers.target)}
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2,
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        if self.buffers.owner.is_this_process() and not sys.is_finalizing():  # else this is no place to call CUDA
+            self.buffers.leave(self._address, self.streams | {torch.cuda.current_stream(self.buffers.target)})
+
+
+#: Buffers in GPU memory by their address.
+_arrays: weakref.WeakValueDictionary[int, _GpuArray] = weakref.WeakValueDictionary()
+
+
+def used_by_current_stream(tensors: list[torch.Tensor]) -> None:
+    """Notes that the current stream uses these tensors; torch's ``record_stream`` takes no memory but its own."""
+    for tensor in tensors:
+        array = _arrays.get(tensor.untyped_storage().data_ptr())
+        if array is not None:
+            array.streams.add(torch.cuda.current_stream(array.buffers.target))
+
+
+class _HostArray:
+    """A page-aligned buffer that NumPy wraps, freed with the last array or tensor over it."""
+
+    def __init__(self, library: Library, nbytes: int) -> None:
+        address = library.api.xnvme_buf_virt_alloc(ALIGNMENT, nbytes)
+        if not address:
+            raise MemoryError(f"xnvme_buf_virt_alloc gave no {nbytes} bytes")
+        self._address, self._free = address, library.api.xnvme_buf_virt_free
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    def __del__(self) -> None:
+        if hasattr(self, "_free"):
+            self._free(self._address)
+
+
+def host_tensor(library: Library, nbytes: int) -> torch.Tensor:
+    """A 1-D uint8 CPU tensor of whole pages, ``nbytes`` long or longer.
+
+    torch's own memory begins anywhere in a page: room for whole pages in it would make every tensor a page longer.
+    """
+    return torch.from_numpy(np.asarray(_HostArray(library, pages(nbytes)))) if nbytes else torch.empty(0).byte()

@@ -1,0 +1,299 @@
+"""The open devices of one ``xnvme-block`` backend: what is opened for a file, with its queue and its bounce buffers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from monai_gds.errors import StorageError
+from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.xnvme.block_map import Origin
+from monai_gds.storage.xnvme.buffers import BounceBuffers, GpuBounceBuffers, GpuBuffers, HostBounceBuffers
+from monai_gds.storage.xnvme.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
+from monai_gds.storage.xnvme.libxnvme import PASSTHROUGH, Completion, Device, Library, Queue
+
+__all__ = ["Drive", "Drives", "Setup"]
+
+#: A command counts its blocks in 16 bits.
+_MOST_BLOCKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How devices are opened: the backend's options, checked.
+
+    Attributes:
+        library: libxnvme.
+        target: where destinations live.
+        uri: the device to read; None: the disk that each file lies on.
+        disk: the disk behind ``uri``; None without one, and for a driver in user space.
+        be: xNVMe's interface; None: the first of the kernel's that works.
+        mem: xNVMe's memory allocator; None: the interface's own.
+        depth: commands in flight at once.
+        origin: where the block map was made, if there is a map that records that.
+        user_space: whether ``be`` takes the drive from the kernel, so that only a block map shows where files are.
+        gpu_memory: whether xNVMe's buffers lie on the GPU.
+    """
+
+    library: Library
+    target: torch.device
+    uri: str | None
+    disk: Disk | None
+    be: str | None
+    mem: str | None
+    depth: int
+    origin: Origin | None
+    user_space: bool
+    gpu_memory: bool
+
+    def interfaces(self, uri: str) -> tuple[str, ...]:
+        """What to try, in this order."""
+        if self.be is not None:
+            return (self.be,)
+        return (PASSTHROUGH,) if stat.S_ISCHR(os.stat(uri).st_mode) else ("io_uring", "thrpool")
+
+    def node_of(self, disk: Disk | None, path: str | None) -> str:
+        """What to open for the file ``path`` on ``disk``.
+
+        Raises:
+            StorageError: this storage reads another disk.
+        """
+        if self.uri is not None:
+            if disk is not None and self.disk is not None and disk.number != self.disk.number:
+                raise StorageError(errno.EXDEV, f"it lies on {disk.path}, and this storage reads {self.uri}", path)
+            return self.uri
+        assert disk is not None, "without a uri, files are on mounted file systems"
+        return disk.character_path if self.be == PASSTHROUGH else disk.path
+
+
+class Drive:
+    """One open device.
+
+    Args:
+        uri: its node, or a PCI address.
+        disk: the disk behind it, if the kernel has it.
+        setup: how to open it.
+
+    Attributes:
+        key: the number of the disk; None for a driver in user space.
+        block: bytes per logical block.
+        blocks: how many it has.
+        most: most bytes per command.
+        queue: its command queue.
+        bounce: its bounce buffers.
+        buffers: memory on a GPU that it reaches; None if it reaches host memory.
+        users: open files on it, and whatever else needs it open.
+        broken: it gave an error, and is opened anew when nobody uses it.
+
+    Raises:
+        StorageError: it cannot be opened, or is not the disk that the block map was made on.
+    """
+
+    def __init__(self, uri: str, disk: Disk | None, setup: Setup) -> None:
+        self.uri, self.key = uri, _key(disk)
+        self.users, self.broken = 0, False
+        self.device, self.queue = _open_queue(uri, setup)
+        self.block = self.device.block_size
+        self.blocks = self.device.nbytes // self.block
+        most = min(self.device.max_transfer, _MOST_BLOCKS * self.block, disk.max_transfer if disk else 1 << 30)
+        self.most = max(most // ALIGNMENT * ALIGNMENT, self.block)
+        self.buffers = GpuBuffers(self.device, setup.target) if setup.gpu_memory else None
+        self.bounce: BounceBuffers = (
+            HostBounceBuffers(self.device, self.most)
+            if self.buffers is None
+            else GpuBounceBuffers(self.buffers, self.most)
+        )
+        try:
+            if disk is not None and self.block != disk.block_size:
+                raise StorageError(
+                    errno.EINVAL,
+                    f"xNVMe sees blocks of {self.block} bytes where the kernel sees {disk.block_size}",
+                    uri,
+                )
+            if setup.origin is not None:
+                self._check_uuid(setup.origin)
+        except BaseException:
+            self.close()
+            raise
+
+    def reaches(self, memory: torch.Tensor) -> bool:
+        """Whether commands may read into this memory. A driver in user space reaches its own allocator's only."""
+        if self.buffers is not None:
+            return memory.is_cuda and memory in self.buffers
+        return self.device.in_kernel and not memory.is_cuda
+
+    def check(self, done: Completion, block: int, count: int) -> None:
+        """Raises StorageError unless a command read its ``count`` blocks from ``block``."""
+        wanted = count * self.block
+        if not done.status and (done.result == wanted or not self.device.counts_bytes):
+            return
+        where = f"reading {count} blocks from LBA {block} of {self.uri}"
+        if done.status:
+            code, why = done.failure(in_kernel=self.device.counts_bytes)
+            raise StorageError(code, f"{where}: {why}")
+        raise StorageError(errno.EIO, f"{where} gave {done.result} of {wanted} bytes")
+
+    def check_end(self, end: int) -> None:
+        """Raises StorageError unless the device has all blocks before ``end``."""
+        if end > self.blocks:
+            why = f"LBA {end - 1} lies past the end of {self.uri}, which has {self.blocks} blocks"
+            raise StorageError(errno.ENXIO, why)
+
+    def _check_uuid(self, origin: Origin) -> None:
+        """Raises StorageError unless the device holds the file system that was mapped.
+
+        A file system that cannot be read gives that error: the device is not taken for another one.
+        """
+        inside = origin.start + ALIGNMENT <= self.device.nbytes
+        found = uuid_in(self._read_head(origin.start)) if inside else None
+        if found != origin.uuid:
+            raise StorageError(
+                errno.ENODEV,
+                f"it is not the disk that the block map was made on: at byte {origin.start} there is "
+                f"{'no file system' if found is None else f'file system {found}'}, not {origin.uuid}",
+                self.uri,
+            )
+
+    def _read_head(self, start: int) -> bytes:
+        """The first ALIGNMENT bytes of a file system that begins at byte ``start``; nothing else is in flight."""
+        head = torch.empty(ALIGNMENT, dtype=torch.uint8)
+        bounce = self.bounce.take()
+        assert bounce is not None, "nothing is in flight on a device that was just opened"
+        block, count = start // self.block, ALIGNMENT // self.block
+        done: list[Completion] = []
+        while not done:
+            if not self.queue.outstanding:
+                self.queue.read(bounce, block, count, bounce.address)  # once more where the queue was full
+            done = self.queue.poll()
+        try:
+            self.check(done[0], block, count)
+        except StorageError:
+            self.bounce.give_back(bounce)
+            raise
+        self.bounce.deliver(bounce, 0, head)
+        return head.numpy().tobytes()
+
+    def close(self) -> None:
+        """Ends the queue and closes the device. If commands are in flight, none of its memory is ever freed instead."""
+        if self.queue.outstanding:
+            _abandoned.append((self, self.queue.in_flight()))
+            return
+        self.queue.close()
+        self.bounce.close()
+        if self.buffers is not None:
+            self.buffers.close()
+        else:
+            self.device.close()
+
+
+#: Drives whose commands may still write to memory, with what they were given.
+_abandoned: list[Any] = []
+
+
+def _open_queue(uri: str, setup: Setup) -> tuple[Device, Queue]:
+    if not setup.user_space:
+        _check_permission(uri)
+    refused: StorageError | None = None
+    for interface in setup.interfaces(uri):
+        device: Device | None = None
+        try:
+            device = Device(setup.library, uri, interface, setup.mem, setup.target.index if setup.gpu_memory else None)
+            return device, Queue(device, setup.depth)
+        except StorageError as e:
+            refused = e
+            if device is not None:
+                device.close()
+    raise refused or StorageError(errno.ENODEV, "no interface to try", uri)
+
+
+def _check_permission(uri: str) -> None:
+    """Raises the system's own error where a device is missing or may not be read: xNVMe's does not name the cause."""
+    try:
+        os.close(os.open(uri, os.O_RDONLY | os.O_CLOEXEC))
+    except PermissionError as e:
+        raise StorageError(e.errno, f"the device may not be read: {how_to_be_let_read(uri)}", uri) from e
+
+
+def _key(disk: Disk | None) -> str | None:
+    return None if disk is None else disk.number
+
+
+class Drives:
+    """The drives of one backend, opened as they are needed. Any thread may call it.
+
+    Args:
+        setup: how to open them.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._open: dict[str | None, Drive] = {}  # by the number of the disk, None for a driver in user space
+        self._mounted: MountedFileSystems | None = None
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Drive]:
+        return iter(list(self._open.values()))
+
+    def of_file(self, fd: int, device: int, path: str) -> tuple[FileSystem, Drive]:
+        """The file system of an open file, whose ``st_dev`` is ``device``, and the drive to read it from.
+
+        The drive stays open until it is given to :meth:`release`.
+
+        Raises:
+            NotMappable: its files cannot be read from the device; the message says why.
+            StorageError: the device cannot be opened, or is not the one that this storage reads.
+        """
+        with self._lock:
+            if self._mounted is None:
+                self._mounted = MountedFileSystems()
+            self._mounted.refresh()
+            fs = self._mounted.of(fd, device, path)
+            drive = self._open.get(fs.disk.number) or self._make(fs.disk, path)
+            drive.users += 1
+            return fs, drive
+
+    def only(self) -> Drive:
+        """The drive that the storage was given by its ``uri``. It stays open until it is given to :meth:`release`."""
+        disk = self._setup.disk
+        with self._lock:
+            drive = self._open.get(_key(disk)) or self._make(disk, None)
+            drive.users += 1
+            return drive
+
+    def _make(self, disk: Disk | None, path: str | None) -> Drive:
+        drive = Drive(self._setup.node_of(disk, path), disk, self._setup)
+        self._open[drive.key] = drive
+        return drive
+
+    def release(self, drive: Drive) -> None:
+        """Ends one use of a drive. One that gave an error is closed with its last use, and opened again later."""
+        with self._lock:
+            drive.users -= 1
+            if drive.broken and not drive.users:
+                self._close([drive])
+
+    def give_up(self) -> None:
+        """Gives up every drive with commands in flight: nobody will take their completions."""
+        with self._lock:
+            self._close([drive for drive in self if drive.queue.outstanding])
+
+    def close(self) -> None:
+        """Closes the drives that nobody uses."""
+        with self._lock:
+            self._close([drive for drive in self if not drive.users])
+            mounted, self._mounted = self._mounted, None
+            if mounted is not None:
+                mounted.close()
+
+    def _close(self, drives: Sequence[Drive]) -> None:
+        for drive in drives:
+            if self._open.get(drive.key) is drive:  # not one that was abandoned
+                del self._open[drive.key]
+                drive.close()

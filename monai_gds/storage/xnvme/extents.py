@@ -1,0 +1,372 @@
+"""Where the bytes of a file lie on its disk, according to the kernel: FIEMAP, the file system, the whole disk below it.
+
+All positions are in bytes from the start of the *whole* disk, never of a partition: xNVMe opens a partition without a
+geometry and then silently reads wrong bytes.
+
+Files whose bytes cannot be read from the device are refused with the reason
+(:class:`~monai_gds.errors.NotMappable`). Only ext4 and XFS directly on a disk, a partition or a loop device store plain
+file bytes where FIEMAP reports them.
+
+Formats: ``struct fiemap`` and its flags, Documentation/filesystems/fiemap.rst and include/uapi/linux/fiemap.h of Linux;
+the inode flags, include/uapi/linux/fs.h; sysfs, Documentation/ABI/stable/sysfs-block.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import struct
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from monai_gds.errors import NotMappable, StorageError
+from monai_gds.mounts import Mount, mounts
+
+__all__ = [
+    "Disk",
+    "Extent",
+    "FileSystem",
+    "MountedFileSystems",
+    "disk_of",
+    "extents_in",
+    "how_to_be_let_read",
+    "look",
+    "map_extents",
+    "read_uuid",
+    "uuid_in",
+]
+
+SYSFS = Path("/sys")
+PROC = Path("/proc")
+
+_FIEMAP = 0xC020660B  # FS_IOC_FIEMAP
+_FIEMAP_SYNC = 1
+_HEADER = struct.Struct("=QQIIII")  # start, length, flags, mapped extents, room for extents, reserved
+_RECORD = struct.Struct("=QQQ16xI12x")  # logical, physical, length, flags
+_ROOM = 18  # extents per call: Python passes ioctl buffers below 1024 bytes on without an allocation
+_LAST = 0x1
+_HARMLESS = 0x1 | 0x1000  # the last extent; merged by the kernel from several
+
+#: FIEMAP flags of extents whose bytes cannot simply be read from the disk.
+_REFUSED_EXTENTS = {
+    0x0002: "its place on the disk is unknown",
+    0x0004: "its allocation is delayed, and a sync did not settle it",
+    0x0008: "it is encoded (compressed or encrypted)",
+    0x0080: "it is encrypted",
+    0x0100: "it is not aligned to blocks",
+    0x0200: "its bytes lie inline in the inode",
+    0x0400: "its bytes share a block with other files' tails",
+    0x0800: "it is allocated but was never written",
+    0x2000: "its blocks are shared with another file (reflink), and the file system may remap them",
+}
+
+_GETFLAGS = 0x80086601  # FS_IOC_GETFLAGS: unlike FIEMAP's, these flags include fscrypt
+_REFUSED_INODES = {
+    0x00000004: "it is compressed",
+    0x00000800: "it is encrypted (fscrypt)",
+    0x00004000: "its data goes through the journal (chattr +j)",
+    0x10000000: "its bytes lie inline in the inode",
+}
+_REFUSED_FLAGS = sum(_REFUSED_INODES)
+_FSGETXATTR = 0x801C581F  # FS_IOC_FSGETXATTR
+_XFS_REALTIME = 0x1
+_XFS_FSGEOMETRY = 0x80705864  # XFS_IOC_FSGEOMETRY_V1
+
+_GETFSUUID = 0x80111500  # FS_IOC_GETFSUUID, Linux 6.9 and later
+_UUID_AT = {"ext4": (0x438, b"\x53\xef", 0x468), "xfs": (0, b"XFSB", 32)}  # magic at, magic, UUID at
+
+
+class Extent(NamedTuple):
+    """Contiguous bytes of a file on the disk.
+
+    Attributes:
+        offset: first byte within the file.
+        start: first byte on the whole disk.
+        nbytes: its length, a multiple of the disk's logical block. The last bytes may lie beyond the end of the file.
+    """
+
+    offset: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A whole disk.
+
+    Attributes:
+        name: its name below /dev, such as ``nvme0n1``.
+        number: ``major:minor``.
+        block_size: bytes per logical block, 512 or 4096.
+        nbytes: its size.
+        max_transfer: maximum bytes per command that the kernel sends.
+    """
+
+    name: str
+    number: str
+    block_size: int
+    nbytes: int
+    max_transfer: int
+
+    @property
+    def path(self) -> str:
+        """Its device node."""
+        return f"/dev/{self.name}"
+
+    @property
+    def character_path(self) -> str:
+        """The character device for NVMe passthrough: ``/dev/ng0n1`` for ``nvme0n1``."""
+        return self.path.replace("/dev/nvme", "/dev/ng")
+
+    def open(self) -> int:
+        """Opens the disk for O_DIRECT reads and returns the descriptor, which the caller closes.
+
+        Opening is the only way to learn whether it may be read: a container's device rules can refuse what the mode of
+        the node allows.
+
+        Raises:
+            StorageError: it may not be read, or has no node here. The message includes the remedy.
+        """
+        try:
+            return os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except (PermissionError, FileNotFoundError) as e:
+            why = f"the device cannot be read ({e.strerror}): {how_to_be_let_read(self.path)}"
+            raise StorageError(e.errno, why, self.path) from e
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """A mounted file system whose files can be read from the disk below it.
+
+    Attributes:
+        kind: ``ext4`` or ``xfs``.
+        disk: the whole disk below it.
+        start: its first byte on that disk, 0 without a partition.
+        device: ``st_dev`` of its files.
+        realtime: whether files may lie on a separate realtime device (XFS).
+    """
+
+    kind: str
+    disk: Disk
+    start: int
+    device: int
+    realtime: bool = False
+
+    @classmethod
+    def of(cls, fd: int, path: str) -> FileSystem:
+        """The file system of an open file or folder.
+
+        Raises:
+            NotMappable: its files cannot be read from the device; the message says why.
+        """
+        return _file_system(fd, _mount_of(fd), path)
+
+
+class MountedFileSystems:
+    """A cache of :meth:`FileSystem.of`, emptied when something is mounted or unmounted. For one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, FileSystem] = {}
+        self._uuids: dict[int, str] = {}
+        self._table = os.open(PROC / "self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        self._changes = select.poll()
+        self._changes.register(self._table, select.POLLPRI)  # signals that the table changed, proc(5)
+
+    def refresh(self) -> None:
+        """Empties the cache if a mount changed. To be called before opening files."""
+        if self._changes.poll(0):
+            self._known.clear()
+            self._uuids.clear()
+
+    def of(self, fd: int, device: int, path: str) -> FileSystem:
+        """Like :meth:`FileSystem.of`; ``device`` is the file's ``st_dev``."""
+        if device not in self._known:
+            self._known[device] = FileSystem.of(fd, path)
+        return self._known[device]
+
+    def uuid(self, fd: int, fs: FileSystem, path: str) -> str:
+        """Like :func:`read_uuid`."""
+        if fs.device not in self._uuids:
+            self._uuids[fs.device] = read_uuid(fd, fs, path)
+        return self._uuids[fs.device]
+
+    def close(self) -> None:
+        """Closes the descriptor on the table of mounts."""
+        os.close(self._table)
+
+
+def _mount_of(fd: int) -> Mount:
+    """The mount that a descriptor was opened through. Found by id, because btrfs and overlayfs make up st_dev."""
+    info = (PROC / "self/fdinfo" / str(fd)).read_text()
+    mount_id = next(line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
+    unknown = Mount(mount_id, "0:0", "", "unknown", "", "")
+    return next((mount for mount in mounts(PROC) if mount.id == mount_id), unknown)
+
+
+def _file_system(fd: int, mount: Mount, path: str) -> FileSystem:
+    device, kind = os.fstat(fd).st_dev, mount.kind
+    if kind not in _UUID_AT:
+        raise _refusal(path, f"it is on a {kind} file system: only ext4 and xfs store files as plain blocks")
+    folder = _sysfs(device)
+    if not folder.is_dir():
+        raise _refusal(path, f"its file system has no block device (sysfs has no {folder})")
+    if kind == "ext4" and "data=journal" in mount.options.split(",") + _ext4_options(folder.resolve().name):
+        raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
+    start, whole = 0, folder.resolve()
+    if (folder / "partition").exists():
+        start, whole = int((folder / "start").read_text()) * 512, whole.parent
+    disk = _disk(whole, path)
+    return FileSystem(kind, disk, start, device, realtime=kind == "xfs" and _xfs_realtime_blocks(fd) > 0)
+
+
+def _xfs_realtime_blocks(fd: int) -> int:
+    """Blocks on the realtime device of an XFS: ``rtblocks`` of ``struct xfs_fsop_geom_v1``, xfs_fs.h."""
+    return int(struct.unpack_from("=Q", fcntl.ioctl(fd, _XFS_FSGEOMETRY, bytes(112)), 40)[0])
+
+
+def _ext4_options(name: str) -> list[str]:
+    """All options in force. mountinfo leaves out the superblock's defaults (tune2fs -o)."""
+    try:
+        return (PROC / "fs/ext4" / name / "options").read_text().split()
+    except OSError:
+        return []
+
+
+def _sysfs(device: int) -> Path:
+    return SYSFS / "dev/block" / f"{os.major(device)}:{os.minor(device)}"
+
+
+def _disk(folder: Path, path: str) -> Disk:
+    for mark, layer in (("dm", "device-mapper (LVM, LUKS…)"), ("md", "an md array"), ("bcache", "bcache")):
+        if (folder / mark).is_dir():
+            raise _refusal(path, f"it is on {folder.name}, {layer}: its blocks lie elsewhere on the disks below")
+    if any((folder / "slaves").glob("*")):
+        raise _refusal(path, f"it is on {folder.name}, which is made of other devices: its blocks lie elsewhere")
+    return Disk(
+        name=folder.name.replace("!", "/"),
+        number=(folder / "dev").read_text().strip(),
+        block_size=int((folder / "queue/logical_block_size").read_text()),
+        nbytes=int((folder / "size").read_text()) * 512,
+        max_transfer=int((folder / "queue/max_sectors_kb").read_text()) * 1024,
+    )
+
+
+def disk_of(device: int, path: str) -> Disk:
+    """The whole disk with this device number (``st_rdev`` of its node).
+
+    Raises:
+        NotMappable: it is a partition, or made of other devices.
+    """
+    folder = _sysfs(device)
+    if (folder / "partition").exists():
+        whole = folder.resolve().parent.name
+        raise _refusal(path, f"it is a partition, which xNVMe reads wrongly: open the whole disk, /dev/{whole}")
+    if not folder.is_dir():
+        raise _refusal(path, "it is not a block device known to sysfs")
+    return _disk(folder.resolve(), path)
+
+
+def _refusal(path: str, why: str) -> NotMappable:
+    return NotMappable(errno.EOPNOTSUPP, f"cannot be read from its device: {why}", path)
+
+
+def look(fd: int, size: int) -> bytes:
+    """FIEMAP's raw answer for the first ``size`` bytes of a file. Equal answers mean that nothing moved.
+
+    Written data is flushed first, so that the places are final and the bytes are on the disk.
+    """
+    found = b""
+    position = 0
+    while position < size:
+        buffer = bytearray(_HEADER.size + _ROOM * _RECORD.size)
+        _HEADER.pack_into(buffer, 0, position, size - position, _FIEMAP_SYNC, 0, _ROOM, 0)
+        fcntl.ioctl(fd, _FIEMAP, buffer)
+        count = _HEADER.unpack_from(buffer)[3]
+        found += buffer[_HEADER.size : _HEADER.size + count * _RECORD.size]
+        if count < _ROOM:
+            break
+        offset, _, nbytes, flags = _RECORD.unpack_from(found, len(found) - _RECORD.size)
+        if flags & _LAST:
+            break
+        position = offset + nbytes
+    return found
+
+
+def map_extents(fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
+    """The extents of the first ``size`` bytes of an open file, in order. Written data is flushed first.
+
+    Raises:
+        NotMappable: an extent, or the file, cannot be read from the device; the message says why.
+    """
+    return extents_in(look(fd, size), fd, size, fs, path)
+
+
+def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
+    """Like :func:`map_extents`, from the result of :func:`look`."""
+    _check_inode(fd, fs, path)
+    block = fs.disk.block_size
+    end = -(-size // block) * block
+    extents: list[Extent] = []
+    for offset, physical, nbytes, flags in _RECORD.iter_unpack(answer):
+        if flags & ~_HARMLESS:
+            _refuse_extent(offset, flags, path)
+        nbytes = min(nbytes, end - offset)
+        if (offset | physical | nbytes) % block:
+            raise _refusal(path, f"the extent at byte {offset} is not aligned to blocks of {block} bytes")
+        start = physical + fs.start
+        if extents and extents[-1].offset + extents[-1].nbytes == offset and sum(extents[-1][1:]) == start:
+            extents[-1] = extents[-1]._replace(nbytes=extents[-1].nbytes + nbytes)  # ext4 cuts at 128 MiB
+        else:
+            extents.append(Extent(offset, start, nbytes))
+    return extents
+
+
+def _refuse_extent(offset: int, flags: int, path: str) -> None:
+    why = next((why for bit, why in _REFUSED_EXTENTS.items() if flags & bit), f"FIEMAP has unknown flags, {flags:#x}")
+    raise _refusal(path, f"of the extent at byte {offset}, {why}")
+
+
+def _check_inode(fd: int, fs: FileSystem, path: str) -> None:
+    if fs.kind == "xfs":
+        if fs.realtime and struct.unpack_from("=I", fcntl.ioctl(fd, _FSGETXATTR, bytes(28)))[0] & _XFS_REALTIME:
+            raise _refusal(path, "it is on the realtime device of its XFS")
+        return
+    flags = struct.unpack_from("=I", fcntl.ioctl(fd, _GETFLAGS, bytes(8)))[0]
+    if flags & _REFUSED_FLAGS:
+        raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if flags & bit))
+
+
+def how_to_be_let_read(disk: str) -> str:
+    """The remedy where this process may not read the disk with this device node."""
+    return f"run as root, or as a member of the group disk; in a container, start that with --device={disk}:r"
+
+
+def read_uuid(fd: int, fs: FileSystem, path: str) -> str:
+    """The UUID of the file system of ``fd``, from the kernel (6.9 and later) or else from the disk.
+
+    Raises:
+        OSError: the disk may not be read.
+    """
+    try:
+        answer = fcntl.ioctl(fd, _GETFSUUID, bytes(17))
+        return str(uuid.UUID(bytes=bytes(answer[1:17])))
+    except OSError:
+        pass
+    with open(fs.disk.path, "rb", buffering=0) as disk:
+        head = os.pread(disk.fileno(), 4096, fs.start)
+    found = uuid_in(head)
+    if found is None:
+        raise _refusal(path, f"no file system was found at byte {fs.start} of {fs.disk.path}")
+    return found
+
+
+def uuid_in(head: bytes) -> str | None:
+    """The UUID in the first 4096 bytes of an ext4 or XFS file system, None if it is neither."""
+    for magic_at, magic, uuid_at in _UUID_AT.values():
+        if head[magic_at : magic_at + len(magic)] == magic:
+            return str(uuid.UUID(bytes=head[uuid_at : uuid_at + 16]))
+    return None

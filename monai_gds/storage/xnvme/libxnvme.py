@@ -1,0 +1,555 @@
+"""libxnvme for the backends ``xnvme`` and ``xnvme-block``: finding it, its declarations, and three small classes.
+
+The functions and structures come from the package ``xnvme`` (https://pypi.org/project/xnvme/) where that has loaded the
+very library found here. Where it is not installed, or does not fit (its 0.7.5 cannot be imported over a library from
+xNVMe's development branch, which calls itself 0.7.5 too), the declarations below are used: of the few functions needed,
+from include/libxnvme_{opts,geo,cmd,queue,buf,dev,file,nvm}.h of xNVMe 0.7.5. Which layout of ``struct xnvme_opts`` a
+library has follows from its symbols, and is checked by what ``xnvme_opts_set_defaults`` writes.
+
+Devices are always opened for reading only. xNVMe's default is to open them for writing, which ``rdonly`` alone does not
+undo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import os
+import subprocess
+import threading
+from ctypes import POINTER, c_char, c_char_p, c_int, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+from monai_gds.errors import BackendUnavailable, StorageError
+
+__all__ = ["Completion", "Device", "Library", "Queue", "load"]
+
+#: The variable that names the library, xNVMe's own.
+ENVIRONMENT = "XNVME_LIBRARY_PATH"
+
+HOW_TO_GET_IT = (
+    f"install libxnvme 0.7.5 or later (conda-forge has it as libxnvme; or build https://github.com/xnvme/xnvme) and, "
+    f"where the loader does not find it, set {ENVIRONMENT} to the path of libxnvme.so; pip install 'monai_gds[xnvme]' "
+    f"adds xNVMe's Python bindings"
+)
+
+#: Names for the dynamic loader.
+_NAMES = ("libxnvme.so.0", "libxnvme.so")
+
+#: xNVMe's interfaces to the kernel, which transfer bytes as pread does. io_uring_cmd passes NVMe commands through.
+KERNEL_INTERFACES = ("io_uring", "libaio", "thrpool", "posix", "emu")
+PASSTHROUGH = "io_uring_cmd"
+
+_CHARS = POINTER(c_char)
+
+
+class _Declared(ctypes.Structure):
+    pass
+
+
+class xnvme_opts(_Declared):  # noqa: N801 (xNVMe's own names, which the package uses too)
+    _fields_: ClassVar = [
+        *((name, _CHARS) for name in ("be", "dev", "mem", "sync", "async", "admin")),
+        ("nsid", c_uint32),
+        *((name, c_uint8) for name in ("rdonly", "wronly", "rdwr", "create", "truncate", "direct")),
+        ("create_mode", c_uint32),
+        *((name, c_uint8) for name in ("poll_io", "poll_sq", "register_files", "register_buffers")),
+        ("css", c_uint32 * 2),
+        *((name, c_uint32) for name in ("use_cmb_sqs", "shm_id", "main_core")),
+        ("core_mask", _CHARS),
+        *((name, _CHARS) for name in ("adrfam", "subnqn", "hostnqn")),
+        *((name, c_uint32) for name in ("admin_timeout", "command_timeout", "spdk_fabrics", "keep_alive_timeout_ms")),
+    ]
+
+
+_ADRFAM = [field[0] for field in xnvme_opts._fields_].index("adrfam")
+
+
+class xnvme_opts_next(_Declared):  # noqa: N801
+    """As on the development branch: ``iova_mode`` in between, three fields more at the end."""
+
+    _fields_: ClassVar = [
+        *xnvme_opts._fields_[:_ADRFAM],
+        ("iova_mode", _CHARS),
+        *xnvme_opts._fields_[_ADRFAM:],
+        ("host_heap_size", c_size_t),
+        ("device_heap_size", c_size_t),
+        ("gpu_id", c_uint32),
+        ("spare", c_uint8 * 256),  # what a later version may append
+    ]
+
+
+class xnvme_geo(_Declared):  # noqa: N801
+    _fields_: ClassVar = [
+        *((name, c_uint32) for name in ("type", "npugrp", "npunit", "nzone")),
+        ("nsect", c_uint64),
+        *((name, c_uint32) for name in ("nbytes", "nbytes_oob")),
+        *((name, c_uint64) for name in ("tbytes", "ssw")),
+        *((name, c_uint32) for name in ("mdts_nbytes", "lba_nbytes")),
+        ("rest", c_uint8 * 8),
+    ]
+
+
+class _Status(_Declared):
+    _fields_: ClassVar = [("val", c_uint16)]
+
+
+class _Cpl(_Declared):
+    _fields_: ClassVar = [("result", c_uint64), ("ids", c_uint16 * 3), ("status", _Status)]
+
+
+class _Async(_Declared):
+    _fields_: ClassVar = [("queue", c_void_p), ("cb", c_void_p), ("cb_arg", c_void_p)]
+
+
+class xnvme_cmd_ctx(_Declared):  # noqa: N801
+    _fields_: ClassVar = [
+        ("cmd", c_uint8 * 64),
+        ("cpl", _Cpl),
+        ("dev", c_void_p),
+        ("async", _Async),
+        ("opts", c_uint32),
+        ("be_rsvd", c_uint8 * 12),
+    ]
+
+
+_CTX = POINTER(xnvme_cmd_ctx)
+xnvme_queue_cb = ctypes.CFUNCTYPE(None, _CTX, c_void_p)
+
+#: Every function used: what it returns, and its arguments (``OPTS`` stands for a pointer to the layout's options).
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "xnvme_opts_set_defaults": (None, ["OPTS"]),
+    "xnvme_dev_open": (c_void_p, [c_char_p, "OPTS"]),
+    "xnvme_dev_close": (None, [c_void_p]),
+    "xnvme_dev_get_geo": (POINTER(xnvme_geo), [c_void_p]),
+    "xnvme_dev_get_nsid": (c_uint32, [c_void_p]),
+    "xnvme_file_open": (c_void_p, [c_char_p, "OPTS"]),
+    "xnvme_file_close": (c_int, [c_void_p]),
+    "xnvme_file_get_cmd_ctx": (xnvme_cmd_ctx, [c_void_p]),
+    "xnvme_file_pread": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
+    "xnvme_file_pwrite": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
+    "xnvme_file_sync": (c_int, [c_void_p]),
+    "xnvme_buf_alloc": (c_void_p, [c_void_p, c_size_t]),
+    "xnvme_buf_free": (None, [c_void_p, c_void_p]),
+    "xnvme_buf_virt_alloc": (c_void_p, [c_size_t, c_size_t]),
+    "xnvme_buf_virt_free": (None, [c_void_p]),
+    "xnvme_queue_init": (c_int, [c_void_p, c_uint16, c_int, POINTER(c_void_p)]),
+    "xnvme_queue_term": (c_int, [c_void_p]),
+    "xnvme_queue_poke": (c_int, [c_void_p, c_uint32]),
+    "xnvme_queue_get_cmd_ctx": (_CTX, [c_void_p]),
+    "xnvme_queue_set_cb": (c_int, [c_void_p, xnvme_queue_cb, c_void_p]),
+    "xnvme_nvm_read": (c_int, [_CTX, c_uint32, c_uint64, c_uint16, c_void_p, c_void_p]),
+}
+
+
+class _OwnDeclarations:
+    """The functions above over one library, named as the package names them."""
+
+    xnvme_cmd_ctx = xnvme_cmd_ctx
+    xnvme_queue_cb = xnvme_queue_cb
+
+    def __init__(self, library: ctypes.CDLL, opts: type[ctypes.Structure]) -> None:
+        self.xnvme_opts = opts
+        for name, (restype, arguments) in _FUNCTIONS.items():
+            function = library[name]
+            function.restype = restype
+            function.argtypes = [POINTER(opts) if a == "OPTS" else a for a in arguments]
+            setattr(self, name, function)
+
+
+class Library:
+    """A libxnvme, and what calls it.
+
+    Attributes:
+        path: the file that was loaded.
+        api: its functions and structures by xNVMe's names.
+        layout: ``0.7`` or ``next``: of its options, and of how its interfaces are named.
+        declared_by: whose declarations are used, for messages.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.path = _path_of(library)
+        self._library = library
+        missing = [name for name in _FUNCTIONS if not hasattr(library, name)]
+        if missing:
+            raise BackendUnavailable(f"{self.path} is not a libxnvme of 0.7.5 or later: it lacks {', '.join(missing)}")
+        self.layout = "0.7" if hasattr(library, "xnvme_be_attr_list_bundled") else "next"
+        self.api: Any = _package_over(self.path) if self.layout == "0.7" else None
+        self.declared_by = "the package xnvme"
+        if self.api is None:
+            self.api = _OwnDeclarations(library, xnvme_opts if self.layout == "0.7" else xnvme_opts_next)
+            self.declared_by = "declarations of monai_gds"
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        room = (self.api.xnvme_opts * 8)()  # a library with larger options than declared writes into what follows
+        opts = room[0]
+        self.api.xnvme_opts_set_defaults(ctypes.byref(opts))
+        if (opts.rdwr, opts.nsid, opts.command_timeout) != (1, 1, 30_000_000):
+            raise BackendUnavailable(
+                f"{self.path} lays out its options as neither xNVMe 0.7.5 nor its development branch of 2026 does"
+            )
+
+    def options(self, **fields: str | int | None) -> Any:
+        """``struct xnvme_opts``: the defaults, for reading only, and what is given.
+
+        Args:
+            fields: names as in the structure; None leaves the default.
+        """
+        opts = self.api.xnvme_opts()
+        self.api.xnvme_opts_set_defaults(ctypes.byref(opts))
+        for name, value in {"rdwr": 0, "wronly": 0, "rdonly": 1, **fields}.items():
+            if isinstance(value, str):
+                setattr(opts, name, ctypes.create_string_buffer(os.fsencode(value)))
+            elif value is not None:
+                setattr(opts, name, value)
+        return opts
+
+    def open(self, function: str, path: str, opts: Any) -> Any:
+        """``xnvme_dev_open`` or ``xnvme_file_open``.
+
+        Raises:
+            StorageError: it gave nothing.
+        """
+        handle = getattr(self.api, function)(ctypes.create_string_buffer(os.fsencode(path)), ctypes.byref(opts))
+        if not handle:
+            raise StorageError(errno.EIO, f"{function} of {self.path} could not open it", path)
+        return handle
+
+    def describe(self) -> str:
+        """One line: what was found, and how it is called."""
+        return f"{self.path}, declared by {self.declared_by}, options as in {self.layout}"
+
+    def version(self) -> str:
+        """For instance ``0.7.5``; empty where the library has no such functions."""
+        parts = [getattr(self._library, f"xnvme_ver_{part}", None) for part in ("major", "minor", "patch")]
+        return ".".join(str(part()) for part in parts if part is not None)
+
+    def drivers(self) -> list[str]:
+        """Drivers that it was built with, by xNVMe's names; empty where the library has no list."""
+        listing = _list_0_7 if self.layout == "0.7" else _list_next
+        return listing(self._library)
+
+
+class _Attribute(ctypes.Structure):
+    """``struct xnvme_be_attr``: of 0.7.5, and as far as the name also of the development branch."""
+
+    _fields_: ClassVar = [("name", c_char_p), ("enabled", c_uint8), ("rest", c_uint8 * 15)]
+
+
+class _Attributes(ctypes.Structure):
+    _fields_: ClassVar = [("capacity", c_uint32), ("count", c_int), ("item", _Attribute * 0)]
+
+
+def _list_0_7(library: ctypes.CDLL) -> list[str]:
+    found = POINTER(_Attributes)()
+    if library.xnvme_be_attr_list_bundled(ctypes.byref(found)) or not found:
+        return []
+    first = ctypes.addressof(found.contents) + _Attributes.item.offset
+    items = (_Attribute * found.contents.count).from_address(first)
+    return [os.fsdecode(item.name) for item in items if item.enabled]  # xNVMe's own program does not free it either
+
+
+def _list_next(library: ctypes.CDLL) -> list[str]:
+    get = getattr(library, "xnvme_be_attr_get", None)
+    if get is None:
+        return []
+    get.restype = POINTER(_Attribute)
+    names: list[str] = []
+    while attribute := get(len(names)):
+        names.append(os.fsdecode(attribute.contents.name))
+    return names
+
+
+class Completion(NamedTuple):
+    """How a command ended: its tag, its NVMe status (0 is success), and its result (bytes, except by passthrough)."""
+
+    tag: Any
+    status: int
+    result: int
+
+    def failure(self, *, in_kernel: bool) -> tuple[int, str]:
+        """Returns an errno and a description for a status other than 0.
+
+        Args:
+            in_kernel: the interface transfers as pread does, and reports an errno as a vendor's status code.
+        """
+        code, kind = self.status >> 1 & 0xFF, self.status >> 9 & 0x7
+        if in_kernel and kind == 7:
+            return code, os.strerror(code)
+        return errno.EIO, f"NVMe status code type {kind:#x}, status code {code:#x}"
+
+
+class Device:
+    """A device open for reading, through one of xNVMe's interfaces. Use it from one thread at a time.
+
+    Args:
+        library: libxnvme.
+        uri: a device node, or a PCI address for a driver in user space.
+        interface: one of KERNEL_INTERFACES, PASSTHROUGH, or the name of such a driver.
+        mem: xNVMe's name of an allocator; None for the interface's own.
+        gpu: index of the CUDA device for a driver with buffers on a GPU.
+
+    Attributes:
+        block_size: bytes per logical block.
+        nbytes: size of the device.
+        max_transfer: the most bytes the controller takes in one command.
+
+    Raises:
+        StorageError: it cannot be opened.
+    """
+
+    def __init__(self, library: Library, uri: str, interface: str, mem: str | None, gpu: int | None = None) -> None:
+        self.library, self.uri, self.interface = library, uri, interface
+        self.in_kernel = interface in (*KERNEL_INTERFACES, PASSTHROUGH)
+        self.counts_bytes = interface in KERNEL_INTERFACES
+        self._api = library.api
+        with _opening:
+            before = _descriptors_of(uri) if self.in_kernel else set()
+            self.handle = library.open("xnvme_dev_open", uri, self._options(mem, gpu))
+            try:
+                if self.in_kernel:
+                    _check_read_only(_descriptors_of(uri) - before, uri, direct=self.counts_bytes)
+                geo = self._api.xnvme_dev_get_geo(self.handle).contents
+                self.block_size, self.nbytes = geo.lba_nbytes, geo.tbytes
+                self.max_transfer = geo.mdts_nbytes
+                self.nsid = self._api.xnvme_dev_get_nsid(self.handle)
+                if self.block_size not in (512, 1024, 2048, 4096) or not self.nbytes or not self.max_transfer:
+                    guess = "is it a partition? Name the whole disk"
+                    if mem is not None:
+                        guess = f"does mem={mem!r} give no memory (huge pages that nobody reserved, for instance)?"
+                    raise StorageError(
+                        errno.EINVAL,
+                        f"xNVMe finds no geometry (blocks of {self.block_size} bytes, {self.nbytes} in all): {guess}",
+                        uri,
+                    )
+            except BaseException:
+                self.close()
+                raise
+
+    def _options(self, mem: str | None, gpu: int | None) -> Any:
+        fields: dict[str, str | int | None] = {"mem": mem}
+        if self.library.layout == "next":
+            # "io_uring" there means an NVMe namespace whose synchronous commands go by ioctl; _bdev any block device
+            fields["be"] = f"{self.interface}_bdev" if self.counts_bytes else self.interface
+            fields["gpu_id"] = gpu
+        elif self.in_kernel:
+            # sync "block": by pread, so that thrpool reports bytes and MDTS is not cut to what an ioctl takes
+            fields |= {"be": "linux", "async": self.interface, "sync": "block" if self.counts_bytes else "nvme"}
+        else:
+            fields["be"] = self.interface
+        return self.library.options(direct=int(self.counts_bytes), **fields)
+
+    def alloc(self, nbytes: int) -> int:
+        """The address of a buffer that commands may read into.
+
+        Raises:
+            StorageError: there is no memory left for it.
+        """
+        address = self._api.xnvme_buf_alloc(self.handle, nbytes)
+        if not address:
+            raise StorageError(errno.ENOMEM, f"xnvme_buf_alloc gave no buffer of {nbytes} bytes", self.uri)
+        return int(address)
+
+    def free(self, address: int) -> None:
+        """Frees what :meth:`alloc` gave."""
+        self._api.xnvme_buf_free(self.handle, address)
+
+    def close(self) -> None:
+        """Closes the device; its queues are closed and its buffers freed before."""
+        handle, self.handle = self.handle, None
+        if handle:
+            self._api.xnvme_dev_close(handle)
+
+
+class _Context(NamedTuple):
+    """A command context of a queue: xNVMe's pointer to it, its completion, and the status in that."""
+
+    pointer: Any
+    cpl: Any
+    status: Any
+
+
+class Queue:
+    """A command queue of a device. Use it from one thread at a time.
+
+    Args:
+        device: the device.
+        depth: commands in flight at once, a power of two below 4096.
+
+    Raises:
+        StorageError: the device gives no queue (for instance io_uring where the kernel has it switched off).
+    """
+
+    def __init__(self, device: Device, depth: int) -> None:
+        self._api, self._device, self.depth = device.library.api, device, depth
+        pointer = self._api.xnvme_queue_init.argtypes[3]._type_()
+        code = self._api.xnvme_queue_init(device.handle, depth, 0, ctypes.byref(pointer))
+        if code:
+            raise StorageError(-code, f"xnvme_queue_init with {device.interface}: {os.strerror(-code)}", device.uri)
+        self._queue = pointer
+        self._callback = self._api.xnvme_queue_cb(self._completed)  # xNVMe keeps no reference
+        self._api.xnvme_queue_set_cb(pointer, self._callback, None)
+        # Each context is taken once and kept: making ctypes objects per command would cost as much as the command.
+        self._contexts = [self._context(number) for number in range(1, depth + 1)]
+        self._free = list(range(1, depth + 1))
+        self._tags: list[Any] = [None] * (depth + 1)
+        self._finished: list[int] = []
+
+    def _context(self, number: int) -> _Context:
+        pointer = self._api.xnvme_queue_get_cmd_ctx(self._queue)
+        if not pointer:
+            raise StorageError(errno.ENOMEM, "the queue has fewer contexts than its depth", self._device.uri)
+        command = pointer.contents
+        getattr(command, "async").cb_arg = number
+        return _Context(pointer, command.cpl, command.cpl.status)
+
+    @property
+    def outstanding(self) -> int:
+        """Commands in flight."""
+        return self.depth - len(self._free)
+
+    def read(self, tag: Any, block: int, count: int, address: int) -> bool:
+        """Submits a read of ``count`` blocks from ``block`` into memory at ``address``.
+
+        Returns:
+            False when the queue is full: :meth:`poll`, then try again.
+
+        Raises:
+            StorageError: the command was refused.
+        """
+        if not self._free:
+            return False
+        number = self._free.pop()
+        context = self._contexts[number - 1]
+        context.status.val = context.cpl.result = 0  # contexts are used again, and success does not clear a status
+        self._tags[number] = tag
+        code = self._api.xnvme_nvm_read(context.pointer, self._device.nsid, block, count - 1, address, None)
+        if code == 0:
+            return True
+        self._tags[number] = None
+        self._free.append(number)
+        if code in (-errno.EBUSY, -errno.EAGAIN):
+            return False
+        raise StorageError(-code, f"xnvme_nvm_read of block {block}: {os.strerror(-code)}", self._device.uri)
+
+    def _completed(self, _: Any, number: int) -> None:
+        self._finished.append(number)
+
+    def in_flight(self) -> list[Any]:
+        """The tags of the commands that have not completed."""
+        return [tag for tag in self._tags if tag is not None]
+
+    def poll(self) -> list[Completion]:
+        """The commands that completed since the last call, without waiting.
+
+        Raises:
+            StorageError: the queue is broken.
+        """
+        code = self._api.xnvme_queue_poke(self._queue, 0)
+        if code < 0 and code not in (-errno.EBUSY, -errno.EAGAIN, -errno.EINTR):
+            raise StorageError(-code, f"xnvme_queue_poke: {os.strerror(-code)}", self._device.uri)
+        finished, self._finished = self._finished, []
+        done = []
+        for number in finished:
+            context = self._contexts[number - 1]
+            done.append(Completion(self._tags[number], context.status.val & 0xFFFE, context.cpl.result))
+            self._tags[number] = None
+            self._free.append(number)
+        return done
+
+    def close(self) -> None:
+        """Ends the queue; nothing may be in flight."""
+        queue, self._queue = self._queue, None
+        if queue:
+            self._api.xnvme_queue_term(queue)
+
+
+_opening = threading.Lock()  # a device's own descriptors are those that are there after opening and not before
+
+
+def _descriptors_of(path: str) -> set[int]:
+    """This process's descriptors on one device node."""
+    wanted = os.stat(path)
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.path.samestat(os.fstat(int(name)), wanted):
+                found.add(int(name))
+        except OSError:  # the listing's own descriptor, or one that another thread closed
+            continue
+    return found
+
+
+def _check_read_only(descriptors: set[int], uri: str, *, direct: bool) -> None:
+    """Raises StorageError unless xNVMe opened the device as requested: it falls back silently."""
+    if not descriptors:
+        raise StorageError(errno.EIO, "xNVMe opened it without a descriptor that could be checked", uri)
+    for fd in descriptors:
+        with open(f"/proc/self/fdinfo/{fd}") as info:
+            flags = next(int(line.split()[1], 8) for line in info if line.startswith("flags:"))
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise StorageError(errno.EPERM, "xNVMe opened it for writing, although read-only was requested", uri)
+        if direct and not flags & os.O_DIRECT:
+            raise StorageError(
+                errno.EINVAL,
+                "xNVMe opened it without O_DIRECT, and a buffered read of a device gives stale blocks",
+                uri,
+            )
+
+
+def load() -> Library:
+    """The libxnvme of this machine.
+
+    Raises:
+        BackendUnavailable: there is none, or it does not fit. The message lists what was found, and where.
+    """
+    return _load(os.environ.get(ENVIRONMENT))
+
+
+@lru_cache(maxsize=8)
+def _load(named: str | None) -> Library:
+    if named:
+        try:
+            return Library(ctypes.CDLL(named))
+        except OSError as e:
+            raise BackendUnavailable(f"{ENVIRONMENT} names {named}, which does not load: {e}") from e
+    candidates = [*_NAMES, *_told_by_pkg_config()]
+    for candidate in candidates:
+        try:
+            return Library(ctypes.CDLL(candidate))
+        except OSError:
+            continue
+    raise BackendUnavailable(f"no libxnvme was found ({ENVIRONMENT} is not set; tried {', '.join(candidates)})")
+
+
+def _told_by_pkg_config() -> list[str]:
+    try:
+        told = subprocess.run(["pkg-config", "xnvme", "--variable=libdir"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [os.path.join(told.stdout.strip(), "libxnvme.so")]
+
+
+def _package_over(path: str) -> Any:
+    """The package's bindings, if it is installed and loaded the library at ``path``; else None."""
+    try:
+        api = importlib.import_module("xnvme.ctypes_bindings.api")
+    except (ImportError, AttributeError):  # AttributeError: it found a library that lacks what it expects
+        return None
+    return api if api.is_loaded and _path_of(api._libraries["xnvme"]) == path else None
+
+
+class _DlInfo(ctypes.Structure):
+    _fields_: ClassVar = [("file", c_char_p), ("base", c_void_p), ("symbol", c_char_p), ("address", c_void_p)]
+
+
+def _path_of(library: ctypes.CDLL) -> str:
+    """The file that a library was loaded from."""
+    info = _DlInfo()
+    function = getattr(library, "xnvme_opts_set_defaults", None)
+    if function is None or not ctypes.CDLL(None).dladdr(ctypes.cast(function, c_void_p), ctypes.byref(info)):
+        return str(library._name)
+    return os.path.realpath(os.fsdecode(info.file))

@@ -1,0 +1,40 @@
+"""Tests that a storage backend of another package runs over itself. Needs ``pip install 'monai_gds[testing]'``.
+
+Derive a class, give it a ``backend`` fixture, and run pytest::
+
+    import pytest, torch
+    from monai_gds.testing import BackendContract
+    from mypackage.mydrive import MyDriveBackend
+
+    class TestMyDrive(BackendContract):
+        @pytest.fixture
+        def backend(self):
+            return MyDriveBackend(torch.device("cpu"))
+
+Which class to derive from:
+
+* :class:`BackendContract` for a backend on :class:`monai_gds.storage.blocking.BlockingBackend` or
+  :class:`monai_gds.storage.queue.QueueBackend`: everything that such a backend can get wrong.
+* :class:`FullContract` for a backend that implements ``Backend.start`` itself: also what those two bases promise on
+  behalf of the backends built on them.
+* :class:`WriteContract` in addition, for a backend that overrides ``Backend.write``.
+* :class:`CudaBackendContract` and :class:`CudaFullContract` for CUDA targets. They add streams, and memory that is
+  freed and used again. Their tests carry the marker ``gpu``, which the project's pytest settings must declare.
+
+Two fixtures may be overridden besides: ``storage``, where :class:`monai_gds.storage.Storage` should be made in another
+way than around ``backend``, and ``shared_folder``, where a backend reads from some file systems only.
+"""
+
+try:
+    import hypothesis  # noqa: F401
+    import pytest
+except ImportError as e:
+    raise ImportError(f"monai_gds.testing needs {e.name}: pip install 'monai_gds[testing]'", name=e.name) from e
+
+pytest.register_assert_rewrite("monai_gds.testing.contract", "monai_gds.testing.cuda", "monai_gds.testing.full")
+
+from monai_gds.testing.contract import BackendContract, WriteContract  # noqa: E402
+from monai_gds.testing.cuda import CudaBackendContract, CudaFullContract  # noqa: E402
+from monai_gds.testing.full import FullContract  # noqa: E402
+
+__all__ = ["BackendContract", "CudaBackendContract", "CudaFullContract", "FullContract", "WriteContract"]

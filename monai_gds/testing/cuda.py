@@ -1,0 +1,343 @@
+"""What comes on top for a CUDA target: streams, and memory that changes hands.
+
+The scenarios are functions that return whether the bytes were right. A test takes one safeguard at a time out of
+``staging.py`` and sees that they notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from monai_gds import limits
+from monai_gds.storage import Reads, Storage, open_storage, staging
+from monai_gds.testing.contract import BackendContract
+from monai_gds.testing.full import FullContract
+from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, bytes_of, content
+
+__all__ = ["LONG", "CudaBackendContract", "CudaFullContract", "Scenario"]
+
+#: Clock cycles that keep a stream busy for some tenths of a second: far longer than anything here takes.
+LONG = 600_000_000
+
+#: Gets a storage, a file, its bytes and the stream that uses them; returns whether the bytes were right.
+Scenario = Callable[[Storage, Path, bytes, torch.cuda.Stream], bool]
+
+
+def _sleep(cycles: int) -> None:
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def _stream(storage: Storage) -> torch.cuda.Stream:
+    return torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]
+
+
+def _load(storage: Storage, path: Path, *ranges: tuple[int, int]) -> list[torch.Tensor]:
+    return storage.load(Reads.of(str(path), ranges)).wait()
+
+
+def _fill(storage: Storage, path: Path, offset: int, dest: torch.Tensor) -> None:
+    storage.fill(Reads.of(str(path), [(offset, dest.numel())]), [dest]).wait()
+
+
+def _make_every_slot(storage: Storage) -> None:
+    """Has every staging slot made. Otherwise the host waits for one whose copy is late, and the copies are not late."""
+    pool = staging.staging_pool(storage.device)
+    for slot in [pool.acquire() for _ in range(limits.STAGING_SLOTS)]:
+        pool.release(slot)
+
+
+def handed_over(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.Stream) -> bool:
+    """Whether a consumer sees what it loaded although the copies are late.
+
+    Fails when ``staging.hand_off`` does not make the current stream wait for the copy stream.
+    """
+    nbytes = 9 << 20
+    _make_every_slot(storage)
+    _load(storage, path, (1000, nbytes), (2000, 100))  # other bytes where the next ones will go
+    torch.cuda.synchronize(storage.device)
+    with torch.cuda.stream(staging.copy_stream(storage.device)):
+        _sleep(LONG)
+    with torch.cuda.stream(consumer):
+        seen = [t.clone() for t in _load(storage, path, (1, nbytes), (5, 100))]
+        dest = torch.zeros(nbytes, dtype=torch.uint8, device=storage.device)
+        _fill(storage, path, 2, dest)
+        seen.append(dest.clone())
+    torch.cuda.synchronize(storage.device)
+    return [bytes_of(t) for t in seen] == [data[1 : 1 + nbytes], data[5:105], data[2 : 2 + nbytes]]
+
+
+def handed_over_to_every_stream(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.Stream) -> bool:
+    """Whether each of several streams that wait for the same reads sees them, and keeps them after they are dropped.
+
+    Fails when only the first stream that waits is made to, or only that one is recorded.
+    """
+    nbytes = 9 << 20
+    streams = [consumer, *(_stream(storage) for _ in range(2))]
+    seen = []
+    for i in range(4):
+        pending = storage.load(Reads.of(str(path), [(i, nbytes), (i + 1, nbytes)]))
+        with torch.cuda.stream(staging.copy_stream(storage.device)):
+            _sleep(LONG // 4)
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                tensors = pending.wait()
+                _sleep(LONG // 8)
+                seen += [(i + at, tensor.clone()) for at, tensor in enumerate(tensors)]
+                del tensors
+        del pending
+    torch.cuda.synchronize(storage.device)
+    return all(bytes_of(t) == data[offset : offset + nbytes] for offset, t in seen)
+
+
+def many_slow_consumers_keep_their_data(storage: Storage, paths: Sequence[str], consumer: torch.cuda.Stream) -> bool:
+    """Whether many small files come whole to two streams that use them late and free them at once."""
+    streams = (consumer, _stream(storage))
+    reads = Reads.join([Reads.of(path, [(0, Path(path).stat().st_size)]) for path in paths])
+    seen = []
+    for _ in range(4):
+        pending = storage.load(reads)
+        with torch.cuda.stream(staging.copy_stream(storage.device)):
+            _sleep(LONG // 8)
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                tensors = pending.wait()
+                _sleep(LONG // 8)
+                seen += [(i, tensors[i].clone()) for i in range(number, len(tensors), 2)]
+                del tensors
+        del pending
+    torch.cuda.synchronize(storage.device)
+    sizes = reads.nbytes.tolist()
+    return all(bytes_of(t) == content(sizes[i], i) for i, t in seen)
+
+
+def slow_consumer_keeps_its_data(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.Stream) -> bool:
+    """Whether a consumer that uses and frees each tensor late sees its own bytes and not those of the next load.
+
+    Fails when ``staging.hand_off`` does not record the tensors on the consumer's stream.
+    """
+    nbytes = 12 << 20
+    seen = []
+    with torch.cuda.stream(consumer):
+        for i in range(8):
+            (tensor,) = _load(storage, path, (i * 4096, nbytes))
+            _sleep(LONG // 4)
+            seen.append(tensor.clone())
+            del tensor  # the host is done with it, the stream is not
+    torch.cuda.synchronize(storage.device)
+    return all(bytes_of(t) == data[i * 4096 : i * 4096 + nbytes] for i, t in enumerate(seen))
+
+
+def refilled_after_use(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.Stream) -> bool:
+    """Whether a tensor that is read into again keeps its old bytes for the work that was queued before.
+
+    Fails when ``staging.adopt`` does not make the copy stream wait, and when a backend that writes past that stream
+    does not wait for it.
+    """
+    nbytes = 9 << 20
+    with torch.cuda.stream(consumer):
+        dest = torch.full((nbytes,), 0xA5, dtype=torch.uint8, device=storage.device)
+        _sleep(LONG)
+        before = dest.clone()
+        _fill(storage, path, 3, dest)
+        after = dest.clone()
+    torch.cuda.synchronize(storage.device)
+    return bytes_of(before) == b"\xa5" * nbytes and bytes_of(after) == data[3 : 3 + nbytes]
+
+
+def dropped_destination_is_not_reused(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.Stream) -> bool:
+    """Whether memory of a destination that nobody waited for stays unused until its copy is over.
+
+    Fails when ``staging.adopt`` does not record the destinations on the copy stream.
+    """
+    nbytes = 20 << 20
+    torch.cuda.synchronize(storage.device)
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(consumer):
+        dest = torch.empty(nbytes, dtype=torch.uint8, device=storage.device)
+        with torch.cuda.stream(staging.copy_stream(storage.device)):
+            _sleep(LONG)
+        storage.fill(Reads.of(str(path), [(0, nbytes)]), [dest])
+        del dest
+        storage.close()  # every byte is read, and every copy queued
+        fresh = torch.full((nbytes,), 7, dtype=torch.uint8, device=storage.device)
+    torch.cuda.synchronize(storage.device)
+    return bool((fresh == 7).all())
+
+
+def safe_from_another_backend(storage: Storage, path: Path, data: bytes, consumer: torch.cuda.Stream) -> bool:
+    """Whether what is loaded is safe from copies of another backend into the same memory that are still under way.
+
+    For a backend that writes to the device by itself. Buffers come from the copy stream's pool, and that stream's order
+    protects only what goes through it: such a backend must wait for it, also before it fills a fresh buffer.
+    """
+    nbytes = 20 << 20
+    torch.cuda.synchronize(storage.device)
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(staging.copy_stream(storage.device)):
+        _sleep(LONG)
+    with closing(open_storage("posix", storage.device)) as posix:
+        posix.load(Reads.of(str(path), [(0, nbytes)]))  # nobody waits: the block is free, its copies are not over
+    with torch.cuda.stream(consumer):
+        (seen,) = _load(storage, path, (100, nbytes))
+    torch.cuda.synchronize(storage.device)
+    return bytes_of(seen) == data[100 : 100 + nbytes]
+
+
+@pytest.mark.gpu
+class CudaBackendContract(BackendContract):
+    """What a backend promises for a CUDA target."""
+
+    @pytest.fixture(params=["default stream", "another stream"])
+    def consumer(self, request: pytest.FixtureRequest, storage: Storage) -> torch.cuda.Stream:
+        """The stream that uses what was loaded."""
+        if request.param == "default stream":
+            return torch.cuda.default_stream(storage.device)
+        return _stream(storage)
+
+    @pytest.mark.parametrize(
+        "scenario",
+        [
+            handed_over,
+            handed_over_to_every_stream,
+            slow_consumer_keeps_its_data,
+            refilled_after_use,
+            dropped_destination_is_not_reused,
+            safe_from_another_backend,
+        ],
+        ids=lambda scenario: scenario.__name__,
+    )
+    def test_memory_is_safe(
+        self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream, scenario: Scenario
+    ) -> None:
+        assert scenario(storage, blob, data, consumer), scenario.__doc__
+
+    def test_slow_consumers_of_many_files_keep_their_data(
+        self, storage: Storage, folder: Path, consumer: torch.cuda.Stream
+    ) -> None:
+        paths, _, _ = self.files(folder, [20_000 + i for i in range(150)])
+        assert many_slow_consumers_keep_their_data(storage, paths, consumer)
+
+    def test_fills_host_memory_too(self, storage: Storage, blob: Path, data: bytes) -> None:
+        host, device = torch.zeros(9 << 20, dtype=torch.uint8), self.dest(storage, 9 << 20)
+        self.fill(storage, (blob, 5, host), (blob, 6, device), (blob, 7, host[:0])).wait()
+        assert_bytes(host, data[5 : 5 + (9 << 20)])
+        assert_bytes(device, data[6 : 6 + (9 << 20)])
+
+    def test_leaves_the_current_device_and_stream_alone(self, storage: Storage, blob: Path) -> None:
+        stream = _stream(storage)
+        with torch.cuda.stream(stream):
+            _load(storage, blob, (0, 1 << 20))
+            _fill(storage, blob, 0, self.dest(storage, 100))
+            assert torch.cuda.current_stream(storage.device) == stream
+
+    def test_loads_while_the_default_stream_is_busy(self, storage: Storage, blob: Path, data: bytes) -> None:
+        """Reading ahead must not wait for the training that it runs ahead of."""
+        _load(storage, blob, (0, BLOB_BYTES))
+        busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        _sleep(LONG)
+        busy.record(torch.cuda.default_stream(storage.device))
+        with torch.cuda.stream(_stream(storage)):
+            (tensor,) = _load(storage, blob, (0, BLOB_BYTES))
+            torch.cuda.current_stream(storage.device).synchronize()
+        busy_still = not busy.query()  # type: ignore[no-untyped-call]
+        assert busy_still, "it waited for the default stream"
+        assert_bytes(tensor, data)
+
+
+@pytest.mark.gpu
+class CudaFullContract(CudaBackendContract, FullContract):
+    """What comes on top of :class:`FullContract` for a CUDA target."""
+
+    def test_a_step_runs_on_the_copy_stream_and_its_results_are_handed_over(
+        self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream
+    ) -> None:
+        nbytes = 9 << 20
+        copying = staging.copy_stream(storage.device)
+        on: list[bool] = []
+
+        def step(tensors: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
+            on.append(torch.cuda.current_stream(storage.device) == copying)
+            _sleep(LONG)
+            return [tensor ^ 1 for tensor in tensors]
+
+        seen = []
+        with torch.cuda.stream(consumer):
+            for i in range(3):
+                pending = storage.load(Reads.of(str(blob), [(i, nbytes)]))
+                if i == 2:
+                    self.ended(pending)
+                (tensor,) = pending.then(step).wait()
+                seen.append(tensor.clone())
+                del tensor, pending
+        torch.cuda.synchronize(storage.device)
+        assert on == [True] * 3
+        for i, t in enumerate(seen):
+            assert_bytes(t ^ 1, data[i : i + nbytes])
+
+    def test_loaded_on_one_stream_and_used_on_another(self, storage: Storage, blob: Path, data: bytes) -> None:
+        streams = [_stream(storage) for _ in range(3)]
+        pendings = []
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                pendings.append(storage.load(Reads.of(str(blob), [(i, 9 << 20)])))
+        for i, (stream, pending) in enumerate(zip(reversed(streams), pendings, strict=True)):
+            with torch.cuda.stream(stream):
+                seen = pending.wait()[0].clone()
+            stream.synchronize()
+            assert_bytes(seen, data[i : i + (9 << 20)])
+
+    def test_after_an_error_the_destinations_are_the_callers_again(
+        self, storage: Storage, folder: Path, blob: Path, consumer: torch.cuda.Stream
+    ) -> None:
+        """Copies that were queued before the error was found arrive late."""
+        with torch.cuda.stream(staging.copy_stream(storage.device)):
+            _sleep(LONG)
+        with torch.cuda.stream(consumer):
+            dests = [self.dest(storage, 100_000) for _ in range(12)]
+            missing = (folder / "missing.bin", 0, self.dest(storage, 10))
+            assert list(self.fill(storage, *((blob, 0, d) for d in dests), missing).errors) == [12]
+            for dest in dests:
+                dest.fill_(0x77)
+        torch.cuda.synchronize(storage.device)
+        assert all(bool((d == 0x77).all()) for d in dests)
+
+    def test_many_slow_consumers_in_threads(self, storage: Storage, blob: Path, data: bytes) -> None:
+        nbytes = 3 << 20
+
+        def consume(seed: int) -> None:
+            stream = _stream(storage)
+            seen = []
+            with torch.cuda.device(storage.device), torch.cuda.stream(stream):
+                for i in range(40):
+                    offset = (seed * 40 + i) * 4096
+                    (tensor,) = _load(storage, blob, (offset, nbytes))
+                    _sleep(LONG // 200)
+                    seen.append((offset, tensor.clone()))
+                    del tensor
+            stream.synchronize()
+            for offset, t in seen:
+                assert_bytes(t, data[offset : offset + nbytes])
+
+        with ThreadPoolExecutor(8) as pool:
+            for future in [pool.submit(consume, seed) for seed in range(8)]:
+                future.result()
+
+    def test_writes_tensors_larger_than_a_staging_slot(self, storage: Storage, folder: Path) -> None:
+        data = content(2 * limits.SLOT_BYTES + 4097)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(storage.device)
+        storage.write(str(folder / "file.bin"), [b"head", tensor, tensor[5 : 2 << 20], b"tail"])
+        assert (folder / "file.bin").read_bytes() == b"head" + data + data[5 : 2 << 20] + b"tail"
+
+    def test_writes_what_the_current_stream_is_still_computing(self, storage: Storage, folder: Path) -> None:
+        with torch.cuda.stream(_stream(storage)):
+            tensor = torch.zeros(5 << 20, dtype=torch.uint8, device=storage.device)
+            _sleep(LONG)
+            tensor.fill_(9)
+            storage.write(str(folder / "file.bin"), [b"head", tensor[1:], tensor[:1]])
+        assert (folder / "file.bin").read_bytes() == b"head" + b"\x09" * (5 << 20)

@@ -1,0 +1,118 @@
+"""What the contract's tests have in common: bytes to read, limits to run into, and how to look at what came."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, settings
+
+__all__ = [
+    "BLOB_BYTES",
+    "LENGTHS",
+    "OFFSETS",
+    "assert_bytes",
+    "assert_each",
+    "blob_content",
+    "bytes_of",
+    "content",
+    "descriptors",
+    "error_of",
+    "few_descriptors",
+    "property_test",
+    "without_permission",
+]
+
+#: Bytes around the sizes at which backends change their ways: sectors, pages, pieces.
+LENGTHS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (3 << 20) + 5)
+OFFSETS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (4 << 20) - 1, (8 << 20) - 1, 8 << 20)
+
+#: Bytes of the file that most tests read: more than one piece of any backend, and not a multiple of anything.
+BLOB_BYTES = (20 << 20) + 123
+
+property_test = settings(
+    max_examples=60,
+    deadline=None,
+    # differing_executors: each backend's class inherits the same test, on purpose
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.differing_executors],
+)
+
+
+def content(nbytes: int, seed: int = 0) -> bytes:
+    """Random bytes: no two pages are alike, so bytes from a wrong place do not go unnoticed."""
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+@functools.cache
+def blob_content() -> bytes:
+    """What is in the file that most tests read."""
+    return content(BLOB_BYTES)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes, on the host."""
+    return tensor.cpu().numpy().tobytes()
+
+
+def assert_bytes(tensor: torch.Tensor, expected: bytes, what: str = "a tensor") -> None:
+    """Fails with the place of the first byte that differs, where pytest would write out both sides."""
+    got, wanted = tensor.cpu().numpy(), np.frombuffer(expected, np.uint8)
+    assert len(got) == len(wanted), f"{what} has {len(got)} bytes instead of {len(wanted)}"
+    if not np.array_equal(got, wanted):
+        wrong = np.flatnonzero(got != wanted)
+        raise AssertionError(f"{what}: {len(wrong)} of {len(got)} bytes are wrong, the first at {wrong[0]}")
+
+
+def assert_each(tensors: Sequence[torch.Tensor], expected: Sequence[bytes]) -> None:
+    """As :func:`assert_bytes`, for several."""
+    assert len(tensors) == len(expected)
+    for i, (tensor, wanted) in enumerate(zip(tensors, expected, strict=True)):
+        assert_bytes(tensor, wanted, f"tensor {i} of {len(tensors)}")
+
+
+def descriptors() -> int:
+    """How many descriptors this process has open."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def error_of(action: Callable[[], object]) -> Exception | None:
+    """The exception that ``action`` raises, without its traceback, which would keep tensors alive."""
+    try:
+        action()
+    except Exception as e:
+        return e.with_traceback(None)
+    return None
+
+
+@contextmanager
+def few_descriptors(more: int) -> Iterator[None]:
+    """Lets this process open no more than ``more`` further descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def without_permission(folder: Path) -> Iterator[None]:
+    """Takes the permission to write to ``folder`` from this process, root or not."""
+    folder.chmod(0o555)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(0o755)

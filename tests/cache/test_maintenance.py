@@ -1,0 +1,620 @@
+"""What the commands `monai-gds cache ls`, `verify` and `prune` find in a cache directory, delete, and must not.
+
+How they print it is tested in tests/test_cache_cli.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import zlib
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from monai.data import PersistentDataset
+from monai.transforms import Compose, EnsureTyped, ScaleIntensityd
+
+from monai_gds.cache import header
+from monai_gds.cache.index import FOLDER, Index, IndexEntry
+from monai_gds.cache.maintenance import (
+    Found,
+    check,
+    other_files,
+    pipeline_of,
+    prunable,
+    record_files,
+    remove,
+    survey,
+)
+from monai_gds.cache.sources import Sources
+from monai_gds.dataset import GDSDataset
+from tests.cache.handmade import key_of_version_2, version_1, version_2, write
+from tests.commands import run
+from tests.machines import in_child, shared_folder
+
+EARLIER = Compose([EnsureTyped("image")])
+LATER = Compose([EnsureTyped("image"), ScaleIntensityd("image")])
+
+
+def fill(folder: Path, transform: Any = EARLIER, items: int = 1, **more: Any) -> None:
+    """Caches items that differ."""
+    data = [{"image": torch.full((1, 64, 64), float(i)), **more} for i in range(items)]
+    with GDSDataset(data, transform, folder, "cpu") as dataset:
+        _ = [dataset[i] for i in range(items)]
+
+
+def records(folder: Path) -> set[Path]:
+    return set(folder.glob("*.safetensors"))
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    """The one record of a cache directory."""
+    fill(tmp_path)
+    (record,) = records(tmp_path)
+    return record
+
+
+def flip_last_tensor(record: Path) -> None:
+    """Damages the data, which the header's checksum does not cover."""
+    with record.open("r+b") as file:
+        read = header.read(file.fileno())
+        file.seek(max(t.offset for name, t in read.entries.items() if name != header.ARRAYS))
+        file.write(b"\xff")
+
+
+def state(path: Path) -> list[int]:
+    """Size and mtime, as version 1 kept them of a source."""
+    return [path.stat().st_size, path.stat().st_mtime_ns]
+
+
+def content(path: Path) -> list[Any]:
+    """Size and hash, as version 2 keeps them of a source."""
+    return list(Sources("content", None).identity(str(path)) or ())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prune
+
+
+@pytest.mark.parametrize("damage", [b"", b"no header at all", b"\x08" + bytes(7) + b'{"a":0} '])
+def test_a_damaged_record_is_deleted(record: Path, damage: bytes) -> None:
+    record.write_bytes(damage)
+    done = run("cache", "prune", record.parent)
+    assert done.exit_code == 0
+    assert "1 files" in done.stdout
+    assert not record.exists()
+
+
+def test_files_of_others_are_left_alone(record: Path) -> None:
+    """A training's folder by mistake: its checkpoints, weights and MONAI's own cache stay, and a renamed record."""
+    folder = record.parent
+    torch.save({"epoch": 1}, folder / "checkpoint.pt")
+    safetensors.torch.save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
+    _ = PersistentDataset([{"image": torch.ones(1, 8, 8, 8)}], Compose([EnsureTyped("image")]), folder)[0]
+    (folder / "kept.safetensors").write_bytes(record.read_bytes())
+    before = {path.name for path in folder.iterdir() if path.is_file()}
+    assert len(before) == 5
+    done = run("cache", "prune", "--damaged", folder)
+    assert done.exit_code == 0
+    assert "0 files" in done.stdout
+    assert {path.name for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_a_record_that_was_replaced_meanwhile_stays(record: Path) -> None:
+    """Whoever reads a damaged record computes it anew."""
+    sound = record.read_bytes()
+    record.write_bytes(b"no header at all")
+    (doomed,) = prunable(record.parent, survey(record.parent))
+    record.unlink()
+    record.write_bytes(sound)
+    assert not remove(doomed)
+    assert record.read_bytes() == sound
+    record.unlink()
+    assert not remove(doomed)
+
+
+# Superseded: a source is another
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A source file, outside of the cache directory."""
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "ct.npy"
+    np.save(path, np.zeros(8))
+    return path
+
+
+def pruned(folder: Path, *options: str) -> set[str]:
+    """The names of records that ``prune`` deletes."""
+    before = records(folder)
+    assert run("cache", "prune", *options, folder).exit_code == 0
+    return {path.name for path in before - records(folder)}
+
+
+def test_of_version_1_a_source_with_another_mtime_supersedes(tmp_path: Path, source: Path) -> None:
+    cache = tmp_path / "cache"
+    old = version_1(cache, {"item": "i", "transform": "t", "monai": "1", "sources": {str(source): state(source)}})
+    assert pruned(cache) == set()
+    os.utime(source, ns=(0, 0))
+    assert f"superseded: its source {source} has changed" in run("cache", "prune", "--dry-run", cache).stdout
+    assert pruned(cache) == {old.name}
+
+
+def test_of_version_1_a_folder_counts_with_its_listing(tmp_path: Path, source: Path) -> None:
+    cache = tmp_path / "cache"
+    text = repr([("ct.npy", *state(source))]).encode()
+    listing = [1, int.from_bytes(blake2b(text, digest_size=7).digest(), "little")]
+    old = version_1(cache, {"item": "i", "transform": "t", "sources": {str(source.parent): listing}})
+    assert pruned(cache) == set()
+    (source.parent / "another").touch()
+    assert pruned(cache) == {old.name}
+
+
+def test_of_version_2_a_source_of_another_size_supersedes_and_a_touched_one_does_not(
+    tmp_path: Path, source: Path
+) -> None:
+    cache = tmp_path / "cache"
+    record = version_2(cache, key_of_version_2(**{str(source): content(source)}))
+    os.utime(source, ns=(0, 0))
+    assert pruned(cache, "--check-sources") == set()
+    source.write_bytes(source.read_bytes() + b"more")
+    assert pruned(cache) == {record.name}
+
+
+def test_of_version_2_contents_are_compared_when_asked(tmp_path: Path, source: Path) -> None:
+    cache = tmp_path / "cache"
+    record = version_2(cache, key_of_version_2(**{str(source): content(source)}))
+    np.save(source, np.ones(8))
+    assert pruned(cache) == set()
+    assert pruned(cache, "--check-sources") == {record.name}
+
+
+def test_of_version_2_an_mtime_that_identifies_is_compared(tmp_path: Path, source: Path) -> None:
+    cache = tmp_path / "cache"
+    size, mtime = state(source)
+    record = version_2(cache, key_of_version_2(**{str(source): [size, f"stat:{mtime}"]}))
+    assert pruned(cache, "--check-sources") == set()
+    os.utime(source, ns=(0, 0))
+    assert pruned(cache) == {record.name}
+
+
+@pytest.mark.parametrize("identity", [[-1, "told"], [-1, "ab" * 16], [192, "unreadable:1:2"], [0, "unlisted"]])
+def test_a_source_that_cannot_be_judged_from_here_supersedes_nothing(
+    tmp_path: Path, source: Path, identity: list[Any]
+) -> None:
+    assert source.stat().st_size == 192
+    where = source if identity[0] else source.parent
+    version_2(tmp_path / "cache", key_of_version_2(**{str(where): identity}))
+    assert pruned(tmp_path / "cache", "--check-sources") == set()
+
+
+def test_records_with_missing_sources_go_when_asked(tmp_path: Path, source: Path) -> None:
+    cache = tmp_path / "cache"
+    both = {
+        version_1(cache, {"item": "i", "transform": "t", "sources": {str(source): state(source)}}).name,
+        version_2(cache, key_of_version_2(**{str(source): content(source)})).name,
+    }
+    source.unlink()
+    assert pruned(cache, "--check-sources") == set()
+    assert pruned(cache, "--missing-sources") == both
+
+
+def test_relative_sources_prove_nothing_and_are_counted(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first records had them: from another folder, the path leads to another file or to none."""
+    cache = tmp_path / "cache"
+    for item in "ab":
+        version_1(cache, {"item": item, "transform": "t", "sources": {"ct.npy": [1, 2]}})
+    for folder in (source.parent, tmp_path):
+        monkeypatch.chdir(folder)
+        done = run("cache", "prune", "--missing-sources", cache)
+        assert "2 records name sources by relative paths" in done.stdout
+        assert "0 files" in done.stdout
+
+
+# Superseded: there is a newer record
+
+
+def older_and_newer(older: Path, newer: Path) -> None:
+    os.utime(older, (0, 1_000_000_000))
+    os.utime(newer, (0, 1_000_000_100))
+
+
+def test_a_newer_record_of_the_same_item_sources_and_transforms_supersedes(tmp_path: Path, source: Path) -> None:
+    key = {"item": "i", "transform": "t", "sources": {str(source): state(source)}}
+    older_and_newer(
+        version_1(tmp_path, {**key, "monai": "1"}, "a" * 32), version_1(tmp_path, {**key, "monai": "2"}, "b" * 32)
+    )
+    assert pruned(tmp_path) == {f"{'a' * 32}.safetensors"}
+    sources = {str(source): content(source)}
+    older, newer = (version_2(tmp_path, key_of_version_2(monai=version, **sources)) for version in "12")
+    older_and_newer(older, newer)
+    assert pruned(tmp_path) == {older.name}
+
+
+def test_records_that_differ_by_more_than_that_stay(tmp_path: Path, source: Path) -> None:
+    """Version 1 beside version 2 too: an older monai_gds may still read it."""
+    sources = {str(source): content(source)}
+    version_1(tmp_path, {"item": "item", "transform": "t", "monai": "1.5.1", "sources": {str(source): state(source)}})
+    version_2(tmp_path, key_of_version_2(**sources))
+    version_2(tmp_path, key_of_version_2(item="another", **sources))
+    version_2(tmp_path, key_of_version_2(transform="another", **sources))
+    version_2(tmp_path, key_of_version_2())
+    untracked = key_of_version_2(**sources)
+    untracked["parts"][4] = {"track_meta": False}
+    version_2(tmp_path, untracked)
+    rooted = key_of_version_2(**sources)
+    rooted["parts"][6] = True
+    version_2(tmp_path, rooted)
+    assert len(records(tmp_path)) == 7
+    assert pruned(tmp_path) == set()
+
+
+def test_records_of_version_1_go_when_asked(tmp_path: Path) -> None:
+    old = version_1(tmp_path, {"item": "i", "transform": "t", "sources": {}})
+    version_2(tmp_path, key_of_version_2())
+    assert pruned(tmp_path) == set()
+    assert pruned(tmp_path, "--old-format") == {old.name}
+
+
+# Pipelines
+
+
+def test_a_pipeline_that_was_given_up_goes_when_it_is_named(tmp_path: Path) -> None:
+    fill(tmp_path, EARLIER, 2)
+    earlier = records(tmp_path)
+    fill(tmp_path, LATER, 3)
+    later = records(tmp_path) - earlier
+    assert "0 files" in run("cache", "prune", tmp_path).stdout
+    listed = run("cache", "ls", tmp_path).stdout
+    (digits,) = re.findall(
+        r"^pipeline (\w{8}): 2 records, 0\.\d MB, the newest from [-\d]+ [:\d]+$", listed, re.MULTILINE
+    )
+
+    done = run("cache", "prune", "--pipeline", digits.upper(), "--dry-run", tmp_path)
+    assert "2 files" in done.stdout
+    assert all(str(path) in done.stdout for path in earlier)
+    assert records(tmp_path) == earlier | later
+    assert run("cache", "prune", "--pipeline", digits[:4], tmp_path).exit_code == 0
+    assert records(tmp_path) == later
+
+
+@pytest.mark.parametrize(("digits", "why"), [("abc", "4 or more"), ("", "4 or more"), ("graf", "4 or more")])
+def test_what_names_no_pipeline_is_wrong_usage(record: Path, digits: str, why: str) -> None:
+    done = run("cache", "prune", f"--pipeline={digits}", record.parent)
+    assert done.exit_code == 2
+    assert why in done.output
+    assert record.exists()
+
+
+def test_a_pipeline_that_is_not_there_is_wrong_usage_and_those_that_are_are_named(record: Path) -> None:
+    (found,) = survey(record.parent)
+    other = f"{int(found.pipeline[:8], 16) ^ 1:08x}"
+    done = run("cache", "prune", "--pipeline", other, record.parent)
+    assert done.exit_code == 2
+    assert other in done.output
+    assert found.pipeline[:8] in done.output
+    assert record.exists()
+
+
+def test_digits_of_several_pipelines_name_none() -> None:
+    several = [Found("", 0, pipeline=blake2b(bytes([i % 256, i // 256])).hexdigest()[:32]) for i in range(2000)]
+    prefixes = [found.pipeline[:4] for found in several]
+    twice = next(prefix for prefix in prefixes if prefixes.count(prefix) > 1)
+    with pytest.raises(ValueError, match=f"'{twice}' is the beginning of several pipelines: {twice}.*, {twice}"):
+        pipeline_of(several, twice)
+
+
+def test_records_whose_transforms_are_no_part_of_the_key_have_no_pipeline(tmp_path: Path) -> None:
+    with GDSDataset([{"image": torch.ones(1)}], EARLIER, tmp_path, "cpu", hash_transform=None) as dataset:
+        _ = dataset[0]
+    assert "pipeline -: 1 records" in run("cache", "ls", tmp_path).stdout
+    done = run("cache", "prune", "--pipeline", "abcd", tmp_path)
+    assert done.exit_code == 2
+    assert "name none" in done.output
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify
+
+
+def test_damage_is_counted_and_prune_damaged_deletes_it(tmp_path: Path) -> None:
+    fill(tmp_path, items=3)
+    victim = min(records(tmp_path))
+    flip_last_tensor(victim)
+    (tmp_path / "notes.txt").write_text("mine")
+    safetensors.torch.save_file({"weight": torch.ones(4)}, tmp_path / "model.safetensors")
+
+    done = run("cache", "verify", tmp_path)
+    assert done.exit_code == 1
+    assert f"{victim}: the bytes of 'image' do not match" in done.stdout
+    assert "3 records, 1 damaged; 2 other files\n" in done.stdout
+    assert "model.safetensors:" not in done.stdout
+    assert "computed anew when" in done.stdout
+    assert f"monai-gds cache prune --damaged {tmp_path}" in done.stdout
+
+    assert "0 files" in run("cache", "prune", tmp_path).stdout  # it reads headers only
+    assert "1 files" in run("cache", "prune", "--damaged", "--dry-run", tmp_path).stdout
+    assert victim.exists()
+    assert "1 files" in run("cache", "prune", "--damaged", tmp_path).stdout
+    assert not victim.exists()
+    done = run("cache", "verify", tmp_path)
+    assert (done.exit_code, done.stdout) == (0, "2 records, 0 damaged; 2 other files\n")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".v2.safetensors"])
+def test_a_record_of_a_newer_version_is_not_damage_and_stays(tmp_path: Path, suffix: str) -> None:
+    record = write(tmp_path / f"{'a' * 32}{suffix}", 3, {})
+    done = run("cache", "verify", record.parent)
+    assert done.exit_code == 1
+    assert "format version 3" in done.stdout
+    assert "1 records, 0 damaged, 1 that cannot be checked\n" in done.stdout
+    assert "prune" not in done.stdout
+    assert "0 files" in run("cache", "prune", "--damaged", "--old-format", record.parent).stdout
+    assert record.exists()
+
+
+@pytest.mark.parametrize("how", ["swapped", "copied", "linked", "hard linked", "as version 1", "as version 2"])
+def test_a_record_under_another_name_is_damaged(tmp_path: Path, how: str) -> None:
+    a, b = version_2(tmp_path, key_of_version_2("a")), version_2(tmp_path, key_of_version_2("b"))
+    assert [check(path).problem for path in (a, b)] == ["", ""]  # type: ignore[union-attr]
+    other = tmp_path / f"{'c' * 32}.v2.safetensors"
+    wrong = {other.name}
+    if how == "swapped":
+        a.rename(tmp_path / "x")
+        b.rename(a)
+        (tmp_path / "x").rename(b)
+        wrong = {a.name, b.name}
+    elif how == "copied":
+        other.write_bytes(a.read_bytes())
+    elif how == "linked":
+        other.symlink_to(a)
+    elif how == "hard linked":
+        os.link(a, other)
+    elif how == "as version 1":
+        other = tmp_path / a.name.replace(".v2", "")
+        other.write_bytes(a.read_bytes())
+        wrong = {other.name}
+    else:
+        version_1(tmp_path, {"item": "i", "transform": "t", "sources": {}}, name="c" * 32 + ".v2")
+    assert {found.name for found in survey(tmp_path) if found.damaged} == wrong
+    assert {found.name for found in map(check, records(tmp_path)) if found and found.damaged} == wrong
+    assert run("cache", "verify", "--summary", tmp_path).stdout.startswith(
+        f"{len(records(tmp_path))} records, {len(wrong)} damaged"
+    )
+    assert pruned(tmp_path) == wrong
+
+
+#: Keys that no version wrote, as JSON: whatever the version of the record, of version 1, of version 2.
+ODD = ["[]", "1", "null", '"text"', "NaN", "{", "[" * 50_000, '{"sources": []}', '{"sources": {"/a": 1}}']
+ODD_1 = [
+    '{"item": 3, "sources": {}}',
+    '{"item": "i", "transform": null, "sources": {}}',
+    '{"item": ["x"], "transform": {}, "sources": {}}',
+    '{"item": "i", "transform": "t", "sources": "text"}',
+    '{"item": "i", "transform": "t", "sources": {"/a": [1]}}',
+    '{"item": "i", "transform": "t", "sources": {"/a": [1, 2, 3]}}',
+    '{"item": "i", "transform": "t", "sources": {"/a": [NaN, 1]}}',
+    '{"item": "i", "transform": "t", "sources": {"": []}}',
+    '{"item": "i", "transform": "t", "sources": {"/a": [' + "9" * 5000 + ", 1]}}",
+]
+ODD_2 = [
+    '{"a": 1}',
+    '{"parts": [], "item": "i", "pipeline": "", "sources": {}}',  # not what the file is called after
+    '{"parts": {}, "item": "i", "pipeline": "", "sources": {}}',
+    '{"parts": [1], "item": 1, "pipeline": "", "sources": {}}',
+    '{"parts": [1], "item": "i", "pipeline": [], "sources": {}}',
+    '{"parts": [1], "item": "i", "pipeline": "\\u001b", "sources": {}}',
+    '{"parts": [1], "item": "i", "pipeline": "", "sources": [1]}',
+    '{"parts": [1], "item": "i", "pipeline": "", "sources": {"/a": [1.5, ""]}}',
+    '{"parts": [1], "item": "i", "pipeline": "", "sources": {"/a": [1, []]}}',
+    *(
+        '{"parts": [' + "[" * n + "]" * n + '], "item": "i", "pipeline": "", "sources": {}}'
+        for n in range(800, 1000, 8)
+    ),
+]
+VERSION_AND_KEY = [*((1, key) for key in ODD + ODD_1), *((2, key) for key in ODD + ODD_2)]
+
+
+@pytest.mark.parametrize(("version", "key"), VERSION_AND_KEY, ids=lambda value: str(value)[:60])
+def test_an_odd_key_costs_its_own_row_only(tmp_path: Path, version: int, key: str) -> None:
+    sound = version_2(tmp_path, key_of_version_2())
+    odd = write(tmp_path / f"{'a' * 32}{header.VERSIONS[version]}", version, key)
+    for options in (["ls"], ["ls", "--json"], ["ls", "--sort", "source"], ["verify"], ["prune", "--dry-run"]):
+        done = run("cache", *options, tmp_path)
+        assert sound.name in done.stdout or options[0] in ("verify", "prune")
+        assert done.stderr == ""
+    assert {found.name for found in survey(tmp_path, Index(tmp_path)) if found.damaged} == {odd.name}
+    assert pruned(tmp_path) == {odd.name}
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *(("dtype", bad) for bad in ("F31", None, [])),
+        *(("shape", bad) for bad in ([4, -256], None, ["4", 256], [1024.0], [[4], 256])),
+        *(("data_offsets", bad) for bad in ([0], [0, 4095], "ab", [None, 1], [1, 4097], [0.0, 4096.0], None)),
+    ],
+)
+def test_an_odd_entry_is_damage(tmp_path: Path, name: str, bad: Any) -> None:
+    record = version_2(tmp_path, key_of_version_2())
+    data = record.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    told = json.loads(data[8 : 8 + length])
+    told["image"][name] = bad
+    text = bytearray(json.dumps(told, separators=(",", ":")).encode().ljust(length))
+    text[33:41] = b"00000000"
+    text[33:41] = b"%08x" % zlib.crc32(text)
+    record.write_bytes(data[:8] + text + data[8 + length :])
+    (found,) = survey(tmp_path)
+    assert found.damaged, found
+
+
+def test_any_flipped_bit_of_a_header_is_damage(tmp_path: Path) -> None:
+    record = version_2(tmp_path, key_of_version_2())
+    data = record.read_bytes()
+    for at in [*range(64), *range(64, 4096, 97)]:
+        record.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        (found,) = survey(tmp_path)
+        assert found.damaged, at
+    for length in [*range(64), *range(64, len(data), 97)]:
+        record.write_bytes(data[:length])
+        (found,) = survey(tmp_path)
+        assert found.damaged, length
+
+
+def test_dtypes_are_those_that_records_are_written_with() -> None:
+    from monai_gds.cache.codecs import DTYPE_NAMES
+
+    assert {name: (str(dtype)[6:], dtype.itemsize) for dtype, name in DTYPE_NAMES.items()} == header.DTYPES
+
+
+def test_a_failing_disk_is_damage_and_a_lack_of_memory_is_not(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, damaged in ((errno.EIO, True), (errno.ENOMEM, False), (errno.EMFILE, False), (errno.ESTALE, False)):
+
+        def fail(*_: Any, code: int = code) -> bytes:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pread", fail)
+            found = check(record)
+        assert found is not None
+        assert (found.damaged, bool(found.problem)) == (damaged, True)
+
+
+def test_records_that_one_may_not_read_are_no_damage_and_stay() -> None:
+    """In a group's folder, another user's records."""
+    with shared_folder() as folder:
+        fill(folder)
+        (record,) = records(folder)
+        record.chmod(0o600)
+        verified, pruned = in_child(
+            lambda: [run("cache", *command, folder).stdout for command in (["verify"], ["prune", "--damaged"])],
+            nobody=True,
+        )
+        assert "1 records, 0 damaged, 1 that cannot be checked" in verified
+        assert "0 files" in pruned
+        assert record.exists()
+
+
+def test_a_record_deleted_while_it_is_looked_at_is_no_damage(record: Path) -> None:
+    record.unlink()
+    assert check(record) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ls: with an index and without
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose headers are read from now on."""
+    from monai_gds.cache import maintenance
+
+    names: list[str] = []
+    look = maintenance._look
+    monkeypatch.setattr(
+        maintenance, "_look", lambda path, *more: names.append(os.path.basename(path)) or look(path, *more)
+    )
+    return names
+
+
+def without_key(found: list[Found]) -> list[Found]:
+    """What an index tells of records, too."""
+    return [replace(one, same="", inode=0) for one in found]
+
+
+def test_headers_are_read_once_and_then_the_index_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = {version_1(tmp_path, {"item": "i", "transform": "t", "sources": {"/a": [1, 2]}}).name}
+    both.add(version_2(tmp_path, key_of_version_2(**{"/b": [1, "x"]})).name)
+    plain = survey(tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+    names = looked_at(monkeypatch)
+    first = survey(tmp_path, Index(tmp_path))
+    assert set(names) == both
+    names.clear()
+    second = survey(tmp_path, Index(tmp_path))
+    assert names == []
+    assert without_key(second) == without_key(first) == without_key(plain)
+
+
+def test_a_record_that_is_not_as_noted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [version_2(tmp_path, key_of_version_2(item)) for item in "abc"]
+    survey(tmp_path, Index(tmp_path))
+    names = looked_at(monkeypatch)
+    os.utime(paths[0], (2e9, 2e9))
+    made = paths[1].stat().st_mtime_ns
+    with paths[1].open("ab") as file:
+        file.write(b"x")
+    os.utime(paths[1], ns=(made, made))  # the size alone tells
+    new = version_2(tmp_path, key_of_version_2("d"))
+    found = {one.name: one for one in survey(tmp_path, Index(tmp_path))}
+    assert set(names) == {paths[0].name, paths[1].name, new.name}
+    assert [path.name for path in paths if found[path.name].damaged] == [paths[1].name]
+    names.clear()
+    survey(tmp_path, Index(tmp_path))
+    assert names == [paths[1].name]  # what is damaged is not noted
+
+
+def test_a_record_whose_mtime_was_set_back_is_not_noted_again_and_again(tmp_path: Path) -> None:
+    record = version_2(tmp_path, key_of_version_2())
+    survey(tmp_path, Index(tmp_path))
+    (facts,) = (tmp_path / FOLDER).iterdir()
+    os.utime(record, (0, 0))
+    (found,) = survey(tmp_path, Index(tmp_path))
+    assert found.mtime_ns == 0
+    assert list((tmp_path / FOLDER).iterdir()) == [facts]
+
+
+def test_swapped_records_are_found_in_spite_of_the_index(tmp_path: Path) -> None:
+    a, b = version_2(tmp_path, key_of_version_2("a")), version_2(tmp_path, key_of_version_2("b"))
+    survey(tmp_path, Index(tmp_path))
+    a.rename(tmp_path / "x")
+    b.rename(a)
+    (tmp_path / "x").rename(b)
+    assert [found.damaged for found in survey(tmp_path, Index(tmp_path))] == [True, True]
+
+
+def test_prune_believes_no_index(tmp_path: Path, source: Path) -> None:
+    """It may be wrong, or somebody else's doing: a record is deleted for what its own header tells."""
+    record = version_2(tmp_path, key_of_version_2(**{str(source): content(source)}))
+    (found,) = survey(tmp_path)
+    digest = record.name[:32]
+    wrong = IndexEntry(digest, "i", "beef0123", found.nbytes, found.mtime_ns, (), {str(source): (1, "x")}, 2)
+    Index(tmp_path).note_record(wrong)
+    assert run("cache", "ls", "--json", tmp_path).stdout.count("beef0123") == 2
+    assert pruned(tmp_path, "--missing-sources") == set()
+    assert run("cache", "prune", "--pipeline", "beef0123", tmp_path).exit_code == 2
+
+
+def test_looking_at_another_users_cache_leaves_nothing_in_it() -> None:
+    with shared_folder() as folder:
+        folder.chmod(0o777)
+        version_2(folder, key_of_version_2())
+        in_child(lambda: run("cache", "ls", folder), nobody=True)
+        assert not (folder / FOLDER).exists()
+        run("cache", "ls", folder)
+        assert (folder / FOLDER).exists()
+
+
+def test_a_folder_without_records_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for command in ("ls", "verify", "prune"):
+        assert run("cache", command, tmp_path).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_links_in_circles_and_folders_are_no_records(tmp_path: Path) -> None:
+    for i, make in enumerate([lambda p: p.symlink_to(p), Path.mkdir, lambda p: p.symlink_to("nowhere"), os.mkfifo]):
+        make(tmp_path / f"{i:032x}.v2.safetensors")
+    assert survey(tmp_path) == [] == record_files(tmp_path) == other_files(tmp_path)

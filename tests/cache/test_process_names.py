@@ -1,0 +1,18 @@
+"""Names of processes: whether the process that wrote a file still runs."""
+
+from __future__ import annotations
+
+from monai_gds.cache.process_names import still_runs, this_process
+from tests.machines import in_child
+
+
+def test_a_process_runs_until_it_has_ended() -> None:
+    assert still_runs(this_process()) is True
+    child = in_child(this_process)
+    assert child != this_process()
+    assert still_runs(child) is False
+    place, pid, start = this_process().split(".")
+    assert still_runs(f"{place}.{pid}.{int(start) + 1}") is False
+    assert still_runs(f"0a0b0c0d-1.{pid}.{start}") is None
+    for text in ("", "x", f"{place}.{pid}", f"{place}.{pid}.{start}.0", f"{place}.../../etc.{start}", "unknown.1.None"):
+        assert still_runs(text) is None

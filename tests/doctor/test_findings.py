@@ -1,0 +1,295 @@
+"""The doctor's findings on machines laid out in a folder."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monai_gds import doctor as doctor_package
+from monai_gds.doctor import Diagnosis, Status, examine, findings, probes
+from monai_gds.doctor.isolation import Answer
+from monai_gds.doctor.machine import Machine
+from tests.doctor.laid import CLOSED_DRIVER, Laid, answers
+from tests.machines import mounted_tmpfs
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "advice"),
+    [
+        ("tmpfs", "0:40", "memory"),
+        ("overlay", "0:41", "--volume"),
+        ("nfs4", "0:42", "another machine"),
+        ("ext4", "259:3", ""),
+    ],
+)
+def test_file_systems_that_do_not_suit_a_cache(laid: Laid, kind: str, number: str, advice: str) -> None:
+    laid.mount(kind, number)
+    found = laid.findings(answers())["directory"]
+    assert advice in found.remedy
+    assert found.status is (Status.NOTE if advice else Status.OK)
+
+
+@pytest.mark.parametrize(("name", "advice"), [("sda", "spinning"), ("vda", "")])
+def test_a_spinning_disk_is_told_and_a_virtual_one_is_not_believed(laid: Laid, name: str, advice: str) -> None:
+    laid.mount("ext4", "8:0", f"/dev/{name}")
+    laid.drive("8:0", name, rotates=True)
+    assert advice in laid.findings(answers())["directory"].remedy
+    assert bool(laid.findings(answers())["directory"].remedy) == bool(advice)
+
+
+# The GPU.
+
+
+def test_a_gpu_with_its_driver(laid: Laid) -> None:
+    laid.with_gpu()
+    found = laid.findings(answers())["gpu"]
+    assert found.status is Status.OK
+    for words in ("H100", "79 GiB", "580.65.06", "open kernel modules"):
+        assert words in found.found
+
+
+def test_without_a_driver_nothing_is_wrong(laid: Laid) -> None:
+    found = laid.findings(answers(gpu=False))
+    assert (found["gpu"].status, found["gpu"].remedy) == (Status.MISSING, "")
+    for name in ("nvidia-fs", "p2pdma", "udev", "cufile", "kvikio"):
+        assert found[name].status is Status.UNUSED, name
+    assert Diagnosis(laid.machine.place(laid.cache), "cpu", tuple(found.values())).works
+
+
+@pytest.mark.parametrize(
+    ("values", "environment", "remedy"),
+    [
+        ({"cuda": None, "version": "2.13.0+cpu"}, {}, "built without CUDA"),
+        ({}, {"CUDA_VISIBLE_DEVICES": ""}, "unset"),
+        ({"problem": "CUDA driver version is insufficient"}, {}, "insufficient"),
+    ],
+)
+def test_why_torch_sees_no_gpu(laid: Laid, values: dict[str, Any], environment: dict[str, str], remedy: str) -> None:
+    laid.with_gpu()
+    laid.environment |= environment
+    told = answers()
+    told["torch"] = Answer({**told["torch"].values, "devices": [], "target": "cpu", **values})
+    found = laid.findings(told)["gpu"]
+    assert found.status is Status.NOTE
+    assert remedy in found.remedy
+
+
+# cuFile.
+
+
+def test_udev_knows_the_drive(laid: Laid) -> None:
+    laid.with_gpu()
+    laid.on_nvme()
+    laid.file("run/udev/data/b259:3", "I:1\nE:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\nS:disk/by-id/x\n")
+    assert laid.findings(answers())["udev"].status is Status.OK
+
+
+def test_without_udev_its_entry_can_be_made_as_the_remedy_says(laid: Laid) -> None:
+    laid.with_gpu()
+    laid.on_nvme()
+    found = laid.findings(answers())["udev"]
+    assert found.status is Status.MISSING
+    assert "refuses" in found.found
+    assert found.remedy.startswith("of use once there is nvidia-fs or P2PDMA: as root: ")
+    laid.file("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
+    remedy = laid.findings(answers())["udev"].remedy
+    command = remedy.removeprefix("as root: ").replace("/run/udev", f"{laid.root}/run/udev")
+    subprocess.run(command, shell=True, check=True)
+    assert laid.findings(answers())["udev"].status is Status.OK
+
+
+def test_an_entry_without_a_file_system_is_not_enough(laid: Laid) -> None:
+    """As of a partitioned drive, or of one that was formatted behind udev's back."""
+    laid.with_gpu()
+    laid.on_nvme()
+    laid.file("run/udev/data/b259:3", "E:ID_PART_TABLE_TYPE=gpt\n")
+    found = laid.findings(answers())["udev"]
+    assert found.status is Status.MISSING
+    assert "259:3" in found.found
+
+
+def test_a_file_system_without_a_device_is_nothing_for_cufile(laid: Laid) -> None:
+    laid.with_gpu()
+    laid.mount("tmpfs", "0:40", "tmpfs")
+    found = laid.findings(answers())["udev"]
+    assert found.status is Status.MISSING
+    assert "XFS" in found.remedy
+
+
+def test_a_container_is_told_what_to_be_started_with(laid: Laid) -> None:
+    laid.with_gpu()
+    laid.file(".dockerenv")
+    laid.mount("overlay", "0:41", "overlay")
+    laid.mount("tmpfs", "0:42", "shm", "rw,size=65536k")
+    shm = (laid.root / "proc/self/mountinfo").read_text().splitlines()[-1].replace(str(laid.cache), "/dev/shm")
+    laid.file("proc/self/mountinfo", f"40 22 0:41 / / rw - overlay overlay rw\n{shm}\n")
+    laid.file("proc/self/limits", "Max locked memory         8388608              8388608              bytes     \n")
+    laid.file("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
+    remedy = laid.findings(answers())["container"].remedy
+    for option in ("/run/udev:/run/udev:ro", "memlock=-1", "--ipc=host", "NVIDIA_GDS=enabled", "/cache"):
+        assert option in remedy
+    assert "--gpus" not in remedy
+    assert "--gpus=all" in laid.findings(answers(gpu=False))["container"].remedy
+
+
+def test_a_container_in_order_needs_nothing(laid: Laid) -> None:
+    laid.with_gpu()
+    laid.file(".dockerenv")
+    laid.on_nvme()
+    laid.file("run/udev/data/b259:3", "E:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\n")
+    laid.file("proc/self/limits", "Max locked memory         unlimited            unlimited            bytes     \n")
+    found = laid.findings(answers())["container"]
+    assert (found.status, found.remedy) == (Status.OK, "")
+
+
+def test_nvidia_fs(laid: Laid) -> None:
+    laid.with_gpu()
+    assert laid.findings(answers())["nvidia-fs"].status is Status.MISSING
+    laid.file("proc/modules", "nvidia_fs 258048 0 - Live 0x0000000000000000 (OE)\n")
+    found = laid.findings(answers())["nvidia-fs"]
+    assert found.status is Status.NOTE
+    assert "modprobe" in found.remedy
+    laid.file("dev/nvidia-fs0")
+    laid.file("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
+    found = laid.findings(answers())["nvidia-fs"]
+    assert (found.status, found.details["version"]) == (Status.OK, "2.25.7")
+
+
+def test_p2pdma_says_each_thing_that_is_missing(laid: Laid) -> None:
+    laid.with_gpu(CLOSED_DRIVER)
+    found = laid.findings(answers())["p2pdma"]
+    assert found.status is Status.MISSING
+    for missing in ("an NVMe drive", "in the kernel", "open kernel modules", "cuFile's setting"):
+        assert missing in found.found
+    laid.with_gpu()
+    laid.on_nvme()
+    laid.ready_for_p2pdma()
+    assert laid.findings(answers())["p2pdma"].status is Status.OK
+    laid.file("etc/cufile.json", '{"properties": {\n // "use_pci_p2pdma": true\n}}')
+    assert "use_pci_p2pdma" in laid.findings(answers())["p2pdma"].remedy
+    laid.environment["CUFILE_USE_PCIP2PDMA"] = "true"
+    found = laid.findings(answers())["p2pdma"]
+    assert found.status is Status.OK
+    assert "KVIKIO_COMPAT_MODE=OFF" in found.remedy
+    laid.environment["KVIKIO_COMPAT_MODE"] = "off"
+    assert laid.findings(answers())["p2pdma"].remedy == ""
+
+
+def test_what_cufile_did_when_it_was_tried(laid: Laid) -> None:
+    laid.with_gpu()
+    laid.on_nvme()
+    laid.file("run/udev/data/b259:3", "E:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\n")
+    assert laid.findings(answers())["cufile"].status is Status.MISSING
+
+    log = "NOTICE  cufio:293 cuFileHandleRegister GDS not supported, using cuFile posix read/write with compat mode"
+    found = laid.findings(answers(cufile=Answer({"log": [log]})))["cufile"]
+    assert (found.status, found.details["compatibility_mode"]) == (Status.NOTE, True)
+    found = laid.findings(answers(cufile=Answer({"log": []})))["cufile"]
+    assert (found.status, found.details["compatibility_mode"]) == (Status.OK, False)
+
+    refused = Answer(
+        {"log": ["NOTICE  x", "ERROR  cufio-udev:67 udev property not found: ID_FS_USAGE vda"]}, "not registered"
+    )
+    found = laid.findings(answers(cufile=refused))["cufile"]
+    assert found.status is Status.MISSING
+    assert "not registered" in found.found
+    assert "ID_FS_USAGE" in found.found
+
+
+def test_cufile_is_tried_without_kvikio_s_own_ways_and_its_log_is_read(
+    laid: Laid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(probe: Any, environment: Mapping[str, str] | None = None, **_: Any) -> Answer:
+        if "cufile" in getattr(probe, "args", ()):
+            assert environment is not None
+            assert environment["KVIKIO_COMPAT_MODE"] == "OFF"
+            Path(environment["CUFILE_LOGFILE_PATH"]).write_text("ERROR  cufio-udev:67 udev property not found\n")
+            return Answer({}, "file descriptor is not registered")
+        known = {probes.torch: answers()["torch"], probes.default: answers()["default"]}
+        return known.get(getattr(probe, "func", None), Answer({}, "not here"))
+
+    laid.with_gpu()
+    monkeypatch.setattr(doctor_package, "ask", ask)
+    report = examine(laid.cache, machine=laid.machine)
+    found = {finding.name: finding for finding in report.findings}["cufile"]
+    assert "file descriptor is not registered" in found.found
+    assert found.details["log"] == ["ERROR  cufio-udev:67 udev property not found"]
+    assert report.works
+    assert list(laid.cache.iterdir()) == []
+
+
+# The other rows.
+
+
+def test_a_backend_says_its_reason_and_remedy(laid: Laid) -> None:
+    told = {"ok": False, "of_use": True, "reason": "no compiler", "remedy": "install g++"}
+    found = laid.findings(answers(**{"backend deepnvme": Answer(told)}))["deepnvme"]
+    assert (found.status, found.found, found.remedy) == (Status.MISSING, "no compiler", "install g++")
+
+
+def test_a_directory_that_takes_no_files_is_a_failure(laid: Laid) -> None:
+    found = laid.findings(answers(), unwritable="Read-only file system")
+    assert found["directory"].status is Status.FAILED
+    assert "Read-only file system" in found["directory"].found
+    assert found["default"].status is Status.FAILED
+
+
+def test_a_default_that_does_not_work_is_a_failure(laid: Laid) -> None:
+    found = laid.findings(answers(default=Answer({}, "no space left")))["default"]
+    assert found.status is Status.FAILED
+    assert "no space left" in found.found
+
+
+def test_a_small_file_system_is_not_one_of_zero_gigabytes(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 30 << 20) as small:
+        found = findings.directory(Machine().place(small), "").found
+    assert "of 31.5 MB free" in found
+
+
+def test_what_to_install_for_dali_is_a_remedy(laid: Laid) -> None:
+    told = Answer({}, "NVIDIA DALI cannot be imported (No module named 'nvidia'): pip install 'monai_gds[dali-cuda12]'")
+    found = laid.findings(answers(dali=told))["dali"]
+    assert found.found == "NVIDIA DALI cannot be imported (No module named 'nvidia')"
+    assert found.remedy == "pip install 'monai_gds[dali-cuda12]'"
+
+
+def test_io_uring(laid: Laid) -> None:
+    assert laid.findings(answers(io_uring=Answer({"files": 64})))["io_uring"].status is Status.OK
+    refused = answers(io_uring=Answer({}, "[Errno 1] Operation not permitted"))
+    found = laid.findings(refused)["io_uring"]
+    assert found.status is Status.MISSING
+    assert "Operation not permitted" in found.found
+    laid.file(".dockerenv")
+    assert "seccomp" in laid.findings(refused)["io_uring"].remedy
+    laid.file("proc/sys/kernel/io_uring_disabled", "2\n")
+    assert "sysctl" in laid.findings(refused)["io_uring"].remedy
+
+
+def test_a_disk_that_cannot_be_read_shows_its_remedy(laid: Laid) -> None:
+    library = Answer({"version": "0.7.5", "drivers": [], "found": "/lib/libxnvme.so"})
+    told = {"kind": "ext4", "disk": "/dev/vda", "readable": False, "problem": "Operation not permitted",
+            "remedy": "run as root"}  # fmt: skip
+    found = laid.findings(answers(libxnvme=library, blocks=Answer(told)))["blocks"]
+    assert (found.status, found.found) == (Status.MISSING, "blocks of /dev/vda cannot be read: Operation not permitted")
+    assert found.remedy == "run as root"
+    readable = {**told, "readable": True, "problem": ""}
+    assert laid.findings(answers(libxnvme=library, blocks=Answer(readable)))["blocks"].status is Status.OK
+
+
+def test_a_torch_that_does_not_answer_is_a_failure(laid: Laid) -> None:
+    found = laid.findings({"torch": Answer({}, "no answer within 120 seconds")})
+    assert found["torch"].status is Status.FAILED
+    assert "no answer" in found["torch"].found
+
+
+def test_speed(laid: Laid) -> None:
+    told = {"bytes": 1 << 29, "write": 1.2, "backend": "posix", "cold": None, "cold_problem": "Invalid argument",
+            "warm": 12.0, "warm_problem": ""}  # fmt: skip
+    words = laid.findings(answers(speed=Answer(told)))["speed"].found
+    assert "512 MiB" in words
+    assert "not measured, Invalid argument" in words
+    assert "12.00 GB/s" in words

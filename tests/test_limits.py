@@ -1,0 +1,126 @@
+"""Sizes and budgets are on one page, ``monai_gds/limits.py``; what may be elsewhere is listed here, with the reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monai_gds import limits
+from tests.machines import ROOT
+
+PACKAGE = ROOT / "monai_gds"
+
+#: The wings keep their own limits; the others are tools around the library.
+EXEMPT = ("limits.py", "storage/deepnvme/", "storage/xnvme/", "bench/", "doctor/", "testing/")
+
+#: Constants that look like limits, by file and name.
+ALLOWED = {
+    # the file format
+    ("cache/record.py", "LARGE"): "which tensors are aligned",
+    ("cache/codecs.py", "MAX_DEPTH"): "nesting that a record may have",
+    ("cache/single_flight.py", "_MOST_BYTES"): "more than a lease has",
+    ("imagenet/listing.py", "MAX_CLASSES"): "labels are int32",
+    # interfaces of the kernel and of the processor
+    ("huge_pages.py", "HUGE"): "the size of a huge page",
+    ("storage/uring.py", "_OFFSET_SQES"): "linux/io_uring.h",
+    ("storage/uring.py", "_WORD"): "the ring counts in 32 bits",
+    ("cache/checksum.py", "_MASK"): "sums are modulo 2**64",
+    ("cache/source_names.py", "_MOST_CHARACTERS"): "the kernel's PATH_MAX",
+    # times, and patience
+    ("cache/source_clock.py", "_TICK"): "nanoseconds",
+    ("cache/source_clock.py", "_CLOCKS_DIFFER"): "nanoseconds",
+    ("engines.py", "_MONTH"): "seconds",
+    ("populate.py", "_PATIENCE_ITEMS"): "a time, in mean times per item",
+    # text
+    ("naming.py", "_MOST_PATHS"): "of a message",
+    ("naming.py", "_MOST_CHARACTERS"): "of a message",
+    ("console.py", "_UNLIMITED"): "columns of a table that is not cut off",
+    # estimates, trials and made-up data
+    ("storage/diagnosis.py", "_TRIAL_BYTES"): "what the doctor's trial of cuFile writes",
+    ("cache/heads.py", "_HEAD_BYTES"): "what a head takes, measured",
+    ("imagenet/synthetic.py", "MEAN_BYTES"): "what ImageNet's files have",
+}
+
+LOOKS_LIKE_A_LIMIT = re.compile(r"_?(MOST|MAX|MIN|LIMIT)_.*|.*_(BYTES|ITEMS|MOST|MAX|LIMIT)")
+
+
+def value(node: ast.expr) -> object:
+    """The value of an expression of literals; None for any other."""
+    if any(isinstance(inner, (ast.Name, ast.Call, ast.Attribute)) for inner in ast.walk(node)):
+        return None
+    return eval(compile(ast.Expression(node), "", "eval"))
+
+
+def constants(source: str) -> Iterator[tuple[str, int]]:
+    """Name and value of each whole number that a module defines in capitals."""
+    for node in ast.parse(source).body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        found = value(node.value)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            numbers = found if isinstance(found, tuple) else [found]
+            for name, number in zip(names, numbers, strict=False):
+                if isinstance(name, ast.Name) and name.id.isupper() and type(number) is int:
+                    yield name.id, number
+
+
+def strays(folder: Path) -> set[tuple[str, str]]:
+    """File and name of each constant outside ``limits.py`` that looks like a limit."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*.py")}
+    return {
+        (file, name)
+        for file, path in files.items()
+        if not file.startswith(EXEMPT)
+        for name, number in constants(path.read_text())
+        if number >= 64 << 10 or LOOKS_LIKE_A_LIMIT.fullmatch(name)
+    }
+
+
+def test_sizes_and_budgets_are_on_one_page() -> None:
+    assert strays(PACKAGE) - ALLOWED.keys() == set(), "belongs into monai_gds/limits.py, with its reason"
+    assert ALLOWED.keys() - strays(PACKAGE) == set(), "is gone: remove it from ALLOWED"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("HEADS_BYTES = 5", True),
+        ("_QUEUE_ITEMS: int = 5", True),
+        ("_MOST_KNOWN = 5", True),
+        ("A, BIG = 1, 1 << 20", True),
+        ("_CHUNK = 64 << 10", True),
+        ("AHEAD = 4", False),
+        ("SECONDS_BYTES = 5.0", False),
+        ("HEADS_BYTES = limits.HEADS_BYTES", False),
+        ("def read(): HEADS_BYTES = 5", False),
+    ],
+)
+def test_a_limit_elsewhere_is_found(tmp_path: Path, line: str, found: bool) -> None:
+    (tmp_path / "module.py").write_text(line)
+    assert bool(strays(tmp_path)) == found
+
+
+def page() -> list[str]:
+    return Path(limits.__file__).read_text().splitlines()
+
+
+def test_every_limit_is_a_number_with_a_reason_and_used() -> None:
+    everywhere = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    lines = page()
+    for name, number in constants("\n".join(lines)):
+        at = next(n for n, line in enumerate(lines) if line.startswith(f"{name} ="))
+        while re.match(r"[A-Z]", lines[at - 1]):  # one reason for several
+            at -= 1
+        assert lines[at - 1].startswith("#:"), f"{name} has no reason"
+        assert number > 0
+        assert f"limits.{name}" in everywhere, f"{name} is not used"
+
+
+def test_the_page_imports_nothing() -> None:
+    imported = [line for line in page() if re.match(r"\s*(import|from) ", line)]
+    assert imported == ["from __future__ import annotations"]
