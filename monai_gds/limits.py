@@ -113,6 +113,18 @@ QUEUE_BYTES = 256 << 20
 #: Items that may wait to be written, however small. Adding up the bytes of this many, for every new item, takes 0.1 ms.
 QUEUE_ITEMS = 4096
 
+# Cache: tiles
+
+#: Smaller tensors are never cut into tiles: they are read whole in one request.
+TILED_BYTES = 1 << 20
+
+#: Largest tile. 64³ of 8 bytes have 2 MiB.
+TILE_BYTES = 4 << 20
+
+#: Tiles are packed and unpacked in slabs of about this many bytes before compression: few native calls, and little
+#: memory beside the tensor.
+SLAB_BYTES = 1 << 20
+
 # Cache: keys and sources
 
 #: Items whose hash is remembered, at most about 24 MB. Hashing an item again costs 40 us.

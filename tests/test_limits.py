@@ -24,6 +24,9 @@ ALLOWED = {
     ("cache/codecs.py", "MAX_DEPTH"): "nesting that a record may have",
     ("cache/single_flight.py", "_MOST_BYTES"): "more than a lease has",
     ("imagenet/listing.py", "MAX_CLASSES"): "labels are int32",
+    ("cache/palette.py", "MOST_VALUES"): "what indices of two bytes tell apart",
+    ("cache/palette.py", "_CHUNK"): "fits the processor's cache",
+    ("cache/blosc.py", "HEADER_BYTES"): "Blosc2's",
     # interfaces of the kernel and of the processor
     ("huge_pages.py", "HUGE"): "the size of a huge page",
     ("storage/uring.py", "_OFFSET_SQES"): "linux/io_uring.h",
