@@ -13,21 +13,19 @@ The parts: :mod:`.reading`, :mod:`.heads` (what is kept in memory), :mod:`.publi
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from monai_gds.cache import temporary
-from monai_gds.cache.header import named
+from monai_gds.cache.header import SUFFIX
 from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key
 from monai_gds.cache.problems import Problems, with_advice
 from monai_gds.cache.publishing import note_record, write_record
 from monai_gds.cache.reading import PendingItem, RecordReader, Verify
-from monai_gds.cache.record import SUFFIX
 from monai_gds.cache.single_flight import Leases
 from monai_gds.cache.tree import EncodedItem
 from monai_gds.cache.writer import process_writer
@@ -147,17 +145,6 @@ class CacheDirectory:
             done: called when the record is there, or could not be written.
         """
         process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
-
-    def warn_of_older_format(self) -> None:
-        """Warns if there are records of version 1, which no key finds any more."""
-        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
-            if any((told := named(entry.name)) is not None and told[1] == 1 for entry in entries):
-                self._problems.warn(
-                    "older format",
-                    f"the records in {self.path} that an earlier version of monai_gds made are not used: their keys "
-                    "did not cover everything an item is computed from, so the cache is made once more. To delete "
-                    f"them: monai-gds cache prune --old-format {self.path}",
-                )
 
 
 def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> Path:

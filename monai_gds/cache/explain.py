@@ -78,9 +78,8 @@ def nearest(index: Index, wanted: Wanted) -> Nearest:
     entries = list(index.entries().values())
     for is_like, differences in _LIKENESSES:
         alike = [entry for entry in entries if is_like(entry, wanted)]
-        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e, wanted)]) for e in alike if e.version == 2]
-        older = [Nearest(e, [f"the record is of format version {e.version}"]) for e in alike if e.version != 2]
-        for near in chain(sorted(found, key=ranked), sorted(older, key=ranked)):
+        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e, wanted)]) for e in alike]
+        for near in sorted(found, key=ranked):
             if near.entry is not None and index.holds(near.entry):
                 return near if near.differences else Nearest(near.entry, ["nothing that the index holds differs"])
     return Nearest(None, ["no record here has this item, or source files of these names"])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from monai_gds import limits
-from monai_gds.cache.record import Record
+from monai_gds.cache.header import Header
 from monai_gds.cache.tree import Recipe, TreePlan, compile_tree
 from monai_gds.storage import FileId, Reads
 
@@ -72,10 +72,10 @@ class RecordHead(NamedTuple):
     checksums: tuple[int, ...]
 
     @classmethod
-    def of(cls, record: Record, file: FileId, arrays: bytes, form: Form) -> RecordHead:
+    def of(cls, record: Header, file: FileId, arrays: bytes, form: Form) -> RecordHead:
         """The head of a record; ``arrays`` is its packed block of small arrays."""
         recipe = compile_tree(record.tree, arrays, record.tensors, **form._asdict())
-        entries = [(name, e.dtype, tuple(e.shape), e.offset, e.nbytes) for name, e in record.tensors.items()]
+        entries = [(name, getattr(torch, e.dtype), e.shape, e.offset, e.nbytes) for name, e in record.tensors.items()]
         return cls(file, recipe, _shared_table(tuple(entries)), tuple(e.checksum for e in record.tensors.values()))
 
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from monai_gds import limits
-from monai_gds.cache.header import VERSIONS, SourceState, record_name
+from monai_gds.cache.header import SUFFIX, SourceState
 from monai_gds.cache.process_names import PATTERN, still_runs, this_process
 from monai_gds.process import PerProcess
 
@@ -64,7 +64,6 @@ class IndexEntry(NamedTuple):
         mtime_ns: when it was made. With ``nbytes``, shows whether the file is still the one that was noted.
         tensors: name, dtype (``"float32"``) and shape of each.
         sources: size and identity of each source by its absolute path.
-        version: of the record's format.
     """
 
     digest: str
@@ -74,12 +73,11 @@ class IndexEntry(NamedTuple):
     mtime_ns: int
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
     sources: dict[str, SourceState]
-    version: int = 2
 
     @property
     def name(self) -> str:
         """The name of the record's file."""
-        return record_name(self.digest, self.version)
+        return self.digest + SUFFIX
 
 
 class Index:
@@ -242,13 +240,7 @@ class Index:
 def _line(entry: IndexEntry) -> bytes:
     """Encodes a fact. The tensors are JSON within JSON: most records have the same, whose text is parsed only once."""
     tensors = json.dumps([[name, dtype, list(shape)] for name, dtype, shape in entry.tensors], separators=(",", ":"))
-    fact = [
-        "record",
-        *entry[:5],
-        tensors,
-        {path: list(source) for path, source in entry.sources.items()},
-        entry.version,
-    ]
+    fact = ["record", *entry[:5], tensors, entry.sources]
     text = json.dumps(fact, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
@@ -266,19 +258,19 @@ def _facts(text: bytes) -> Iterator[IndexEntry]:
 
 
 def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
-    kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources, version = fact
+    kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources = fact
     if kind != "record" or not (type(digest) is type(item) is type(pipeline) is str and _DIGEST.fullmatch(digest)):
         raise TypeError("not a fact of this version")
-    if type(nbytes) is not int or type(mtime_ns) is not int or version not in VERSIONS:
+    if type(nbytes) is not int or type(mtime_ns) is not int:
         raise TypeError("not a fact of this version")
     layout = layouts.get(tensors)
     if layout is None:
         layout = layouts[tensors] = _layout(tensors)
     for path, (size, identity) in sources.items():
-        if type(size) is not int or type(identity) not in _IDENTITIES:
+        if type(size) is not int or type(identity) is not str:
             raise TypeError("not a fact of this version")
         sources[path] = size, identity
-    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layout, sources, version)
+    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layout, sources)
 
 
 def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
@@ -290,7 +282,6 @@ def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
 
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_IDENTITIES = frozenset({str, int, type(None)})
 
 
 def _keep_newest(entries: dict[str, IndexEntry], entry: IndexEntry) -> None:

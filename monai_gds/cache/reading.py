@@ -13,9 +13,10 @@ import torch
 
 from monai_gds import limits
 from monai_gds.cache.checksum import checksum
+from monai_gds.cache.header import ARRAYS, SUFFIX, Header, header_length, parse
 from monai_gds.cache.heads import Form, HeadMemory, RecordHead
 from monai_gds.cache.problems import Problems
-from monai_gds.cache.record import ARRAYS, SUFFIX, Record, check_name, header_length, parse_header
+from monai_gds.cache.record import check_name
 from monai_gds.cache.tree import tensor_of
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord, RecordError
 from monai_gds.storage import FileId, Pending, Reads, Storage
@@ -32,11 +33,11 @@ Verify = Literal["first", "always", "never"]
 _TRIES = 5
 
 
-def read_record(path: str, storage: Storage) -> tuple[Record, FileId, bytes]:
+def read_record(path: str, storage: Storage) -> tuple[Header, FileId, bytes]:
     """Reads and checks the header of a record.
 
     Returns:
-        The record, the identity of its file, and its packed block of small arrays.
+        The header, the identity of its file, and its packed block of small arrays.
 
     Raises:
         RecordError: damaged, or of a newer format.
@@ -46,7 +47,7 @@ def read_record(path: str, storage: Storage) -> tuple[Record, FileId, bytes]:
     needed = header_length(head, file.size)
     if needed > len(head):
         head, file = storage.head(path, needed)
-    record = parse_header(head, file.size)
+    record = parse(head, file.size)
     arrays = record.arrays
     if arrays is None:
         return record, file, b""
