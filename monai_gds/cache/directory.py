@@ -27,6 +27,7 @@ from monai_gds.cache.problems import Problems, with_advice
 from monai_gds.cache.publishing import note_record, write_record
 from monai_gds.cache.reading import PendingItem, RecordReader, Verify
 from monai_gds.cache.single_flight import Leases
+from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.cache.tree import EncodedItem
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning
@@ -183,7 +184,8 @@ def prepare(path: str | os.PathLike[str]) -> bool:
 
 
 def tidy(path: str | os.PathLike[str]) -> None:
-    """Removes half-written records and leases that killed processes left in a cache directory; merges its index."""
+    """Removes half-written records and leases that killed processes left in a cache directory; merges its notes."""
     temporary.tidy(path)
     Leases(path).sweep()
     Index(path).tidy()
+    SourceMemo(os.fspath(path)).tidy()

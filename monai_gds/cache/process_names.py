@@ -1,7 +1,7 @@
 """Names for processes in files, by which other processes can tell whether they still run.
 
 A name is ``<boot>-<pid namespace>.<pid>.<start time>``: no two processes ever have the same. Used by
-:mod:`monai_gds.cache.temporary`, :mod:`monai_gds.cache.single_flight` and :mod:`monai_gds.cache.index`.
+:mod:`monai_gds.cache.temporary`, :mod:`monai_gds.cache.single_flight` and :mod:`monai_gds.cache.notes`.
 """
 
 from __future__ import annotations

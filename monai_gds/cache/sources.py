@@ -108,7 +108,7 @@ class Sources:
         self._policy = policy
         self._folder = folder
         self._memo = SourceMemo(folder)
-        self._clock = FileClock(self._memo)
+        self._clock = FileClock(folder)
         # By absolute path: its state (32 bytes for a file, 16 for a folder), then 16 bytes of content hash.
         self._known: dict[str, bytes] = {}
         self._inside: dict[bytes, bytes] = {}  # the same for files in folders, used when one of many changed

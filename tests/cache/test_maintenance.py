@@ -23,7 +23,7 @@ from monai.data import PersistentDataset
 from monai.transforms import Compose, EnsureTyped, ScaleIntensityd
 
 from monai_gds.cache import header
-from monai_gds.cache.index import FOLDER, Index, IndexEntry
+from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.maintenance import (
     Found,
     check,
@@ -34,6 +34,7 @@ from monai_gds.cache.maintenance import (
     remove,
     survey,
 )
+from monai_gds.cache.notes import FOLDER
 from monai_gds.cache.sources import Sources
 from monai_gds.dataset import GDSDataset
 from tests.cache.handmade import key_of_version_2, version_2, write
