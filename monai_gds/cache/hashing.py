@@ -609,9 +609,12 @@ _frozen: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
 
 
 def _is_frozen(array: np.ndarray) -> bool:
-    """Whether an array's data can never change because they lie in ``bytes``. Others may have writable views."""
+    """Whether an array's data can never change: they lie in ``bytes``, and it is not an unpickled array, which writes
+    into them all the same."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return False
         owner = owner.base
     return isinstance(owner, bytes) and array.flags.c_contiguous
 

@@ -170,4 +170,4 @@ class _Table:
 def _merged(files: list[bytes]) -> bytes:
     """The whole entries of several files, each once."""
     cut = (data[i : i + _ENTRY] for data in files for i in range(0, len(data), _ENTRY))
-    return b"".join(dict.fromkeys(filter(_is_whole, cut)))
+    return b"".join(dict.fromkeys(entry for entry in cut if _is_whole(entry)))
