@@ -28,32 +28,22 @@ _STATE = "state."
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A key that has no record.
+    """A key that has no record."""
 
-    Attributes:
-        item: hash of the item.
-        pipeline: hex digits that identify the transforms and the state.
-        sources: size and identity of each source by its absolute path.
-        description: of the pipeline, as for :meth:`Index.describe_pipeline`.
-    """
-
-    item: str
-    pipeline: str
+    item: str  # hash of the item
+    pipeline: str  # hex digits that identify the transforms and the state
+    # Size and identity of each source by its absolute path.
     sources: Mapping[str, SourceState] = field(default_factory=dict)
+    # Of the pipeline, as for :meth:`Index.describe_pipeline`.
     description: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The record that is most similar to a key.
+    """The record that is most similar to a key."""
 
-    Attributes:
-        entry: the record; None if none has this item or its sources.
-        differences: from the record to the key, one short text each.
-    """
-
-    entry: IndexEntry | None
-    differences: list[str]
+    entry: IndexEntry | None  # the record; None if none has this item or its sources
+    differences: list[str]  # from the record to the key, one short text each
 
 
 def nearest(index: Index, wanted: Wanted) -> Nearest:

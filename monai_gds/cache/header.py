@@ -24,13 +24,11 @@ __all__ = [
     "SUFFIX",
     "VERSION",
     "Header",
-    "Ingredients",
     "SourceState",
     "Tensor",
     "digest_in",
     "digest_of",
     "header_length",
-    "ingredients",
     "parse",
     "read",
 ]
@@ -69,7 +67,6 @@ DTYPES = {
 }
 
 _NAME = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}")
-_HEX = re.compile(r"[0-9a-f]*")
 _PREFIX = b'{"__metadata__":{"header_crc32":"'
 
 #: Where the checksum is in a header.
@@ -91,35 +88,12 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header.
+    """A parsed header."""
 
-    Attributes:
-        key: what the record stores about its key, unchecked; see :func:`ingredients`.
-        tree: the item tree.
-        arrays: where the packed small arrays lie, if there are any.
-        tensors: the item's tensors by name, in the order of the file.
-    """
-
-    key: dict[str, Any]
-    tree: Any
-    arrays: Tensor | None
-    tensors: dict[str, Tensor]
-
-
-class Ingredients(NamedTuple):
-    """The ingredients of a record's key.
-
-    Attributes:
-        item: hash of the item.
-        pipeline: hex digits that identify the transforms; empty if they are not part of the key.
-        sources: state of each source, by path.
-        same: a hash that is equal for records that differ only in MONAI's version and the state of their sources.
-    """
-
-    item: str
-    pipeline: str
-    sources: dict[str, SourceState]
-    same: str
+    key: dict[str, Any]  # what the record stores about its key, unchecked
+    tree: Any  # the item tree
+    arrays: Tensor | None  # where the packed small arrays lie, if there are any
+    tensors: dict[str, Tensor]  # the item's tensors by name, in the order of the file
 
 
 def digest_in(name: str) -> str | None:
@@ -135,13 +109,7 @@ def digest_of(parts: Any) -> str:
 
 
 def read(fd: int) -> Header:
-    """Reads the header of an open file.
-
-    Raises:
-        DamagedRecord: not a record, or an incomplete one.
-        NewerRecord: written by a newer version of the format.
-        OSError: the file cannot be read.
-    """
+    """Reads the header of an open file. Raises as :func:`parse`, or OSError."""
     size = os.fstat(fd).st_size
     head = os.pread(fd, limits.HEADER_READ_BYTES, 0)
     needed = header_length(head, size)
@@ -151,11 +119,7 @@ def read(fd: int) -> Header:
 
 
 def header_length(head: bytes, size: int) -> int:
-    """The offset of the data in a file of ``size`` bytes that begins with ``head``.
-
-    Raises:
-        DamagedRecord: this is not a record.
-    """
+    """The offset of the data in a file of ``size`` bytes that begins with ``head``. Raises DamagedRecord."""
     length = 8 + int.from_bytes(head[:8], "little")
     if len(head) < 8 or head[8 : 8 + len(_PREFIX)] != _PREFIX[: len(head) - 8]:
         raise DamagedRecord("it is not a record of monai_gds")
@@ -165,11 +129,7 @@ def header_length(head: bytes, size: int) -> int:
 
 
 def parse(head: bytes, size: int) -> Header:
-    """Parses a header strictly.
-
-    Args:
-        head: the beginning of the file, at least its header.
-        size: size of the whole file.
+    """Parses a header strictly, given at least the header and the size of the whole file.
 
     Raises:
         DamagedRecord: not a record, or an incomplete one.
@@ -226,41 +186,6 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
     if start + end != size:
         raise DamagedRecord(f"it has {size} bytes instead of {start + end}")
     return found
-
-
-def ingredients(header: Header, name: str) -> Ingredients:
-    """The ingredients of a record's key, checked against its file name.
-
-    Raises:
-        DamagedRecord: no writer writes such a key, or it is not the key that the file is named after.
-    """
-    try:
-        found = _ingredients(header.key)
-        written_as = digest_of(header.key["parts"])
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
-        raise DamagedRecord(f"its key is malformed: {e!r}") from e
-    if written_as != digest_in(name):
-        raise DamagedRecord("it is not the record of its name: it was swapped, copied or renamed")
-    return found
-
-
-def _ingredients(key: dict[str, Any]) -> Ingredients:
-    parts = key["parts"]
-    if type(parts) is not list:
-        raise TypeError("its parts are not a list")
-    item, pipeline = _text(key["item"]), _text(key["pipeline"])
-    if not _HEX.fullmatch(pipeline):
-        raise ValueError("its pipeline is not in hex digits")
-    sources = {path: (_whole(size), _text(identity)) for path, (size, identity) in key["sources"].items()}
-    # parts = [format, item, transforms, MONAI, state, sources, rooted]; leave out MONAI's version and the sources.
-    common = [*parts[:3], *parts[4:5], *parts[6:]]
-    return Ingredients(item, pipeline, sources, digest_of([common, *sorted(sources)]))
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{value!r:.40} is not a text")
-    return value
 
 
 def _whole(value: Any) -> int:

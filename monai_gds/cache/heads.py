@@ -29,17 +29,11 @@ _ENTRY_BYTES = 400
 
 
 class Form(NamedTuple):
-    """The form in which items come out of records.
+    """The form in which items come out of records."""
 
-    Attributes:
-        track_meta: False returns MetaTensors as plain tensors.
-        numpy: True returns arrays as NumPy arrays, False as tensors.
-        root: the data root that paths in records are relative to, or None.
-    """
-
-    track_meta: bool = True
-    numpy: bool = False
-    root: str | None = None
+    track_meta: bool = True  # False returns MetaTensors as plain tensors
+    numpy: bool = False  # True returns arrays as NumPy arrays, False as tensors
+    root: str | None = None  # the data root that paths in records are relative to, or None
 
 
 class TensorTable:
@@ -63,19 +57,12 @@ _shared_table = functools.lru_cache(maxsize=256)(TensorTable)
 
 
 class RecordHead(NamedTuple):
-    """All that is needed to read a record again in one request.
+    """All that is needed to read a record again in one request."""
 
-    Attributes:
-        file: identity of the file it was read from.
-        recipe: puts the item together.
-        table: where its tensors lie.
-        checksums: of each tensor.
-    """
-
-    file: FileId
-    recipe: Recipe
-    table: TensorTable
-    checksums: tuple[int, ...]
+    file: FileId  # identity of the file it was read from
+    recipe: Recipe  # puts the item together
+    table: TensorTable  # where its tensors lie
+    checksums: tuple[int, ...]  # of each tensor
 
     @classmethod
     def of(cls, record: Header, file: FileId, arrays: bytes, form: Form) -> RecordHead:

@@ -30,29 +30,19 @@ _PIPELINE = re.compile(r"([0-9a-f]{8,64})\.json")
 
 
 class IndexEntry(NamedTuple):
-    """A fact about one record.
+    """A fact about one record."""
 
-    Attributes:
-        digest: the key's, 32 hex digits.
-        item: hash of the item.
-        pipeline: hex digits that identify the transforms and the process's state; empty if they are not in the key.
-        nbytes: size of the record.
-        mtime_ns: when it was made. With ``nbytes``, shows whether the file is still the one that was noted.
-        tensors: name, dtype (``"float32"``) and shape of each.
-        sources: size and identity of each source by its absolute path.
-    """
-
-    digest: str
-    item: str
-    pipeline: str
-    nbytes: int
+    digest: str  # the key's, 32 hex digits
+    item: str  # hash of the item
+    pipeline: str  # hex digits that identify the transforms and the process's state; empty if they are not in the key
+    nbytes: int  # size of the record
+    # When it was made. With ``nbytes``, shows whether the file is still the one that was noted.
     mtime_ns: int
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    sources: dict[str, SourceState]
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, dtype (``"float32"``) and shape of each
+    sources: dict[str, SourceState]  # size and identity of each source by its absolute path
 
     @property
     def name(self) -> str:
-        """The name of the record's file."""
         return self.digest + SUFFIX
 
 
@@ -91,12 +81,7 @@ class Index:
             self._notes.append(lines)
 
     def describe_pipeline(self, pipeline: str, description: Mapping[str, str]) -> None:
-        """Stores the description of a pipeline, once, if possible.
-
-        Args:
-            pipeline: its hex digits, as in records.
-            description: short texts by attribute path, ``{"transforms[1] Spacingd.pixdim": "(1.5, 1.5, 1.5)"}``.
-        """
+        """Stores the description of a pipeline, ``{attribute path: short text}``, once, if possible."""
         if pipeline in self._described or not _PIPELINE.fullmatch(f"{pipeline}.json"):
             return
         self._described.add(pipeline)

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from monai_gds.cache import header, temporary
 from monai_gds.cache.header import ARRAYS, Header, SourceState, Tensor
@@ -35,6 +36,8 @@ __all__ = [
 #: How many digits of a pipeline messages show, and how many it takes to name one.
 SHOWN, FEWEST = 8, 4
 
+_HEX = re.compile(r"[0-9a-f]*")
+
 #: The identity of a source by a hash of its content.
 _CONTENT = re.compile(r"[0-9a-f]{32}")
 
@@ -44,34 +47,22 @@ Identify = Callable[[str], SourceState | None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file in a cache directory.
+    """A file in a cache directory."""
 
-    Attributes:
-        file: its path.
-        nbytes: its size.
-        problem: what is wrong with it, or why it may be deleted; empty if nothing is.
-        damaged: whether the problem is damage. A record that is of a newer version or not readable is not damaged.
-        mtime_ns: when it was made.
-        item: hash of the item.
-        pipeline: hex digits that identify the transforms that made it; empty if they are not part of its key.
-        sources: the source files as they were when the record was made.
-        tensors: name, dtype and shape of each tensor.
-        same: a hash that is equal for records of which the newest supersedes the others; empty if the header was not
-            read.
-        inode: its inode number; 0 if the file could not be opened.
-    """
-
-    file: str
-    nbytes: int
-    problem: str = ""
+    file: str  # its path
+    nbytes: int  # its size
+    problem: str = ""  # what is wrong with it, or why it may be deleted; empty if nothing is
+    # Whether the problem is damage. A record that is of a newer version or not readable is not damaged.
     damaged: bool = False
-    mtime_ns: int = 0
-    item: str = ""
-    pipeline: str = ""
+    mtime_ns: int = 0  # when it was made
+    item: str = ""  # hash of the item
+    pipeline: str = ""  # hex digits that identify the transforms that made it; empty if they are not part of its key
+    # The source files as they were when the record was made.
     sources: dict[str, SourceState] = field(default_factory=dict)
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # name, dtype and shape of each tensor
+    # A hash that is equal for records of which the newest supersedes the others; empty if the header was not read.
     same: str = ""
-    inode: int = 0
+    inode: int = 0  # its inode number; 0 if the file could not be opened
 
     @property
     def path(self) -> Path:
@@ -112,10 +103,8 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 def survey(directory: str | os.PathLike[str], index: Index | None = None) -> list[Found]:
     """Every record of a directory by its header, including damaged ones.
 
-    Args:
-        directory: the cache directory.
-        index: its index. A header is not read if the index holds a record of the same size and mtime; others are noted
-            in the index if the directory belongs to this user.
+    A header is not read if the index holds a record of the same size and mtime. Others are noted in the index if the
+    directory belongs to this user.
     """
     known = index.entries() if index is not None else {}
     found, unknown = [], []
@@ -173,7 +162,7 @@ def _look(path: str, more: Callable[[str, int, Header], None] | None = None) -> 
             st = os.fstat(fd)
             file = Found(path, st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
             read = header.read(fd)
-            key = header.ingredients(read, file.name)
+            facts = _facts(read.key, file.name)
             if more is not None:
                 more(path, fd, read)
         finally:
@@ -182,14 +171,26 @@ def _look(path: str, more: Callable[[str, int, Header], None] | None = None) -> 
         return None
     except (RecordError, OSError) as e:
         return replace(file, problem=str(e), damaged=_is_damage(e))
-    return replace(
-        file,
-        item=key.item,
-        pipeline=key.pipeline,
-        sources=key.sources,
-        tensors=tuple((name, t.dtype, t.shape) for name, t in read.tensors.items()),
-        same=key.same,
-    )
+    return replace(file, tensors=tuple((name, t.dtype, t.shape) for name, t in read.tensors.items()), **facts)
+
+
+def _facts(key: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a record's key tells of it, checked against its file name."""
+    try:
+        parts, item, pipeline = key["parts"], key["item"], key["pipeline"]
+        sources = {path: (size, identity) for path, (size, identity) in key["sources"].items()}
+        if not {str}.issuperset(map(type, [item, pipeline, *(identity for _, identity in sources.values())])):
+            raise TypeError("a text in it is something else")
+        if not {int}.issuperset(type(size) for size, _ in sources.values()) or not _HEX.fullmatch(pipeline):
+            raise ValueError("a number in it is something else")
+        # parts = [format, item, transforms, MONAI, state, sources, rooted]; leave out MONAI's version and the sources.
+        same = header.digest_of([[*parts[:3], *parts[4:5], *parts[6:]], *sorted(sources)])
+        digest = header.digest_of(parts)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise DamagedRecord(f"its key is malformed: {e!r}") from e
+    if digest != header.digest_in(name):
+        raise DamagedRecord("it is not the record of its name: it was swapped, copied or renamed")
+    return {"item": item, "pipeline": pipeline, "sources": sources, "same": same}
 
 
 def _is_damage(error: Exception) -> bool:
@@ -276,8 +277,7 @@ def prunable(
         records: what :func:`survey` found in it without an index, which proves nothing.
         missing_sources: also records with a missing source file. Not by default, since a disk may be unmounted.
         pipeline: also all records of this pipeline, see :func:`pipeline_of`.
-        identify: also compares sources by identity. By default only sizes are compared, because
-            hashing takes long.
+        identify: also compares sources by identity. By default only sizes are compared, because hashing takes long.
     """
     for path, nbytes in temporary.abandoned(directory):
         yield Found(path, nbytes, "left behind by a writer that is gone")
@@ -346,11 +346,7 @@ def remove(found: Found) -> bool:
 
     A process that reads a damaged record computes it anew and replaces it with a sound one.
 
-    Returns:
-        Whether it was deleted.
-
-    Raises:
-        OSError: no permission, read-only.
+    Returns whether it was deleted. Raises OSError: no permission, read-only.
     """
     if temporary.is_temporary(found.path.name):
         return temporary.remove(found.path.parent.parent, found.path.name)

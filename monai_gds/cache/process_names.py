@@ -32,9 +32,8 @@ this_process: PerProcess[str] = PerProcess(_name)
 def still_runs(name: str) -> bool | None:
     """Whether the process of a name still runs.
 
-    Returns:
-        None if that cannot be determined: a process of another host or container, one that ``/proc`` does not show, or
-        a malformed name.
+    None if that cannot be determined: a process of another host or container, one that ``/proc`` does not show, or a
+    malformed name.
     """
     place = _place()
     if place == _UNKNOWN or not _NAME.fullmatch(name):

@@ -36,12 +36,7 @@ _TRIES = 5
 def read_record(path: str, storage: Storage) -> tuple[Header, FileId, bytes]:
     """Reads and checks the header of a record.
 
-    Returns:
-        The header, the identity of its file, and its packed block of small arrays.
-
-    Raises:
-        RecordError: damaged, or of a newer format.
-        OSError: the file cannot be read.
+    Returns the header, the identity of the file, and the packed block of small arrays. Raises RecordError or OSError.
     """
     head, file = storage.head(path, limits.HEAD_READ_BYTES)
     needed = header_length(head, file.size)
@@ -65,11 +60,7 @@ def _check(name: str, expected: int, data: torch.Tensor) -> None:
 
 
 class PendingItem:
-    """An item being read.
-
-    Attributes:
-        nbytes: size of the record.
-    """
+    """An item being read from a record of ``nbytes`` bytes."""
 
     __slots__ = ("_file", "_first", "_head", "_path", "_pending", "_reader", "_tries", "_verify", "nbytes")
 
@@ -135,14 +126,7 @@ def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list
 
 
 class RecordReader:
-    """Reads the records of one directory. Problems are reported, and the record counts as absent.
-
-    Args:
-        storage: moves the bytes.
-        verify: see :data:`Verify`.
-        form: the form in which items come out.
-        problems: where unusable records are reported.
-    """
+    """Reads the records of one directory. Problems are reported, and the record counts as absent."""
 
     def __init__(self, storage: Storage, verify: Verify, form: Form, problems: Problems) -> None:
         self.heads = HeadMemory()
@@ -214,7 +198,6 @@ class RecordReader:
         return True
 
     def forget(self, path: str) -> None:
-        """Forgets what is known of a file that was replaced or cannot be used."""
         self.heads.drop(path)
         self._verified.pop(path, None)
 

@@ -48,11 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class FileClock:
-    """Tells the age of files.
-
-    Args:
-        folder: the cache folder, whose file server it can ask for the time, or None.
-    """
+    """Tells the age of files, if need be by the clock of the cache folder's file server."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder

@@ -35,21 +35,7 @@ _REFRESH_SECONDS = 1.0
 
 
 class SourceMemo:
-    """The memo of one cache folder, as one process sees it.
-
-    Args:
-        folder: the cache folder, or None to keep nothing.
-
-    Example:
-        >>> import os
-        >>> from monai_gds.cache.source_memo import SourceMemo
-        >>> os.makedirs("cache", exist_ok=True)
-        >>> memo = SourceMemo("cache")
-        >>> memo.put(bytes(15) + b"k", bytes(15) + b"c")
-        >>> memo.flush()
-        >>> SourceMemo("cache").get(bytes(15) + b"k")[-1:]  # as another process
-        b'c'
-    """
+    """The memo of one cache folder, as one process sees it. Without a folder nothing is kept."""
 
     def __init__(self, folder: str | None) -> None:
         self._notes = None if folder is None else Notes(folder, "sources", lambda data: len(data) // _ENTRY * _ENTRY)

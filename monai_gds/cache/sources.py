@@ -120,14 +120,9 @@ class Sources:
         return type(self), (self._policy, self._folder)  # a spawned process reads the memo
 
     def identity(self, path: str, folders: bool = True) -> Identity | None:
-        """The identity of the source at a path.
+        """The identity of the source at a path, absolute or relative to the working directory.
 
-        Args:
-            path: a file or a folder, absolute or relative to the working directory.
-            folders: whether a folder counts.
-
-        Returns:
-            None if there is no file or folder, or something else, such as a pipe.
+        None if there is neither a file nor, with ``folders``, a folder, or something else, such as a pipe.
 
         Raises:
             HashingError: a callable returned something other than str, bytes or None.
