@@ -36,15 +36,6 @@ MonaiVersion = Literal["exact", "minor"] | None
 class ItemKeys:
     """Makes the keys of one dataset's items, for one pipeline.
 
-    Args:
-        split: the pipeline.
-        hash_func: item -> hash as bytes.
-        hash_transform: see :data:`HashTransform`.
-        sources: identities of files.
-        root: see :class:`monai_gds.cache.key.Pipeline`.
-        monai_version: see :data:`MonaiVersion`.
-        reset_ops_id: whether the identity of transform objects is removed from items.
-
     Attributes:
         transform_hash: of the deterministic transforms and the settings of their ``Compose``; empty if they are not
             part of the key.
@@ -91,11 +82,7 @@ class ItemKeys:
         return known
 
     def __call__(self, items: Sequence[Any]) -> list[Key]:
-        """The keys of items.
-
-        Raises:
-            HashingError: an item holds a value that has no stable hash.
-        """
+        """The keys of items. Raises HashingError if one holds a value that has no stable hash."""
         pipeline = self.pipeline()
         keys = [self._make(item, pipeline) for item in items]
         if keys and not self._logged:

@@ -60,32 +60,22 @@ _Build: TypeAlias = "Callable[[Mapping[str, torch.Tensor], Sequence[Any], Sequen
 
 
 class Recipe:
-    """Puts an item together from its tensors each time it is called. Two items share nothing mutable.
-
-    Attributes:
-        plan: shared by all recipes of one form.
-        nbytes: estimated bytes of memory this recipe takes besides its plan.
-    """
+    """Puts an item together from its tensors each time it is called. Two items share nothing mutable."""
 
     __slots__ = ("_arrays", "_values", "nbytes", "plan")
 
     def __init__(self, plan: TreePlan, values: Sequence[Any], arrays: bytes) -> None:
         if plan.end > len(arrays):
             raise DamagedRecord("its small arrays are not all there")
-        self.plan = plan
+        self.plan = plan  # shared by all recipes of one form
         self._values = plan.share(values)
         self._arrays = arrays + bytes(-len(arrays) % ARRAY_ALIGNMENT)  # so that it can be viewed as any dtype
-        self.nbytes = plan.own_bytes(self._values) + sys.getsizeof(self._arrays)
+        self.nbytes = plan.own_bytes(self._values) + sys.getsizeof(self._arrays)  # besides the plan, estimated
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], item: Any = None) -> Any:
-        """Puts an item together.
+        """Puts an item together from the record's tensors, whose memory it uses.
 
-        Args:
-            tensors: the record's, by name. The item uses their memory.
-            item: the dataset's own, for values that are taken from it, as deep copies.
-
-        Raises:
-            DamagedRecord: the tree does not fit these tensors or this item.
+        Values that are taken from the dataset's own item are copied. Raises DamagedRecord if the tree does not fit.
         """
         try:
             return self.plan.build(tensors, self._values, self._arrays, item)
@@ -295,19 +285,14 @@ class _TreeParser:
 
 
 class TreePlan:
-    """Puts items of one form together.
-
-    Attributes:
-        end: how many bytes of small arrays an item of this form needs.
-        nbytes: estimated bytes of memory the plan takes.
-    """
+    """Puts items of one form together."""
 
     #: Estimated bytes of memory per node: a closure.
     _NODE_BYTES = 100
 
     def __init__(self, form: _TreeForm) -> None:
-        self.end = 0
-        self.nbytes = 0
+        self.end = 0  # how many bytes of small arrays an item of this form needs
+        self.nbytes = 0  # estimated bytes of memory
         self._common: list[str | None] = []
         self._dtypes: dict[np.dtype[Any], int] = {}
         self._build = self._node(form)
@@ -527,8 +512,7 @@ def _without_tensors(node: Any, root: str | None = None) -> Any:
 def _fields(payload: dict[str, Any], of: str, *needed: str, **optional: Any) -> list[Any]:
     """The fields of a node in the order of the arguments; ``optional`` gives the defaults of missing ones.
 
-    Raises:
-        NewerRecord: there is another field.
+    Raises NewerRecord if there is another field.
     """
     unknown = payload.keys() - {*needed, *optional}
     if unknown:

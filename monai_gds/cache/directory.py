@@ -65,7 +65,6 @@ class CacheDirectory:
         self.path = os.path.abspath(path)
         self.index = index
         self._storage = storage
-        self._on_cpu = storage.device.type == "cpu"
         self._durable = durable
         self._problems = Problems(self.path, unmade)
         self._reader = RecordReader(storage, verify, form, self._problems)
@@ -87,7 +86,7 @@ class CacheDirectory:
 
     def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
         """As :meth:`start`, for several records; small ones are read together."""
-        if len(digests) == 1 and self._on_cpu:  # reading one record "together" costs 5 us
+        if len(digests) == 1:  # reading one record "together" costs 5 us
             return [self.start(digests[0])]
         paths = [self.record_path(digest) for digest in digests]
         writer = process_writer()

@@ -183,10 +183,6 @@ def _pipeline_differences(pipeline: str, before: Mapping[str, str], wanted: Want
 def description_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The differences between two descriptions of pipelines, step by step and attribute by attribute.
 
-    Args:
-        before: texts by attribute path, as for :meth:`~monai_gds.cache.index.Index.describe_pipeline`.
-        now: the same for the other pipeline.
-
     Example:
         >>> description_differences({"state.track_meta": "False"}, {"state.track_meta": "True"})
         ['track_meta False → True']

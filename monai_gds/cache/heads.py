@@ -37,19 +37,14 @@ class Form(NamedTuple):
 
 
 class TensorTable:
-    """Where the tensors of a record lie; shared by all records with the same tensors.
-
-    Attributes:
-        tensors: name, dtype and shape of each.
-        reads: a template: where each lies, of a file yet to be named.
-        nbytes: estimated bytes of memory it takes.
-    """
+    """Where the tensors of a record lie; shared by all records with the same tensors."""
 
     def __init__(
         self, tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], ranges: tuple[tuple[int, int], ...]
     ) -> None:
         self.tensors = tensors
-        self.reads = Reads.of("", ranges or [(0, 0)])  # a read of nothing: the file is opened, and its identity checked
+        # A template, of a file yet to be named. A read of nothing opens the file, whose identity is checked.
+        self.reads = Reads.of("", ranges or [(0, 0)])
         self.nbytes = _TABLE_BYTES + _ENTRY_BYTES * len(tensors)
 
 
@@ -75,14 +70,10 @@ class RecordHead(NamedTuple):
 
 
 class HeadMemory:
-    """Heads by record path, within a memory budget. Thread-safe.
-
-    Attributes:
-        nbytes: estimated bytes of memory in use.
-    """
+    """Heads by record path, within a memory budget. Thread-safe."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # estimated bytes of memory in use
         self._heads: dict[str, RecordHead] = {}
         self._uses: Counter[TreePlan | TensorTable] = Counter()  # how many heads share each
         self._lock = threading.Lock()

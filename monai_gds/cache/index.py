@@ -65,9 +65,6 @@ class Index:
         self._entries: dict[str, IndexEntry] = {}
         self._described: set[str] = set()
 
-    def __reduce__(self) -> Any:
-        return Index, (self.directory,)
-
     # Writing
 
     def note_record(self, entry: IndexEntry) -> None:

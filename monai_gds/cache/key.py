@@ -142,11 +142,7 @@ class KeyMaker:
         self._keys = 0  # number of items whose key is remembered
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
-        """The key of an item.
-
-        Raises:
-            HashingError: the item holds something without a stable content.
-        """
+        """The key of an item. Raises HashingError if the item holds something without a stable content."""
         seen = self._look(item)
         paths = seen.absolute()
         identities = tuple(map(self._sources.identity, paths, seen.folders))

@@ -12,11 +12,12 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from monai_gds.cache import header, temporary
-from monai_gds.cache.header import ARRAYS, Header, SourceState, Tensor
+from monai_gds.cache.header import ARRAYS, Header, SourceState
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 
@@ -153,20 +154,17 @@ def check(path: str | os.PathLike[str]) -> Found | None:
     return _look(os.fspath(path), _check_bytes)
 
 
-def _look(path: str, more: Callable[[str, int, Header], None] | None = None) -> Found | None:
+def _look(path: str, more: Callable[[BufferedReader, Header], None] | None = None) -> Found | None:
     """Reads the header of a record and runs ``more`` on the rest."""
     file = Found(path, 0)
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            st = os.fstat(fd)
+        with open(path, "rb") as opened:
+            st = os.fstat(opened.fileno())
             file = Found(path, st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
-            read = header.read(fd)
+            read = header.read(opened.fileno())
             facts = _facts(read.key, file.name)
             if more is not None:
-                more(path, fd, read)
-        finally:
-            os.close(fd)
+                more(opened, read)
     except FileNotFoundError:
         return None
     except (RecordError, OSError) as e:
@@ -200,7 +198,7 @@ def _is_damage(error: Exception) -> bool:
     return not isinstance(error, NewerRecord)
 
 
-def _check_bytes(path: str, fd: int, read: Header) -> None:
+def _check_bytes(file: BufferedReader, read: Header) -> None:
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -209,28 +207,20 @@ def _check_bytes(path: str, fd: int, read: Header) -> None:
     wrong = []
     arrays = {} if read.arrays is None else {ARRAYS: read.arrays}
     for name, tensor in {**arrays, **read.tensors}.items():
-        data = _read_tensor(fd, tensor)
+        data = bytearray(tensor.nbytes)
+        file.seek(tensor.offset)
+        if file.readinto(data) != tensor.nbytes:
+            raise DamagedRecord("it was cut off while it was read")
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         if checksum(flat) != tensor.checksum:
             wrong.append(name)
     if wrong:
         raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
     try:
-        with safe_open(path, "pt"):
+        with safe_open(file.name, "pt"):
             pass
     except SafetensorError as e:
         raise DamagedRecord(f"the safetensors library refuses it: {e}") from e
-
-
-def _read_tensor(fd: int, tensor: Tensor) -> bytearray:
-    data = bytearray(tensor.nbytes)
-    done = 0
-    while done < tensor.nbytes:
-        count = os.preadv(fd, [memoryview(data)[done:]], tensor.offset + done)
-        if not count:
-            raise DamagedRecord("it was cut off while it was read")
-        done += count
-    return data
 
 
 # ---------------------------------------------------------------------------------------------------------------------

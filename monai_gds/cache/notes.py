@@ -98,11 +98,9 @@ class Notes:
     def tidy(self, merge: Callable[[list[bytes]], bytes]) -> None:
         """Merges the files of ended processes if there are many, and removes unfinished files.
 
-        Two processes may do this at once and be killed at any step: a file is removed only when another holds its
-        notes. The oldest files beyond the size limit are removed too.
-
-        Args:
-            merge: the notes to keep of several files, the newest file first.
+        ``merge`` gets the notes of each file, the newest first, and returns those to keep. Two processes may do this at
+        once and be killed at any step: a file is removed only when another holds its notes. The oldest files beyond the
+        size limit are removed too.
         """
         with contextlib.suppress(OSError), self.folder() as folder:
             remove_unfinished(folder)
@@ -167,11 +165,7 @@ def open_folder(name: str, above: int, make: bool = False) -> Iterator[int]:
 
 
 def read(folder: int, name: str, begin: int = 0) -> bytes:
-    """The bytes of a regular file.
-
-    Raises:
-        OSError: it cannot be read, is not a regular file, or is far too large.
-    """
+    """The bytes of a regular file. Raises OSError if it cannot be read, is not one, or is far too large."""
     fd = os.open(name, _READ, dir_fd=folder)
     try:
         st = os.fstat(fd)

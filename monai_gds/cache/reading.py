@@ -157,8 +157,6 @@ class RecordReader:
 
     def start_all(self, paths: Sequence[str]) -> list[PendingItem | None]:
         """Starts reading several records; small ones whose heads are in memory are read together."""
-        if len(paths) == 1:
-            return [self.start(paths[0])]
         found: list[PendingItem | None] = [None] * len(paths)
         together: list[tuple[int, RecordHead, bool]] = []
         for i, path in enumerate(paths):

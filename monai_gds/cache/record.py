@@ -61,11 +61,9 @@ LARGE = 64 << 10
 
 
 def pack_record(item: EncodedItem, key: dict[str, Any]) -> list[Buffer]:
-    """Lays out a record as buffers that are written back to back.
+    """Lays out a record, with the ingredients of its key, as buffers that are written back to back.
 
-    Args:
-        item: the item taken apart. Its tensors are not copied and must not change until they are written.
-        key: the key's ingredients, JSON-able.
+    The item's tensors are not copied and must not change until they are written.
     """
     layout = _FileLayout()
     if item.arrays:
@@ -128,11 +126,7 @@ def _dumps(value: Any) -> str:
 
 
 def check_name(record: Header, digest: str) -> None:
-    """Checks that a record belongs to a key.
-
-    Raises:
-        DamagedRecord: it is another item's record that was swapped, copied or linked.
-    """
+    """Checks that a record belongs to a key. Raises DamagedRecord if it was swapped, copied or linked."""
     parts = record.key.get("parts")
     if not isinstance(parts, list) or digest_of(parts) != digest:
         raise DamagedRecord("it is not the record of its name: it was swapped, copied or linked from another one")

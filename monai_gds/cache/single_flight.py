@@ -275,13 +275,10 @@ class _Holder:
 
     Dictionaries are changed by single operations without a lock, because the garbage collector may release a lease at
     any point.
-
-    Attributes:
-        held: by folder and digest.
     """
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, str], weakref.ref[Lease]] = {}
+        self.held: dict[tuple[str, str], weakref.ref[Lease]] = {}  # by folder and digest
         self._count = itertools.count()
         self._clocks: dict[str, tuple[float, float]] = {}
         self._thread: threading.Thread | None = None

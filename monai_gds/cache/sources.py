@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import xxhash
 
 from monai_gds import limits
-from monai_gds.cache.folder_listing import EntryKind, FolderEntry, digest_of_folder, list_folder
+from monai_gds.cache.folder_listing import FILE, UNREADABLE, FolderEntry, digest_of_folder, list_folder
 from monai_gds.cache.source_clock import FileClock
 from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.cache.source_names import absolute
@@ -90,16 +90,6 @@ class Sources:
 
     Raises:
         ValueError: there is no such policy.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from monai_gds.cache.sources import Sources
-        >>> _ = Path("ct.nii").write_bytes(b"volume")
-        >>> sources = Sources("content", None)
-        >>> sources.identity("ct.nii")
-        Identity(size=6, content='023796e8628423915b99be82d6d143ad')
-        >>> sources.identity("no such file") is None
-        True
     """
 
     def __init__(self, policy: Policy, folder: str | None) -> None:
@@ -115,9 +105,6 @@ class Sources:
         self._once: dict[tuple[str, bool], Identity] = {}
         self._warned: set[str] = set()
         _living.add(self)
-
-    def __reduce__(self) -> tuple[type[Sources], tuple[Policy, str | None]]:
-        return type(self), (self._policy, self._folder)  # a spawned process reads the memo
 
     def identity(self, path: str, folders: bool = True) -> Identity | None:
         """The identity of the source at a path, absolute or relative to the working directory.
@@ -259,9 +246,9 @@ class Sources:
     def _entry(self, folder: str, entry: FolderEntry) -> tuple[bytes, bool]:
         """The content of a folder's entry, and whether it may be remembered."""
         name, kind, *state = entry
-        if kind == EntryKind.UNREADABLE:
+        if kind == UNREADABLE:
             return b"%d:%d" % entry[4:], True
-        if kind != EntryKind.FILE:
+        if kind != FILE:
             return b"", True
         path = os.path.join(folder, name)
         key = _memo_key(path, _STATE.pack(*state))

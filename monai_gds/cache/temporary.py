@@ -105,11 +105,6 @@ def being_written(directory: str, digest: str, target: str) -> Iterator[str]:
     backends take paths, so the file is created and renamed by path. No other process uses this name, and the file must
     not exist, so a link put there at this very moment cannot redirect the write to an existing file.
 
-    Args:
-        directory: the cache directory.
-        digest: 32 hex digits with which the name begins.
-        target: the final path.
-
     Raises:
         OSError: as by :func:`opened`, or the file cannot be renamed.
     """
@@ -139,10 +134,9 @@ def is_temporary(name: str) -> bool:
 
 def tidy(directory: str | os.PathLike[str]) -> None:
     """Removes abandoned temporary files of a cache directory, as far as permitted."""
-    with contextlib.suppress(OSError), opened(directory) as folder:
-        for name, _ in _abandoned(folder, os.listdir(folder)):
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder)
+    for found in abandoned(directory):
+        with contextlib.suppress(OSError):
+            remove(directory, os.path.basename(found.path))
 
 
 def abandoned(directory: str | os.PathLike[str]) -> list[Abandoned]:

@@ -139,14 +139,6 @@ def test_a_forked_child_writes_a_file_of_its_own(tmp_path: Path) -> None:
     assert numbers(index) == {0, 1, 2}
 
 
-def test_an_index_goes_to_spawned_processes(tmp_path: Path) -> None:
-    index = Index(tmp_path)
-    index.note_record(entry(0))
-    copy = pickle.loads(pickle.dumps(index))
-    copy.note_record(entry(1))
-    assert numbers(index) == {0, 1}
-
-
 def test_after_the_folder_was_deleted_another_is_begun(tmp_path: Path) -> None:
     index = Index(tmp_path)
     index.note_record(entry(0))
