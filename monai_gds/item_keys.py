@@ -1,8 +1,4 @@
-"""The keys of a dataset's items: MONAI's part of a key, brought to the cache's :class:`KeyMaker`.
-
-Used by the dataset. It works with MONAI's transforms and the settings of the process; records and files are the
-cache's.
-"""
+"""The keys of a dataset's items: MONAI's part of a key, brought to the cache's :class:`KeyMaker`."""
 
 from __future__ import annotations
 

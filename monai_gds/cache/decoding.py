@@ -1,6 +1,6 @@
 """Puts items together: splits a tree into its form and its values, and compiles each form into a plan once.
 
-Used through :mod:`monai_gds.cache.tree`. The form is everything in a tree but its values. All records of a pipeline
+The form is everything in a tree but its values. All records of a pipeline
 have the same form, so only the values and small arrays of each are kept in memory, and a hit parses nothing.
 
 Anyone may have written a record, and the worst that a record may cause is its refusal. Whatever no encoder produces is
@@ -147,7 +147,10 @@ class _TreeParser:
                 read = _PARSERS.get(tag)
                 if read is not None:
                     return read(self, node[tag])
-            return "object", tuple(node), self.forms(node.values())
+            unknown = [key for key in node if key.startswith("$")]
+            if unknown:
+                raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
+            return "dict", tuple(node), self.forms(node.values())
         if kind is list:
             return self.container("$list", node)
         return self.value(node)
@@ -358,12 +361,6 @@ class TreePlan:
             return out
 
         return build
-
-    def object_(self, keys: Sequence[str], forms: Sequence[_TreeForm]) -> _Build:
-        unknown = [key for key in keys if key.startswith("$")]
-        if unknown:
-            raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
-        return self.dict_(keys, forms)
 
     def pairs(self, keys: str, root: str | None, forms: Sequence[_TreeForm]) -> _Build:
         return self.dict_([_without_tensors(node, root) for node in ast.literal_eval(keys)], forms)
@@ -632,7 +629,6 @@ _PARSERS: dict[str, _Parse] = {
 }
 
 _PLANS: dict[str, Callable[..., _Build]] = {
-    "object": TreePlan.object_,
     "dict": TreePlan.dict_,
     "pairs": TreePlan.pairs,
     "converted": TreePlan.converted,

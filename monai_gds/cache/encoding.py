@@ -1,7 +1,4 @@
-"""Takes an item apart into JSON, tensors, and one block of small arrays.
-
-Used through :mod:`monai_gds.cache.tree`, which specifies the tree.
-"""
+"""Takes an item apart into JSON, tensors, and one block of small arrays, as :mod:`monai_gds.cache.tree` specifies."""
 
 from __future__ import annotations
 
@@ -425,7 +422,7 @@ _ENCODERS: dict[type, _Encode] = {
 
 _DESCRIPTIONS = {dtype: descr for descr, dtype in NUMERIC.items()}
 
-#: Encoders by exact type that yield to registered ones: users may have registered these before records held them.
+#: Encoders by exact type that yield to registered ones, since some instances cannot be stored otherwise.
 _LATE_ENCODERS: dict[type, _Encode] = {
     collections.defaultdict: _Encoder.default_dict,
     collections.Counter: _tagged("$counter", _Encoder.pairs),

@@ -1,4 +1,4 @@
-"""Lists source folders on all levels. Used by :mod:`monai_gds.cache.sources`."""
+"""Lists source folders on all levels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a process keeps in memory of records it has read, so that the next hit takes one request and parses nothing.
-
-Used by :mod:`monai_gds.cache.reading` only.
-"""
+"""What a process keeps in memory of records it has read, so that the next hit takes one request and parses nothing."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     <directory>/.index/<place>.<pid>.<start>.<n>.<kind>
 
 So writes never interleave, also on NFS, and there are no locks. :meth:`Notes.tidy` merges the files of processes that
-have ended. Used by :mod:`monai_gds.cache.index` and :mod:`monai_gds.cache.source_memo`.
+have ended.
 
 Notes are advisory: callers lose only time if a note is missing, repeated or garbled, or if nothing can be written.
 Nothing here follows a link or touches a file whose name has another form. Imports only the standard library.
@@ -20,15 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from monai_gds import limits
-from monai_gds.cache.process_names import PATTERN, still_runs, this_process
+from monai_gds.cache.process_names import FOREIGN_SECONDS, PATTERN, still_runs, this_process
 from monai_gds.process import PerProcess
 
 __all__ = ["FOLDER", "Notes", "open_folder", "publish", "read", "remove_unfinished"]
 
 FOLDER = ".index"
-
-#: How long, in seconds, a file counts as in use whose process cannot be checked from here (another host or container).
-_FOREIGN_SECONDS = 3600
 
 _UNFINISHED = re.compile(rf"\.{PATTERN}\.[0-9]+\.new")
 
@@ -215,4 +212,4 @@ def _is_abandoned(folder: int, name: str) -> bool:
     if not stat.S_ISREG(st.st_mode) or (sticky and st.st_uid != os.geteuid()):
         return False
     runs = still_runs(".".join(name.removeprefix(".").split(".")[:3]))
-    return time.time() - st.st_mtime > _FOREIGN_SECONDS if runs is None else not runs
+    return time.time() - st.st_mtime > FOREIGN_SECONDS if runs is None else not runs

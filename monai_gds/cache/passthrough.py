@@ -1,7 +1,4 @@
-"""Values that pass through a pipeline unchanged: recognised in its output, and copied from the dataset's item on a hit.
-
-Used by the dataset (:func:`copy_item`), the encoder (:meth:`ItemValues.path_of`) and the decoder (:func:`value_at`).
-"""
+"""Values that pass through a pipeline unchanged: recognised in its output, copied from the dataset's item on a hit."""
 
 from __future__ import annotations
 

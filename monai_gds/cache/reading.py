@@ -1,7 +1,4 @@
-"""Reads records through a storage backend. All reads of the cache go through this file.
-
-Used by :class:`monai_gds.cache.directory.CacheDirectory`; :func:`read_record` also by packed image folders.
-"""
+"""Reads records through a storage backend. All reads of the cache go through this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a file is old enough that any later edit will show in its times. Used by :mod:`monai_gds.cache.sources`.
+"""Whether a file is old enough that any later edit will show in its times.
 
 The clock of a file system has ticks of up to two seconds. An edit within the tick in which a file was hashed may leave
 its times as they were, so a hash may be remembered only if the file was already two seconds old when reading began

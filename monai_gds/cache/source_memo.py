@@ -6,7 +6,6 @@ A file is a sequence of 40-byte entries: a 16-byte key (the hash of a path and i
 and an 8-byte checksum. A torn or garbled entry fails its checksum and counts as absent.
 
 The memo only saves time. If it cannot be read or written, nothing fails, and source files are read more often.
-Used by :mod:`monai_gds.cache.sources`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which strings of items and transforms name source files. Used by the dataset and :mod:`monai_gds.cache.key`."""
+"""Which strings of items and transforms name source files."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ take hours, so content hashes are remembered by the ``stat`` of the file when it
 :mod:`monai_gds.cache.source_memo` in the cache folder. :mod:`monai_gds.cache.source_clock` decides which hashes may be
 remembered.
 
-Used by :mod:`monai_gds.cache.key`. Imports neither torch nor MONAI, and writes no file but the memo.
+Imports neither torch nor MONAI, and writes no file but the memo.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from monai_gds.cache.process_names import PATTERN, still_runs, this_process
+from monai_gds.cache.process_names import FOREIGN_SECONDS, PATTERN, still_runs, this_process
 
 __all__ = [
     "FOLDER",
@@ -40,9 +40,6 @@ __all__ = [
 FOLDER = ".tmp"
 
 _NAME = re.compile(rf"[0-9a-f]{{32}}\.(?P<writer>{PATTERN})\.[0-9]+")
-
-#: How long, in seconds, a file is left alone whose writer cannot be checked from here (another host or container).
-_FOREIGN_SECONDS = 3600
 
 #: Numbers the files of this process, which may have several caches over one directory.
 _counter = itertools.count()
@@ -184,7 +181,7 @@ def _is_in_use(writer: str, st: os.stat_result, clock: Callable[[], float | None
     if runs is not None:
         return runs
     now = clock()
-    return now is None or now - st.st_mtime < _FOREIGN_SECONDS
+    return now is None or now - st.st_mtime < FOREIGN_SECONDS
 
 
 def server_time(folder: int) -> float | None:
