@@ -1,8 +1,4 @@
-"""The keys of a dataset's items: MONAI's part of a key, brought to the cache's :class:`KeyMaker`.
-
-Used by the dataset. It works with MONAI's transforms and the settings of the process; records and files are the
-cache's.
-"""
+"""The keys of a dataset's items: MONAI's part of a key, brought to the cache's :class:`KeyMaker`."""
 
 from __future__ import annotations
 
@@ -35,15 +31,6 @@ MonaiVersion = Literal["exact", "minor"] | None
 
 class ItemKeys:
     """Makes the keys of one dataset's items, for one pipeline.
-
-    Args:
-        split: the pipeline.
-        hash_func: item -> hash as bytes.
-        hash_transform: see :data:`HashTransform`.
-        sources: identities of files.
-        root: see :class:`monai_gds.cache.key.Pipeline`.
-        monai_version: see :data:`MonaiVersion`.
-        reset_ops_id: whether the identity of transform objects is removed from items.
 
     Attributes:
         transform_hash: of the deterministic transforms and the settings of their ``Compose``; empty if they are not
@@ -91,11 +78,7 @@ class ItemKeys:
         return known
 
     def __call__(self, items: Sequence[Any]) -> list[Key]:
-        """The keys of items.
-
-        Raises:
-            HashingError: an item holds a value that has no stable hash.
-        """
+        """The keys of items. Raises HashingError if one holds a value that has no stable hash."""
         pipeline = self.pipeline()
         keys = [self._make(item, pipeline) for item in items]
         if keys and not self._logged:

@@ -12,9 +12,7 @@ __all__ = ["above", "below"]
 def below(text: str, root: str) -> str | None:
     """The part of a text after the root; None if the text is neither the root nor below it.
 
-    Args:
-        text: any text.
-        root: an absolute path without a trailing slash, or ``"/"``, below which every absolute path lies.
+    The root is an absolute path without a trailing slash, or ``"/"``, below which every absolute path lies.
     """
     if text == root:
         return ""

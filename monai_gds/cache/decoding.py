@@ -1,6 +1,6 @@
 """Puts items together: splits a tree into its form and its values, and compiles each form into a plan once.
 
-Used through :mod:`monai_gds.cache.tree`. The form is everything in a tree but its values. All records of a pipeline
+The form is everything in a tree but its values. All records of a pipeline
 have the same form, so only the values and small arrays of each are kept in memory, and a hit parses nothing.
 
 Anyone may have written a record, and the worst that a record may cause is its refusal. Whatever no encoder produces is
@@ -60,32 +60,22 @@ _Build: TypeAlias = "Callable[[Mapping[str, torch.Tensor], Sequence[Any], Sequen
 
 
 class Recipe:
-    """Puts an item together from its tensors each time it is called. Two items share nothing mutable.
-
-    Attributes:
-        plan: shared by all recipes of one form.
-        nbytes: estimated bytes of memory this recipe takes besides its plan.
-    """
+    """Puts an item together from its tensors each time it is called. Two items share nothing mutable."""
 
     __slots__ = ("_arrays", "_values", "nbytes", "plan")
 
     def __init__(self, plan: TreePlan, values: Sequence[Any], arrays: bytes) -> None:
         if plan.end > len(arrays):
             raise DamagedRecord("its small arrays are not all there")
-        self.plan = plan
+        self.plan = plan  # shared by all recipes of one form
         self._values = plan.share(values)
         self._arrays = arrays + bytes(-len(arrays) % ARRAY_ALIGNMENT)  # so that it can be viewed as any dtype
-        self.nbytes = plan.own_bytes(self._values) + sys.getsizeof(self._arrays)
+        self.nbytes = plan.own_bytes(self._values) + sys.getsizeof(self._arrays)  # besides the plan, estimated
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], item: Any = None) -> Any:
-        """Puts an item together.
+        """Puts an item together from the record's tensors, whose memory it uses.
 
-        Args:
-            tensors: the record's, by name. The item uses their memory.
-            item: the dataset's own, for values that are taken from it, as deep copies.
-
-        Raises:
-            DamagedRecord: the tree does not fit these tensors or this item.
+        Values that are taken from the dataset's own item are copied. Raises DamagedRecord if the tree does not fit.
         """
         try:
             return self.plan.build(tensors, self._values, self._arrays, item)
@@ -157,13 +147,15 @@ class _TreeParser:
                 read = _PARSERS.get(tag)
                 if read is not None:
                     return read(self, node[tag])
-            return "object", tuple(node), self.forms(node.values())
+            unknown = [key for key in node if key.startswith("$")]
+            if unknown:
+                raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
+            return "dict", tuple(node), self.forms(node.values())
         if kind is list:
             return self.container("$list", node)
         return self.value(node)
 
     def forms(self, nodes: Iterable[Any]) -> tuple[_TreeForm, ...]:
-        """The forms of a container's members."""
         self._depth += 1
         if self._depth > MAX_DEPTH + 1:  # the innermost may be a slice
             raise DamagedRecord(f"its item tree is nested more than {MAX_DEPTH} deep")
@@ -296,19 +288,14 @@ class _TreeParser:
 
 
 class TreePlan:
-    """Puts items of one form together.
-
-    Attributes:
-        end: how many bytes of small arrays an item of this form needs.
-        nbytes: estimated bytes of memory the plan takes.
-    """
+    """Puts items of one form together."""
 
     #: Estimated bytes of memory per node: a closure.
     _NODE_BYTES = 100
 
     def __init__(self, form: _TreeForm) -> None:
-        self.end = 0
-        self.nbytes = 0
+        self.end = 0  # how many bytes of small arrays an item of this form needs
+        self.nbytes = 0  # estimated bytes of memory
         self._common: list[str | None] = []
         self._dtypes: dict[np.dtype[Any], int] = {}
         self._build = self._node(form)
@@ -374,12 +361,6 @@ class TreePlan:
             return out
 
         return build
-
-    def object_(self, keys: Sequence[str], forms: Sequence[_TreeForm]) -> _Build:
-        unknown = [key for key in keys if key.startswith("$")]
-        if unknown:
-            raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
-        return self.dict_(keys, forms)
 
     def pairs(self, keys: str, root: str | None, forms: Sequence[_TreeForm]) -> _Build:
         return self.dict_([_without_tensors(node, root) for node in ast.literal_eval(keys)], forms)
@@ -528,8 +509,7 @@ def _without_tensors(node: Any, root: str | None = None) -> Any:
 def _fields(payload: dict[str, Any], of: str, *needed: str, **optional: Any) -> list[Any]:
     """The fields of a node in the order of the arguments; ``optional`` gives the defaults of missing ones.
 
-    Raises:
-        NewerRecord: there is another field.
+    Raises NewerRecord if there is another field.
     """
     unknown = payload.keys() - {*needed, *optional}
     if unknown:
@@ -649,7 +629,6 @@ _PARSERS: dict[str, _Parse] = {
 }
 
 _PLANS: dict[str, Callable[..., _Build]] = {
-    "object": TreePlan.object_,
     "dict": TreePlan.dict_,
     "pairs": TreePlan.pairs,
     "converted": TreePlan.converted,

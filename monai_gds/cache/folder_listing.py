@@ -1,40 +1,34 @@
-"""Lists source folders on all levels. Used by :mod:`monai_gds.cache.sources`."""
+"""Lists source folders on all levels."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import struct
-from enum import IntEnum
 from typing import TypeAlias
 
 import xxhash
 
 from monai_gds import limits
 
-__all__ = ["EntryKind", "FolderEntry", "digest_of_folder", "list_folder"]
+__all__ = ["FILE", "UNREADABLE", "FolderEntry", "digest_of_folder", "list_folder"]
 
 
-class EntryKind(IntEnum):
-    """The kind of an entry, part of a folder's hash."""
-
-    FILE = 0
-    FOLDER = 1
-    MISSING = 2  # a dead link
-    OTHER = 3  # a pipe, a socket, a device
-    LOOP = 4  # a link to a folder that contains it
-    UNREADABLE = 5  # a folder that cannot be listed
-
+# The kind of an entry, part of a folder's hash.
+FILE = 0
+FOLDER = 1
+MISSING = 2  # a dead link
+OTHER = 3  # a pipe, a socket, a device
+LOOP = 4  # a link to a folder that contains it
+UNREADABLE = 5  # a folder that cannot be listed
 
 #: Path within the folder, kind, inode, size, mtime, ctime. An entry that is not a file has zeros, except for the times
 #: of an unreadable folder. Plain tuples, because making 600 instances of a class costs as much as the system calls.
 FolderEntry: TypeAlias = "tuple[str, int, int, int, int, int]"
 
-_FILE, _MISSING, _OTHER = int(EntryKind.FILE), int(EntryKind.MISSING), int(EntryKind.OTHER)
-
 
 def _without_stat(name: str, kind: int) -> FolderEntry:
-    return name, int(kind), 0, 0, 0, 0
+    return name, kind, 0, 0, 0, 0
 
 
 def list_folder(path: str, left_out: tuple[int, int] | None) -> list[FolderEntry] | None:
@@ -57,9 +51,9 @@ def list_folder(path: str, left_out: tuple[int, int] | None) -> list[FolderEntry
             if here == left_out:
                 continue
             if here in above:
-                entries.append(_without_stat(prefix, EntryKind.LOOP))
+                entries.append(_without_stat(prefix, LOOP))
                 continue
-            entries.append(_without_stat(prefix, EntryKind.FOLDER))
+            entries.append(_without_stat(prefix, FOLDER))
             folders = _scan(fd, prefix, entries)
             if folders is None:
                 return None
@@ -81,15 +75,15 @@ def _scan(fd: int, prefix: str, entries: list[FolderEntry]) -> list[str] | None:
             try:
                 st = entry.stat()
             except OSError:  # a dead link, a loop of links, or deleted meanwhile
-                entries.append(_without_stat(name, _MISSING))
+                entries.append(_without_stat(name, MISSING))
                 continue
             kind = st.st_mode & 0o170000
             if kind == 0o100000:
-                entries.append((name, _FILE, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns))
+                entries.append((name, FILE, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns))
             elif kind == 0o040000:
                 folders.append(name + "/")
             else:
-                entries.append(_without_stat(name, _OTHER))
+                entries.append(_without_stat(name, OTHER))
             if len(entries) + len(folders) > limits.FOLDER_ENTRIES:
                 return None
     return folders
@@ -98,8 +92,8 @@ def _scan(fd: int, prefix: str, entries: list[FolderEntry]) -> list[str] | None:
 def _unreadable(path: str, prefix: str) -> FolderEntry:
     with contextlib.suppress(OSError):
         st = os.stat(path + "/" + prefix)
-        return prefix, int(EntryKind.UNREADABLE), 0, 0, st.st_mtime_ns, st.st_ctime_ns
-    return _without_stat(prefix, _MISSING)
+        return prefix, UNREADABLE, 0, 0, st.st_mtime_ns, st.st_ctime_ns
+    return _without_stat(prefix, MISSING)
 
 
 def digest_of_folder(entries: list[FolderEntry], contents: list[bytes]) -> str:

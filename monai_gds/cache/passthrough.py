@@ -1,7 +1,4 @@
-"""Values that pass through a pipeline unchanged: recognised in its output, and copied from the dataset's item on a hit.
-
-Used by the dataset (:func:`copy_item`), the encoder (:meth:`ItemValues.path_of`) and the decoder (:func:`value_at`).
-"""
+"""Values that pass through a pipeline unchanged: recognised in its output, copied from the dataset's item on a hit."""
 
 from __future__ import annotations
 
@@ -39,11 +36,7 @@ class ItemValues:
     __slots__ = ("_known",)
 
     def __init__(self, item: Any, copies: dict[int, Any]) -> None:
-        """
-        Args:
-            item: the dataset's own item.
-            copies: copies by the id of the original, as ``deepcopy`` leaves them in its memo.
-        """
+        """Takes the dataset's item, and its copies by the id of the original, as in the memo of ``deepcopy``."""
         self._known: dict[int, _Known] = {}
         self._look(item, (), copies, set())
 
@@ -75,11 +68,7 @@ class ItemValues:
 def copy_item(item: Any) -> tuple[Any, ItemValues]:
     """Deep-copies an item for transforms to modify.
 
-    Args:
-        item: as it is in the dataset's data.
-
-    Returns:
-        The copy, and what recognises values of the item in the transforms' output.
+    Returns the copy, and what recognises values of the item in the transforms' output.
 
     Example:
         >>> item = {"image": "ct.nii", "reader": print}
@@ -93,11 +82,7 @@ def copy_item(item: Any) -> tuple[Any, ItemValues]:
 
 
 def value_at(item: Any, path: Sequence[Any]) -> Any:
-    """A deep copy of a value of an item.
-
-    Raises:
-        DamagedRecord: the item has no such value, or is None.
-    """
+    """A deep copy of a value of an item. Raises DamagedRecord if the item has no such value, or is None."""
     value = item
     for key in path:
         if isinstance(value, dict):

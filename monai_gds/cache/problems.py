@@ -28,9 +28,7 @@ _ADVICE: dict[Any, str] = {
 class Problems:
     """Reports the problems of one cache directory.
 
-    Args:
-        directory: its absolute path.
-        unmade: the user has been warned that the directory cannot be made. Nothing is reported until it exists.
+    If it is ``unmade``, the user has been warned that it cannot be made. Nothing is reported until it exists.
     """
 
     def __init__(self, directory: str, unmade: bool) -> None:

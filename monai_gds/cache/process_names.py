@@ -1,7 +1,6 @@
 """Names for processes in files, by which other processes can tell whether they still run.
 
-A name is ``<boot>-<pid namespace>.<pid>.<start time>``: no two processes ever have the same. Used by
-:mod:`monai_gds.cache.temporary`, :mod:`monai_gds.cache.single_flight` and :mod:`monai_gds.cache.index`.
+A name is ``<boot>-<pid namespace>.<pid>.<start time>``: no two processes ever have the same.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 
 from monai_gds.process import PerProcess
 
-__all__ = ["PATTERN", "still_runs", "this_process"]
+__all__ = ["FOREIGN_SECONDS", "PATTERN", "still_runs", "this_process"]
 
 #: The first part of a name on a machine that does not reveal its boot or pid namespace.
 _UNKNOWN = "unknown"
@@ -19,6 +18,9 @@ _UNKNOWN = "unknown"
 #: Regular expression for a name.
 PATTERN = rf"(?:[0-9a-f]{{8}}-[0-9]+|{_UNKNOWN})\.[0-9]+\.(?:[0-9]+|None)"
 _NAME = re.compile(PATTERN)
+
+#: How long, in seconds, a file is left alone whose writer cannot be checked from here (another host or container).
+FOREIGN_SECONDS = 3600
 
 
 def _name() -> str:
@@ -32,9 +34,8 @@ this_process: PerProcess[str] = PerProcess(_name)
 def still_runs(name: str) -> bool | None:
     """Whether the process of a name still runs.
 
-    Returns:
-        None if that cannot be determined: a process of another host or container, one that ``/proc`` does not show, or
-        a malformed name.
+    None if that cannot be determined: a process of another host or container, one that ``/proc`` does not show, or a
+    malformed name.
     """
     place = _place()
     if place == _UNKNOWN or not _NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Where Python code comes from and what it reads. Used by :mod:`monai_gds.cache.hashing`."""
+"""Where Python code comes from and what it reads."""
 
 from __future__ import annotations
 

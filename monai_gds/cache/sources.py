@@ -6,7 +6,7 @@ take hours, so content hashes are remembered by the ``stat`` of the file when it
 :mod:`monai_gds.cache.source_memo` in the cache folder. :mod:`monai_gds.cache.source_clock` decides which hashes may be
 remembered.
 
-Used by :mod:`monai_gds.cache.key`. Imports neither torch nor MONAI, and writes no file but the memo.
+Imports neither torch nor MONAI, and writes no file but the memo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import xxhash
 
 from monai_gds import limits
-from monai_gds.cache.folder_listing import EntryKind, FolderEntry, digest_of_folder, list_folder
+from monai_gds.cache.folder_listing import FILE, UNREADABLE, FolderEntry, digest_of_folder, list_folder
 from monai_gds.cache.source_clock import FileClock
 from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.cache.source_names import absolute
@@ -90,16 +90,6 @@ class Sources:
 
     Raises:
         ValueError: there is no such policy.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from monai_gds.cache.sources import Sources
-        >>> _ = Path("ct.nii").write_bytes(b"volume")
-        >>> sources = Sources("content", None)
-        >>> sources.identity("ct.nii")
-        Identity(size=6, content='023796e8628423915b99be82d6d143ad')
-        >>> sources.identity("no such file") is None
-        True
     """
 
     def __init__(self, policy: Policy, folder: str | None) -> None:
@@ -108,7 +98,7 @@ class Sources:
         self._policy = policy
         self._folder = folder
         self._memo = SourceMemo(folder)
-        self._clock = FileClock(self._memo)
+        self._clock = FileClock(folder)
         # By absolute path: its state (32 bytes for a file, 16 for a folder), then 16 bytes of content hash.
         self._known: dict[str, bytes] = {}
         self._inside: dict[bytes, bytes] = {}  # the same for files in folders, used when one of many changed
@@ -116,18 +106,10 @@ class Sources:
         self._warned: set[str] = set()
         _living.add(self)
 
-    def __reduce__(self) -> tuple[type[Sources], tuple[Policy, str | None]]:
-        return type(self), (self._policy, self._folder)  # a spawned process reads the memo
-
     def identity(self, path: str, folders: bool = True) -> Identity | None:
-        """The identity of the source at a path.
+        """The identity of the source at a path, absolute or relative to the working directory.
 
-        Args:
-            path: a file or a folder, absolute or relative to the working directory.
-            folders: whether a folder counts.
-
-        Returns:
-            None if there is no file or folder, or something else, such as a pipe.
+        None if there is neither a file nor, with ``folders``, a folder, or something else, such as a pipe.
 
         Raises:
             HashingError: a callable returned something other than str, bytes or None.
@@ -264,9 +246,9 @@ class Sources:
     def _entry(self, folder: str, entry: FolderEntry) -> tuple[bytes, bool]:
         """The content of a folder's entry, and whether it may be remembered."""
         name, kind, *state = entry
-        if kind == EntryKind.UNREADABLE:
+        if kind == UNREADABLE:
             return b"%d:%d" % entry[4:], True
-        if kind != EntryKind.FILE:
+        if kind != FILE:
             return b"", True
         path = os.path.join(folder, name)
         key = _memo_key(path, _STATE.pack(*state))

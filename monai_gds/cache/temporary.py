@@ -2,8 +2,8 @@
 
     <directory>/.tmp/<32 hex digits>.<boot>-<pid namespace>.<pid>.<start time>.<n>
 
-Used by :mod:`monai_gds.cache.publishing`, by ``tidy`` when a dataset is made, and by ``prune``. The name of a file
-contains that of its writer (:mod:`monai_gds.cache.process_names`), so that other processes can tell whether it runs.
+The name of a file contains that of its writer (:mod:`monai_gds.cache.process_names`), so that other processes can tell
+whether it runs.
 
 ``.tmp`` may hold other people's files, and may have been replaced by a link to their folder. It is opened without
 following links, and everything is deleted relative to that descriptor. Only regular files whose names have exactly the
@@ -22,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from monai_gds.cache.process_names import PATTERN, still_runs, this_process
+from monai_gds.cache.process_names import FOREIGN_SECONDS, PATTERN, still_runs, this_process
 
 __all__ = [
     "FOLDER",
@@ -41,20 +41,12 @@ FOLDER = ".tmp"
 
 _NAME = re.compile(rf"[0-9a-f]{{32}}\.(?P<writer>{PATTERN})\.[0-9]+")
 
-#: How long, in seconds, a file is left alone whose writer cannot be checked from here (another host or container).
-_FOREIGN_SECONDS = 3600
-
 #: Numbers the files of this process, which may have several caches over one directory.
 _counter = itertools.count()
 
 
 class Abandoned(NamedTuple):
-    """A temporary file whose writer has ended.
-
-    Attributes:
-        path: where it is.
-        nbytes: its size.
-    """
+    """A temporary file whose writer has ended."""
 
     path: str
     nbytes: int
@@ -64,9 +56,7 @@ class Abandoned(NamedTuple):
 def opened(directory: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
     """Opens the ``.tmp`` of a cache directory for ``dir_fd=``, never following a link.
 
-    Args:
-        directory: the cache directory.
-        create: create the folder, and the cache directory, if missing.
+    With ``create``, a missing folder is made, and so is the cache directory.
 
     Raises:
         FileNotFoundError: it is missing, and not to be created.
@@ -112,11 +102,6 @@ def being_written(directory: str, digest: str, target: str) -> Iterator[str]:
     backends take paths, so the file is created and renamed by path. No other process uses this name, and the file must
     not exist, so a link put there at this very moment cannot redirect the write to an existing file.
 
-    Args:
-        directory: the cache directory.
-        digest: 32 hex digits with which the name begins.
-        target: the final path.
-
     Raises:
         OSError: as by :func:`opened`, or the file cannot be renamed.
     """
@@ -146,10 +131,9 @@ def is_temporary(name: str) -> bool:
 
 def tidy(directory: str | os.PathLike[str]) -> None:
     """Removes abandoned temporary files of a cache directory, as far as permitted."""
-    with contextlib.suppress(OSError), opened(directory) as folder:
-        for name, _ in _abandoned(folder, os.listdir(folder)):
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder)
+    for found in abandoned(directory):
+        with contextlib.suppress(OSError):
+            remove(directory, os.path.basename(found.path))
 
 
 def abandoned(directory: str | os.PathLike[str]) -> list[Abandoned]:
@@ -163,14 +147,7 @@ def abandoned(directory: str | os.PathLike[str]) -> list[Abandoned]:
 
 
 def remove(directory: str | os.PathLike[str], name: str) -> bool:
-    """Deletes a file that :func:`abandoned` returned, if it still would.
-
-    Args:
-        directory: the cache directory.
-        name: the file's name in its ``.tmp``.
-
-    Returns:
-        Whether it was deleted.
+    """Deletes the file of this name that :func:`abandoned` returned, if it still would. Returns whether it did.
 
     Raises:
         OSError: no permission, read-only.
@@ -204,19 +181,13 @@ def _is_in_use(writer: str, st: os.stat_result, clock: Callable[[], float | None
     if runs is not None:
         return runs
     now = clock()
-    return now is None or now - st.st_mtime < _FOREIGN_SECONDS
+    return now is None or now - st.st_mtime < FOREIGN_SECONDS
 
 
 def server_time(folder: int) -> float | None:
-    """The current time of the clock that stamps a folder's files, which may be a file server's.
+    """The current time, in seconds, of the clock that stamps the files of a ``.tmp``, which may be a file server's.
 
-    Creates a file to find out.
-
-    Args:
-        folder: descriptor of a ``.tmp``.
-
-    Returns:
-        Seconds since the epoch; None if no file can be created.
+    Creates a file to find out. None if that fails.
     """
     name = _new_name("0" * 32)
     try:

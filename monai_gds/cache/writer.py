@@ -64,7 +64,7 @@ class Writer:
     def submit(
         self, path: str, publish: Publish, key: Key, item: EncodedItem, done: Callable[[], object] | None = None
     ) -> None:
-        """Copies an item's tensors and queues the item. Waits while the queue is full.
+        """Copies an item's tensors and queues the item, which may then be changed. Waits while the queue is full.
 
         An item whose path is already queued is not queued again, since equal paths mean equal keys and equal records.
 
@@ -73,7 +73,7 @@ class Writer:
             publish: writes it; called by the thread with an item that owns its tensors. After an interrupt it may be
                 called again.
             key: the item's key.
-            item: the item; may be changed when this returns.
+            item: the item.
             done: called once publishing has ended in any way, also if this method raises. After an interrupt it may be
                 called twice.
 
@@ -102,11 +102,7 @@ class Writer:
             self._wait(lambda: path not in self._queue)
 
     def flush(self) -> None:
-        """Waits until everything submitted so far is written.
-
-        Raises:
-            BaseException: as by :meth:`submit`.
-        """
+        """Waits until everything submitted so far is written. Raises as :meth:`submit`."""
         waiting = list(self._queue.values())
         if waiting:
             last = waiting.pop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pickle
 import shutil
 import socket
 import subprocess
@@ -717,15 +716,6 @@ def test_a_fork_in_the_middle_of_another_threads_look_locks_nobody_out(tmp_path:
         if pid == 0:
             os._exit(0 if sources.identity(str(volume)) is not None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_sources_can_be_sent_to_a_spawned_process(no_ticks: None, tmp_path: Path, volume: Path) -> None:
-    sources = Sources("content", str(tmp_path))
-    found = sources.identity(str(volume))
-    sources.flush()
-    sent = pickle.loads(pickle.dumps(sources))
-    assert bytes_read(lambda: sent.identity(str(volume))) < MIB
-    assert sent.identity(str(volume)) == found
 
 
 # Which strings are sources
