@@ -405,8 +405,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """
         if not self.caches:
             raise ValueError("nothing is cached: there is no cache_dir, or no deterministic transform in front")
-        cache, key = self._place(self.data[index])
-        return cache.holds(key.digest)
+        return self.holds(self.key(index))
 
     def explain(self, index: int) -> str:
         """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record.
@@ -443,6 +442,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         assert self._state.keys is not None, "made with the split"
         return self._state.keys([self.data[index]])[0]
 
+    def holds(self, key: Key) -> bool:
+        """Whether there is a record of a key."""
+        cache = self._cache()
+        return cache is not None and cache.holds(key.digest)
+
     def record_path(self, key: Key) -> str:
         """Where the record of a key lies, whether there is one or not."""
         cache = self._cache()
@@ -469,14 +473,14 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _save(self, item: Any, index: int, anyway: bool) -> Saved:
         cache, key = self._place(item)
         if cache.holds(key.digest):
-            return Saved("cached")
+            return Saved("cached", key.digest)
         leases = Leases(cache.path)
         lease = leases.take(key.digest)
         if lease is None and not anyway:
             return Saved("busy")
         with lease or leases.none(key.digest):
             if cache.holds(key.digest):  # the lease's last holder may have just finished
-                return Saved("cached")
+                return Saved("cached", key.digest)
             began = time.perf_counter()
             encoded, _ = self._compute(item, index, "error")
             seconds = time.perf_counter() - began
@@ -487,7 +491,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 cache.save(key, encoded)
             except OSError as e:
                 raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {with_advice(e)}") from e
-        return Saved("computed", seconds)
+        return Saved("computed", key.digest, seconds)
 
     def _place(self, item: Any) -> tuple[CacheDirectory, Key]:
         self.split()

@@ -103,7 +103,7 @@ def explain_item(dataset: GDSDataset, index: int) -> str:
     key = dataset.key(index)
     facts = Index(dataset.cache_dir)
     lines = []
-    if dataset.is_cached(index):
+    if dataset.holds(key):
         lines.append(f"item {index} is a hit: {dataset.record_path(key)}")
     else:
         near = nearest(facts, _wanted(key))

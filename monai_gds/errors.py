@@ -75,14 +75,8 @@ class FileChanged(StorageError):
     """A file was replaced or changed since its identity was recorded.
 
     Example:
-        >>> from pathlib import Path
-        >>> from monai_gds import open_storage
-        >>> from monai_gds.storage import FileId, Reads
-        >>> file = Path("file.bin")
-        >>> _ = file.write_bytes(b"before")
-        >>> looked_at = FileId.of(file)
-        >>> _ = file.write_bytes(b"and after")
-        >>> open_storage("posix", "cpu").load(Reads.of("file.bin", [(0, 6)], expected=looked_at)).wait()
+        >>> from monai_gds import FileChanged
+        >>> raise FileChanged("file.bin was replaced or changed while it was being read")
         Traceback (most recent call last):
         monai_gds.errors.FileChanged: file.bin was replaced or changed while it was being read
     """
@@ -261,9 +255,6 @@ class PopulateError(MonaiGdsError, RuntimeError):
     def __init__(self, message: str, failures: Sequence[FailedItem] = ()) -> None:
         super().__init__(message)
         self.failures = list(failures)
-
-    def __reduce__(self) -> tuple[type[PopulateError], tuple[str, list[FailedItem]]]:
-        return type(self), (str(self), self.failures)
 
 
 class WorkerDied(MonaiGdsError, RuntimeError):

@@ -10,7 +10,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["naming", "paths_of"]
@@ -22,7 +22,8 @@ _MOST_CHARACTERS = 160
 _SUFFIX = re.compile(r"\w\.[A-Za-z]\w{0,7}$")
 
 
-class naming:  # noqa: N801  # a context manager, used like a function
+@contextmanager
+def naming(index: Any, item: Any) -> Iterator[None]:
     """Adds a note to an exception that leaves the block.
 
     Args:
@@ -40,23 +41,13 @@ class naming:  # noqa: N801  # a context manager, used like a function
         monai_gds: while computing item 3 of the dataset: image=/data/ct_3.nii.gz
         <BLANKLINE>
     """
-
-    __slots__ = ("_index", "_item")
-
-    def __init__(self, index: Any, item: Any) -> None:
-        self._index, self._item = index, item
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception):  # Ctrl-C has nothing to do with the item
-            return
-        note = _note(self._index, self._item)
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+    try:
+        yield
+    except Exception as e:  # Ctrl-C has nothing to do with the item
+        note = _note(index, item)
+        if note not in getattr(e, "__notes__", ()):
+            e.add_note(note)
+        raise
 
 
 def _note(index: Any, item: Any) -> str:

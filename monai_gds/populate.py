@@ -108,7 +108,7 @@ class _Filling:
     def __init__(self, dataset: GDSDataset, engine: Engine, bar: Callable[..., None]) -> None:
         self._dataset, self._engine, self._bar = dataset, engine, bar
         self._tally = _Tally()
-        self._running: dict[Future[Answer], int] = {}
+        self._running: dict[Future[Answer], tuple[int, str]] = {}  # index, and the digest of its key at submission
         self._workers: set[str] = set()
         self._suspects: list[int] = []
         self._lost = 0  # items in a row whose worker died
@@ -171,11 +171,12 @@ class _Filling:
     def _outcomes(self, indices: Sequence[int], anyway: bool, one_by_one: bool) -> Iterator[tuple[int, _Outcome]]:
         """Index and outcome of each item, in the order in which they end."""
         for index in indices:
-            if _is_there(self._dataset, index):
+            digest, cached = self._look(index)
+            if cached:
                 yield index, Saved("cached")
                 continue
             try:
-                self._running[self._engine.submit(index, anyway)] = index
+                self._running[self._engine.submit(index, anyway)] = index, digest
             except BrokenExecutor as e:
                 raise WorkerDied(f"the executor lost a worker and runs nothing more: {e}. {self._under_way()}") from e
             window = 1 if one_by_one else max(self._engine.window, AHEAD * len(self._workers))
@@ -188,29 +189,44 @@ class _Filling:
         """Waits for at least one item."""
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         for future in done:
+            index, digest = self._running[future]
             outcome: _Outcome
             try:
                 outcome, worker = future.result()
                 self._workers.add(worker)
+                outcome = self._expected(index, digest, outcome, worker)
             except (NotSaved, PopulateError):
                 raise
             except Exception as e:
                 outcome = e
             if isinstance(outcome, Saved):
                 outcome.note()
-            yield self._running.pop(future), outcome
+            del self._running[future]
+            yield index, outcome
+
+    def _look(self, index: int) -> tuple[str, bool]:
+        """The digest of an item's key, and whether it has a record now."""
+        try:
+            key = self._dataset.key(index)
+            return key.digest, self._dataset.holds(key)
+        except Exception:  # it will be raised again where failures are noted
+            return "", False
+
+    def _expected(self, index: int, digest: str, outcome: Saved | FailedItem, worker: str) -> Saved | FailedItem:
+        """The outcome, unless the record is not the one that is looked for here."""
+        if isinstance(outcome, FailedItem) or not digest or outcome.digest in ("", digest):
+            return outcome
+        if self._look(index)[0] != digest:  # a source file was edited meanwhile
+            return Saved("busy")
+        raise PopulateError(
+            f"{worker} made the record of item {index} under another key than the process that fills the cache looks "
+            "for: MONAI's version, code, settings or source files differ between the two"
+        )
 
     def _under_way(self) -> str:
-        items = sorted({*self._suspects, *self._running.values()})
+        items = sorted({*self._suspects, *(index for index, _ in self._running.values())})
         named = ", ".join(f"{index} ({path_of(self._dataset.data, index)})" for index in items[:_NAMED])
         return f"Under way were items {named}. What was finished is cached: populate continues from there"
-
-
-def _is_there(dataset: GDSDataset, index: int) -> bool:
-    try:
-        return dataset.is_cached(index)
-    except Exception:  # it will be raised again where failures are noted
-        return False
 
 
 def _name_some(failed: Sequence[FailedItem], count: int) -> str:

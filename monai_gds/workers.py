@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import pickle
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,15 +23,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from monai_gds.errors import WorkerDied
+from monai_gds.process import end_with_parent
 
 __all__ = ["Workers"]
 
 _log = logging.getLogger("monai_gds")
 
 T = TypeVar("T")
-
-#: How often a worker checks that its parent is alive.
-_WATCH_SECONDS = 1.0
 
 
 class Workers(Generic[T]):
@@ -195,21 +191,13 @@ def _begin(work: Any, orders: Connection) -> None:
     global _work, _problem
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
-    threading.Thread(target=_watch, args=(orders, os.getppid()), daemon=True).start()
+    end_with_parent(orders)
     if isinstance(work, bytes):
         try:
             work = pickle.loads(work)
         except Exception as e:
             _problem = f"what they would run cannot be unpickled in another process: {e}"
     _work = work
-
-
-def _watch(orders: Connection, parent: int) -> None:
-    """Ends this process on order or when its parent is gone; nothing else would."""
-    while not orders.poll(_WATCH_SECONDS):
-        if os.getppid() != parent:
-            break
-    os._exit(1)
 
 
 def _problem_of_this_one() -> str:
