@@ -145,12 +145,11 @@ class OverExecutor:
     def submit(self, index: int, anyway: bool) -> Future[Answer]:
         if isinstance(self._executor, ThreadPoolExecutor):  # needs no pickle
             return self._executor.submit(_attempt, self._dataset, (index, anyway))
-        if self._sent is None:
-            self._send()
+        sent = self._sent or self._send()
         # The number is new each time, also for engines that remember results by the arguments.
-        return self._executor.submit(_run, self._sent, next(self._numbers), (index, anyway))
+        return self._executor.submit(_run, sent, next(self._numbers), (index, anyway))
 
-    def _send(self) -> None:
+    def _send(self) -> _Sent:
         # Engines that come with cloudpickle, which also sends what is defined in a notebook, have imported it.
         dumps: Callable[[Any], bytes] = getattr(sys.modules.get("cloudpickle"), "dumps", pickle.dumps)
         try:
@@ -159,13 +158,14 @@ class OverExecutor:
             raise ValueError(f"{self.kind} cannot send the dataset to its workers: {in_words(e)}") from e
         name = f"{uuid.uuid4().hex}.{this_process()}"
         # Noted before the file is created, so that close() removes it after an interrupt too.
-        self._sent = _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
+        self._sent = sent = _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
         try:
             with opened(self._directory, create=True) as folder:
                 _create(folder, f"{name}.0", pickled)
                 os.utime(f"{name}.0", times=(time.time() + _MONTH,) * 2, dir_fd=folder)
         except OSError as e:
             raise NotSaved(f"nothing can be cached in {self._directory}: {e}") from e
+        return sent
 
     def close(self) -> None:
         if self._sent is None:

@@ -216,6 +216,9 @@ class Epoch:
     """
 
     def __init__(self, loader: GDSDataLoader, device: torch.device, workers: CacheWorkers | None) -> None:
+        for left in list(_left):
+            left.join(_LEAVE_SECONDS)
+            _left.discard(left)
         batches = _first_drawn(loader.index_batches(), loader.dataset)
         ahead = ReadAhead(batches, loader.records_in_flight, loader.prefetch_bytes, workers)
         self._owner = Owner()
@@ -246,6 +249,9 @@ class Epoch:
 #: Epochs whose loops are not over.
 _epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
+#: Threads of loops that were not left by their consumers. The next loop waits for them.
+_left: set[threading.Thread] = set()
+
 
 @atexit.register  # runs before the writer's handler, which saves what these threads computed last
 def _stop_all() -> None:
@@ -267,12 +273,10 @@ def _produce(
     """The loader's thread."""
     try:
         with hand_over.on_stream():
-            while (found := ahead.next_batch()) is not None:
-                items, nbytes = found
-                records = len(items)
+            while (items := ahead.next_batch()) is not None:
                 batch = assemble(items)
-                del found, items
-                if not hand_over.put(batch, records, nbytes):
+                del items
+                if not hand_over.put(batch, ahead.finished):
                     return
                 del batch  # the consumer alone keeps it
         hand_over.end()
@@ -296,3 +300,5 @@ def _stop(owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: 
     # The collector may get here in any thread: in this one, or in one that this one waits for.
     if hand_over.consumer == threading.get_ident():
         thread.join(_LEAVE_SECONDS)
+    else:
+        _left.add(thread)

@@ -112,22 +112,24 @@ class ReadAhead:
         self._drawn: deque[list[_Upcoming]] = deque()
         self._waiting: deque[_Upcoming] = deque()  # the drawn ones that are not begun
         self._error: Exception | None = None  # behind the drawn ones
-        # In flight is what was begun and not taken. No lock: each counter is written by one thread.
-        self._records = self._nbytes = self._records_taken = self._nbytes_taken = 0
+        # Records and bytes: begun, finished, taken by the consumer. In flight is what was begun and not taken. No lock:
+        # each is written by one thread.
+        self._records = self._nbytes = 0
+        self.finished = self._taken = 0, 0
         self._last = 0  # size of the last record that has one
 
-    def taken(self, records: int, nbytes: int) -> None:
-        """Notes that the consumer, in its thread, has taken a batch out of flight."""
-        self._records_taken += records
-        self._nbytes_taken += nbytes
+    def taken(self, finished: tuple[int, int]) -> None:
+        """Notes that the consumer, in its thread, has taken the batch with which so much was finished."""
+        self._taken = finished
 
-    def next_batch(self) -> tuple[list[Any], int] | None:
-        """The items of the next batch behind their random transforms, and the bytes of their records."""
+    def next_batch(self) -> list[Any] | None:
+        """The items of the next batch behind their random transforms."""
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error
             return None
-        items, nbytes = [], 0
+        items = []
+        records, nbytes = self.finished
         for upcoming in self._drawn.popleft():
             self._begin_what_fits()
             if upcoming.begun is None:  # without room too: the batch has to be completed
@@ -135,7 +137,8 @@ class ReadAhead:
             begun = self._arrived(upcoming)
             nbytes += begun.nbytes
             items.append(upcoming.dataset.end(begun))
-        return items, nbytes
+        self.finished = records + len(items), nbytes
+        return items
 
     def _arrived(self, upcoming: _Upcoming) -> Begun:
         """What can be finished: behind its worker, where one computes it."""
@@ -155,7 +158,7 @@ class ReadAhead:
 
     def _room(self) -> int:
         """How many more records, as large as the last one, may be begun; one while no size is known."""
-        records, nbytes = self._records - self._records_taken, self._nbytes - self._nbytes_taken
+        records, nbytes = self._records - self._taken[0], self._nbytes - self._taken[1]
         fit = (self._most_bytes - nbytes) // self._last if self._last else 1
         return max(min(self._most_records - records, fit), 0 if records else 1)
 
