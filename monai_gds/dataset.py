@@ -1,8 +1,4 @@
-"""``GDSDataset``: MONAI's ``PersistentDataset`` whose cache moves at the speed of the drive and the link.
-
-This module is MONAI's side: pipelines, the split, Subsets. Bytes, files and backends are the business of
-:mod:`monai_gds.cache`, which returns the item of a key and takes the items that were missing.
-"""
+"""``GDSDataset``: MONAI's ``PersistentDataset`` whose cache moves at the speed of the drive and the link."""
 
 from __future__ import annotations
 
@@ -97,18 +93,15 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     :meth:`flush`). Every later access reads the record straight to ``device`` and runs the random transforms. A hit
     equals a miss in tree, types, dtypes, shapes, values, metadata, applied operations and device, so ``Invert`` works
     on cached items. On a CPU target tensors and arrays are private mappings of the record: a crop reads only the pages
-    it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.) On a CUDA
-    target numeric arrays become tensors there, see ``arrays``. Arrays inside metadata keep their type and stay on the
-    CPU, and string arrays stay NumPy.
+    it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.) Arrays inside
+    metadata keep their type and stay on the CPU, and string arrays stay NumPy.
 
     Any number of processes, runs and experiments may share one ``cache_dir``. An item gets a new record when anything
     changes that it was computed from: the item itself, the transforms with their parameters and code, files that the
     item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's version. Transforms are
     hashed when the dataset is made: after changing one in place, assign ``transform`` anew or call
-    :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is, and :meth:`explain` why
-    an item is not cached. ``monai-gds cache prune`` deletes superseded records, and with ``--pipeline`` those of
-    pipelines no longer in use. A damaged record is reported, computed anew and replaced. A full or read-only disk
-    costs the cache and not the epoch.
+    :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is. A damaged record is
+    reported, computed anew and replaced. A full or read-only disk costs the cache and not the epoch.
 
     In the workers of a DataLoader (``num_workers > 0``) and in forked processes, items come as CPU tensors.
 
@@ -131,12 +124,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             or an error. See :func:`monai_gds.available_backends`.
         backend_options: keyword arguments of the backend, see its class.
         sources: how the identity of files that an item or a transform names is determined. A string of an item names
-            a file if a transform whose name begins with ``Load`` reads its key, or if it looks like a path. A folder
-            counts with everything in it, and only if its path is absolute or has a separator. ``"content"``: by
-            size and content. Content is read the first time, and remembered in ``cache_dir`` while inode and times
-            stay the same. ``"once"``: the same, but each file is looked at once per process. ``"stat"``: by
-            size and mtime, which misses a file that was replaced with its mtime kept. A function path -> str,
-            bytes or None (not a source). None: files do not count.
+            a file if a transform whose name begins with ``Load`` reads its key, or if it looks like a path, and a
+            folder with everything in it only if its path is absolute or has a separator. ``"content"``: by size and
+            content, which is remembered in ``cache_dir`` while inode and times stay the same. ``"once"``: the same,
+            but each file is looked at once per process. ``"stat"``: by size and mtime, which misses a file that was
+            replaced with its mtime kept. A function path -> str, bytes or None (not a source). None: files do not
+            count.
         root: a folder that keys and records are relative to, so that a cache still serves data that were moved or
             copied. Paths below it, in items, transforms, metadata and applied operations, are stored without it and
             come back below the root of the reader.
@@ -254,8 +247,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         split = self._state.split
         if split is None:
             return
-        folder = None if self.cache_dir is None else os.fspath(self.cache_dir)
-        sources = Sources(self.sources, folder)
+        sources = Sources(self.sources, None if self.cache_dir is None else os.fspath(self.cache_dir))
         self._state.keys = ItemKeys(
             split, self.hash_func, hash_xform_func, sources, self.root, self.monai_version, self.reset_ops_id
         )
@@ -295,11 +287,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     # For loaders that read ahead
 
     def begin(self, indices: Sequence[int]) -> list[Begun]:
-        """Begins to read the items that are cached.
-
-        Returns:
-            One object per index, for :meth:`end` in the same process and thread.
-        """
+        """Begins to read the items that are cached: one object per index, for :meth:`end` in the same thread."""
         return self._begin([self.data[i] for i in indices], indices)
 
     def end(self, begun: Begun) -> Any:
@@ -390,8 +378,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def for_saving(self) -> GDSDataset:
         """A copy for a process that only makes records, which are equal for all target devices."""
         view = copy(self)
-        self.split()
-        view._computes_under = None if self._state.keys is None else self._state.keys.capture()
+        view._computes_under = self._keys().capture()
         if self.device.type != "cpu":
             view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
         return view
@@ -408,13 +395,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self.holds(self.key(index))
 
     def explain(self, index: int) -> str:
-        """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record.
-
-        Args:
-            index: of the item.
-
-        Returns:
-            A few lines, such as "item 3 is a miss … Spacingd.pixdim 1.5 → 1.0".
+        """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record, in words.
 
         Raises:
             HashingError: the item has no stable hash.
@@ -438,9 +419,15 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             HashingError: the item has no stable hash.
         """
+        return self._key(self.data[index])
+
+    def _key(self, item: Any) -> Key:
+        return self._keys()([item])[0]
+
+    def _keys(self) -> ItemKeys:
         self.split()
         assert self._state.keys is not None, "made with the split"
-        return self._state.keys([self.data[index]])[0]
+        return self._state.keys
 
     def holds(self, key: Key) -> bool:
         """Whether there is a record of a key."""
@@ -453,14 +440,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return "" if cache is None else cache.record_path(key.digest)
 
     def save(self, index: int, anyway: bool = False) -> Saved:
-        """Makes the record of an item, unless there is one or another process is computing it.
-
-        Args:
-            index: of the item.
-            anyway: computes it even if another process does.
-
-        Returns:
-            Whether it was cached, was computed, or is being computed by another process.
+        """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
 
         Raises:
             NotSaved: the record cannot be written.
@@ -471,7 +451,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return self._save(self.data[index], index, anyway)
 
     def _save(self, item: Any, index: int, anyway: bool) -> Saved:
-        cache, key = self._place(item)
+        key, cache = self._key(item), self._cache()
+        assert cache is not None, "the caller has checked that items are cached"
         if cache.holds(key.digest):
             return Saved("cached", key.digest)
         leases = Leases(cache.path)
@@ -484,7 +465,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             began = time.perf_counter()
             encoded, _ = self._compute(item, index, "error")
             seconds = time.perf_counter() - began
-            changed = key.changes(self._place(item)[1])
+            changed = key.changes(self._key(item))
             if changed:
                 raise FileChanged(f"while item {index} was computed, {changed}: populate again")
             try:
@@ -492,12 +473,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             except OSError as e:
                 raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {with_advice(e)}") from e
         return Saved("computed", key.digest, seconds)
-
-    def _place(self, item: Any) -> tuple[CacheDirectory, Key]:
-        self.split()
-        cache = self._cache()
-        assert cache is not None and self._state.keys is not None, "the caller has checked that items are cached"
-        return cache, self._state.keys([item])[0]
 
     # The cache
 
@@ -520,13 +495,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _compute(self, item: Any, index: Any, unsupported: str) -> tuple[EncodedItem, bool]:
         """Computes an item and takes it apart. Errors name the item.
 
-        Args:
-            item: of the dataset.
-            index: its index, if known.
-            unsupported: what to do about a value that a record cannot hold: ``"error"``, ``"warn"`` or ``"pass"``.
-
         Returns:
-            The item taken apart, and whether a record can hold it.
+            The item taken apart, and whether a record can hold it. If not, ``"error"`` raises and ``"warn"`` warns.
         """
         began = time.perf_counter()
         with naming(index, item):
@@ -555,18 +525,18 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._assemble(encoded, item)
 
     def _save_behind(self, cache: CacheDirectory, key: Key, item: Any, encoded: EncodedItem, lease: Lease) -> None:
-        assert self._state.keys is not None, "the key came from there"
         # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
-        changed = key.changes(self._state.keys([item])[0])
+        changed = key.changes(self._key(item))
         if changed:
             self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
             return
         # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
-        if self.durable or _in_worker() or not self._state.owner.is_this_process():
+        in_worker = torch.utils.data.get_worker_info() is not None
+        if self.durable or in_worker or not self._state.owner.is_this_process():
             cache.publish(key, encoded)
         else:
             cache.publish_behind(key, encoded, lease.hand_over())
-        self._state.keys.flush()
+        self._keys().flush()
 
     def _assemble(self, encoded: EncodedItem, item: Any) -> Any:
         """Puts an item that was just computed together exactly as if it had been read."""
@@ -606,8 +576,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _why_to_populate(self) -> list[str]:
         """As :meth:`_why_missed` for the first item; empty if it has a record."""
         try:
-            cache, key = self._place(self.data[0])
-            return [] if cache.holds(key.digest) else self._why_missed(cache, key)
+            key, cache = self.key(0), self._cache()
+            return [] if cache is None or cache.holds(key.digest) else self._why_missed(cache, key)
         except Exception:  # populating raises it again, and notes it
             return []
 
@@ -726,10 +696,6 @@ def _look(cache: CacheDirectory, key: Key, item: Any) -> Any:
     """The item in a tuple if it has a record by now, else None."""
     pending = cache.start(key.digest)
     return None if pending is None else pending.wait(item)
-
-
-def _in_worker() -> bool:
-    return torch.utils.data.get_worker_info() is not None
 
 
 def _check_choice(name: str, value: Any, *choices: str | None) -> None:

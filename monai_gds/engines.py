@@ -126,7 +126,7 @@ class InWorkers:
 
     def close(self) -> None:
         if self._workers is not None:
-            self._workers.close(grace=0)
+            self._workers.close()
         self._workers = None
 
 
@@ -137,8 +137,7 @@ class OverExecutor:
 
     def __init__(self, dataset: GDSDataset, executor: Executor) -> None:
         self.kind = type(executor).__name__
-        self._dataset, self._executor = dataset, executor
-        self._directory = str(dataset.cache_dir)
+        self._dataset, self._executor, self._directory = dataset, executor, str(dataset.cache_dir)
         self._numbers = itertools.count(1)
         self._sent: _Sent | None = None
 
@@ -199,17 +198,11 @@ class RayExecutor(Executor):
 
 
 class _Sent(NamedTuple):
-    """A dataset in a temporary file.
-
-    Attributes:
-        directory: the cache directory.
-        name: of the files of this job, up to a number; the dataset has number 0.
-        digest: SHA-256 of the dataset's file. Others may write to the directory, and unpickling runs code.
-    """
+    """A dataset in a temporary file of a cache directory."""
 
     directory: str
-    name: str
-    digest: str
+    name: str  # of the files of this job, up to a number; the dataset has number 0
+    digest: str  # SHA-256 of the dataset's file: others may write to the directory, and unpickling runs code
 
 
 def _run(sent: _Sent, number: int, what: tuple[int, bool]) -> Answer:

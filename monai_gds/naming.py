@@ -1,8 +1,4 @@
-"""Errors that name the item: an exception from a transform gets a note with the item's index and files.
-
-Used by :class:`monai_gds.dataset.GDSDataset` wherever it computes an item. Notes (PEP 678) are printed below the
-error's message, and travel with it from a worker.
-"""
+"""Errors that name the item: an exception from a transform gets a note (PEP 678) with the item's index and files."""
 
 from __future__ import annotations
 

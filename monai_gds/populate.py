@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Populated", "Saved", "populate"]
 
-#: Failed items that the message of the error names.
+#: Items that the message of an error names.
 _NAMED = 10
 
 #: How long to wait at the end for items that other processes compute: so many seconds, or so many times the mean time

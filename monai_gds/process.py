@@ -1,8 +1,7 @@
 """Process matters: what belongs to one process, whose it is after a fork, and ending with the parent.
 
 Threads, locks, streams and pinned memory do not survive a fork. Whatever is shared within a process is made through
-:class:`PerProcess`, and an object that holds such things notes its :class:`Owner`. This module imports neither torch
-nor MONAI, so that every layer may use it.
+:class:`PerProcess`, and an object that holds such things notes its :class:`Owner`.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class PerProcess(Generic[*Ts, T]):
         return self._results.get(args)
 
     def forget(self) -> None:
-        """Starts anew, without finalising any result."""
+        """Starts anew in a forked child, without finalising any result."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._results))
         self._results, self._lock = {}, threading.RLock()
 

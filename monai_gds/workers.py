@@ -1,8 +1,4 @@
-"""Processes, or threads where there can be none, that run one function for many arguments.
-
-Used by :mod:`monai_gds.populate` and by the loader, which computes items beside the training. The function carries
-whatever it needs: nothing here depends on datasets.
-"""
+"""Processes, or threads where there can be none, that run one function for many arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.connection import Connection
@@ -96,7 +92,7 @@ class Workers(Generic[T]):
             first = self._executor.submit(_problem_of_this_one)  # starts all forked workers
             problem = "" if self.kind == "fork" else first.result()
         except BaseException as e:
-            self.close(grace=0)
+            self.close()
             if isinstance(e, BrokenProcessPool):
                 raise WorkerDied(
                     f"a process started by {self.kind} ended before it began: the script that starts it must be a "
@@ -104,15 +100,14 @@ class Workers(Generic[T]):
                 ) from e
             raise
         if problem:
-            self.close(grace=0)
+            self.close()
         return problem
 
     def submit(self, argument: Any) -> Future[T]:
         """Has ``work(argument)`` run.
 
-        Returns:
-            A future of what it returns. It raises what ``work`` raised, with the worker's traceback as its cause, or
-            WorkerDied if the worker was killed.
+        The future raises what ``work`` raised, with the worker's traceback as its cause, or WorkerDied if the worker
+        was killed or the workers were closed.
         """
         outer: Future[T] = Future()
         outer.set_running_or_notify_cancel()
@@ -144,14 +139,10 @@ class Workers(Generic[T]):
         died.__cause__ = error
         return died
 
-    def close(self, grace: float = 5.0) -> None:
-        """Ends the workers. Calls that have not begun are dropped, and those that have get ``grace`` seconds to end.
-
-        Threads cannot be ended: they finish the calls that they have begun.
-        """
+    def close(self) -> None:
+        """Ends the workers at once and drops their calls. Threads finish the calls that they have begun."""
         for future in list(self._running):
             future.cancel()
-        wait(list(self._running), timeout=grace)
         if self._orders is None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             return
@@ -164,8 +155,8 @@ class Workers(Generic[T]):
     def __enter__(self) -> Workers[T]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(5.0 if kind is None else 0.0)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]:

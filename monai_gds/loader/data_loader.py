@@ -16,8 +16,7 @@
     │ consumer                  │ the user's thread and stream
     └───────────────────────────┘
 
-A record is in flight from the beginning of its read until the consumer takes its batch. This package works with
-datasets, batches and streams; records, files and backends are the business of the layers below.
+A record is in flight from the beginning of its read until the consumer takes its batch.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
 from monai_gds.process import Owner
 
 __all__ = ["GDSDataLoader"]
-
 
 #: How long leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded, since
 #: the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
@@ -178,15 +176,7 @@ def gds_datasets(dataset: Dataset[Any]) -> list[GDSDataset]:
 
 
 def find_item(dataset: Any, index: int) -> tuple[GDSDataset, int]:
-    """The GDSDataset that an item of a dataset belongs to, and its index there.
-
-    Args:
-        dataset: one for which :func:`gds_datasets` gives some.
-        index: of the item, which may be negative.
-
-    Raises:
-        IndexError: there is no such item in a ConcatDataset or a Subset.
-    """
+    """The GDSDataset that an item of a dataset belongs to, and its index there; IndexError if there is no such item."""
     while not isinstance(dataset, GDSDataset):
         if type(dataset) is Subset:
             dataset, index = dataset.dataset, dataset.indices[index]
@@ -208,11 +198,6 @@ class Epoch:
     """One pass over a loader: what the consumer iterates over.
 
     The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
-
-    Args:
-        loader: the loader.
-        device: where its items come.
-        workers: compute the items that are not cached; None: the thread does.
     """
 
     def __init__(self, loader: GDSDataLoader, device: torch.device, workers: CacheWorkers | None) -> None:

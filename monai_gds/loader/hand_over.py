@@ -1,7 +1,4 @@
-"""The hand-over of batches: from the loader's thread and stream to the consumer's.
-
-Used by :mod:`monai_gds.loader.data_loader`. It works with batches, threads and CUDA streams.
-"""
+"""The hand-over of batches: from the loader's thread and stream to the consumer's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reading ahead: begins the reads of the coming items within bounds, and finishes the items in order.
-
-Used by the thread of :mod:`monai_gds.loader.data_loader`. It works with datasets and indices.
-"""
+"""Reading ahead: begins the reads of the coming items within bounds, and finishes the items in order."""
 
 from __future__ import annotations
 
@@ -23,13 +20,7 @@ __all__ = ["CacheWorkers", "ReadAhead"]
 
 
 class CacheWorkers:
-    """Processes that compute and save the items that are not cached. They start for the first such item.
-
-    Args:
-        parts: the datasets whose items they compute.
-        num_workers: how many.
-        context: how they are started; None: see :class:`monai_gds.workers.Workers`.
-    """
+    """Workers that compute and save the items of ``parts`` that are not cached. They start for the first such item."""
 
     def __init__(self, parts: Sequence[GDSDataset], num_workers: int, context: Any) -> None:
         self._parts, self._num_workers, self._context = parts, num_workers, context
@@ -38,10 +29,7 @@ class CacheWorkers:
         self._lock = threading.RLock()  # the collector may leave the loop, which closes this, while save() holds it
 
     def save(self, dataset: GDSDataset, index: int) -> Future[Saved]:
-        """Has an item computed and saved, unless another process is computing it.
-
-        The future raises what the transforms raise, and WorkerDied.
-        """
+        """Has an item computed and saved. The future raises what the transforms raise, and WorkerDied."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the loop was left")
@@ -56,7 +44,7 @@ class CacheWorkers:
             self._closed = True
             if self._workers is None:
                 return
-            self._workers.close(grace=0)
+            self._workers.close()
             self._workers = None
             for part in self._parts:
                 part.tidy()
@@ -72,19 +60,14 @@ def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> Saved:
 
 
 class _Upcoming:
-    """One item of a batch on its way.
-
-    Attributes:
-        begun: what the dataset began, or what went wrong then; None before.
-        saved: when its record is there, if it was not cached and a worker computes it.
-    """
+    """One item of a batch on its way."""
 
     __slots__ = ("begun", "dataset", "index", "saved")
 
     def __init__(self, dataset: GDSDataset, index: int) -> None:
         self.dataset, self.index = dataset, index
-        self.begun: Begun | Exception | None = None
-        self.saved: Future[Saved] | None = None
+        self.begun: Begun | Exception | None = None  # what the dataset began, or what went wrong then
+        self.saved: Future[Saved] | None = None  # when its record is there, if a worker computes it
 
 
 class ReadAhead:
