@@ -345,16 +345,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 cached.
             ValueError: there is no ``cache_dir``, an argument is out of range, or the dataset cannot be pickled for the
                 workers of ``executor``.
-
-        Example:
-            >>> import tempfile
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> from monai.transforms import Compose, ScaleIntensityd
-            >>> items = [{"image": torch.rand(1, 8, 8)} for _ in range(3)]
-            >>> with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as executor:
-            ...     dataset = GDSDataset(items, Compose([ScaleIntensityd("image")]), folder, device="cpu")
-            ...     dataset.populate(executor=executor)
-            Populated(cached=0, computed=3)
         """
         if self.cache_dir is None:
             raise ValueError("there is no cache to fill: the dataset was made with cache_dir=None")
@@ -399,14 +389,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
         Raises:
             HashingError: the item has no stable hash.
-
-        Example:
-            >>> import tempfile
-            >>> from monai.transforms import Compose, ScaleIntensityd
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     dataset = GDSDataset([{"image": 1.0}], Compose([ScaleIntensityd("image")]), folder, device="cpu")
-            ...     print(dataset.explain(0).splitlines()[0][:16])
-            item 0 is a miss
         """
         return explain_item(self, index)
 

@@ -179,11 +179,7 @@ Engine = Here | InWorkers | OverExecutor
 
 
 class RayExecutor(Executor):
-    """As much of a ``concurrent.futures.Executor`` over Ray as :meth:`GDSDataset.populate` needs; Ray brings none.
-
-    Example:
-        >>> dataset.populate(executor=RayExecutor())  # doctest: +SKIP
-    """
+    """As much of a ``concurrent.futures.Executor`` over Ray as :meth:`GDSDataset.populate` needs; Ray brings none."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Has ``fn(*args, **kwargs)`` run as a Ray task on one CPU."""

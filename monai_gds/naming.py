@@ -25,17 +25,6 @@ def naming(index: Any, item: Any) -> Iterator[None]:
     Args:
         index: of the item in its dataset, if known.
         item: its data, before any transform.
-
-    Example:
-        >>> import traceback
-        >>> try:
-        ...     with naming(3, {"image": "/data/ct_3.nii.gz", "age": 40}):
-        ...         raise ValueError("broken")
-        ... except ValueError as e:
-        ...     print("".join(traceback.format_exception_only(e)))
-        ValueError: broken
-        monai_gds: while computing item 3 of the dataset: image=/data/ct_3.nii.gz
-        <BLANKLINE>
     """
     try:
         yield

@@ -35,13 +35,6 @@ class PerProcess(Generic[*Ts, T]):
 
     Args:
         make: makes the result for hashable arguments, in whichever thread calls first.
-
-    Example:
-        >>> counters = PerProcess(lambda name: [name])
-        >>> counters("a") is counters("a"), counters("a") is counters("b")
-        (True, False)
-        >>> counters.made("c") is None
-        True
     """
 
     def __init__(self, make: Callable[[*Ts], T]) -> None:
@@ -82,12 +75,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class Owner:
-    """The process in which an object was made, and the only one that may use what the object holds.
-
-    Example:
-        >>> Owner().is_this_process()
-        True
-    """
+    """The process in which an object was made, and the only one that may use what the object holds."""
 
     __slots__ = ("_pid",)
 

@@ -176,15 +176,6 @@ def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
     Args:
         names_cuda: a transform names a CUDA device, so the settings of CUDA count.
         requires_grad: a transform holds parameters, so the grad mode counts.
-
-    Example:
-        >>> import torch
-        >>> capture()
-        ()
-        >>> torch.set_default_dtype(torch.float64)
-        >>> capture()
-        (('default_dtype', 'torch.float64'),)
-        >>> torch.set_default_dtype(torch.float32)
     """
     found = [(s.name, str(value)) for s in _SETTINGS if (value := s.read()) != s.default]
     if requires_grad:

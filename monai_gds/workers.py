@@ -37,7 +37,7 @@ class Workers(Generic[T]):
 
     Args:
         work: the function. Forked workers inherit it, spawned ones unpickle it, threads share it.
-        num_workers: how many; at least one.
+        num_workers: how many.
         context: a start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or a multiprocessing context; None chooses.
 
     Attributes:
@@ -45,19 +45,11 @@ class Workers(Generic[T]):
         broken: whether a worker died, after which these workers run nothing more.
 
     Raises:
-        ValueError: ``num_workers`` is not positive, there is no such start method, or one was named and ``work`` cannot
-            be sent to such a process.
+        ValueError: there is no such start method, or one was named and ``work`` cannot be sent to such a process.
         WorkerDied: a spawned worker ended while it started.
-
-    Example:
-        >>> with Workers(abs, 2) as workers:
-        ...     [future.result() for future in map(workers.submit, (-1, -2, 3))]
-        [1, 2, 3]
     """
 
     def __init__(self, work: Callable[[Any], T], num_workers: int, context: str | BaseContext | None = None) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}: at least one is needed")
         self.kind = "threads"
         self.broken = False
         self._running: set[Future[T]] = set()

@@ -93,8 +93,6 @@ def test_a_context_that_cannot_be_used_is_an_error() -> None:
         Workers(lambda n: n, 1, "spawn")
     with pytest.raises(ValueError, match="warp"):
         Workers(process, 1, "warp")
-    with pytest.raises(ValueError, match="num_workers=0"):
-        Workers(process, 0)
 
 
 IN_MAIN = """

@@ -100,18 +100,19 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch_bytes: float = limits.PREFETCH_BYTES,
         **kwargs: Any,
     ) -> None:
-        if prefetch is not None:
-            _check_type("prefetch", prefetch, Integral, "a whole number of records")
-            if prefetch < 1:
-                raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
-        _check_type("prefetch_bytes", prefetch_bytes, Real, "a number of bytes, such as 4e9")
+        if not isinstance(prefetch, Integral | None):
+            raise TypeError(f"prefetch={prefetch!r}: it must be a whole number of records")
+        if prefetch is not None and prefetch < 1:
+            raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
+        if not isinstance(prefetch_bytes, Real):
+            raise TypeError(f"prefetch_bytes={prefetch_bytes!r}: it must be a number of bytes, such as 4e9")
         if not 1 <= prefetch_bytes < inf:
             raise ValueError(f"prefetch_bytes={prefetch_bytes}: it must be positive and finite")
         if gds_datasets(dataset):
             kwargs.setdefault("collate_fn", collate)
         super().__init__(dataset, num_workers, **kwargs)
-        self.prefetch = prefetch
-        self.prefetch_bytes = int(prefetch_bytes)
+        self.prefetch: int | None = prefetch
+        self.prefetch_bytes: int = int(prefetch_bytes)
 
     def __iter__(self) -> Iterator[Any]:
         parts = gds_datasets(self.dataset)
@@ -152,11 +153,6 @@ class _Indices(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-def _check_type(name: str, value: object, kind: type, what: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r}: it must be {what}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
