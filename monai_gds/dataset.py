@@ -535,16 +535,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         state = self._state
         state.misses += 1
         if state.misses == 1:
-            state.why = self._why_missed(cache, key)
+            state.why = why_missed(cache, key)
         worker = torch.utils.data.get_worker_info()
         if state.misses * (1 if worker is None else worker.num_workers) >= len(self.data):
             self._warn_of_misses(state.why, stacklevel=6)
             state.why = []
-
-    def _why_missed(self, cache: CacheDirectory, key: Key) -> list[str]:
-        """What differs from the nearest record. Called before the index has records of this run."""
-        cache.warn_of_older_format()
-        return why_missed(cache.index, key) if cache.index is not None else []
 
     def _warn_of_misses(self, why: list[str], stacklevel: int) -> None:
         if why:
@@ -556,10 +551,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             )
 
     def _why_to_populate(self) -> list[str]:
-        """As :meth:`_why_missed` for the first item; empty if it has a record."""
+        """Why the first item has no record; empty if it has one."""
         try:
             key, cache = self.key(0), self._cache()
-            return [] if cache is None or cache.holds(key.digest) else self._why_missed(cache, key)
+            return [] if cache is None or cache.holds(key.digest) else why_missed(cache, key)
         except Exception:  # populating raises it again, and notes it
             return []
 

@@ -12,6 +12,7 @@ from monai_gds.cache.key import Key
 from monai_gds.transforms import Split, uncached_behind
 
 if TYPE_CHECKING:
+    from monai_gds.cache.directory import CacheDirectory
     from monai_gds.dataset import GDSDataset
 
 __all__ = ["describe", "explain_item", "uncached", "why_missed"]
@@ -112,10 +113,11 @@ def _lines(near: Nearest) -> list[str]:
     return [head, *(f"    {difference}" for difference in near.differences)]
 
 
-def why_missed(index: Index, key: Key) -> list[str]:
-    """What differs from the nearest record; empty if none is near."""
-    near = _nearest(index, key)
-    return near.differences if near.entry is not None else []
+def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
+    """What differs from the nearest record, before the index has records of this run; empty if none is near."""
+    cache.warn_of_older_format()
+    near = None if cache.index is None else _nearest(cache.index, key)
+    return near.differences if near is not None and near.entry is not None else []
 
 
 def _nearest(index: Index, key: Key) -> Nearest:
