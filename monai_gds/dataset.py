@@ -271,10 +271,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._begin([item_transformed], [None])[0].finish()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several items at once: all reads begin before the first is waited for.
-
-        torch's and MONAI's loaders call this for a batch. Random transforms run afterwards, in the order of indices.
-        """
+        """A batch for torch's and MONAI's loaders: all reads begin before the first is waited for."""
         if self.changes_items():
             return [self[i] for i in indices]
         return [self.end(begun) for begun in self.begin(indices)]

@@ -261,11 +261,10 @@ class WorkerDied(MonaiGdsError, RuntimeError):
     """A worker process ended without a result: it crashed, or was killed by a signal or for lack of memory.
 
     Example:
-        >>> import os, signal
-        >>> from monai_gds.workers import Workers
-        >>> with Workers(lambda number: os.kill(os.getpid(), number), 1, "fork") as workers:
-        ...     print(type(workers.submit(signal.SIGKILL).exception()).__name__)
-        WorkerDied
+        >>> from monai_gds import WorkerDied
+        >>> raise WorkerDied("a worker process was killed: by a signal")
+        Traceback (most recent call last):
+        monai_gds.errors.WorkerDied: a worker process was killed: by a signal
     """
 
 

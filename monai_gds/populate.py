@@ -1,9 +1,4 @@
-"""``GDSDataset.populate``: fills a cache before training, in many processes, on many hosts and ranks.
-
-Each record is published by itself, so a run that was killed continues where it stopped. This file decides which items
-to hand over when, and adds up what became of them; :mod:`monai_gds.engines` has them computed, and
-:mod:`monai_gds.ranks` shares them out.
-"""
+"""``GDSDataset.populate``: which items are handed to an engine when, and what became of them."""
 
 from __future__ import annotations
 
@@ -42,12 +37,7 @@ _HOPELESS = 10
 
 @dataclass(frozen=True, slots=True)
 class Populated:
-    """What :meth:`GDSDataset.populate` did, on all ranks together.
-
-    Attributes:
-        cached: items that had a record.
-        computed: items whose records were made.
-    """
+    """How many items had a record and how many records were made, on all ranks together."""
 
     cached: int
     computed: int
@@ -63,7 +53,12 @@ def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, s
 
         def fill_share() -> _Tally:
             dataset.flush()  # other processes cannot see what waits in this one to be saved
-            with closing(_engine(dataset, num_workers, executor)) as engine:
+            engine: Engine = Here(dataset)
+            if executor is not None:
+                engine = OverExecutor(dataset, executor)
+            elif num_workers:
+                engine = InWorkers(dataset, num_workers)
+            with closing(engine):
                 tally = _Filling(dataset, engine, bar).run(ranks.share(len(dataset.data)))
             if ranks.together:
                 bar(description="waiting for the other ranks")
@@ -77,12 +72,6 @@ def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, s
     if failed:
         raise PopulateError(_name_some(failed, len(dataset.data)), failed)
     return Populated(sum(tally.cached for tally in tallies), sum(tally.computed for tally in tallies))
-
-
-def _engine(dataset: GDSDataset, num_workers: int, executor: Executor | None) -> Engine:
-    if executor is not None:
-        return OverExecutor(dataset, executor)
-    return InWorkers(dataset, num_workers) if num_workers else Here(dataset)
 
 
 @dataclass

@@ -220,9 +220,7 @@ class Epoch:
             raise RuntimeError("this loop was begun before a fork: begin a new one in the child")
         try:
             return self._hand_over.take()
-        except KeyboardInterrupt:  # the loop may go on after it
-            raise
-        except BaseException:
+        except Exception:  # after Ctrl-C the loop may go on
             self.stop()
             raise
 
