@@ -51,7 +51,7 @@ _WAYS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
 
 
 class Begun:
-    """An item that :meth:`GDSDataset.begin` began. Hundreds are in flight, so this is one small object."""
+    """An item that :meth:`GDSDataset.begin` began. Hundreds are in flight."""
 
     __slots__ = ("_cache", "_dataset", "_index", "_item", "_key", "_pending")
 
