@@ -82,7 +82,7 @@ class HandOver:
     # For the consumer
 
     def take(self) -> Any:
-        """The next batch, ready for the current stream.
+        """The next batch, ready for the current stream. A Ctrl-C may lose it, and nothing else.
 
         Raises:
             StopIteration: there is none, or the loop was stopped.
@@ -90,12 +90,14 @@ class HandOver:
         """
         with self._changed:
             self.consumer = threading.get_ident()
+            if self._parcel is None:  # a Ctrl-C may have ended the last call before it notified the thread
+                self._changed.notify_all()
             self._changed.wait_for(lambda: self._parcel is not None or self._ended or self._stopped)
             parcel, self._parcel = self._parcel, None
             if parcel is None:
                 error, self._error = self._error, None
             else:
-                self._taken(parcel.finished)  # after a Ctrl-C before this line, the next batch makes up for it
+                self._taken(parcel.finished)
                 self._changed.notify_all()
         if parcel is None:
             try:
