@@ -48,7 +48,6 @@ _NUMBERS: dict[type, np.dtype[Any]] = {
 #: How much larger the storage of a tensor that is handed on may be: backends allocate whole pages.
 _SLACK = 8192
 
-
 #: Arrays of up to this many bytes are joined, for all keys of one kind.
 _SMALL_ARRAY = 1024
 
@@ -77,10 +76,6 @@ def collate(batch: Sequence[Any]) -> Any:
     Raises:
         RuntimeError: tensors differ in shape, or whatever else ``list_data_collate`` raises.
         TypeError: a value cannot be collated, such as None.
-
-    Example:
-        >>> collate([{"image": torch.zeros(1, 8, 8), "name": "a"}, {"image": torch.ones(1, 8, 8), "name": "b"}])["name"]
-        ['a', 'b']
     """
     try:
         if torch.get_default_device().type != "cpu":  # where torch would put numbers
@@ -205,11 +200,8 @@ class _Collation:
         """Arrays of one dtype and shape, joined as bytes without a torch tensor for each."""
         if len(values) == 1:
             return self._array(values)
-        if set(map(type, values)) != {np.ndarray} or len({a.shape for a in values}) > 1:
-            return None
-        dtypes = {a.dtype for a in values}
-        joined = _joined(values, dtypes.pop()) if len(dtypes) == 1 else None
-        return None if joined is None else torch.from_numpy(joined.reshape(len(values), *values[0].shape))
+        made = self._alike([values], values[0].dtype, values[0].shape)
+        return None if made is None else made[0]
 
     def _array(self, values: Sequence[np.ndarray]) -> torch.Tensor | None:
         """The array of a batch of one, without a copy if only the item holds it."""

@@ -1,8 +1,4 @@
-"""``GDSDataset``: MONAI's ``PersistentDataset`` whose cache moves at the speed of the drive and the link.
-
-This module is MONAI's side: pipelines, the split, Subsets. Bytes, files and backends are the business of
-:mod:`monai_gds.cache`, which returns the item of a key and takes the items that were missing.
-"""
+"""``GDSDataset``: MONAI's ``PersistentDataset`` whose cache moves at the speed of the drive and the link."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ _WAYS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
 
 
 class Begun:
-    """An item that :meth:`GDSDataset.begin` began. Hundreds are in flight, so this is one small object."""
+    """An item that :meth:`GDSDataset.begin` began. Hundreds are in flight."""
 
     __slots__ = ("_cache", "_dataset", "_index", "_item", "_key", "_pending")
 
@@ -97,18 +93,15 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     :meth:`flush`). Every later access reads the record straight to ``device`` and runs the random transforms. A hit
     equals a miss in tree, types, dtypes, shapes, values, metadata, applied operations and device, so ``Invert`` works
     on cached items. On a CPU target tensors and arrays are private mappings of the record: a crop reads only the pages
-    it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.) On a CUDA
-    target numeric arrays become tensors there, see ``arrays``. Arrays inside metadata keep their type and stay on the
-    CPU, and string arrays stay NumPy.
+    it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.) Arrays inside
+    metadata keep their type and stay on the CPU, and string arrays stay NumPy.
 
     Any number of processes, runs and experiments may share one ``cache_dir``. An item gets a new record when anything
     changes that it was computed from: the item itself, the transforms with their parameters and code, files that the
     item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's version. Transforms are
     hashed when the dataset is made: after changing one in place, assign ``transform`` anew or call
-    :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is, and :meth:`explain` why
-    an item is not cached. ``monai-gds cache prune`` deletes superseded records, and with ``--pipeline`` those of
-    pipelines no longer in use. A damaged record is reported, computed anew and replaced. A full or read-only disk
-    costs the cache and not the epoch.
+    :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is. A damaged record is
+    reported, computed anew and replaced. A full or read-only disk costs the cache and not the epoch.
 
     In the workers of a DataLoader (``num_workers > 0``) and in forked processes, items come as CPU tensors.
 
@@ -131,12 +124,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             or an error. See :func:`monai_gds.available_backends`.
         backend_options: keyword arguments of the backend, see its class.
         sources: how the identity of files that an item or a transform names is determined. A string of an item names
-            a file if a transform whose name begins with ``Load`` reads its key, or if it looks like a path. A folder
-            counts with everything in it, and only if its path is absolute or has a separator. ``"content"``: by
-            size and content. Content is read the first time, and remembered in ``cache_dir`` while inode and times
-            stay the same. ``"once"``: the same, but each file is looked at once per process. ``"stat"``: by
-            size and mtime, which misses a file that was replaced with its mtime kept. A function path -> str,
-            bytes or None (not a source). None: files do not count.
+            a file if a transform whose name begins with ``Load`` reads its key, or if it looks like a path, and a
+            folder with everything in it only if its path is absolute or has a separator. ``"content"``: by size and
+            content, which is remembered in ``cache_dir`` while inode and times stay the same. ``"once"``: the same,
+            but each file is looked at once per process. ``"stat"``: by size and mtime, which misses a file that was
+            replaced with its mtime kept. A function path -> str, bytes or None (not a source). None: files do not
+            count.
         root: a folder that keys and records are relative to, so that a cache still serves data that were moved or
             copied. Paths below it, in items, transforms, metadata and applied operations, are stored without it and
             come back below the root of the reader.
@@ -254,8 +247,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         split = self._state.split
         if split is None:
             return
-        folder = None if self.cache_dir is None else os.fspath(self.cache_dir)
-        sources = Sources(self.sources, folder)
+        sources = Sources(self.sources, None if self.cache_dir is None else os.fspath(self.cache_dir))
         self._state.keys = ItemKeys(
             split, self.hash_func, hash_xform_func, sources, self.root, self.monai_version, self.reset_ops_id
         )
@@ -279,10 +271,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._begin([item_transformed], [None])[0].finish()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several items at once: all reads begin before the first is waited for.
-
-        torch's and MONAI's loaders call this for a batch. Random transforms run afterwards, in the order of indices.
-        """
+        """A batch for torch's and MONAI's loaders: all reads begin before the first is waited for."""
         if self.changes_items():
             return [self[i] for i in indices]
         return [self.end(begun) for begun in self.begin(indices)]
@@ -295,11 +284,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     # For loaders that read ahead
 
     def begin(self, indices: Sequence[int]) -> list[Begun]:
-        """Begins to read the items that are cached.
-
-        Returns:
-            One object per index, for :meth:`end` in the same process and thread.
-        """
+        """Begins to read the items that are cached: one object per index, for :meth:`end` in the same thread."""
         return self._begin([self.data[i] for i in indices], indices)
 
     def end(self, begun: Begun) -> Any:
@@ -357,16 +342,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 cached.
             ValueError: there is no ``cache_dir``, an argument is out of range, or the dataset cannot be pickled for the
                 workers of ``executor``.
-
-        Example:
-            >>> import tempfile
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> from monai.transforms import Compose, ScaleIntensityd
-            >>> items = [{"image": torch.rand(1, 8, 8)} for _ in range(3)]
-            >>> with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as executor:
-            ...     dataset = GDSDataset(items, Compose([ScaleIntensityd("image")]), folder, device="cpu")
-            ...     dataset.populate(executor=executor)
-            Populated(cached=0, computed=3)
         """
         if self.cache_dir is None:
             raise ValueError("there is no cache to fill: the dataset was made with cache_dir=None")
@@ -390,8 +365,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def for_saving(self) -> GDSDataset:
         """A copy for a process that only makes records, which are equal for all target devices."""
         view = copy(self)
-        self.split()
-        view._computes_under = None if self._state.keys is None else self._state.keys.capture()
+        view._computes_under = self._keys().capture()
         if self.device.type != "cpu":
             view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
         return view
@@ -405,28 +379,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """
         if not self.caches:
             raise ValueError("nothing is cached: there is no cache_dir, or no deterministic transform in front")
-        cache, key = self._place(self.data[index])
-        return cache.holds(key.digest)
+        return self.holds(self.key(index))
 
     def explain(self, index: int) -> str:
-        """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record.
-
-        Args:
-            index: of the item.
-
-        Returns:
-            A few lines, such as "item 3 is a miss … Spacingd.pixdim 1.5 → 1.0".
+        """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record, in words.
 
         Raises:
             HashingError: the item has no stable hash.
-
-        Example:
-            >>> import tempfile
-            >>> from monai.transforms import Compose, ScaleIntensityd
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     dataset = GDSDataset([{"image": 1.0}], Compose([ScaleIntensityd("image")]), folder, device="cpu")
-            ...     print(dataset.explain(0).splitlines()[0][:16])
-            item 0 is a miss
         """
         return explain_item(self, index)
 
@@ -439,9 +398,20 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             HashingError: the item has no stable hash.
         """
+        return self._key(self.data[index])
+
+    def _key(self, item: Any) -> Key:
+        return self._keys()([item])[0]
+
+    def _keys(self) -> ItemKeys:
         self.split()
         assert self._state.keys is not None, "made with the split"
-        return self._state.keys([self.data[index]])[0]
+        return self._state.keys
+
+    def holds(self, key: Key) -> bool:
+        """Whether there is a record of a key."""
+        cache = self._cache()
+        return cache is not None and cache.holds(key.digest)
 
     def record_path(self, key: Key) -> str:
         """Where the record of a key lies, whether there is one or not."""
@@ -449,14 +419,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return "" if cache is None else cache.record_path(key.digest)
 
     def save(self, index: int, anyway: bool = False) -> Saved:
-        """Makes the record of an item, unless there is one or another process is computing it.
-
-        Args:
-            index: of the item.
-            anyway: computes it even if another process does.
-
-        Returns:
-            Whether it was cached, was computed, or is being computed by another process.
+        """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
 
         Raises:
             NotSaved: the record cannot be written.
@@ -467,33 +430,28 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return self._save(self.data[index], index, anyway)
 
     def _save(self, item: Any, index: int, anyway: bool) -> Saved:
-        cache, key = self._place(item)
+        key, cache = self._key(item), self._cache()
+        assert cache is not None, "the caller has checked that items are cached"
         if cache.holds(key.digest):
-            return Saved("cached")
+            return Saved("cached", key.digest)
         leases = Leases(cache.path)
         lease = leases.take(key.digest)
         if lease is None and not anyway:
             return Saved("busy")
         with lease or leases.none(key.digest):
             if cache.holds(key.digest):  # the lease's last holder may have just finished
-                return Saved("cached")
+                return Saved("cached", key.digest)
             began = time.perf_counter()
             encoded, _ = self._compute(item, index, "error")
             seconds = time.perf_counter() - began
-            changed = key.changes(self._place(item)[1])
+            changed = key.changes(self._key(item))
             if changed:
                 raise FileChanged(f"while item {index} was computed, {changed}: populate again")
             try:
                 cache.save(key, encoded)
             except OSError as e:
                 raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {with_advice(e)}") from e
-        return Saved("computed", seconds)
-
-    def _place(self, item: Any) -> tuple[CacheDirectory, Key]:
-        self.split()
-        cache = self._cache()
-        assert cache is not None and self._state.keys is not None, "the caller has checked that items are cached"
-        return cache, self._state.keys([item])[0]
+        return Saved("computed", key.digest, seconds)
 
     # The cache
 
@@ -516,13 +474,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _compute(self, item: Any, index: Any, unsupported: str) -> tuple[EncodedItem, bool]:
         """Computes an item and takes it apart. Errors name the item.
 
-        Args:
-            item: of the dataset.
-            index: its index, if known.
-            unsupported: what to do about a value that a record cannot hold: ``"error"``, ``"warn"`` or ``"pass"``.
-
         Returns:
-            The item taken apart, and whether a record can hold it.
+            The item taken apart, and whether a record can hold it. If not, ``"error"`` raises and ``"warn"`` warns.
         """
         began = time.perf_counter()
         with naming(index, item):
@@ -551,18 +504,18 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._assemble(encoded, item)
 
     def _save_behind(self, cache: CacheDirectory, key: Key, item: Any, encoded: EncodedItem, lease: Lease) -> None:
-        assert self._state.keys is not None, "the key came from there"
         # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
-        changed = key.changes(self._state.keys([item])[0])
+        changed = key.changes(self._key(item))
         if changed:
             self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
             return
         # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
-        if self.durable or _in_worker() or not self._state.owner.is_this_process():
+        in_worker = torch.utils.data.get_worker_info() is not None
+        if self.durable or in_worker or not self._state.owner.is_this_process():
             cache.publish(key, encoded)
         else:
             cache.publish_behind(key, encoded, lease.hand_over())
-        self._state.keys.flush()
+        self._keys().flush()
 
     def _assemble(self, encoded: EncodedItem, item: Any) -> Any:
         """Puts an item that was just computed together exactly as if it had been read."""
@@ -579,15 +532,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         state = self._state
         state.misses += 1
         if state.misses == 1:
-            state.why = self._why_missed(cache, key)
+            state.why = why_missed(cache, key)
         worker = torch.utils.data.get_worker_info()
         if state.misses * (1 if worker is None else worker.num_workers) >= len(self.data):
             self._warn_of_misses(state.why, stacklevel=6)
             state.why = []
-
-    def _why_missed(self, cache: CacheDirectory, key: Key) -> list[str]:
-        """What differs from the nearest record. Called before the index has records of this run."""
-        return why_missed(cache.index, key) if cache.index is not None else []
 
     def _warn_of_misses(self, why: list[str], stacklevel: int) -> None:
         if why:
@@ -599,10 +548,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             )
 
     def _why_to_populate(self) -> list[str]:
-        """As :meth:`_why_missed` for the first item; empty if it has a record."""
+        """Why the first item has no record; empty if it has one."""
         try:
-            cache, key = self._place(self.data[0])
-            return [] if cache.holds(key.digest) else self._why_missed(cache, key)
+            key, cache = self.key(0), self._cache()
+            return [] if cache is None or cache.holds(key.digest) else why_missed(cache, key)
         except Exception:  # populating raises it again, and notes it
             return []
 
@@ -721,10 +670,6 @@ def _look(cache: CacheDirectory, key: Key, item: Any) -> Any:
     """The item in a tuple if it has a record by now, else None."""
     pending = cache.start(key.digest)
     return None if pending is None else pending.wait(item)
-
-
-def _in_worker() -> bool:
-    return torch.utils.data.get_worker_info() is not None
 
 
 def _check_choice(name: str, value: Any, *choices: str | None) -> None:

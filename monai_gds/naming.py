@@ -1,8 +1,4 @@
-"""Errors that name the item: an exception from a transform gets a note with the item's index and files.
-
-Used by :class:`monai_gds.dataset.GDSDataset` wherever it computes an item. Notes (PEP 678) are printed below the
-error's message, and travel with it from a worker.
-"""
+"""Errors that name the item: an exception from a transform gets a note (PEP 678) with the item's index and files."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["naming", "paths_of"]
@@ -22,41 +18,21 @@ _MOST_CHARACTERS = 160
 _SUFFIX = re.compile(r"\w\.[A-Za-z]\w{0,7}$")
 
 
-class naming:  # noqa: N801  # a context manager, used like a function
+@contextmanager
+def naming(index: Any, item: Any) -> Iterator[None]:
     """Adds a note to an exception that leaves the block.
 
     Args:
         index: of the item in its dataset, if known.
         item: its data, before any transform.
-
-    Example:
-        >>> import traceback
-        >>> try:
-        ...     with naming(3, {"image": "/data/ct_3.nii.gz", "age": 40}):
-        ...         raise ValueError("broken")
-        ... except ValueError as e:
-        ...     print("".join(traceback.format_exception_only(e)))
-        ValueError: broken
-        monai_gds: while computing item 3 of the dataset: image=/data/ct_3.nii.gz
-        <BLANKLINE>
     """
-
-    __slots__ = ("_index", "_item")
-
-    def __init__(self, index: Any, item: Any) -> None:
-        self._index, self._item = index, item
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception):  # Ctrl-C has nothing to do with the item
-            return
-        note = _note(self._index, self._item)
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+    try:
+        yield
+    except Exception as e:  # Ctrl-C has nothing to do with the item
+        note = _note(index, item)
+        if note not in getattr(e, "__notes__", ()):
+            e.add_note(note)
+        raise
 
 
 def _note(index: Any, item: Any) -> str:

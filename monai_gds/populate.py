@@ -1,9 +1,4 @@
-"""``GDSDataset.populate``: fills a cache before training, in many processes, on many hosts and ranks.
-
-Each record is published by itself, so a run that was killed continues where it stopped. This file decides which items
-to hand over when, and adds up what became of them; :mod:`monai_gds.engines` has them computed, and
-:mod:`monai_gds.ranks` shares them out.
-"""
+"""``GDSDataset.populate``: which items are handed to an engine when, and what became of them."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Populated", "Saved", "populate"]
 
-#: Failed items that the message of the error names.
+#: Items that the message of an error names.
 _NAMED = 10
 
 #: How long to wait at the end for items that other processes compute: so many seconds, or so many times the mean time
@@ -42,12 +37,7 @@ _HOPELESS = 10
 
 @dataclass(frozen=True, slots=True)
 class Populated:
-    """What :meth:`GDSDataset.populate` did, on all ranks together.
-
-    Attributes:
-        cached: items that had a record.
-        computed: items whose records were made.
-    """
+    """How many items had a record and how many records were made, on all ranks together."""
 
     cached: int
     computed: int
@@ -63,7 +53,12 @@ def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, s
 
         def fill_share() -> _Tally:
             dataset.flush()  # other processes cannot see what waits in this one to be saved
-            with closing(_engine(dataset, num_workers, executor)) as engine:
+            engine: Engine = Here(dataset)
+            if executor is not None:
+                engine = OverExecutor(dataset, executor)
+            elif num_workers:
+                engine = InWorkers(dataset, num_workers)
+            with closing(engine):
                 tally = _Filling(dataset, engine, bar).run(ranks.share(len(dataset.data)))
             if ranks.together:
                 bar(description="waiting for the other ranks")
@@ -77,12 +72,6 @@ def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, s
     if failed:
         raise PopulateError(_name_some(failed, len(dataset.data)), failed)
     return Populated(sum(tally.cached for tally in tallies), sum(tally.computed for tally in tallies))
-
-
-def _engine(dataset: GDSDataset, num_workers: int, executor: Executor | None) -> Engine:
-    if executor is not None:
-        return OverExecutor(dataset, executor)
-    return InWorkers(dataset, num_workers) if num_workers else Here(dataset)
 
 
 @dataclass
@@ -108,7 +97,7 @@ class _Filling:
     def __init__(self, dataset: GDSDataset, engine: Engine, bar: Callable[..., None]) -> None:
         self._dataset, self._engine, self._bar = dataset, engine, bar
         self._tally = _Tally()
-        self._running: dict[Future[Answer], int] = {}
+        self._running: dict[Future[Answer], tuple[int, str]] = {}  # index, and the digest of its key at submission
         self._workers: set[str] = set()
         self._suspects: list[int] = []
         self._lost = 0  # items in a row whose worker died
@@ -171,11 +160,12 @@ class _Filling:
     def _outcomes(self, indices: Sequence[int], anyway: bool, one_by_one: bool) -> Iterator[tuple[int, _Outcome]]:
         """Index and outcome of each item, in the order in which they end."""
         for index in indices:
-            if _is_there(self._dataset, index):
+            digest, cached = self._look(index)
+            if cached:
                 yield index, Saved("cached")
                 continue
             try:
-                self._running[self._engine.submit(index, anyway)] = index
+                self._running[self._engine.submit(index, anyway)] = index, digest
             except BrokenExecutor as e:
                 raise WorkerDied(f"the executor lost a worker and runs nothing more: {e}. {self._under_way()}") from e
             window = 1 if one_by_one else max(self._engine.window, AHEAD * len(self._workers))
@@ -188,29 +178,44 @@ class _Filling:
         """Waits for at least one item."""
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         for future in done:
+            index, digest = self._running[future]
             outcome: _Outcome
             try:
                 outcome, worker = future.result()
                 self._workers.add(worker)
+                outcome = self._expected(index, digest, outcome, worker)
             except (NotSaved, PopulateError):
                 raise
             except Exception as e:
                 outcome = e
             if isinstance(outcome, Saved):
                 outcome.note()
-            yield self._running.pop(future), outcome
+            del self._running[future]
+            yield index, outcome
+
+    def _look(self, index: int) -> tuple[str, bool]:
+        """The digest of an item's key, and whether it has a record now."""
+        try:
+            key = self._dataset.key(index)
+            return key.digest, self._dataset.holds(key)
+        except Exception:  # it will be raised again where failures are noted
+            return "", False
+
+    def _expected(self, index: int, digest: str, outcome: Saved | FailedItem, worker: str) -> Saved | FailedItem:
+        """The outcome, unless the record is not the one that is looked for here."""
+        if isinstance(outcome, FailedItem) or not digest or outcome.digest in ("", digest):
+            return outcome
+        if self._look(index)[0] != digest:  # a source file was edited meanwhile
+            return Saved("busy")
+        raise PopulateError(
+            f"{worker} made the record of item {index} under another key than the process that fills the cache looks "
+            "for: MONAI's version, code, settings or source files differ between the two"
+        )
 
     def _under_way(self) -> str:
-        items = sorted({*self._suspects, *self._running.values()})
+        items = sorted({*self._suspects, *(index for index, _ in self._running.values())})
         named = ", ".join(f"{index} ({path_of(self._dataset.data, index)})" for index in items[:_NAMED])
         return f"Under way were items {named}. What was finished is cached: populate continues from there"
-
-
-def _is_there(dataset: GDSDataset, index: int) -> bool:
-    try:
-        return dataset.is_cached(index)
-    except Exception:  # it will be raised again where failures are noted
-        return False
 
 
 def _name_some(failed: Sequence[FailedItem], count: int) -> str:

@@ -1,8 +1,7 @@
 """Process matters: what belongs to one process, whose it is after a fork, and ending with the parent.
 
 Threads, locks, streams and pinned memory do not survive a fork. Whatever is shared within a process is made through
-:class:`PerProcess`, and an object that holds such things notes its :class:`Owner`. This module imports neither torch
-nor MONAI, so that every layer may use it.
+:class:`PerProcess`, and an object that holds such things notes its :class:`Owner`.
 """
 
 from __future__ import annotations
@@ -36,13 +35,6 @@ class PerProcess(Generic[*Ts, T]):
 
     Args:
         make: makes the result for hashable arguments, in whichever thread calls first.
-
-    Example:
-        >>> counters = PerProcess(lambda name: [name])
-        >>> counters("a") is counters("a"), counters("a") is counters("b")
-        (True, False)
-        >>> counters.made("c") is None
-        True
     """
 
     def __init__(self, make: Callable[[*Ts], T]) -> None:
@@ -66,7 +58,7 @@ class PerProcess(Generic[*Ts, T]):
         return self._results.get(args)
 
     def forget(self) -> None:
-        """Starts anew, without finalising any result."""
+        """Starts anew in a forked child, without finalising any result."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._results))
         self._results, self._lock = {}, threading.RLock()
 
@@ -83,12 +75,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class Owner:
-    """The process in which an object was made, and the only one that may use what the object holds.
-
-    Example:
-        >>> Owner().is_this_process()
-        True
-    """
+    """The process in which an object was made, and the only one that may use what the object holds."""
 
     __slots__ = ("_pid",)
 

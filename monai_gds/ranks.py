@@ -1,7 +1,10 @@
-"""Ranks of torch.distributed that share a job and wait for one another. Used by :mod:`monai_gds.populate`.
+"""Ranks of torch.distributed that share a job and wait for one another.
 
 They meet in a gloo group of their own, so that a rank that works for longer than the user's time limit for collectives
-is waited for, while one that is killed is noticed at once. What the job is does not matter here.
+is waited for, while one that is killed is noticed at once.
+
+A killed rank is noticed when its connections close, and processes that it has forked inherit those. Its own workers end
+within a second of it. Workers that a user's executor forks meanwhile keep the others waiting until they end.
 """
 
 from __future__ import annotations
@@ -70,13 +73,7 @@ class Ranks:
         """Runs ``work`` on every rank and exchanges what it returned; every rank must call this.
 
         A rank whose ``work`` raises logs the error and raises it once the others have done their shares: a launcher
-        may kill them as soon as one ends.
-
-        Args:
-            work: this rank's share; what it returns is pickled.
-
-        Returns:
-            What it returned on each rank of torch.distributed; alone, just this one's.
+        may kill them as soon as one ends. What ``work`` returns is pickled.
 
         Raises:
             RankLost: another rank did not come, was killed, or raised.

@@ -110,8 +110,8 @@ def _matmul_under(precision: str) -> str:
     return "exact" if torch.equal(exact, reduced) else precision
 
 
-def _set_attribute(owner: Any, name: str) -> Callable[[Any], None]:
-    return lambda value: setattr(owner, name, value)
+def _flag(label: str, owner: Any, name: str, default: bool) -> _Setting:
+    return _Setting(label, partial(getattr, owner, name), default, partial(setattr, owner, name))
 
 
 def _truncated_images() -> bool:
@@ -134,17 +134,13 @@ _SETTINGS = (
     _Setting("flush_denormal", _flushes_subnormals, False, torch.set_flush_denormal),
     _Setting("autocast", partial(_autocast, "cpu"), "off", partial(_set_autocast, "cpu")),
     _Setting("cpu_matmul", _cpu_matmul, "exact", _set_cpu_matmul),
-    _Setting("mkldnn", lambda: torch.backends.mkldnn.enabled, True, _set_attribute(torch.backends.mkldnn, "enabled")),
+    _flag("mkldnn", torch.backends.mkldnn, "enabled", True),
     _Setting("truncated_images", _truncated_images, False, _allow_truncated_images),
     _Setting("monai_compiled", lambda: monai.config.USE_COMPILED, False),
     _Setting("monai_meta_dict", lambda: monai.config.USE_META_DICT, False),
 )
 
 _WITH_GRADIENTS = (_Setting("grad", torch.is_grad_enabled, True, torch.set_grad_enabled),)
-
-
-def _cuda_flag(label: str, owner: Any, name: str, default: Any) -> _Setting:
-    return _Setting(label, lambda: getattr(owner, name), default, _set_attribute(owner, name))
 
 
 def _precision_on_cuda(label: str, operation: str, default: str) -> _Setting:
@@ -154,22 +150,24 @@ def _precision_on_cuda(label: str, operation: str, default: str) -> _Setting:
 
 
 _TF32_OF_CUDNN = (
-    (_cuda_flag("cudnn_tf32", torch.backends.cudnn, "allow_tf32", True),)
+    (_flag("cudnn_tf32", torch.backends.cudnn, "allow_tf32", True),)
     if _get_precision is None
     else (_precision_on_cuda("cudnn_tf32", "conv", "tf32"), _precision_on_cuda("cudnn_rnn_tf32", "rnn", "tf32"))
 )
 
 _ON_CUDA = (
     _precision_on_cuda("matmul_precision", "matmul", "ieee"),
-    _cuda_flag("cudnn", torch.backends.cudnn, "enabled", True),
-    _cuda_flag("cudnn_benchmark", torch.backends.cudnn, "benchmark", False),
-    _cuda_flag("cudnn_deterministic", torch.backends.cudnn, "deterministic", False),
+    _flag("cudnn", torch.backends.cudnn, "enabled", True),
+    _flag("cudnn_benchmark", torch.backends.cudnn, "benchmark", False),
+    _flag("cudnn_deterministic", torch.backends.cudnn, "deterministic", False),
     *_TF32_OF_CUDNN,
-    _cuda_flag("reduced_fp16", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", True),
-    _cuda_flag("reduced_bf16", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True),
+    _flag("reduced_fp16", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", True),
+    _flag("reduced_bf16", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True),
     _Setting("deterministic", torch.are_deterministic_algorithms_enabled, False, torch.use_deterministic_algorithms),
     _Setting("autocast_cuda", partial(_autocast, "cuda"), "off", partial(_set_autocast, "cuda")),
 )
+
+_ALL = (*_SETTINGS, *_WITH_GRADIENTS, *_ON_CUDA)
 
 
 def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
@@ -178,27 +176,18 @@ def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
     Args:
         names_cuda: a transform names a CUDA device, so the settings of CUDA count.
         requires_grad: a transform holds parameters, so the grad mode counts.
-
-    Example:
-        >>> import torch
-        >>> capture()
-        ()
-        >>> torch.set_default_dtype(torch.float64)
-        >>> capture()
-        (('default_dtype', 'torch.float64'),)
-        >>> torch.set_default_dtype(torch.float32)
     """
     found = [(s.name, str(value)) for s in _SETTINGS if (value := s.read()) != s.default]
     if requires_grad:
         found += [(s.name, str(value)) for s in _WITH_GRADIENTS if (value := s.read()) != s.default]
-    if names_cuda or any(name == "default_device" and value.startswith("cuda") for name, value in found):
+    if names_cuda or dict(found).get("default_device", "").startswith("cuda"):
         found += [(s.name, str(value)) for s in _ON_CUDA if (value := s.read()) != s.default]
     return tuple(found)
 
 
 def defaults() -> dict[str, str]:
     """Every setting with its default, in words; a state lists the others."""
-    return {setting.name: str(setting.default) for setting in (*_SETTINGS, *_WITH_GRADIENTS, *_ON_CUDA)}
+    return {setting.name: str(setting.default) for setting in _ALL}
 
 
 def capture_all() -> State:
@@ -216,7 +205,7 @@ def apply(state: State) -> list[Callable[[], object]]:
     """
     wanted = dict(state)
     undo: list[Callable[[], object]] = []
-    for setting in (*_SETTINGS, *_WITH_GRADIENTS, *_ON_CUDA):
+    for setting in _ALL:
         if setting.apply is None or not (setting.name in wanted or setting in _SETTINGS):
             continue
         before = setting.read()

@@ -1,21 +1,15 @@
-"""Processes, or threads where there can be none, that run one function for many arguments.
-
-Used by :mod:`monai_gds.populate` and by the loader, which computes items beside the training. The function carries
-whatever it needs: nothing here depends on datasets.
-"""
+"""Processes, or threads where there can be none, that run one function for many arguments."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import pickle
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,15 +19,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from monai_gds.errors import WorkerDied
+from monai_gds.process import end_with_parent
 
 __all__ = ["Workers"]
 
 _log = logging.getLogger("monai_gds")
 
 T = TypeVar("T")
-
-#: How often a worker checks that its parent is alive.
-_WATCH_SECONDS = 1.0
 
 
 class Workers(Generic[T]):
@@ -45,7 +37,7 @@ class Workers(Generic[T]):
 
     Args:
         work: the function. Forked workers inherit it, spawned ones unpickle it, threads share it.
-        num_workers: how many; at least one.
+        num_workers: how many.
         context: a start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or a multiprocessing context; None chooses.
 
     Attributes:
@@ -53,19 +45,11 @@ class Workers(Generic[T]):
         broken: whether a worker died, after which these workers run nothing more.
 
     Raises:
-        ValueError: ``num_workers`` is not positive, there is no such start method, or one was named and ``work`` cannot
-            be sent to such a process.
+        ValueError: there is no such start method, or one was named and ``work`` cannot be sent to such a process.
         WorkerDied: a spawned worker ended while it started.
-
-    Example:
-        >>> with Workers(abs, 2) as workers:
-        ...     [future.result() for future in map(workers.submit, (-1, -2, 3))]
-        [1, 2, 3]
     """
 
     def __init__(self, work: Callable[[Any], T], num_workers: int, context: str | BaseContext | None = None) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}: at least one is needed")
         self.kind = "threads"
         self.broken = False
         self._running: set[Future[T]] = set()
@@ -100,7 +84,7 @@ class Workers(Generic[T]):
             first = self._executor.submit(_problem_of_this_one)  # starts all forked workers
             problem = "" if self.kind == "fork" else first.result()
         except BaseException as e:
-            self.close(grace=0)
+            self.close()
             if isinstance(e, BrokenProcessPool):
                 raise WorkerDied(
                     f"a process started by {self.kind} ended before it began: the script that starts it must be a "
@@ -108,15 +92,14 @@ class Workers(Generic[T]):
                 ) from e
             raise
         if problem:
-            self.close(grace=0)
+            self.close()
         return problem
 
     def submit(self, argument: Any) -> Future[T]:
         """Has ``work(argument)`` run.
 
-        Returns:
-            A future of what it returns. It raises what ``work`` raised, with the worker's traceback as its cause, or
-            WorkerDied if the worker was killed.
+        The future raises what ``work`` raised, with the worker's traceback as its cause, or WorkerDied if the worker
+        was killed or the workers were closed.
         """
         outer: Future[T] = Future()
         outer.set_running_or_notify_cancel()
@@ -148,14 +131,10 @@ class Workers(Generic[T]):
         died.__cause__ = error
         return died
 
-    def close(self, grace: float = 5.0) -> None:
-        """Ends the workers. Calls that have not begun are dropped, and those that have get ``grace`` seconds to end.
-
-        Threads cannot be ended: they finish the calls that they have begun.
-        """
+    def close(self) -> None:
+        """Ends the workers at once and drops their calls. Threads finish the calls that they have begun."""
         for future in list(self._running):
             future.cancel()
-        wait(list(self._running), timeout=grace)
         if self._orders is None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             return
@@ -168,8 +147,8 @@ class Workers(Generic[T]):
     def __enter__(self) -> Workers[T]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(5.0 if kind is None else 0.0)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]:
@@ -195,21 +174,13 @@ def _begin(work: Any, orders: Connection) -> None:
     global _work, _problem
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
-    threading.Thread(target=_watch, args=(orders, os.getppid()), daemon=True).start()
+    end_with_parent(orders)
     if isinstance(work, bytes):
         try:
             work = pickle.loads(work)
         except Exception as e:
             _problem = f"what they would run cannot be unpickled in another process: {e}"
     _work = work
-
-
-def _watch(orders: Connection, parent: int) -> None:
-    """Ends this process on order or when its parent is gone; nothing else would."""
-    while not orders.poll(_WATCH_SECONDS):
-        if os.getppid() != parent:
-            break
-    os._exit(1)
 
 
 def _problem_of_this_one() -> str:

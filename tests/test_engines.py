@@ -19,7 +19,7 @@ from typing import Any
 import monai.transforms as mt
 import pytest
 
-from monai_gds import CacheWarning, GDSDataset, PopulateError, WorkerDied, engines
+from monai_gds import CacheWarning, GDSDataset, PopulateError, WorkerDied, engines, item_keys
 from monai_gds.populate import Populated
 from tests.machines import ROOT
 from tests.test_populate import MODULE, Make, log, made, make, processes, warm
@@ -152,19 +152,54 @@ def test_a_dataset_that_was_replaced_on_its_way_is_not_unpickled(
         make().populate(executor=executor)
 
 
-def test_workers_with_other_keys_end_it(make: Datasets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines.OverExecutor, "submit", _expecting_another_record(engines.OverExecutor.submit))
-    with pytest.raises(PopulateError, match=r"made the record of item \d under another key"):
-        make().populate(executor=Inline())
+def test_workers_with_other_keys_end_it(make: Datasets, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Inline()
+    submit = executor.submit
 
-
-def _expecting_another_record(submit: Any) -> Any:
-    def submit_expecting(self: Any, index: int, anyway: bool) -> Any:
+    def elsewhere(*args: Any) -> Any:  # a host that has another version of MONAI
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GDSDataset, "record_path", lambda *_: "/no/such/record.safetensors")
-            return submit(self, index, anyway)
+            patch.setattr(item_keys, "_version", lambda _: "0.1")
+            return submit(*args)
 
-    return submit_expecting
+    monkeypatch.setattr(executor, "submit", elsewhere)
+    with pytest.raises(PopulateError, match=r"made the record of item \d under another key"):
+        make(50).populate(executor=executor)
+    assert len(made(log)) < 20, "nothing is computed in vain"
+
+
+def test_a_source_that_is_edited_before_its_item_is_computed_does_not_end_it(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / f"{n}.txt" for n in range(4)]
+    for file in files:
+        file.write_text("old")
+    data = [{"n": n, "file": str(file)} for n, file in enumerate(files)]
+    dataset = GDSDataset(data, mt.Compose([Make(log)]), tmp_path / "cache", device="cpu")
+    executor = Inline()
+    submit = executor.submit
+
+    def edits(fn: Any, sent: Any, number: int, what: tuple[int, bool], *args: Any) -> Any:
+        if what[0] == 2:
+            files[2].write_text("newer")
+        return submit(fn, sent, number, what, *args)
+
+    monkeypatch.setattr(executor, "submit", edits)
+    done = dataset.populate(executor=executor)
+    assert done.cached + done.computed == 4
+    assert all(dataset.is_cached(index) for index in range(4))
+
+
+def test_an_interrupt_while_the_dataset_is_sent_leaves_nothing(
+    make: Datasets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    dataset = make()
+    monkeypatch.setattr(os, "utime", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dataset.populate(executor=Inline())
+    assert left_behind(dataset) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

