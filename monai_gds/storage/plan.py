@@ -6,32 +6,16 @@ the same destinations, in an order that keeps each file's reads together.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from monai_gds import limits
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.reads import Reads
 
-__all__ = [
-    "Extent",
-    "Staged",
-    "Transfer",
-    "by_file",
-    "by_side",
-    "coalesce",
-    "cut",
-    "group",
-    "pack",
-    "runs",
-    "share",
-    "stage",
-    "transfers",
-]
+__all__ = ["Staged", "by_file", "by_side", "coalesce", "cut", "group", "pack", "share", "stage"]
 
 
 def _pages(nbytes: np.ndarray) -> np.ndarray:
@@ -217,92 +201,3 @@ def _into_block(reads: Reads, place: np.ndarray, total: int) -> Reads:
         reads.paths, reads.expected, reads.file, reads.offset, reads.nbytes, np.zeros_like(place), place,
         np.array([total], np.int64), room,
     )  # fmt: skip
-
-
-class Extent(Protocol):
-    """A run of a file's bytes: ``nbytes`` from ``offset`` on lie on the disk from byte ``start`` on."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-def runs(extents: Sequence[Extent], start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
-    """Where the bytes ``start`` to ``end`` of a file lie.
-
-    Args:
-        extents: of the file, in the order of their offsets.
-        start: first byte.
-        end: one after the last.
-
-    Yields:
-        ``(from, to, first byte on the disk)``; the place of a hole is None.
-    """
-    first = max(bisect_right(extents, start, key=lambda extent: extent.offset) - 1, 0) if len(extents) > 1 else 0
-    for extent in extents[first:]:
-        if start >= end or extent.offset >= end:
-            break
-        if start < extent.offset:
-            yield start, extent.offset, None
-            start = extent.offset
-        stop = min(extent.offset + extent.nbytes, end)
-        if start < stop:
-            yield start, stop, extent.start + start - extent.offset
-            start = stop
-    if start < end:
-        yield start, end, None
-
-
-class Transfer(NamedTuple):
-    """A transfer of whole blocks that brings some bytes of a read.
-
-    Attributes:
-        at: first of these bytes within the read.
-        nbytes: how many.
-        place: where they begin on the disk; None for a hole.
-        direct: whether the blocks may be read into the destination itself; if not, through a bounce buffer.
-    """
-
-    at: int
-    nbytes: int
-    place: int | None
-    direct: bool
-
-
-def transfers(
-    extents: Sequence[Extent], offset: int, nbytes: int, *, base: int, room: int, block: int, most: int, direct: bool
-) -> Iterator[Transfer]:
-    """Cuts one read into transfers.
-
-    Args:
-        extents: of the file.
-        offset: first byte within the file.
-        nbytes: how many.
-        base: address of the destination.
-        room: bytes behind the destination that may be overwritten.
-        block: bytes per block of the disk.
-        most: bytes per transfer, a multiple of ``block``.
-        direct: whether the disk reaches the destination.
-    """
-    end = offset + nbytes
-    for begin, stop, place in runs(extents, offset, end):
-        at = begin - offset
-        if place is None:
-            yield Transfer(at, stop - begin, None, False)
-            continue
-        in_place = direct and place % block == 0 and (base + at) % block == 0
-        left, tail = stop - begin, (stop - begin) % block
-        if in_place and tail and (room if stop == end else 0) < block - tail:
-            if left <= limits.DETOUR_BYTES:
-                in_place = False
-            else:
-                left -= tail
-                yield Transfer(at + left, tail, place + left, False)
-        done = 0
-        while done < left:
-            piece = min(most - (place + done) % block, left - done)
-            yield Transfer(at + done, piece, place + done, in_place)
-            done += piece

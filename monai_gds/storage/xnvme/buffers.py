@@ -23,14 +23,9 @@ from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.xnvme.libxnvme import Device, Library
 
 __all__ = [
-    "Bounce",
-    "BounceBuffers",
-    "GpuBounceBuffers",
-    "GpuBuffers",
-    "HostBounceBuffers",
-    "host_tensor",
+    "Bounce", "BounceBuffers", "GpuBounceBuffers", "GpuBuffers", "HostBounceBuffers", "host_tensor",
     "used_by_current_stream",
-]
+]  # fmt: skip
 
 #: Most bytes of one drive's bounce buffers.
 MOST_BYTES = 64 << 20
@@ -50,11 +45,7 @@ class Bounce(NamedTuple):
 
 
 class BounceBuffers(ABC):
-    """The bounce buffers of one drive, made as they are needed.
-
-    Args:
-        nbytes: of each.
-    """
+    """The bounce buffers of one drive, of ``nbytes`` each, made as they are needed."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = pages(nbytes)
@@ -62,11 +53,7 @@ class BounceBuffers(ABC):
         self._left = max(1, MOST_BYTES // self._nbytes)
 
     def take(self) -> Bounce | None:
-        """A buffer that may be filled at once; None while all are in use.
-
-        Raises:
-            StorageError: there is no memory left for it.
-        """
+        """A buffer that may be filled at once; None while all are in use."""
         if self._free:
             copied = self._free[0].copied
             if copied is None or copied.query():  # type: ignore[no-untyped-call]
@@ -78,7 +65,6 @@ class BounceBuffers(ABC):
         return made
 
     def give_back(self, bounce: Bounce) -> None:
-        """Takes a buffer back."""
         self._free.append(bounce)
 
     @abstractmethod
@@ -90,12 +76,10 @@ class BounceBuffers(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the buffers; none may be in use."""
+        """Frees the buffers."""
 
 
 class HostBounceBuffers(BounceBuffers):
-    """Bounce buffers in host memory."""
-
     def __init__(self, device: Device, nbytes: int) -> None:
         super().__init__(nbytes)
         self._device = device
@@ -113,8 +97,6 @@ class HostBounceBuffers(BounceBuffers):
 
 
 class GpuBounceBuffers(BounceBuffers):
-    """Bounce buffers in GPU memory."""
-
     def __init__(self, buffers: GpuBuffers, nbytes: int) -> None:
         super().__init__(nbytes)
         self._buffers = buffers
@@ -156,11 +138,7 @@ class GpuBuffers:
         self._closing = False
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """A new 1-D uint8 tensor over a buffer of its own, ``nbytes`` rounded up to whole pages.
-
-        Raises:
-            StorageError: there is no such memory left.
-        """
+        """A new 1-D uint8 tensor over a buffer of its own, ``nbytes`` rounded up to whole pages."""
         self._free_what_left()
         nbytes = pages(max(nbytes, 1))
         with torch.cuda.device(self.target), self._lock:

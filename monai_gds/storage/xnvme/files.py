@@ -95,7 +95,7 @@ class XnvmeBackend(BlockingBackend):
         if offset + nbytes > 1 << 63:
             return 0
         code = getattr(api, function)(ctypes.byref(ctx), address, nbytes, offset)
-        result = int(ctx.cpl.result)
+        result = int(ctx.result)
         if code == 0 and 0 <= result <= nbytes:
             return result
         if function == "xnvme_file_pread" and offset + nbytes > os.stat(handle.path).st_size:
