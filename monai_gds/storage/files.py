@@ -14,24 +14,10 @@ from monai_gds import huge_pages, limits
 from monai_gds.errors import FileChanged, StorageError
 
 __all__ = [
-    "ALIGNMENT",
-    "Buffer",
-    "Expected",
-    "FileId",
-    "aligned_empty",
-    "as_bytes_view",
-    "check_identity",
-    "check_open",
-    "create_file",
-    "expect_cold",
-    "is_cold",
-    "naming",
-    "open_file",
-    "pread_into",
-    "read_head",
-    "total_bytes",
-    "write_all",
-]
+    "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",
+    "create_file", "ends_early", "expect_cold", "is_cold", "naming", "open_direct", "open_file", "pread_into",
+    "read_head", "total_bytes", "write_all",
+]  # fmt: skip
 
 #: Bytes. Offsets, lengths and addresses that are multiples of it suit O_DIRECT, cuFile and NVMe blocks.
 ALIGNMENT = 4096
@@ -67,11 +53,7 @@ class FileId(NamedTuple):
 
     @classmethod
     def of(cls, target: int | str | os.PathLike[str]) -> FileId:
-        """Returns the id of a path or of an open descriptor.
-
-        Raises:
-            OSError: there is no such file.
-        """
+        """Returns the id of a path or of an open descriptor. Raises OSError if there is no such file."""
         return cls.from_stat(os.stat(target))
 
     @classmethod
@@ -119,12 +101,7 @@ def naming(path: str) -> Iterator[None]:
 
 
 def open_file(path: str, expected: Expected = None) -> int:
-    """Opens a file for reading.
-
-    Raises:
-        FileChanged: it is not the expected one.
-        OSError: it cannot be opened.
-    """
+    """Opens a file for reading. Raises FileChanged if it is not the expected one."""
     fd = os.open(path, _FLAGS)
     try:
         check_open(fd, expected, path)
@@ -137,8 +114,7 @@ def open_file(path: str, expected: Expected = None) -> int:
 def open_direct(fd: int, path: str) -> int:
     """Opens the file of a descriptor once more, with O_DIRECT; its path may name another file by now.
 
-    Raises:
-        StorageError: the file system has no O_DIRECT.
+    Raises StorageError where the file system has no O_DIRECT.
     """
     try:
         with naming(path):
@@ -148,11 +124,7 @@ def open_direct(fd: int, path: str) -> int:
 
 
 def pread_into(fd: int, offset: int, view: memoryview, path: str) -> None:
-    """Fills ``view`` from ``offset``, whatever the sizes that single calls return.
-
-    Raises:
-        StorageError: the device failed, or the file ends too early.
-    """
+    """Fills ``view`` from ``offset``, whatever the sizes that single calls return. Raises StorageError."""
     done = 0
     while done < view.nbytes:
         try:
@@ -170,11 +142,7 @@ def ends_early(at: int, missing: int, path: str) -> StorageError:
 
 
 def read_head(path: str, nbytes: int) -> tuple[bytes, FileId]:
-    """Reads the first bytes of a file, fewer from a smaller one, and returns them with its identity.
-
-    Raises:
-        OSError: the file could not be opened or read.
-    """
+    """Reads the first bytes of a file, fewer from a smaller one, and returns them with its identity."""
     fd = os.open(path, _FLAGS)
     try:
         with naming(path):
@@ -229,12 +197,7 @@ def as_bytes_view(buffer: Buffer) -> memoryview:
 
 
 def create_file(path: str, nbytes: int) -> int:
-    """Creates ``path`` with room for ``nbytes``, and returns a descriptor to write to.
-
-    Raises:
-        FileExistsError: ``path`` exists.
-        OSError: disk full, no permission.
-    """
+    """Creates ``path``, which must not exist, with room for ``nbytes``, and returns a descriptor to write to."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         if nbytes:
@@ -247,11 +210,7 @@ def create_file(path: str, nbytes: int) -> int:
 
 
 def total_bytes(buffers: Sequence[Buffer]) -> int:
-    """Returns how many bytes the buffers have together.
-
-    Raises:
-        ValueError: a tensor is not 1-D, contiguous and of uint8.
-    """
+    """Returns how many bytes the buffers have together. Raises ValueError for a tensor that is not as said."""
     for b in buffers:
         if isinstance(b, torch.Tensor) and (b.dtype != torch.uint8 or b.dim() != 1 or not b.is_contiguous()):
             raise ValueError(

@@ -78,10 +78,7 @@ def coalesce(reads: Reads, most_gap: int) -> Reads:
 def cut(reads: Reads, most: int, *, even: bool = False) -> Reads:
     """Cuts reads into pieces of at most ``most`` bytes, a multiple of ALIGNMENT.
 
-    Args:
-        reads: what to cut.
-        most: bytes.
-        even: pieces of one read have the same size, in whole pages, but for the last.
+    With ``even``, pieces of one read have the same size, in whole pages, but for the last.
     """
     if not len(reads) or reads.nbytes.max() <= most:
         return reads
@@ -161,14 +158,10 @@ def stage(reads: Reads) -> Staged:
 
 
 def pack(reads: Reads, most_gap: int) -> Reads:
-    """Many small destinations as one block: the same reads into a single destination, in the order they have.
+    """Many small destinations as one block: the same reads, one each, into a single destination, in the same order.
 
-    Reads that follow each other in a file keep their distance, so that they coalesce. All others begin at a multiple of
-    ALIGNMENT.
-
-    Args:
-        reads: one for each destination.
-        most_gap: bytes between two reads of a file up to which they keep their distance.
+    Reads with at most ``most_gap`` bytes between them in their file keep their distance, so that they coalesce. All
+    others begin at a multiple of ALIGNMENT.
     """
     if not len(reads):
         return _into_block(reads, reads.start, 0)
@@ -181,14 +174,7 @@ def pack(reads: Reads, most_gap: int) -> Reads:
 
 
 def _joined(joins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs of neighbours.
-
-    Args:
-        joins: whether each read but the first goes on with the run of the one before it (n - 1).
-
-    Returns:
-        First read of each run, last read of each run, and the run of each read.
-    """
+    """First read, last read, and the run of each read, where ``joins`` marks reads that go on with the one before."""
     starts = np.append(True, ~joins)
     first = np.flatnonzero(starts)
     return first, np.append(first[1:] - 1, len(starts) - 1), np.cumsum(starts) - 1

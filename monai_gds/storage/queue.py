@@ -12,7 +12,6 @@ Submissions are served in the order in which they came, by one thread (:mod:`.pu
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -65,7 +64,7 @@ class Command:
 
     @property
     def array(self) -> np.ndarray:
-        """Where the bytes go, in host memory, as an array."""
+        """The same in host memory, as an array."""
         memory = self.memory.numpy() if self._array is None else self._array
         return memory[self.start : self.start + self.nbytes]
 
@@ -94,20 +93,7 @@ class QueueBackend(Backend):
         super().__init__(device)
         self._engine = _Engine(self)
 
-    # What a backend implements. All of it runs in one thread, but for close().
-
-    def _open(self, path: str, expected: Expected) -> Any:
-        """Opens a file for reading and returns any handle.
-
-        Raises:
-            FileChanged: it is not the expected one; :func:`monai_gds.storage.files.check_open` compares.
-            OSError: it cannot be opened.
-        """
-        return files.open_file(path, expected)
-
-    def _close(self, handle: Any) -> None:
-        """Closes what ``_open`` returned: the last command of the file is complete. An error here fails the file."""
-        os.close(handle)
+    # What a backend implements, beside ``_open`` and ``_close``. All of it runs in one thread, but for close().
 
     @abstractmethod
     def _submit(self, command: Command) -> bool:
@@ -172,8 +158,7 @@ class QueueBackend(Backend):
         self._engine.close()
 
     def describe(self) -> dict[str, Any]:
-        staged = {"pinned_bytes": staging.pinned_bytes(self.device)} if self.device.type == "cuda" else {}
-        return {**super().describe(), "piece_bytes": self.piece_bytes, **staged}
+        return {**super().describe(), "piece_bytes": self.piece_bytes}
 
 
 class _Planned(NamedTuple):
@@ -186,13 +171,6 @@ class _Planned(NamedTuple):
 
 class _Group:
     """Neighbouring reads that are issued together: into one staging slot, or into destinations that are reached.
-
-    Args:
-        job: the submission that it is a part of.
-        reads: the pieces of that.
-        rows: :attr:`Reads.rows` of these.
-        which: the pieces of this group.
-        opened: the files.
 
     Attributes:
         copies: see :class:`plan.Staged`.
@@ -209,7 +187,6 @@ class _Group:
 
     @property
     def on_device(self) -> bool:
-        """Whether its destinations are on a CUDA device."""
         return self.job.into[self._rows[0].dest].is_cuda
 
     def commands(self, slot: staging.StagingSlot | None) -> list[Command]:
@@ -227,7 +204,6 @@ class _Group:
         return [Command(self, row, slot.buffer, slot.array) for row in staged.rows]
 
     def fail(self, error: Exception) -> None:
-        """Fails every file of the group."""
         for file in {row.file for row in self._rows}:
             self.job.pending.fail(file, naming_group(error, self.job.paths[file]))
 
@@ -236,11 +212,7 @@ class _Job:
     """One submission.
 
     Attributes:
-        paths: the files.
-        into: the destinations.
-        pending: its caller's side.
         groups: what has not been begun.
-        opened: its files.
         todo: commands of the group at hand that have not been issued.
         left: groups that are not complete.
         earlier: what must be over before the device writes to GPU memory by itself.

@@ -22,14 +22,9 @@ from monai_gds.storage.backend import Availability, Backend
 from monai_gds.storage.storage import Storage
 
 __all__ = [
-    "available_backends",
-    "backend_names",
-    "backend_options",
-    "choose_backend",
-    "open_storage",
-    "probe_backend",
+    "available_backends", "backend_names", "backend_options", "choose_backend", "open_storage", "probe_backend",
     "resolve_device",
-]
+]  # fmt: skip
 
 _BACKENDS = {
     "posix": "monai_gds.storage.posix:PosixBackend",

@@ -26,32 +26,23 @@ from monai_gds.process import PerProcess
 from monai_gds.storage.files import ALIGNMENT, Buffer, as_bytes_view, write_all
 
 __all__ = [
-    "StagingPool",
-    "StagingSlot",
-    "adopt",
-    "allocate_on_copy_stream",
-    "copy_stream",
-    "current_stream",
-    "hand_off",
-    "on_copy_stream",
-    "pinned_bytes",
-    "raw_current_stream",
-    "staging_pool",
-    "write_buffers",
-]
+    "StagingPool", "StagingSlot", "adopt", "allocate_on_copy_stream", "copy_stream", "current_stream", "hand_off",
+    "new_stream", "on_copy_stream", "pinned_bytes", "raw_current_stream", "staging_pool", "write_buffers",
+]  # fmt: skip
 
 
 #: CUDA_ERROR_INVALID_CONTEXT of the driver's cuda.h.
 _INVALID_CONTEXT = 201
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of this device."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
 
 #: The process's one copy stream of a device.
-copy_stream = PerProcess(_new_stream)
+copy_stream = PerProcess(new_stream)
 
 
 def allocate_on_copy_stream(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -17,22 +17,13 @@ __all__ = ["MANY_FILES", "PAST_PAGE_CACHE", "TUNABLE", "TUNED", "TUNING_GRID", "
 
 @dataclass(frozen=True)
 class Variant:
-    """A backend with options.
-
-    Args:
-        backend: its name.
-        options: keyword arguments of its class.
-    """
+    """A backend with options: keyword arguments of its class."""
 
     backend: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, device: torch.device | str) -> Storage:
-        """Opens it.
-
-        Raises:
-            BackendUnavailable: it does not work here.
-        """
+        """Opens it. Raises BackendUnavailable where it does not work."""
         return open_storage(self.backend, device, **self.options)
 
 

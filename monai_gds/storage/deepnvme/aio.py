@@ -132,8 +132,8 @@ def _queues() -> int:
 def _failure_finder(module: ModuleType) -> Callable[[torch.Tensor], tuple[int, int] | None]:
     """Returns a function that takes what the kernel answered to the transfers from or to a piece of host memory.
 
-    It returns None if every transfer was complete, else the first failure: ``(offset within the memory, errno, or 0 if
-    the transfer was short)``.
+    It returns None if every transfer was complete, else ``(offset within the memory, errno, or 0 if it was short)`` of
+    the first that failed.
     """
     take = ctypes.CDLL(module.__file__).monai_gds_take_error
     take.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_long)]

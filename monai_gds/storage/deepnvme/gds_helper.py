@@ -70,7 +70,6 @@ class _Slot:
         return True
 
     def finish(self) -> None:
-        """Waits for the operation and reports that it is done."""
         self._handle.wait()
         os.close(self._fd)
         with contextlib.suppress(BrokenPipeError):
@@ -78,14 +77,7 @@ class _Slot:
 
 
 def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]) -> None:
-    """Serves until the sockets are closed, or the parent is gone, whose forked children may still hold the sockets.
-
-    Args:
-        device: index of the CUDA device.
-        nbytes: size of each device tensor.
-        settings: fields of ``Settings``.
-        channels: descriptors of the sockets (AF_UNIX, SOCK_SEQPACKET).
-    """
+    """Serves until the sockets are closed, or the parent is gone, whose forked children may still hold the sockets."""
     end_with_parent()
     libc = ctypes.CDLL(None)  # gds_handle ends this process without flushing what it has printed
     libc.setlinebuf(ctypes.c_void_p.in_dll(libc, "stdout"))

@@ -73,11 +73,7 @@ class LanePool:
 
     @contextlib.contextmanager
     def lane(self, make: Callable[[], Sequence[Lane]]) -> Iterator[Lane]:
-        """A lane for this thread alone.
-
-        Args:
-            make: makes one or more lanes, when none is free and there may be more.
-        """
+        """A lane for this thread alone. ``make`` makes one or more, when none is free and there may be more."""
         lane = self._acquire(make)
         try:
             yield lane

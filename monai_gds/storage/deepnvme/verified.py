@@ -63,14 +63,7 @@ def _first_words(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def mark_unread(buffer: torch.Tensor) -> int:
-    """Marks each sector of a buffer as not read yet.
-
-    Args:
-        buffer: 1-D uint8, CPU or CUDA, a multiple of 512 bytes long and 8-byte aligned.
-
-    Returns:
-        The mark, for :func:`find_unread`.
-    """
+    """Marks each sector of a buffer, a multiple of 512 bytes, as not read yet; returns it for :func:`find_unread`."""
     mark = int.from_bytes(secrets.token_bytes(8), "little", signed=True)
     _first_words(buffer).fill_(mark)
     return mark
@@ -175,7 +168,6 @@ class VerifiedBackend(BlockingBackend):
         return filled
 
     def _read_plain(self, fd: int, offset: int, dest: torch.Tensor) -> int:
-        """Reads without the engine."""
         return os.preadv(fd, [dest.numpy().data], offset)
 
     # Writing.
@@ -250,7 +242,6 @@ class VerifiedBackend(BlockingBackend):
 
 
 def _open_direct(fd: int, path: str) -> int:
-    """Opens the file of a descriptor once more, with O_DIRECT."""
     try:
         return files.open_direct(fd, path)
     except StorageError as e:

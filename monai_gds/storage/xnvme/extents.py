@@ -30,20 +30,9 @@ from monai_gds.errors import NotMappable, StorageError
 from monai_gds.mounts import Mount, mounts
 
 __all__ = [
-    "Disk",
-    "Extent",
-    "FileSystem",
-    "MountedFileSystems",
-    "Transfer",
-    "disk_of",
-    "extents_in",
-    "how_to_be_let_read",
-    "look",
-    "read_uuid",
-    "runs",
-    "transfers",
-    "uuid_in",
-]
+    "Disk", "Extent", "FileSystem", "MountedFileSystems", "Transfer", "disk_of", "extents_in", "how_to_be_let_read",
+    "look", "read_uuid", "runs", "transfers", "uuid_in",
+]  # fmt: skip
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
