@@ -151,14 +151,8 @@ class Backend(ABC):
             ValueError: a tensor is not 1-D, contiguous and of uint8.
             OSError: disk full, no permission, input/output error.
         """
-        fd = files.create_file(path, files.total_bytes(buffers))
-        try:
-            with files.naming(path):
-                staging.write_buffers(fd, buffers)
-                if durable:
-                    os.fsync(fd)
-        finally:
-            os.close(fd)
+        with files.new_file(path, files.total_bytes(buffers), durable=durable) as fd:
+            staging.write_buffers(fd, buffers)
 
     # How files are opened by the two bases; for a backend on one of them to override.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
@@ -15,8 +16,8 @@ from monai_gds.errors import FileChanged, StorageError
 
 __all__ = [
     "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",
-    "create_file", "ends_early", "expect_cold", "is_cold", "naming", "open_direct", "open_file", "pread_into",
-    "read_head", "total_bytes", "write_all",
+    "ends_early", "expect_cold", "is_cold", "naming", "new_file", "open_direct", "open_file", "open_regular",
+    "pread_into", "read_head", "total_bytes", "write_all",
 ]  # fmt: skip
 
 #: Bytes. Offsets, lengths and addresses that are multiples of it suit O_DIRECT, cuFile and NVMe blocks.
@@ -111,6 +112,15 @@ def open_file(path: str, expected: Expected = None) -> int:
     return fd
 
 
+def open_regular(path: str, expected: Expected) -> int:
+    """As :func:`open_file`, for a library that would wait for ever to open a FIFO."""
+    fd = open_file(path, expected)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StorageError(errno.EINVAL, "not a regular file", path)
+    return fd
+
+
 def open_direct(fd: int, path: str) -> int:
     """Opens the file of a descriptor once more, with O_DIRECT; its path may name another file by now.
 
@@ -196,17 +206,22 @@ def as_bytes_view(buffer: Buffer) -> memoryview:
 # Writing.
 
 
-def create_file(path: str, nbytes: int) -> int:
-    """Creates ``path``, which must not exist, with room for ``nbytes``, and returns a descriptor to write to."""
+@contextmanager
+def new_file(path: str, nbytes: int, *, durable: bool) -> Iterator[int]:
+    """Creates ``path``, which must not exist, with room for ``nbytes``, and yields a descriptor to write to.
+
+    With ``durable``, the bytes would survive a power cut at the end (fsync).
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        if nbytes:
-            with naming(path):
+        with naming(path):
+            if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
+            yield fd
+            if durable:
+                os.fsync(fd)
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 def total_bytes(buffers: Sequence[Buffer]) -> int:

@@ -21,6 +21,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,10 +110,7 @@ def _new_handle(module: ModuleType, settings: Settings) -> Any:
     for _ in range(_TRIES):  # a backend that nobody closed may be freed meanwhile, and its queues with it
         with _making():
             before = _queues()
-            handle = module.aio_handle(
-                settings.block_size, settings.queue_depth, settings.single_submit, settings.overlap_events,
-                settings.intra_op_parallelism,
-            )  # fmt: skip
+            handle = module.aio_handle(*astuple(settings))
             if _queues() - before >= needed:
                 return handle
             del handle

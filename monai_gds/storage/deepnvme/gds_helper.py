@@ -25,6 +25,7 @@ import os
 import selectors
 import socket
 import sys
+from dataclasses import astuple
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -85,13 +86,9 @@ def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]
         os.set_inheritable(descriptor, False)  # a child of this process would keep the other side waiting
     torch.cuda.set_device(device)
     module = build.load("gds")
-    wanted = Settings(**settings)
     selector = selectors.DefaultSelector()
     for descriptor in channels:
-        handle = module.gds_handle(
-            wanted.block_size, wanted.queue_depth, wanted.single_submit, wanted.overlap_events,
-            wanted.intra_op_parallelism,
-        )  # fmt: skip
+        handle = module.gds_handle(*astuple(Settings(**settings)))
         channel = socket.socket(fileno=descriptor)
         selector.register(channel, selectors.EVENT_READ, _Slot(handle, nbytes, channel))
     running: collections.deque[_Slot] = collections.deque()

@@ -30,7 +30,6 @@ import contextlib
 import errno
 import os
 import secrets
-import stat
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -123,10 +122,8 @@ class VerifiedBackend(BlockingBackend):
     # Reading.
 
     def _open(self, path: str, expected: Expected) -> int:
-        fd = files.open_file(path, expected)
+        fd = files.open_regular(path, expected)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StorageError(errno.EINVAL, "not a regular file", path)
             os.close(_open_direct(fd, path))  # now, with a clear error
         except BaseException:
             os.close(fd)
@@ -180,15 +177,9 @@ class VerifiedBackend(BlockingBackend):
         sources = [_source(buffer) for buffer in buffers]
         for device in {source.device for source in sources if isinstance(source, torch.Tensor)}:
             torch.cuda.current_stream(device).synchronize()  # the work that fills them has finished
-        fd = files.create_file(path, total)
-        try:
-            with files.naming(path):
-                self._write_all(fd, path, sources, total)
-                _check_written(fd, total)
-                if durable:
-                    os.fsync(fd)
-        finally:
-            os.close(fd)
+        with files.new_file(path, total, durable=durable) as fd:
+            self._write_all(fd, path, sources, total)
+            _check_written(fd, total)
 
     def _write_all(self, fd: int, path: str, sources: Sequence[_Source], total: int) -> None:
         pending = Pending([], torch.device("cpu"))

@@ -22,7 +22,7 @@ import torch
 
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.backend import Availability
-from monai_gds.storage.files import Buffer, Expected, FileId, check_identity, ends_early, open_file
+from monai_gds.storage.files import Buffer, Expected, FileId, check_identity, ends_early, open_regular
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.storage.reads import Reads
@@ -135,11 +135,9 @@ class XnvmeBlockBackend(QueueBackend):
             device = expected.device if isinstance(expected, FileId) else 0
             check_identity(expected, _identity(blocks, device), path)
             return _File(path, blocks.size, blocks.extents, self._drives.only())
-        fd, drive = open_file(path, expected), None
+        fd, drive = open_regular(path, expected), None
         try:
             st = os.fstat(fd)
-            if not stat.S_ISREG(st.st_mode):
-                raise StorageError(errno.EINVAL, "not a regular file", path)
             fs, drive = self._drives.of_file(fd, st.st_dev, path)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)

@@ -12,11 +12,12 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import Owner
 from monai_gds.storage import staging
 from monai_gds.storage.files import ALIGNMENT
@@ -204,24 +205,15 @@ def used_by_current_stream(tensors: list[torch.Tensor]) -> None:
             array.streams.add(torch.cuda.current_stream(array.buffers.target))
 
 
-class _HostArray:
-    """A page-aligned buffer that NumPy wraps, freed with the last array or tensor over it."""
-
-    def __init__(self, library: Library, nbytes: int) -> None:
-        address = library.api.xnvme_buf_virt_alloc(ALIGNMENT, nbytes)
-        if not address:
-            raise MemoryError(f"xnvme_buf_virt_alloc gave no {nbytes} bytes")
-        self._address, self._free = address, library.api.xnvme_buf_virt_free
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-    def __del__(self) -> None:
-        if hasattr(self, "_free"):
-            self._free(self._address)
-
-
 def host_tensor(library: Library, nbytes: int) -> torch.Tensor:
     """A 1-D uint8 CPU tensor of whole pages, ``nbytes`` long or longer.
 
     torch's own memory begins anywhere in a page: room for whole pages in it would make every tensor a page longer.
     """
-    return torch.from_numpy(np.asarray(_HostArray(library, pages(nbytes)))) if nbytes else torch.empty(0).byte()
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    nbytes = pages(nbytes)
+    address = library.api.xnvme_buf_virt_alloc(ALIGNMENT, nbytes)
+    if not address:
+        raise MemoryError(f"xnvme_buf_virt_alloc gave no {nbytes} bytes")
+    return tensor_at(address, nbytes, partial(library.api.xnvme_buf_virt_free, address))

@@ -114,7 +114,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "xnvme_file_get_cmd_ctx": (xnvme_cmd_ctx, [c_void_p]),
     "xnvme_file_pread": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
     "xnvme_file_pwrite": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
-    "xnvme_file_sync": (c_int, [c_void_p]),
     "xnvme_buf_alloc": (c_void_p, [c_void_p, c_size_t]),
     "xnvme_buf_free": (None, [c_void_p, c_void_p]),
     "xnvme_buf_virt_alloc": (c_void_p, [c_size_t, c_size_t]),
@@ -235,16 +234,10 @@ class Device:
     """A device open for reading, through one of xNVMe's interfaces. Use it from one thread at a time.
 
     Args:
-        library: libxnvme.
         uri: a device node, or a PCI address for a driver in user space.
         interface: one of KERNEL_INTERFACES, PASSTHROUGH, or the name of such a driver.
         mem: xNVMe's name of an allocator; None for the interface's own.
         gpu: index of the CUDA device for a driver with buffers on a GPU.
-
-    Attributes:
-        block_size: bytes per logical block.
-        nbytes: size of the device.
-        max_transfer: the most bytes the controller takes in one command.
 
     Raises:
         StorageError: it cannot be opened.
@@ -303,7 +296,6 @@ class Device:
         return int(address)
 
     def free(self, address: int) -> None:
-        """Frees what :meth:`alloc` gave."""
         self._api.xnvme_buf_free(self.handle, address)
 
     def close(self) -> None:
@@ -314,11 +306,7 @@ class Device:
 
 
 class Queue:
-    """A command queue of a device. Use it from one thread at a time.
-
-    Args:
-        device: the device.
-        depth: commands in flight at once, a power of two below 4096.
+    """A command queue of a device, of ``depth`` commands at once, a power of two below 4096. For one thread at a time.
 
     Raises:
         StorageError: the device gives no queue (for instance io_uring where the kernel has it switched off).
@@ -380,11 +368,7 @@ class Queue:
         self._finished.append(number)
 
     def poll(self) -> list[Completion]:
-        """The commands that completed since the last call, without waiting.
-
-        Raises:
-            StorageError: the queue is broken.
-        """
+        """The commands that completed since the last call, without waiting."""
         code = self._api.xnvme_queue_poke(self._queue, 0)
         if code < 0 and code not in (-errno.EBUSY, -errno.EAGAIN, -errno.EINTR):
             raise StorageError(-code, f"xnvme_queue_poke: {os.strerror(-code)}", self._device.uri)
