@@ -90,7 +90,6 @@ class _File:
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Closes both."""
         with contextlib.suppress(Exception):  # every byte is read by now
             self.cu_file.close()
         os.close(self.fd)

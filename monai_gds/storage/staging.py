@@ -68,12 +68,8 @@ def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> None:
 
 
 def hand_off(dests: Sequence[torch.Tensor], device: torch.device, behind: torch.cuda.Event) -> None:
-    """Gives ``dests`` to the current stream: it waits for their copies, and they are kept until it has used them.
-
-    Args:
-        dests: CUDA tensors.
-        device: where they are.
-        behind: an event behind their copies.
+    """Gives CUDA tensors to the current stream: it waits for the event behind their copies, and they are kept until it
+    has used them.
     """
     current = current_stream(device)
     if current == copy_stream(device):

@@ -138,7 +138,7 @@ class FileSystem:
     disk: Disk
     start: int
     device: int
-    realtime: bool = False
+    realtime: bool
 
     @classmethod
     def of(cls, fd: int, path: str) -> FileSystem:
@@ -147,7 +147,19 @@ class FileSystem:
         Raises:
             NotMappable: its files cannot be read from the device; the message says why.
         """
-        return _file_system(fd, _mount_of(fd), path)
+        mount, device = _mount_of(fd), os.fstat(fd).st_dev
+        kind, folder = mount.kind, _sysfs(device)
+        if kind not in _UUID_AT:
+            raise _refusal(path, f"it is on a {kind} file system: only ext4 and xfs store files as plain blocks")
+        if not folder.is_dir():
+            raise _refusal(path, f"its file system has no block device (sysfs has no {folder})")
+        if kind == "ext4" and "data=journal" in mount.options.split(",") + _ext4_options(folder.resolve().name):
+            raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
+        start, whole = 0, folder.resolve()
+        if (folder / "partition").exists():
+            start, whole = int((folder / "start").read_text()) * 512, whole.parent
+        realtime = kind == "xfs" and _xfs_realtime_blocks(fd) > 0
+        return cls(kind, _disk(whole, path), start, device, realtime)
 
 
 class MountedFileSystems:
@@ -187,22 +199,6 @@ def _mount_of(fd: int) -> Mount:
     mount_id = next(line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
     unknown = Mount(mount_id, "0:0", "", "unknown", "", "")
     return next((mount for mount in mounts(PROC) if mount.id == mount_id), unknown)
-
-
-def _file_system(fd: int, mount: Mount, path: str) -> FileSystem:
-    device, kind = os.fstat(fd).st_dev, mount.kind
-    if kind not in _UUID_AT:
-        raise _refusal(path, f"it is on a {kind} file system: only ext4 and xfs store files as plain blocks")
-    folder = _sysfs(device)
-    if not folder.is_dir():
-        raise _refusal(path, f"its file system has no block device (sysfs has no {folder})")
-    if kind == "ext4" and "data=journal" in mount.options.split(",") + _ext4_options(folder.resolve().name):
-        raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
-    start, whole = 0, folder.resolve()
-    if (folder / "partition").exists():
-        start, whole = int((folder / "start").read_text()) * 512, whole.parent
-    disk = _disk(whole, path)
-    return FileSystem(kind, disk, start, device, realtime=kind == "xfs" and _xfs_realtime_blocks(fd) > 0)
 
 
 def _xfs_realtime_blocks(fd: int) -> int:

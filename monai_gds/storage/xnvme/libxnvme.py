@@ -319,7 +319,8 @@ class Queue:
         if code:
             raise StorageError(-code, f"xnvme_queue_init with {device.interface}: {os.strerror(-code)}", device.uri)
         self._queue: c_void_p | None = pointer
-        self._callback = xnvme_queue_cb(self._completed)  # xNVMe keeps no reference
+        # xNVMe keeps no reference
+        self._callback = xnvme_queue_cb(lambda _, number: self._finished.append(number))
         self._api.xnvme_queue_set_cb(pointer, self._callback, None)
         # Each context is taken once and kept: making ctypes objects per command would cost as much as the command.
         self._contexts = [self._context(number) for number in range(1, depth + 1)]
@@ -363,9 +364,6 @@ class Queue:
         if code in (-errno.EBUSY, -errno.EAGAIN):
             return False
         raise StorageError(-code, f"xnvme_nvm_read of block {block}: {os.strerror(-code)}", self._device.uri)
-
-    def _completed(self, _: Any, number: int) -> None:
-        self._finished.append(number)
 
     def poll(self) -> list[Completion]:
         """The commands that completed since the last call, without waiting."""
