@@ -85,10 +85,6 @@ class QueueBackend(Backend):
     #: Files that are open at a time, roughly: files of commands in flight, and of those to come.
     open_files: ClassVar[int] = 32
 
-    #: Staging slots that are being filled at a time, and these with those on their way to the device.
-    slots_filling: ClassVar[int] = 4
-    slots: ClassVar[int] = 6
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._engine = _Engine(self)
@@ -236,12 +232,13 @@ class _Slots:
 
     Args:
         device: whose pool they come from, and go back to when the queue is idle.
-        filling: how many may be filled at a time.
-        most: of all slots.
     """
 
-    def __init__(self, device: torch.device, filling: int, most: int) -> None:
-        self._pool, self._most_filling, self._most = staging.staging_pool(device), filling, most
+    #: How many are being filled at a time, and these with those on their way to the device.
+    filling_at_once, all_at_once = 4, 6
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = staging.staging_pool(device)
         self._filling = 0
         self._sent: deque[staging.StagingSlot] = deque()
 
@@ -251,14 +248,14 @@ class _Slots:
         While it has slots of its own it never waits for the pool: two queues that did could wait for each other for
         ever.
         """
-        if self._filling == self._most_filling:
+        if self._filling == self.filling_at_once:
             return None
         slot: staging.StagingSlot | None = None
         if self._sent and self._sent[0].event.query():  # type: ignore[no-untyped-call]
             slot = self._sent.popleft()
         elif not self._filling and not self._sent:
             slot = self._pool.acquire()
-        elif self._filling + len(self._sent) < self._most:
+        elif self._filling + len(self._sent) < self.all_at_once:
             slot = self._pool.try_acquire()
         self._filling += slot is not None
         return slot
@@ -325,7 +322,7 @@ class _Engine(Pump[_Job]):
         if not self._backend.reaches_gpu and group.on_device:
             try:
                 if self._slots is None:
-                    self._slots = _Slots(self.device, self._backend.slots_filling, self._backend.slots)
+                    self._slots = _Slots(self.device)
                 slot = self._slots.take()
             except Exception as e:  # no more memory can be pinned
                 group.fail(e)

@@ -185,11 +185,9 @@ class BackendContract:
             time.sleep(0.0002)
         return pending
 
-    def fill(
-        self, storage: Storage, *parts: tuple[str | Path, int, torch.Tensor], expected: Expected = None
-    ) -> Pending:
+    def fill(self, storage: Storage, *parts: tuple[str | Path, int, torch.Tensor]) -> Pending:
         """Fills each destination from an offset of a file, all in one go, until that is over."""
-        reads = Reads.join([Reads.of(str(path), [(offset, d.numel())], expected) for path, offset, d in parts])
+        reads = Reads.join([Reads.of(str(path), [(offset, d.numel())]) for path, offset, d in parts])
         return self.ended(storage.fill(reads, [dest for *_, dest in parts]))
 
     def get(self, storage: Storage, path: str | Path, *ranges: tuple[int, int]) -> list[bytes]:
