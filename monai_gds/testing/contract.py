@@ -233,11 +233,7 @@ class BackendContract:
     @property_test
     @given(parts=st.lists(_PARTS, max_size=4))
     def test_fills_its_parts_and_nothing_around_the_destinations(
-        self,
-        storage: Storage,
-        blob: Path,
-        data: bytes,
-        parts: list[list[tuple[int, int, int, int, bool]]],
+        self, storage: Storage, blob: Path, data: bytes, parts: list[list[tuple[int, int, int, int, bool]]]
     ) -> None:
         """Gaps between parts may be overwritten: by nothing that is asserted here."""
         small = [(blob.parent / f"{n}.bin", content(n)) for n in (70_000, 5)]

@@ -286,11 +286,7 @@ class BlockMap(Mapping[str, FileBlocks]):
     # Is it still true?
 
     def verify(
-        self,
-        parent: str | os.PathLike[str] | None = None,
-        *,
-        data: bool = False,
-        progress: Progress | None = None,
+        self, parent: str | os.PathLike[str] | None = None, *, data: bool = False, progress: Progress | None = None
     ) -> dict[str, str]:
         """Compares the map with the files as they are now.
 
