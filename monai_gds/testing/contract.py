@@ -541,7 +541,7 @@ class BackendContract:
     ) -> None:
         paths, sizes, starts = self.files(folder, [nbytes] * 40)
         expected: list[Expected] = [(None, FileId.of(p), nbytes)[i % 3] for i, p in enumerate(paths)]
-        wrong = self.spoil(paths, expected)
+        wrong = self.spoil(paths)
         ranges = [[(0, nbytes // 2), (nbytes // 2, nbytes - nbytes // 2)]] * 40
         apart = Reads.join([Reads.of(*each) for each in zip(paths, ranges, expected, strict=True)])
         together = Reads.of_files(paths, sizes, starts, int(starts[-1]) + nbytes, expected=expected)
@@ -564,7 +564,7 @@ class BackendContract:
             del caught
             errors = {}
 
-    def spoil(self, paths: list[str], expected: list[Expected]) -> dict[int, type[Exception]]:
+    def spoil(self, paths: list[str]) -> dict[int, type[Exception]]:
         """Makes files of every kind that cannot be read; returns which, and the error that each is to give."""
         os.unlink(paths[3])
         os.truncate(paths[6], 3000)

@@ -186,7 +186,7 @@ def probe(operator: Operator) -> Availability:
     )
 
 
-def build_ahead(say: Callable[[str], None] = print) -> list[Path]:
+def build_ahead(say: Callable[[str], None]) -> list[Path]:
     """Builds what this machine can use, for ``monai-gds doctor --build deepnvme``; ``say`` gets one line per step.
 
     Returns:
