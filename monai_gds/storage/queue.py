@@ -228,10 +228,7 @@ class _Slots:
     """The staging slots of one queue: those being filled, and those whose copies to the device are under way.
 
     Its own are taken again as soon as they are free, rather than others of the pool: all slots in use together have to
-    fit into the processor's cache between the device that fills them and the copy.
-
-    Args:
-        device: whose pool they come from, and go back to when the queue is idle.
+    fit into the processor's cache between the device that fills them and the copy. An idle queue gives them back.
     """
 
     #: How many are being filled at a time, and these with those on their way to the device.

@@ -54,15 +54,11 @@ TUNING_GRID: dict[str, Sequence[Any]] = {
 
 
 def tuning_options(tuned: str | os.PathLike[str] | None = None, **settings: Any) -> dict[str, Any]:
-    """Options for the backends in :data:`TUNABLE`.
+    """Options for the backends in :data:`TUNABLE`. Raises ValueError for a setting that does not work.
 
     Args:
         tuned: a file with the output of ds_nvme_tune or of ``bench tensor tune``.
         settings: single settings, which take precedence; None means not given.
-
-    Raises:
-        ValueError: a setting that does not work; the message names it.
-        OSError: the file cannot be read.
     """
     from monai_gds.storage.deepnvme import Settings
 

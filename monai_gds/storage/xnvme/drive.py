@@ -56,11 +56,7 @@ class Setup:
         return (PASSTHROUGH,) if stat.S_ISCHR(os.stat(uri).st_mode) else ("io_uring", "thrpool")
 
     def node_of(self, disk: Disk | None, path: str | None) -> str:
-        """What to open for the file ``path`` on ``disk``.
-
-        Raises:
-            StorageError: this storage reads another disk.
-        """
+        """What to open for the file ``path`` on ``disk``. Raises StorageError where this storage reads another disk."""
         if self.uri is not None:
             if disk is not None and self.disk is not None and disk.number != self.disk.number:
                 raise StorageError(errno.EXDEV, f"it lies on {disk.path}, and this storage reads {self.uri}", path)

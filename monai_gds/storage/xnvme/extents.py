@@ -385,11 +385,7 @@ def how_to_be_let_read(disk: str) -> str:
 
 
 def read_uuid(fd: int, fs: FileSystem, path: str) -> str:
-    """The UUID of the file system of ``fd``, from the kernel (6.9 and later) or else from the disk.
-
-    Raises:
-        OSError: the disk may not be read.
-    """
+    """The UUID of the file system of ``fd``, from the kernel (6.9 and later) or else from the disk."""
     try:
         answer = fcntl.ioctl(fd, _GETFSUUID, bytes(17))
         return str(uuid.UUID(bytes=bytes(answer[1:17])))

@@ -285,11 +285,7 @@ class Device:
         return self.library.options(direct=int(self.counts_bytes), **fields)
 
     def alloc(self, nbytes: int) -> int:
-        """The address of a buffer that commands may read into.
-
-        Raises:
-            StorageError: there is no memory left for it.
-        """
+        """The address of a buffer that commands may read into. Raises StorageError where no memory is left for it."""
         address = self._api.xnvme_buf_alloc(self.handle, nbytes)
         if not address:
             raise StorageError(errno.ENOMEM, f"xnvme_buf_alloc gave no buffer of {nbytes} bytes", self.uri)
@@ -342,14 +338,7 @@ class Queue:
         return self.depth - len(self._free)
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
-        """Submits a read of ``count`` blocks from ``block`` into memory at ``address``.
-
-        Returns:
-            False when the queue is full: :meth:`poll`, then try again.
-
-        Raises:
-            StorageError: the command was refused.
-        """
+        """Reads ``count`` blocks from ``block`` into memory at ``address``. False while the queue is full."""
         if not self._free:
             return False
         number = self._free.pop()
