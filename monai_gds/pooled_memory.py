@@ -1,4 +1,4 @@
-"""Pooled host memory: it returns to its pool when the last tensor over it is gone.
+"""Host memory that is given back when the last tensor over it is gone: to a pool, for instance.
 
 The kernel zeroes fresh memory page by page, which can take longer than filling it. Used for large batches, by
 :mod:`monai_gds.collate`, and by the images for buffers of their own.
@@ -14,35 +14,33 @@ import torch
 
 from monai_gds import huge_pages, limits
 
-__all__ = ["pooled_empty", "tensor_over"]
+__all__ = ["pooled_empty", "tensor_at"]
 
 
-def tensor_over(memory: torch.Tensor, nbytes: int, release: Callable[[], object]) -> torch.Tensor:
-    """A tensor over memory that is used again, as ``torch::from_blob`` with a deleter.
+def tensor_at(address: int, nbytes: int, release: Callable[[], object]) -> torch.Tensor:
+    """A tensor over memory that somebody else owns, as ``torch::from_blob`` with a deleter.
 
     Args:
-        memory: 1-D uint8 CPU tensor.
-        nbytes: how many of its bytes the tensor covers. A tensor is pickled with its whole storage, and the bytes
-            behind these may be those of an earlier batch.
+        address: of CPU memory, which lasts until ``release``.
+        nbytes: how many bytes the tensor covers. A tensor is pickled with its whole storage, and the bytes behind these
+            may be those of an earlier batch.
         release: called when the tensor and everything that shares its memory is gone. It may be called in any thread,
             by the garbage collector too, so it must take no lock; and after the interpreter's modules are gone.
 
     Returns:
         A 1-D uint8 CPU tensor. ``resize_`` cannot grow it.
     """
-    return torch.from_numpy(np.asarray(_Exporter(memory, nbytes, release)))
+    return torch.from_numpy(np.asarray(_Exporter(address, nbytes, release)))
 
 
 class _Exporter:
     """NumPy keeps this as long as there is an array or a tensor over the memory."""
 
-    __slots__ = ("__array_interface__", "_memory", "_release")
+    __slots__ = ("__array_interface__", "_release")
 
-    def __init__(self, memory: torch.Tensor, nbytes: int, release: Callable[[], object]) -> None:
-        self._memory = memory
+    def __init__(self, address: int, nbytes: int, release: Callable[[], object]) -> None:
         self._release = release
-        start = memory.data_ptr()
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start, False), "version": 3}
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
     def __del__(self) -> None:
         self._release()
@@ -105,4 +103,4 @@ def pooled_empty(nbytes: int) -> torch.Tensor:
         A 1-D uint8 CPU tensor on huge pages. Its memory returns to the pool when nothing shares it any more.
     """
     block = _pool.take(nbytes + -nbytes % huge_pages.HUGE)
-    return tensor_over(block.memory, nbytes, partial(_pool.give_back, block))
+    return tensor_at(block.memory.data_ptr(), nbytes, partial(_pool.give_back, block))

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
 from monai_gds import pooled_memory
 from monai_gds.huge_pages import HUGE
-from monai_gds.pooled_memory import pooled_empty, tensor_over
+from monai_gds.pooled_memory import pooled_empty, tensor_at
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +118,7 @@ print(len(_pool.blocks) * HUGE <= 32 << 20)
 def test_it_comes_back_when_the_last_over_it_is_gone() -> None:
     memory = torch.arange(200, dtype=torch.uint8)
     back: list[str] = []
-    tensor = tensor_over(memory, 100, lambda: back.append("back"))
+    tensor = tensor_at(memory.data_ptr(), 100, lambda: back.append("back"))
     assert (tensor.numel(), tensor.untyped_storage().nbytes(), tensor.data_ptr()) == (100, 100, memory.data_ptr())
     row, array = tensor.view(10, 10)[3], tensor.numpy()
     del tensor
@@ -130,7 +131,9 @@ def test_it_comes_back_when_the_last_over_it_is_gone() -> None:
 
 
 def test_the_memory_lives_as_long_as_the_tensor() -> None:
-    tensor = tensor_over(torch.full((5 << 20,), 7, dtype=torch.uint8), 5 << 20, lambda: None)
+    memory = torch.full((5 << 20,), 7, dtype=torch.uint8)
+    tensor = tensor_at(memory.data_ptr(), 5 << 20, partial(list, memory[:0]))
+    del memory
     others = [torch.zeros(5 << 20, dtype=torch.uint8) for _ in range(3)]
     assert bool((tensor == 7).all())
     assert not any(other.any() for other in others)

@@ -21,7 +21,7 @@ from monai_gds.cache.reading import read_record
 from monai_gds.cache.record import pack_record
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
 from monai_gds.errors import DamagedRecord
-from monai_gds.pooled_memory import tensor_over
+from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import PerProcess
 from monai_gds.storage import ALIGNMENT, Pending, Reads, Storage, open_storage
 from monai_gds.storage.files import check_open
@@ -137,7 +137,9 @@ class ImageStorage:
         if self.device.type == "cuda":
             return self._storage().memory(nbytes)
         memory = self._unused(nbytes)
-        return memory if self._pinned else tensor_over(memory, memory.numel(), partial(self._free.append, memory))
+        if self._pinned:
+            return memory
+        return tensor_at(memory.data_ptr(), memory.numel(), partial(self._free.append, memory))
 
     def _unused(self, nbytes: int) -> torch.Tensor:
         for _ in range(len(self._free)):

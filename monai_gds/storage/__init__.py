@@ -27,21 +27,9 @@ if TYPE_CHECKING:
     from monai_gds.storage.storage import Storage
 
 __all__ = [
-    "ALIGNMENT",
-    "Availability",
-    "Backend",
-    "Buffer",
-    "FileId",
-    "Pending",
-    "Reads",
-    "Storage",
-    "available_backends",
-    "backend_names",
-    "choose_backend",
-    "open_storage",
-    "probe_backend",
-    "resolve_device",
-]
+    "ALIGNMENT", "Availability", "Backend", "Buffer", "FileId", "Pending", "Reads", "Storage", "available_backends",
+    "backend_names", "choose_backend", "open_storage", "probe_backend", "resolve_device",
+]  # fmt: skip
 
 _HOMES = {
     "ALIGNMENT": "files", "Availability": "backend", "Backend": "backend", "Buffer": "files", "FileId": "files",

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from monai_gds.storage import files, staging
-from monai_gds.storage.files import Buffer, FileId
+from monai_gds.storage.files import Buffer, Expected, FileId
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads
 
@@ -151,18 +151,27 @@ class Backend(ABC):
             ValueError: a tensor is not 1-D, contiguous and of uint8.
             OSError: disk full, no permission, input/output error.
         """
-        fd = files.create_file(path, files.total_bytes(buffers))
-        try:
-            with files.naming(path):
-                staging.write_buffers(fd, buffers)
-                if durable:
-                    os.fsync(fd)
-        finally:
-            os.close(fd)
+        with files.new_file(path, files.total_bytes(buffers), durable=durable) as fd:
+            staging.write_buffers(fd, buffers)
+
+    # How files are opened by the two bases; for a backend on one of them to override.
+
+    def _open(self, path: str, expected: Expected) -> Any:
+        """Opens a file for reading and returns any handle.
+
+        Raises:
+            FileChanged: it is not the expected one; :func:`monai_gds.storage.files.check_open` compares.
+            OSError: it cannot be opened.
+        """
+        return files.open_file(path, expected)
+
+    def _close(self, handle: Any) -> None:
+        """Closes what ``_open`` returned. An error here fails the file."""
+        os.close(handle)
 
     def close(self) -> None:  # noqa: B027 (optional: a backend may hold nothing)
         """Waits for what is under way, and frees threads and devices. It may be used again afterwards."""
 
     def describe(self) -> dict[str, Any]:
         """Settings in force, for ``doctor`` and the benchmarks."""
-        return {}
+        return {"pinned_bytes": staging.pinned_bytes(self.device)} if self.device.type == "cuda" else {}

@@ -136,11 +136,9 @@ class OpenFiles:
         self._opening: dict[int, threading.Lock] = {}
 
     def path(self, file: int) -> str:
-        """The path of a file."""
         return self._reads.paths[file]
 
     def __contains__(self, file: int) -> bool:
-        """Whether a file is open now."""
         return file in self._handles
 
     def handle(self, file: int) -> Any:
@@ -155,12 +153,9 @@ class OpenFiles:
         with self._lock:
             opening = self._opening.setdefault(file, threading.Lock())
         with opening:
-            return self._opened(file)
-
-    def _opened(self, file: int) -> Any:
-        if file not in self._handles:
-            self._handles[file] = self._open(self._reads.paths[file], self._reads.expected[file])
-        return self._handles[file]
+            if file not in self._handles:
+                self._handles[file] = self._open(self._reads.paths[file], self._reads.expected[file])
+            return self._handles[file]
 
     def done(self, file: int) -> None:
         """One piece of a file is done with, read or not."""
@@ -178,11 +173,7 @@ class OpenFiles:
                 self._left[file] -= 1
 
     def close(self, fail: Callable[[int, Exception], None]) -> None:
-        """Closes what is still open: after an interrupt, or since the last piece needed no handle.
-
-        Args:
-            fail: called with the index of a file that cannot be closed, and the error.
-        """
+        """Closes what is still open: after an interrupt, or since the last piece needed no handle."""
         while self._handles:
             file, handle = self._handles.popitem()
             try:
@@ -222,20 +213,7 @@ class BlockingBackend(Backend):
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    # What a backend implements.
-
-    def _open(self, path: str, expected: Expected) -> Any:
-        """Opens a file for reading and returns any handle.
-
-        Raises:
-            FileChanged: it is not the expected one; :func:`monai_gds.storage.files.check_open` compares.
-            OSError: it cannot be opened.
-        """
-        return files.open_file(path, expected)
-
-    def _close(self, handle: Any) -> None:
-        """Closes what ``_open`` returned."""
-        os.close(handle)
+    # What a backend implements, beside ``_open`` and ``_close`` where a descriptor is not what it reads from.
 
     @abstractmethod
     def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> int:
@@ -364,5 +342,4 @@ class BlockingBackend(Backend):
             executor.shutdown(wait=True)
 
     def describe(self) -> dict[str, Any]:
-        staged = {"pinned_bytes": staging.pinned_bytes(self.device)} if self.device.type == "cuda" else {}
-        return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes, **staged}
+        return {**super().describe(), "threads": self.threads, "piece_bytes": self.piece_bytes}

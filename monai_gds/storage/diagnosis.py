@@ -24,7 +24,6 @@ _TRIAL_BYTES = (1 << 20) + 4096
 
 
 def backends() -> dict[str, Any]:
-    """The ``names`` of all backends."""
     return {"names": backend_names()}
 
 
@@ -35,11 +34,7 @@ def backend(name: str, device: str | None) -> dict[str, Any]:
 
 
 def io_uring() -> dict[str, Any]:
-    """How many small ``files`` are read per system call.
-
-    Raises:
-        OSError: this kernel or container has no io_uring that fits.
-    """
+    """How many small ``files`` are read per system call. Raises OSError where there is no io_uring that fits."""
     from monai_gds.storage.uring import Ring
 
     Ring()
@@ -60,8 +55,7 @@ def libxnvme() -> dict[str, Any]:
 def disk(directory: str) -> dict[str, Any]:
     """The ``disk`` below a directory, whether it is ``readable`` (tried by opening it), the ``problem`` and ``remedy``.
 
-    Raises:
-        NotMappable: the directory's files have no plain place on one disk.
+    Raises NotMappable where the directory's files have no plain place on one disk.
     """
     from monai_gds.storage.xnvme.extents import FileSystem, how_to_be_let_read
 
@@ -82,10 +76,8 @@ def disk(directory: str) -> dict[str, Any]:
 def cufile(device: str | None, folder: str) -> dict[str, Any]:
     """Has cuFile itself write and read a file. ``tried`` is False where KvikIO does not work.
 
-    The environment must keep KvikIO from its own ways (``KVIKIO_COMPAT_MODE=OFF``).
-
-    Raises:
-        RuntimeError: cuFile refuses the file, or gives other bytes than were written.
+    The environment must keep KvikIO from its own ways (``KVIKIO_COMPAT_MODE=OFF``). Raises RuntimeError where cuFile
+    refuses the file, or gives other bytes than were written.
     """
     if not probe_backend("kvikio", device):
         return {"tried": False}
@@ -104,17 +96,12 @@ def cufile(device: str | None, folder: str) -> dict[str, Any]:
 
 
 def build(name: str, say: Callable[[str], None]) -> list[Path]:
-    """Compiles the operators of a backend in :data:`BUILDABLE`.
-
-    Returns:
-        The folders of the compiled operators.
+    """Compiles the operators of a backend in :data:`BUILDABLE`, and returns their folders.
 
     Raises:
         BackendUnavailable: a package or tool is missing, or the compiler failed.
-        ValueError: that backend has none.
     """
-    if name not in BUILDABLE:
-        raise ValueError(f"{name!r} is not one of {', '.join(BUILDABLE)}")
+    assert name in BUILDABLE
     from monai_gds.storage.deepnvme.build import build_ahead
 
     return build_ahead(say)

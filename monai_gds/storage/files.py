@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
@@ -14,24 +15,10 @@ from monai_gds import huge_pages, limits
 from monai_gds.errors import FileChanged, StorageError
 
 __all__ = [
-    "ALIGNMENT",
-    "Buffer",
-    "Expected",
-    "FileId",
-    "aligned_empty",
-    "as_bytes_view",
-    "check_identity",
-    "check_open",
-    "create_file",
-    "expect_cold",
-    "is_cold",
-    "naming",
-    "open_file",
-    "pread_into",
-    "read_head",
-    "total_bytes",
-    "write_all",
-]
+    "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",
+    "ends_early", "expect_cold", "is_cold", "naming", "new_file", "open_direct", "open_file", "open_regular",
+    "pread_into", "read_head", "total_bytes", "write_all",
+]  # fmt: skip
 
 #: Bytes. Offsets, lengths and addresses that are multiples of it suit O_DIRECT, cuFile and NVMe blocks.
 ALIGNMENT = 4096
@@ -67,11 +54,7 @@ class FileId(NamedTuple):
 
     @classmethod
     def of(cls, target: int | str | os.PathLike[str]) -> FileId:
-        """Returns the id of a path or of an open descriptor.
-
-        Raises:
-            OSError: there is no such file.
-        """
+        """Returns the id of a path or of an open descriptor. Raises OSError if there is no such file."""
         return cls.from_stat(os.stat(target))
 
     @classmethod
@@ -119,12 +102,7 @@ def naming(path: str) -> Iterator[None]:
 
 
 def open_file(path: str, expected: Expected = None) -> int:
-    """Opens a file for reading.
-
-    Raises:
-        FileChanged: it is not the expected one.
-        OSError: it cannot be opened.
-    """
+    """Opens a file for reading. Raises FileChanged if it is not the expected one."""
     fd = os.open(path, _FLAGS)
     try:
         check_open(fd, expected, path)
@@ -134,11 +112,19 @@ def open_file(path: str, expected: Expected = None) -> int:
     return fd
 
 
+def open_regular(path: str, expected: Expected) -> int:
+    """As :func:`open_file`, for a library that would wait for ever to open a FIFO."""
+    fd = open_file(path, expected)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StorageError(errno.EINVAL, "not a regular file", path)
+    return fd
+
+
 def open_direct(fd: int, path: str) -> int:
     """Opens the file of a descriptor once more, with O_DIRECT; its path may name another file by now.
 
-    Raises:
-        StorageError: the file system has no O_DIRECT.
+    Raises StorageError where the file system has no O_DIRECT.
     """
     try:
         with naming(path):
@@ -148,11 +134,7 @@ def open_direct(fd: int, path: str) -> int:
 
 
 def pread_into(fd: int, offset: int, view: memoryview, path: str) -> None:
-    """Fills ``view`` from ``offset``, whatever the sizes that single calls return.
-
-    Raises:
-        StorageError: the device failed, or the file ends too early.
-    """
+    """Fills ``view`` from ``offset``, whatever the sizes that single calls return. Raises StorageError."""
     done = 0
     while done < view.nbytes:
         try:
@@ -170,11 +152,7 @@ def ends_early(at: int, missing: int, path: str) -> StorageError:
 
 
 def read_head(path: str, nbytes: int) -> tuple[bytes, FileId]:
-    """Reads the first bytes of a file, fewer from a smaller one, and returns them with its identity.
-
-    Raises:
-        OSError: the file could not be opened or read.
-    """
+    """Reads the first bytes of a file, fewer from a smaller one, and returns them with its identity."""
     fd = os.open(path, _FLAGS)
     try:
         with naming(path):
@@ -228,30 +206,26 @@ def as_bytes_view(buffer: Buffer) -> memoryview:
 # Writing.
 
 
-def create_file(path: str, nbytes: int) -> int:
-    """Creates ``path`` with room for ``nbytes``, and returns a descriptor to write to.
+@contextmanager
+def new_file(path: str, nbytes: int, *, durable: bool) -> Iterator[int]:
+    """Creates ``path``, which must not exist, with room for ``nbytes``, and yields a descriptor to write to.
 
-    Raises:
-        FileExistsError: ``path`` exists.
-        OSError: disk full, no permission.
+    With ``durable``, the bytes would survive a power cut at the end (fsync).
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        if nbytes:
-            with naming(path):
+        with naming(path):
+            if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
+            yield fd
+            if durable:
+                os.fsync(fd)
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 def total_bytes(buffers: Sequence[Buffer]) -> int:
-    """Returns how many bytes the buffers have together.
-
-    Raises:
-        ValueError: a tensor is not 1-D, contiguous and of uint8.
-    """
+    """Returns how many bytes the buffers have together. Raises ValueError for a tensor that is not as said."""
     for b in buffers:
         if isinstance(b, torch.Tensor) and (b.dtype != torch.uint8 or b.dim() != 1 or not b.is_contiguous()):
             raise ValueError(

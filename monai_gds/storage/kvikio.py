@@ -23,7 +23,6 @@ import contextlib
 import errno
 import importlib.util
 import os
-import stat
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -91,7 +90,6 @@ class _File:
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Closes both."""
         with contextlib.suppress(Exception):  # every byte is read by now
             self.cu_file.close()
         os.close(self.fd)
@@ -165,10 +163,8 @@ class KvikioBackend(QueueBackend):
         return Pending.joined(parts, list(into), self.device)
 
     def _open(self, path: str, expected: Expected) -> _File:
-        fd = files.open_file(path, expected)
+        fd = files.open_regular(path, expected)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):  # KvikIO would wait for ever to open a FIFO
-                raise StorageError(errno.EINVAL, "not a regular file", path)
             return _File(fd, self._cu_file(fd, "r", path))
         except BaseException:
             os.close(fd)
@@ -241,14 +237,11 @@ class KvikioBackend(QueueBackend):
             super().write(path, buffers, durable=durable)
             return
         torch.cuda.current_stream(self.device).synchronize()  # KvikIO does not wait for what fills the buffers
-        fd = files.create_file(path, files.total_bytes(buffers))
-        try:
-            with files.naming(path), self._cu_file(fd, "r+", path) as cu_file:
-                _write_parts(fd, cu_file, buffers)
-                if durable:
-                    os.fsync(fd)
-        finally:
-            os.close(fd)
+        with (
+            files.new_file(path, files.total_bytes(buffers), durable=durable) as fd,
+            self._cu_file(fd, "r+", path) as cu_file,
+        ):
+            _write_parts(fd, cu_file, buffers)
 
     def close(self) -> None:
         super().close()

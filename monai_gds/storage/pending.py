@@ -115,7 +115,8 @@ class Pending:
 
         Args:
             step: see :data:`Then`. On a CUDA target it runs on the copy stream, behind the copies, and its results are
-                handed out like destinations; it must allocate on the stream that is current.
+                handed out like destinations; it must allocate on the stream that is current. It must not read from the
+                same storage, since it may run in the thread that does: there a queue raises RuntimeError.
 
         Returns:
             Pending of the tensors that ``step`` returns. An exception in ``step`` fails every file.

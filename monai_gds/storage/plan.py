@@ -6,32 +6,16 @@ the same destinations, in an order that keeps each file's reads together.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from monai_gds import limits
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.reads import Reads
 
-__all__ = [
-    "Extent",
-    "Staged",
-    "Transfer",
-    "by_file",
-    "by_side",
-    "coalesce",
-    "cut",
-    "group",
-    "pack",
-    "runs",
-    "share",
-    "stage",
-    "transfers",
-]
+__all__ = ["Staged", "by_file", "by_side", "coalesce", "cut", "group", "pack", "share", "stage"]
 
 
 def _pages(nbytes: np.ndarray) -> np.ndarray:
@@ -94,10 +78,7 @@ def coalesce(reads: Reads, most_gap: int) -> Reads:
 def cut(reads: Reads, most: int, *, even: bool = False) -> Reads:
     """Cuts reads into pieces of at most ``most`` bytes, a multiple of ALIGNMENT.
 
-    Args:
-        reads: what to cut.
-        most: bytes.
-        even: pieces of one read have the same size, in whole pages, but for the last.
+    With ``even``, pieces of one read have the same size, in whole pages, but for the last.
     """
     if not len(reads) or reads.nbytes.max() <= most:
         return reads
@@ -177,14 +158,10 @@ def stage(reads: Reads) -> Staged:
 
 
 def pack(reads: Reads, most_gap: int) -> Reads:
-    """Many small destinations as one block: the same reads into a single destination, in the order they have.
+    """Many small destinations as one block: the same reads, one each, into a single destination, in the same order.
 
-    Reads that follow each other in a file keep their distance, so that they coalesce. All others begin at a multiple of
-    ALIGNMENT.
-
-    Args:
-        reads: one for each destination.
-        most_gap: bytes between two reads of a file up to which they keep their distance.
+    Reads with at most ``most_gap`` bytes between them in their file keep their distance, so that they coalesce. All
+    others begin at a multiple of ALIGNMENT.
     """
     if not len(reads):
         return _into_block(reads, reads.start, 0)
@@ -197,14 +174,7 @@ def pack(reads: Reads, most_gap: int) -> Reads:
 
 
 def _joined(joins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs of neighbours.
-
-    Args:
-        joins: whether each read but the first goes on with the run of the one before it (n - 1).
-
-    Returns:
-        First read of each run, last read of each run, and the run of each read.
-    """
+    """First read, last read, and the run of each read, where ``joins`` marks reads that go on with the one before."""
     starts = np.append(True, ~joins)
     first = np.flatnonzero(starts)
     return first, np.append(first[1:] - 1, len(starts) - 1), np.cumsum(starts) - 1
@@ -217,92 +187,3 @@ def _into_block(reads: Reads, place: np.ndarray, total: int) -> Reads:
         reads.paths, reads.expected, reads.file, reads.offset, reads.nbytes, np.zeros_like(place), place,
         np.array([total], np.int64), room,
     )  # fmt: skip
-
-
-class Extent(Protocol):
-    """A run of a file's bytes: ``nbytes`` from ``offset`` on lie on the disk from byte ``start`` on."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-def runs(extents: Sequence[Extent], start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
-    """Where the bytes ``start`` to ``end`` of a file lie.
-
-    Args:
-        extents: of the file, in the order of their offsets.
-        start: first byte.
-        end: one after the last.
-
-    Yields:
-        ``(from, to, first byte on the disk)``; the place of a hole is None.
-    """
-    first = max(bisect_right(extents, start, key=lambda extent: extent.offset) - 1, 0) if len(extents) > 1 else 0
-    for extent in extents[first:]:
-        if start >= end or extent.offset >= end:
-            break
-        if start < extent.offset:
-            yield start, extent.offset, None
-            start = extent.offset
-        stop = min(extent.offset + extent.nbytes, end)
-        if start < stop:
-            yield start, stop, extent.start + start - extent.offset
-            start = stop
-    if start < end:
-        yield start, end, None
-
-
-class Transfer(NamedTuple):
-    """A transfer of whole blocks that brings some bytes of a read.
-
-    Attributes:
-        at: first of these bytes within the read.
-        nbytes: how many.
-        place: where they begin on the disk; None for a hole.
-        direct: whether the blocks may be read into the destination itself; if not, through a bounce buffer.
-    """
-
-    at: int
-    nbytes: int
-    place: int | None
-    direct: bool
-
-
-def transfers(
-    extents: Sequence[Extent], offset: int, nbytes: int, *, base: int, room: int, block: int, most: int, direct: bool
-) -> Iterator[Transfer]:
-    """Cuts one read into transfers.
-
-    Args:
-        extents: of the file.
-        offset: first byte within the file.
-        nbytes: how many.
-        base: address of the destination.
-        room: bytes behind the destination that may be overwritten.
-        block: bytes per block of the disk.
-        most: bytes per transfer, a multiple of ``block``.
-        direct: whether the disk reaches the destination.
-    """
-    end = offset + nbytes
-    for begin, stop, place in runs(extents, offset, end):
-        at = begin - offset
-        if place is None:
-            yield Transfer(at, stop - begin, None, False)
-            continue
-        in_place = direct and place % block == 0 and (base + at) % block == 0
-        left, tail = stop - begin, (stop - begin) % block
-        if in_place and tail and (room if stop == end else 0) < block - tail:
-            if left <= limits.DETOUR_BYTES:
-                in_place = False
-            else:
-                left -= tail
-                yield Transfer(at + left, tail, place + left, False)
-        done = 0
-        while done < left:
-            piece = min(most - (place + done) % block, left - done)
-            yield Transfer(at + done, piece, place + done, in_place)
-            done += piece

@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 
 from monai_gds import huge_pages, limits
 from monai_gds.errors import StorageError
+from monai_gds.pooled_memory import tensor_at
 from monai_gds.storage import files
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend, OpenFiles
@@ -44,32 +46,21 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class _Mapping:
-    """A private mapping that NumPy can wrap. It is unmapped when the last array or tensor over it is gone.
+def _mapped(fd: int, offset: int, nbytes: int) -> torch.Tensor:
+    """A private mapping of a part of a file. It is unmapped when the last array or tensor over it is gone.
 
     Python's own ``mmap`` keeps a descriptor open for each mapping, and a process may hold 1,024 of them; this keeps
     none. ``torch.UntypedStorage.from_file`` keeps none either, but takes no offset.
     """
-
-    __slots__ = ("__array_interface__", "_length", "_munmap", "_start")
-
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        skip = offset % mmap.ALLOCATIONGRANULARITY
-        length = nbytes + skip
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        start = _libc.mmap(None, length, protection, mmap.MAP_PRIVATE, fd, offset - skip)
-        if start == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        if huge_pages.HUGE <= nbytes <= limits.HUGE_MAP_BYTES:
-            huge_pages.prefer_for_mapping(start, length)
-        self._start, self._length = start, length
-        self._munmap = _libc.munmap  # module globals may be gone when the interpreter exits
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start + skip, False), "version": 3}
-
-    def __del__(self) -> None:
-        if hasattr(self, "_munmap"):
-            self._munmap(self._start, self._length)
+    skip = offset % mmap.ALLOCATIONGRANULARITY
+    length = nbytes + skip
+    start = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset - skip)
+    if start == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    if huge_pages.HUGE <= nbytes <= limits.HUGE_MAP_BYTES:
+        huge_pages.prefer_for_mapping(start, length)
+    return tensor_at(start + skip, nbytes, partial(_libc.munmap, start, length))
 
 
 class _Handle(NamedTuple):
@@ -77,7 +68,6 @@ class _Handle(NamedTuple):
 
     fd: int
     direct: int
-    path: str
 
 
 class PosixBackend(BlockingBackend):
@@ -109,7 +99,7 @@ class PosixBackend(BlockingBackend):
     def _open(self, path: str, expected: Expected) -> _Handle:
         fd = files.open_file(path, expected)
         try:
-            return _Handle(fd, files.open_direct(fd, path) if self.direct_io else -1, path)
+            return _Handle(fd, files.open_direct(fd, path) if self.direct_io else -1)
         except BaseException:
             os.close(fd)
             raise
@@ -120,7 +110,7 @@ class PosixBackend(BlockingBackend):
             os.close(handle.direct)
 
     def _read_into(self, handle: _Handle, offset: int, dest: torch.Tensor) -> int:
-        fd, direct, _ = handle
+        fd, direct = handle
         view = dest.numpy().data
         whole = view.nbytes - view.nbytes % ALIGNMENT
         if direct >= 0 and whole and offset % ALIGNMENT == 0 and dest.data_ptr() % ALIGNMENT == 0:
@@ -157,7 +147,7 @@ class PosixBackend(BlockingBackend):
         # An unaligned start is read, so that what is handed out is always good for any dtype.
         if nbytes >= limits.MAP_BYTES and offset % ALIGNMENT == 0:
             try:
-                return torch.from_numpy(np.asarray(_Mapping(fd, offset, nbytes)))
+                return _mapped(fd, offset, nbytes)
             except OSError:  # vm.max_map_count is used up, or the file system maps nothing: read instead
                 pass
         dest = torch.empty(nbytes, dtype=torch.uint8)

@@ -6,11 +6,11 @@ batches of four 74 MB records arrived at 20 GB/s with four threads and at 40 wit
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from threading import Condition
 from typing import Generic, TypeVar
 
 import torch
@@ -41,10 +41,10 @@ class Pump(ABC, Generic[J]):
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
         self._name = name
-        self._changed = Condition()
+        self._changed = threading.Condition()
         self._incoming: deque[J] = deque()
         self._jobs: list[J] = []  # touched only by the thread that works
-        self._at_work = False
+        self._worker: int | None = None  # the thread that works
         self._naps = 0
         self._executor: ThreadPoolExecutor | None = None
 
@@ -67,10 +67,19 @@ class Pump(ABC, Generic[J]):
         """Called when no job is left, before the pump waits for more."""
 
     def submit(self, job: J) -> None:
-        """Takes a job."""
+        """Takes a job.
+
+        Raises:
+            RuntimeError: a step behind the reads gives it, in the thread that works: waiting for it would never end.
+        """
         with self._changed:
+            if self._worker == threading.get_ident():
+                raise RuntimeError(
+                    "a step given to Pending.then runs in the thread that reads, so it cannot read from the same "
+                    "storage: wait for the reads first, or open another storage for the step"
+                )
             self._incoming.append(job)
-            if self._at_work:
+            if self._worker is not None:
                 self._changed.notify_all()
                 return
             if self._executor is None:
@@ -94,15 +103,15 @@ class Pump(ABC, Generic[J]):
         if executor is not None:
             executor.shutdown(wait=True)
         with self._changed:
-            self._changed.wait_for(lambda: not self._at_work)  # in a caller's thread
+            self._changed.wait_for(lambda: self._worker is None)  # in a caller's thread
         self._work()  # on a job whose caller was interrupted before it could hand it over
 
     def _work(self, executor: ThreadPoolExecutor | None = None) -> None:
         """Works until no job is left, unless another thread does."""
         with self._changed:
-            if self._at_work:
+            if self._worker is not None:
                 return
-            self._at_work = True
+            self._worker = threading.get_ident()
         interrupt: BaseException | None = None
         while True:
             try:
@@ -119,7 +128,7 @@ class Pump(ABC, Generic[J]):
             raise interrupt
 
     def _take(self, executor: ThreadPoolExecutor | None) -> bool:
-        """Takes the jobs that came in. Returns False when none is left; from then on no thread is at work."""
+        """Takes the jobs that came in. Returns False when none is left; from then on no thread works."""
         if self._jobs and not self._incoming:
             return True
         if not self._jobs:
@@ -134,7 +143,7 @@ class Pump(ABC, Generic[J]):
             return bool(self._jobs)
 
     def _rest(self) -> None:
-        self._at_work = False
+        self._worker = None
         self._changed.notify_all()
 
     def _step(self) -> None:

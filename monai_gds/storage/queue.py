@@ -12,7 +12,6 @@ Submissions are served in the order in which they came, by one thread (:mod:`.pu
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -65,7 +64,7 @@ class Command:
 
     @property
     def array(self) -> np.ndarray:
-        """Where the bytes go, in host memory, as an array."""
+        """The same in host memory, as an array."""
         memory = self.memory.numpy() if self._array is None else self._array
         return memory[self.start : self.start + self.nbytes]
 
@@ -86,28 +85,11 @@ class QueueBackend(Backend):
     #: Files that are open at a time, roughly: files of commands in flight, and of those to come.
     open_files: ClassVar[int] = 32
 
-    #: Staging slots that are being filled at a time, and these with those on their way to the device.
-    slots_filling: ClassVar[int] = 4
-    slots: ClassVar[int] = 6
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._engine = _Engine(self)
 
-    # What a backend implements. All of it runs in one thread, but for close().
-
-    def _open(self, path: str, expected: Expected) -> Any:
-        """Opens a file for reading and returns any handle.
-
-        Raises:
-            FileChanged: it is not the expected one; :func:`monai_gds.storage.files.check_open` compares.
-            OSError: it cannot be opened.
-        """
-        return files.open_file(path, expected)
-
-    def _close(self, handle: Any) -> None:
-        """Closes what ``_open`` returned: the last command of the file is complete. An error here fails the file."""
-        os.close(handle)
+    # What a backend implements, beside ``_open`` and ``_close``. All of it runs in one thread, but for close().
 
     @abstractmethod
     def _submit(self, command: Command) -> bool:
@@ -172,8 +154,7 @@ class QueueBackend(Backend):
         self._engine.close()
 
     def describe(self) -> dict[str, Any]:
-        staged = {"pinned_bytes": staging.pinned_bytes(self.device)} if self.device.type == "cuda" else {}
-        return {**super().describe(), "piece_bytes": self.piece_bytes, **staged}
+        return {**super().describe(), "piece_bytes": self.piece_bytes}
 
 
 class _Planned(NamedTuple):
@@ -186,13 +167,6 @@ class _Planned(NamedTuple):
 
 class _Group:
     """Neighbouring reads that are issued together: into one staging slot, or into destinations that are reached.
-
-    Args:
-        job: the submission that it is a part of.
-        reads: the pieces of that.
-        rows: :attr:`Reads.rows` of these.
-        which: the pieces of this group.
-        opened: the files.
 
     Attributes:
         copies: see :class:`plan.Staged`.
@@ -209,7 +183,6 @@ class _Group:
 
     @property
     def on_device(self) -> bool:
-        """Whether its destinations are on a CUDA device."""
         return self.job.into[self._rows[0].dest].is_cuda
 
     def commands(self, slot: staging.StagingSlot | None) -> list[Command]:
@@ -227,7 +200,6 @@ class _Group:
         return [Command(self, row, slot.buffer, slot.array) for row in staged.rows]
 
     def fail(self, error: Exception) -> None:
-        """Fails every file of the group."""
         for file in {row.file for row in self._rows}:
             self.job.pending.fail(file, naming_group(error, self.job.paths[file]))
 
@@ -236,11 +208,7 @@ class _Job:
     """One submission.
 
     Attributes:
-        paths: the files.
-        into: the destinations.
-        pending: its caller's side.
         groups: what has not been begun.
-        opened: its files.
         todo: commands of the group at hand that have not been issued.
         left: groups that are not complete.
         earlier: what must be over before the device writes to GPU memory by itself.
@@ -260,16 +228,14 @@ class _Slots:
     """The staging slots of one queue: those being filled, and those whose copies to the device are under way.
 
     Its own are taken again as soon as they are free, rather than others of the pool: all slots in use together have to
-    fit into the processor's cache between the device that fills them and the copy.
-
-    Args:
-        device: whose pool they come from, and go back to when the queue is idle.
-        filling: how many may be filled at a time.
-        most: of all slots.
+    fit into the processor's cache between the device that fills them and the copy. An idle queue gives them back.
     """
 
-    def __init__(self, device: torch.device, filling: int, most: int) -> None:
-        self._pool, self._most_filling, self._most = staging.staging_pool(device), filling, most
+    #: How many are being filled at a time, and these with those on their way to the device.
+    filling_at_once, all_at_once = 4, 6
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = staging.staging_pool(device)
         self._filling = 0
         self._sent: deque[staging.StagingSlot] = deque()
 
@@ -279,14 +245,14 @@ class _Slots:
         While it has slots of its own it never waits for the pool: two queues that did could wait for each other for
         ever.
         """
-        if self._filling == self._most_filling:
+        if self._filling == self.filling_at_once:
             return None
         slot: staging.StagingSlot | None = None
         if self._sent and self._sent[0].event.query():  # type: ignore[no-untyped-call]
             slot = self._sent.popleft()
         elif not self._filling and not self._sent:
             slot = self._pool.acquire()
-        elif self._filling + len(self._sent) < self._most:
+        elif self._filling + len(self._sent) < self.all_at_once:
             slot = self._pool.try_acquire()
         self._filling += slot is not None
         return slot
@@ -353,7 +319,7 @@ class _Engine(Pump[_Job]):
         if not self._backend.reaches_gpu and group.on_device:
             try:
                 if self._slots is None:
-                    self._slots = _Slots(self.device, self._backend.slots_filling, self._backend.slots)
+                    self._slots = _Slots(self.device)
                 slot = self._slots.take()
             except Exception as e:  # no more memory can be pinned
                 group.fail(e)

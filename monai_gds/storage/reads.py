@@ -55,20 +55,9 @@ class Reads:
     """
 
     __slots__ = (
-        "_checked",
-        "_plans",
-        "_ranges",
-        "_room_is_known",
-        "dest",
-        "expected",
-        "file",
-        "nbytes",
-        "offset",
-        "paths",
-        "room",
-        "sizes",
-        "start",
-    )
+        "_checked", "_plans", "_ranges", "_room_is_known", "dest", "expected", "file", "nbytes", "offset", "paths",
+        "room", "sizes", "start",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -243,12 +232,10 @@ class Reads:
         ends = np.array([tensor.numel() for tensor in into], np.int64)[self.dest]
         if len(self) > 1:
             np.copyto(ends[:-1], self.start[1:], where=self.dest[1:] == self.dest[:-1])
-        return self._with(ends - self.start - self.nbytes)
-
-    def _with(self, room: np.ndarray) -> Reads:
         return Reads(
-            self.paths, self.expected, self.file, self.offset, self.nbytes, self.dest, self.start, self.sizes, room
-        )
+            self.paths, self.expected, self.file, self.offset, self.nbytes, self.dest, self.start, self.sizes,
+            ends - self.start - self.nbytes,
+        )  # fmt: skip
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -259,7 +246,6 @@ class Reads:
 
     @property
     def rows(self) -> list[Row]:
-        """The reads one by one."""
         columns = (self.file, self.offset, self.nbytes, self.dest, self.start, self.room)
         return list(map(Row, *(column.tolist() for column in columns)))
 
@@ -272,7 +258,6 @@ class Reads:
 
     @property
     def total(self) -> int:
-        """Bytes of all reads together."""
         return int(self.nbytes.sum())
 
     def parts(self, into: Sequence[torch.Tensor]) -> list[torch.Tensor]:

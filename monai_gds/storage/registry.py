@@ -22,14 +22,9 @@ from monai_gds.storage.backend import Availability, Backend
 from monai_gds.storage.storage import Storage
 
 __all__ = [
-    "available_backends",
-    "backend_names",
-    "backend_options",
-    "choose_backend",
-    "open_storage",
-    "probe_backend",
+    "available_backends", "backend_names", "backend_options", "choose_backend", "open_storage", "probe_backend",
     "resolve_device",
-]
+]  # fmt: skip
 
 _BACKENDS = {
     "posix": "monai_gds.storage.posix:PosixBackend",
@@ -128,12 +123,7 @@ def available_backends(device: int | str | torch.device | None = None) -> dict[s
 
 
 def backend_options(name: str, device: torch.device) -> frozenset[str]:
-    """The keyword arguments that a backend takes, or the one that ``auto`` chooses for ``device``.
-
-    Raises:
-        BackendUnavailable: ``auto``, and no backend works here.
-        ValueError: there is no backend of that name.
-    """
+    """The keyword arguments that a backend takes, or the one that ``auto`` chooses for ``device``."""
     chosen, _ = choose_backend(name, device) if name == "auto" else (name, "")
     return frozenset(inspect.signature(_backend(chosen)).parameters) - {"device"}
 

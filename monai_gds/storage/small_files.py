@@ -34,12 +34,7 @@ def ring_of_this_thread() -> Ring | None:
 
 
 def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor]) -> np.ndarray:
-    """Reads one part of each file into host memory, all in one call.
-
-    Args:
-        ring: of this thread.
-        reads: at most ``limits.RING_FILES``, each of a file of its own.
-        into: 1-D uint8 CPU tensors.
+    """Reads one part of each file into host memory, all in one call: at most ``limits.RING_FILES`` files.
 
     Returns:
         Indices of the reads that were not done, or whose file is not the expected one. Plain calls find out why.

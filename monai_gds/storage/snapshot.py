@@ -13,16 +13,12 @@ import torch
 
 from monai_gds import huge_pages
 from monai_gds.process import PerProcess
+from monai_gds.storage.staging import new_stream
 
 __all__ = ["Snapshot", "snapshot"]
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
-
-
-_stream = PerProcess(_new_stream)
+_stream = PerProcess(new_stream)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,12 +39,7 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Snapshot:
-    """Host copies that may still be on their way.
-
-    Args:
-        copies: the tensors.
-        events: behind the copies out of each CUDA device.
-    """
+    """Host copies that may still be on their way; the events are behind those out of CUDA devices."""
 
     def __init__(self, copies: list[torch.Tensor], events: Sequence[torch.cuda.Event]) -> None:
         self._copies, self._events = copies, events

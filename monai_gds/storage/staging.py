@@ -26,32 +26,23 @@ from monai_gds.process import PerProcess
 from monai_gds.storage.files import ALIGNMENT, Buffer, as_bytes_view, write_all
 
 __all__ = [
-    "StagingPool",
-    "StagingSlot",
-    "adopt",
-    "allocate_on_copy_stream",
-    "copy_stream",
-    "current_stream",
-    "hand_off",
-    "on_copy_stream",
-    "pinned_bytes",
-    "raw_current_stream",
-    "staging_pool",
-    "write_buffers",
-]
+    "StagingPool", "StagingSlot", "adopt", "allocate_on_copy_stream", "copy_stream", "current_stream", "hand_off",
+    "new_stream", "on_copy_stream", "pinned_bytes", "raw_current_stream", "staging_pool", "write_buffers",
+]  # fmt: skip
 
 
 #: CUDA_ERROR_INVALID_CONTEXT of the driver's cuda.h.
 _INVALID_CONTEXT = 201
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of this device."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
 
 #: The process's one copy stream of a device.
-copy_stream = PerProcess(_new_stream)
+copy_stream = PerProcess(new_stream)
 
 
 def allocate_on_copy_stream(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -77,12 +68,8 @@ def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> None:
 
 
 def hand_off(dests: Sequence[torch.Tensor], device: torch.device, behind: torch.cuda.Event) -> None:
-    """Gives ``dests`` to the current stream: it waits for their copies, and they are kept until it has used them.
-
-    Args:
-        dests: CUDA tensors.
-        device: where they are.
-        behind: an event behind their copies.
+    """Gives CUDA tensors to the current stream: it waits for the event behind their copies, and they are kept until it
+    has used them.
     """
     current = current_stream(device)
     if current == copy_stream(device):

@@ -53,7 +53,6 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def _call(number: int, *arguments: object) -> int:
-    """A system call's result. Raises OSError."""
     result: int = _libc.syscall(ctypes.c_long(number), *arguments)
     if result < 0:
         code = ctypes.get_errno()

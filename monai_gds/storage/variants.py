@@ -17,22 +17,13 @@ __all__ = ["MANY_FILES", "PAST_PAGE_CACHE", "TUNABLE", "TUNED", "TUNING_GRID", "
 
 @dataclass(frozen=True)
 class Variant:
-    """A backend with options.
-
-    Args:
-        backend: its name.
-        options: keyword arguments of its class.
-    """
+    """A backend with options: keyword arguments of its class."""
 
     backend: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, device: torch.device | str) -> Storage:
-        """Opens it.
-
-        Raises:
-            BackendUnavailable: it does not work here.
-        """
+        """Opens it. Raises BackendUnavailable where it does not work."""
         return open_storage(self.backend, device, **self.options)
 
 
@@ -63,15 +54,11 @@ TUNING_GRID: dict[str, Sequence[Any]] = {
 
 
 def tuning_options(tuned: str | os.PathLike[str] | None = None, **settings: Any) -> dict[str, Any]:
-    """Options for the backends in :data:`TUNABLE`.
+    """Options for the backends in :data:`TUNABLE`. Raises ValueError for a setting that does not work.
 
     Args:
         tuned: a file with the output of ds_nvme_tune or of ``bench tensor tune``.
         settings: single settings, which take precedence; None means not given.
-
-    Raises:
-        ValueError: a setting that does not work; the message names it.
-        OSError: the file cannot be read.
     """
     from monai_gds.storage.deepnvme import Settings
 

@@ -185,11 +185,9 @@ class BackendContract:
             time.sleep(0.0002)
         return pending
 
-    def fill(
-        self, storage: Storage, *parts: tuple[str | Path, int, torch.Tensor], expected: Expected = None
-    ) -> Pending:
+    def fill(self, storage: Storage, *parts: tuple[str | Path, int, torch.Tensor]) -> Pending:
         """Fills each destination from an offset of a file, all in one go, until that is over."""
-        reads = Reads.join([Reads.of(str(path), [(offset, d.numel())], expected) for path, offset, d in parts])
+        reads = Reads.join([Reads.of(str(path), [(offset, d.numel())]) for path, offset, d in parts])
         return self.ended(storage.fill(reads, [dest for *_, dest in parts]))
 
     def get(self, storage: Storage, path: str | Path, *ranges: tuple[int, int]) -> list[bytes]:
@@ -235,11 +233,7 @@ class BackendContract:
     @property_test
     @given(parts=st.lists(_PARTS, max_size=4))
     def test_fills_its_parts_and_nothing_around_the_destinations(
-        self,
-        storage: Storage,
-        blob: Path,
-        data: bytes,
-        parts: list[list[tuple[int, int, int, int, bool]]],
+        self, storage: Storage, blob: Path, data: bytes, parts: list[list[tuple[int, int, int, int, bool]]]
     ) -> None:
         """Gaps between parts may be overwritten: by nothing that is asserted here."""
         small = [(blob.parent / f"{n}.bin", content(n)) for n in (70_000, 5)]
@@ -547,7 +541,7 @@ class BackendContract:
     ) -> None:
         paths, sizes, starts = self.files(folder, [nbytes] * 40)
         expected: list[Expected] = [(None, FileId.of(p), nbytes)[i % 3] for i, p in enumerate(paths)]
-        wrong = self.spoil(paths, expected)
+        wrong = self.spoil(paths)
         ranges = [[(0, nbytes // 2), (nbytes // 2, nbytes - nbytes // 2)]] * 40
         apart = Reads.join([Reads.of(*each) for each in zip(paths, ranges, expected, strict=True)])
         together = Reads.of_files(paths, sizes, starts, int(starts[-1]) + nbytes, expected=expected)
@@ -570,7 +564,7 @@ class BackendContract:
             del caught
             errors = {}
 
-    def spoil(self, paths: list[str], expected: list[Expected]) -> dict[int, type[Exception]]:
+    def spoil(self, paths: list[str]) -> dict[int, type[Exception]]:
         """Makes files of every kind that cannot be read; returns which, and the error that each is to give."""
         os.unlink(paths[3])
         os.truncate(paths[6], 3000)

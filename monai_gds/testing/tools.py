@@ -15,20 +15,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 __all__ = [
-    "BLOB_BYTES",
-    "LENGTHS",
-    "OFFSETS",
-    "assert_bytes",
-    "assert_each",
-    "blob_content",
-    "bytes_of",
-    "content",
-    "descriptors",
-    "error_of",
-    "few_descriptors",
-    "property_test",
-    "without_permission",
-]
+    "BLOB_BYTES", "LENGTHS", "OFFSETS", "assert_bytes", "assert_each", "blob_content", "bytes_of", "content",
+    "descriptors", "error_of", "few_descriptors", "property_test", "without_permission",
+]  # fmt: skip
 
 #: Bytes around the sizes at which backends change their ways: sectors, pages, pieces.
 LENGTHS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (3 << 20) + 5)

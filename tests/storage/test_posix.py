@@ -50,11 +50,10 @@ class TestPosixOnCpu(FullContract, WriteContract):
     ) -> None:
         """The kernel gives no more mappings (ENOMEM), or the file system supports none (ENODEV)."""
 
-        class NoMapping:
-            def __init__(self, *_: object) -> None:
-                raise OSError(code, os.strerror(code))
+        def no_mapping(*_: object) -> torch.Tensor:
+            raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(posix_module, "_Mapping", NoMapping)
+        monkeypatch.setattr(posix_module, "_mapped", no_mapping)
         self.assert_gives(storage, blob, data, (4096, 1 << 20), map=True)
 
     def test_unmaps_what_nobody_holds(self, storage: Storage, blob: Path) -> None:

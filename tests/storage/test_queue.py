@@ -367,6 +367,20 @@ def test_close_waits_and_leaves_no_thread(device: Device, tmp_path: Path) -> Non
         assert threading.active_count() == before
 
 
+def test_a_step_that_reads_from_the_same_storage_is_an_error_and_not_a_wait_for_ever(
+    device: Device, tmp_path: Path
+) -> None:
+    (path,) = make(tmp_path, 5000)
+    device.go.clear()
+    pending = start(device, (path, 0, 5000))
+    after = pending.then(lambda tensors, errors: start(device, (path, 0, 100)).wait())
+    device.go.set()
+    with pytest.raises(RuntimeError, match="cannot read from the same storage"):
+        after.wait()
+    assert bytes_of(pending.wait()[0]) == content(5000)
+    assert bytes_of(start(device, (path, 0, 100)).wait()[0]) == content(5000)[:100]
+
+
 def test_a_backend_that_is_dropped_ends_its_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     names = make(tmp_path, 300_000)

@@ -14,14 +14,7 @@ What it costs:
 * Both operators report success whatever happened, and end the process on many errors. Whatever they move is verified,
   and ``gds_handle`` runs in a process of its own.
 
-How it is laid out, bottom up; nothing outside the storage package imports any of it:
-
-* ``settings``: the settings of a handle, by DeepSpeed's names.
-* ``build``: compiles and loads the operators, with ``results.h`` compiled in.
-* ``lanes``: one engine and one buffer per thread.
-* ``verified``: the base of both backends. It asks an engine only for what it can do, and verifies that it did it.
-* ``aio``: the backend ``deepnvme``.
-* ``gds``: the backend ``deepnvme-gds``, and ``gds_helper``, the process in which ``gds_handle`` runs.
+Nothing outside the storage package imports any of it.
 """
 
 from monai_gds.storage.deepnvme.settings import Settings

@@ -21,6 +21,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,10 +110,7 @@ def _new_handle(module: ModuleType, settings: Settings) -> Any:
     for _ in range(_TRIES):  # a backend that nobody closed may be freed meanwhile, and its queues with it
         with _making():
             before = _queues()
-            handle = module.aio_handle(
-                settings.block_size, settings.queue_depth, settings.single_submit, settings.overlap_events,
-                settings.intra_op_parallelism,
-            )  # fmt: skip
+            handle = module.aio_handle(*astuple(settings))
             if _queues() - before >= needed:
                 return handle
             del handle
@@ -132,8 +130,8 @@ def _queues() -> int:
 def _failure_finder(module: ModuleType) -> Callable[[torch.Tensor], tuple[int, int] | None]:
     """Returns a function that takes what the kernel answered to the transfers from or to a piece of host memory.
 
-    It returns None if every transfer was complete, else the first failure: ``(offset within the memory, errno, or 0 if
-    the transfer was short)``.
+    It returns None if every transfer was complete, else ``(offset within the memory, errno, or 0 if it was short)`` of
+    the first that failed.
     """
     take = ctypes.CDLL(module.__file__).monai_gds_take_error
     take.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_long)]

@@ -122,7 +122,6 @@ def _library(operator: Operator) -> Path:
 
 
 def built(operator: Operator) -> bool:
-    """Whether the operator has been compiled."""
     return _library(operator).is_file()
 
 
@@ -187,11 +186,8 @@ def probe(operator: Operator) -> Availability:
     )
 
 
-def build_ahead(say: Callable[[str], None] = print) -> list[Path]:
-    """Builds what this machine can use, for ``monai-gds doctor --build deepnvme``.
-
-    Args:
-        say: receives one line per step.
+def build_ahead(say: Callable[[str], None]) -> list[Path]:
+    """Builds what this machine can use, for ``monai-gds doctor --build deepnvme``; ``say`` gets one line per step.
 
     Returns:
         The directories of the built operators.
@@ -214,10 +210,7 @@ def build_for_use(operator: Operator) -> Path:
 
 
 def build(operator: Operator, say: Callable[[str], None]) -> Path:
-    """Builds the operator unless that is done already, or another process does it first.
-
-    Returns:
-        Its directory.
+    """Builds the operator unless that is done already, or another process does it first. Returns its directory.
 
     Raises:
         BackendUnavailable: see :func:`build_ahead`.
@@ -290,10 +283,7 @@ def _run_child(operator: Operator, work: Path, log: Path) -> int:
 def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
     """Runs in the child: has DeepSpeed compile into ``TORCH_EXTENSIONS_DIR``, which the parent has set.
 
-    Args:
-        operator: what to compile.
-        work: a folder of its own.
-        joined: two units. If they do not compile, each file is tried by itself.
+    ``joined`` means two units. If they do not compile, each file is tried by itself.
     """
     end_with_parent()
     import torch.utils.cpp_extension  # noqa: F401  # with CUDA, DeepSpeed relies on somebody having imported it

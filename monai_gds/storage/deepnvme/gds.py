@@ -49,15 +49,7 @@ _ANSWER_SECONDS = 60  # for 16 MiB
 class _Helper:
     """A helper process with one socket per lane. It ends with the last of them, or by itself when gds_handle fails.
 
-    Args:
-        device: of its tensors.
-        nbytes: size of each.
-        settings: of its handles.
-        lanes: how many.
-
-    Attributes:
-        channels: the sockets.
-        process: the process.
+    It has one handle and one device tensor of ``nbytes`` per lane.
     """
 
     module: ClassVar[str] = "monai_gds.storage.deepnvme.gds_helper"
@@ -83,7 +75,6 @@ class _Helper:
             their.close()
 
     def last_lines(self) -> str:
-        """The last lines that the helper printed."""
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_LAST_LINES:]) or "it printed nothing"
 

@@ -25,6 +25,7 @@ import os
 import selectors
 import socket
 import sys
+from dataclasses import astuple
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -70,7 +71,6 @@ class _Slot:
         return True
 
     def finish(self) -> None:
-        """Waits for the operation and reports that it is done."""
         self._handle.wait()
         os.close(self._fd)
         with contextlib.suppress(BrokenPipeError):
@@ -78,14 +78,7 @@ class _Slot:
 
 
 def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]) -> None:
-    """Serves until the sockets are closed, or the parent is gone, whose forked children may still hold the sockets.
-
-    Args:
-        device: index of the CUDA device.
-        nbytes: size of each device tensor.
-        settings: fields of ``Settings``.
-        channels: descriptors of the sockets (AF_UNIX, SOCK_SEQPACKET).
-    """
+    """Serves until the sockets are closed, or the parent is gone, whose forked children may still hold the sockets."""
     end_with_parent()
     libc = ctypes.CDLL(None)  # gds_handle ends this process without flushing what it has printed
     libc.setlinebuf(ctypes.c_void_p.in_dll(libc, "stdout"))
@@ -93,13 +86,9 @@ def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]
         os.set_inheritable(descriptor, False)  # a child of this process would keep the other side waiting
     torch.cuda.set_device(device)
     module = build.load("gds")
-    wanted = Settings(**settings)
     selector = selectors.DefaultSelector()
     for descriptor in channels:
-        handle = module.gds_handle(
-            wanted.block_size, wanted.queue_depth, wanted.single_submit, wanted.overlap_events,
-            wanted.intra_op_parallelism,
-        )  # fmt: skip
+        handle = module.gds_handle(*astuple(Settings(**settings)))
         channel = socket.socket(fileno=descriptor)
         selector.register(channel, selectors.EVENT_READ, _Slot(handle, nbytes, channel))
     running: collections.deque[_Slot] = collections.deque()

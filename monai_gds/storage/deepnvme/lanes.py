@@ -39,16 +39,10 @@ class Lane(ABC):
 
     @abstractmethod
     def transfer(self, verb: Verb, fd: int, offset: int, memory: torch.Tensor) -> None:
-        """Reads into ``memory`` or writes it, as far as the engine reveals.
+        """Reads into ``memory`` or writes it, from byte ``offset`` of the open file ``fd``.
 
-        Args:
-            verb: the direction.
-            fd: of the file; it stays open meanwhile.
-            offset: first byte within the file.
-            memory: a part of ``buffer``, or a tensor that the engine ``reaches``.
-
-        Raises:
-            StorageError: the engine is known to have failed.
+        ``memory`` is a part of ``buffer``, or a tensor that the engine ``reaches``. Raises StorageError where the
+        engine is known to have failed.
         """
 
     @abstractmethod
@@ -57,11 +51,9 @@ class Lane(ABC):
 
 
 class LanePool:
-    """Lanes, made on demand. While all of them are in use, :meth:`lane` waits.
+    """Lanes, made on demand, at most ``limit`` at a time. While all of them are in use, :meth:`lane` waits.
 
-    Args:
-        limit: no more are made while there are this many.
-        backend: when it is freed, so are they, at the latest before the interpreter ends.
+    They are freed with ``backend``, at the latest before the interpreter ends.
     """
 
     def __init__(self, limit: int, backend: object) -> None:
@@ -73,11 +65,7 @@ class LanePool:
 
     @contextlib.contextmanager
     def lane(self, make: Callable[[], Sequence[Lane]]) -> Iterator[Lane]:
-        """A lane for this thread alone.
-
-        Args:
-            make: makes one or more lanes, when none is free and there may be more.
-        """
+        """A lane for this thread alone. ``make`` makes one or more, when none is free and there may be more."""
         lane = self._acquire(make)
         try:
             yield lane

@@ -30,7 +30,6 @@ import contextlib
 import errno
 import os
 import secrets
-import stat
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -63,14 +62,7 @@ def _first_words(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def mark_unread(buffer: torch.Tensor) -> int:
-    """Marks each sector of a buffer as not read yet.
-
-    Args:
-        buffer: 1-D uint8, CPU or CUDA, a multiple of 512 bytes long and 8-byte aligned.
-
-    Returns:
-        The mark, for :func:`find_unread`.
-    """
+    """Marks each sector of a buffer, whole ones, as not read yet. Returns the mark, for :func:`find_unread`."""
     mark = int.from_bytes(secrets.token_bytes(8), "little", signed=True)
     _first_words(buffer).fill_(mark)
     return mark
@@ -130,10 +122,8 @@ class VerifiedBackend(BlockingBackend):
     # Reading.
 
     def _open(self, path: str, expected: Expected) -> int:
-        fd = files.open_file(path, expected)
+        fd = files.open_regular(path, expected)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StorageError(errno.EINVAL, "not a regular file", path)
             os.close(_open_direct(fd, path))  # now, with a clear error
         except BaseException:
             os.close(fd)
@@ -175,7 +165,6 @@ class VerifiedBackend(BlockingBackend):
         return filled
 
     def _read_plain(self, fd: int, offset: int, dest: torch.Tensor) -> int:
-        """Reads without the engine."""
         return os.preadv(fd, [dest.numpy().data], offset)
 
     # Writing.
@@ -188,15 +177,9 @@ class VerifiedBackend(BlockingBackend):
         sources = [_source(buffer) for buffer in buffers]
         for device in {source.device for source in sources if isinstance(source, torch.Tensor)}:
             torch.cuda.current_stream(device).synchronize()  # the work that fills them has finished
-        fd = files.create_file(path, total)
-        try:
-            with files.naming(path):
-                self._write_all(fd, path, sources, total)
-                _check_written(fd, total)
-                if durable:
-                    os.fsync(fd)
-        finally:
-            os.close(fd)
+        with files.new_file(path, total, durable=durable) as fd:
+            self._write_all(fd, path, sources, total)
+            _check_written(fd, total)
 
     def _write_all(self, fd: int, path: str, sources: Sequence[_Source], total: int) -> None:
         pending = Pending([], torch.device("cpu"))
@@ -250,7 +233,6 @@ class VerifiedBackend(BlockingBackend):
 
 
 def _open_direct(fd: int, path: str) -> int:
-    """Opens the file of a descriptor once more, with O_DIRECT."""
     try:
         return files.open_direct(fd, path)
     except StorageError as e:

@@ -17,15 +17,6 @@ What it costs:
   with the file is refused. Only ext4 and XFS directly on a disk, a partition or a loop device can be read.
 * More code than any other backend: FIEMAP and sysfs, bindings, drives with their queues and bounce buffers.
 
-How it is laid out, bottom up; nothing outside this folder imports more than ``BlockMap``, except that the doctor reads
-mounts and disks through ``extents``:
-
-* ``extents``: where the bytes of a file lie on its disk, according to the kernel.
-* ``block_map``: the same for all files of a folder, saved as JSON and verified.
-* ``libxnvme``: finds the library, declares its functions, opens devices and command queues.
-* ``buffers``: bounce buffers, and destinations that libxnvme allocates.
-* ``drive``: the open devices of a backend, each with its queue and its bounce buffers.
-* ``files``, ``blocks``: the two backends, ``xnvme`` and ``xnvme-block``.
-
-Nothing here ever writes to a device. The parts up to ``block_map`` import neither torch nor libxnvme.
+Nothing outside this folder imports more than ``BlockMap``, except that the doctor reads mounts and disks through
+``extents``. Nothing here ever writes to a device. ``block_map`` and ``extents`` import neither torch nor libxnvme.
 """

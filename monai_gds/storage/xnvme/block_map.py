@@ -39,7 +39,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from monai_gds.errors import BlockMapError, FileChanged, StorageError
-from monai_gds.storage.xnvme.extents import Disk, Extent, FileSystem, MountedFileSystems, map_extents, read_uuid
+from monai_gds.storage.xnvme.extents import (
+    Disk,
+    Extent,
+    FileSystem,
+    MountedFileSystems,
+    extents_in,
+    look,
+    read_uuid,
+    runs,
+)  # fmt: skip
 
 __all__ = ["BlockMap", "FileBlocks", "Origin"]
 
@@ -61,7 +70,7 @@ class FileBlocks(NamedTuple):
 
     Attributes:
         size: its bytes; in a plain map, those of its blocks.
-        extents: its extents, in order. Ranges that none covers are zeros.
+        extents: in order. Ranges that none covers are zeros.
         inode: its inode number; None in a plain map.
         mtime_ns: time of its last change; None in a plain map.
     """
@@ -73,23 +82,15 @@ class FileBlocks(NamedTuple):
 
     @classmethod
     def of(cls, fd: int, fs: FileSystem, path: str) -> FileBlocks:
-        """The current blocks of an open file.
-
-        Raises:
-            NotMappable: they cannot be read from the device; the message says why.
-            BlockMapError: the file is on another file system.
-        """
+        """The current blocks of an open file. Raises NotMappable, or BlockMapError for another file system."""
         st = os.fstat(fd)
         if st.st_dev != fs.device:
             raise BlockMapError(f"{path} is on another file system than the rest: build a map for each")
-        return cls(st.st_size, tuple(map_extents(fd, st.st_size, fs, path)), st.st_ino, st.st_mtime_ns)
+        extents = extents_in(look(fd, st.st_size), fd, st.st_size, fs, path)
+        return cls(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
 
     def check(self, now: FileBlocks, path: str) -> None:
-        """Compares this entry with the current blocks of its file.
-
-        Raises:
-            FileChanged: they differ.
-        """
+        """Raises FileChanged unless this entry has the current blocks of its file."""
         change = self._change(now)
         if change:
             raise FileChanged(f"{path} is not where the block map says: {change}; build the map again")
@@ -107,7 +108,7 @@ class FileBlocks(NamedTuple):
         return None if self.extents == now.extents else "its blocks moved"
 
     def to_json(self, block: int) -> dict[str, Any]:
-        """The entry in a saved map; see the module's docstring."""
+        """The entry in a saved map."""
         extents = [[e.offset // block, e.start // block, (e.start + e.nbytes) // block - 1] for e in self.extents]
         single = len(extents) == 1 and self.extents[0].offset == 0 and self.extents[0].nbytes >= self.size
         entry = {"startblock": extents[0][1], "endblock": extents[0][2]} if single else {"extents": extents}
@@ -116,11 +117,7 @@ class FileBlocks(NamedTuple):
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], block: int) -> FileBlocks:
-        """Reads an entry of a saved map.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is malformed.
-        """
+        """Reads an entry of a saved map. One that is malformed raises KeyError, TypeError or ValueError."""
         runs = entry["extents"] if "extents" in entry else [[0, entry["startblock"], entry["endblock"]]]
         extents = tuple(
             Extent(int(offset) * block, int(first) * block, (int(last) + 1 - int(first)) * block)
@@ -132,14 +129,11 @@ class FileBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a map was made.
+    """Where a map was made: the folder that its paths are relative to, and its file system on the disk.
 
     Attributes:
-        parent: absolute path of the folder that the map's paths are relative to.
-        kind: ``ext4`` or ``xfs``.
         uuid: UUID of the file system, by which a disk is recognised.
         start: first byte of the file system on the disk.
-        disk: the whole disk.
     """
 
     parent: str
@@ -271,11 +265,7 @@ class BlockMap(Mapping[str, FileBlocks]):
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> BlockMap:
-        """Reads a map that :meth:`save` wrote, or a plain one.
-
-        Raises:
-            BlockMapError: it is not a block map, has a newer format, or contradicts itself.
-        """
+        """Reads a map that :meth:`save` wrote, or a plain one. Raises BlockMapError if it is no map, or a newer one."""
         try:
             entries = json.loads(Path(file).read_bytes())
             header = entries.pop(HEADER, None)
@@ -296,11 +286,7 @@ class BlockMap(Mapping[str, FileBlocks]):
     # Is it still true?
 
     def verify(
-        self,
-        parent: str | os.PathLike[str] | None = None,
-        *,
-        data: bool = False,
-        progress: Progress | None = None,
+        self, parent: str | os.PathLike[str] | None = None, *, data: bool = False, progress: Progress | None = None
     ) -> dict[str, str]:
         """Compares the map with the files as they are now.
 
@@ -378,7 +364,6 @@ def _opened(path: str, flags: int = 0) -> Iterator[int]:
 def _in_threads(
     work: Callable[[Sequence[str]], dict[str, T]], paths: Sequence[str], progress: Progress | None
 ) -> dict[str, T]:
-    """The results of ``work`` for all chunks of the paths, together."""
     chunks = [paths[i : i + _CHUNK] for i in range(0, len(paths), _CHUNK)]
     results: dict[str, T] = {}
     done = 0
@@ -444,7 +429,6 @@ def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
 
 
 def _plain(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of a plain map."""
     if "startblock" not in entry:
         raise BlockMapError(f"{path} is empty, has holes or has several extents, which a plain map cannot hold")
     return {key: entry[key] for key in ("startblock", "endblock")}
@@ -479,10 +463,7 @@ def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:
 
 def _pieces(blocks: FileBlocks) -> Iterator[tuple[int, int | None, int]]:
     """The whole file in pieces of at most _COMPARE_BYTES: (offset, byte on the disk or None in a hole, bytes)."""
-    position = 0
-    for extent in (*blocks.extents, Extent(blocks.size, 0, 0)):
-        for at in range(position, extent.offset, _COMPARE_BYTES):
-            yield at, None, min(_COMPARE_BYTES, extent.offset - at)
-        for at in range(0, extent.nbytes, _COMPARE_BYTES):
-            yield extent.offset + at, extent.start + at, min(_COMPARE_BYTES, extent.nbytes - at)
-        position = extent.offset + extent.nbytes
+    end = max([blocks.size, *(e.offset + e.nbytes for e in blocks.extents[-1:])])  # the last block is read whole
+    for start, stop, place in runs(blocks.extents, 0, end):
+        for at in range(start, stop, _COMPARE_BYTES):
+            yield at, None if place is None else place + at - start, min(_COMPARE_BYTES, stop - at)

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from monai_gds.errors import FileChanged, StorageError
-from monai_gds.storage import plan
 from monai_gds.storage.backend import Availability
-from monai_gds.storage.files import Buffer, Expected, FileId, check_identity, ends_early, open_file
+from monai_gds.storage.files import Buffer, Expected, FileId, check_identity, ends_early, open_regular
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.storage.reads import Reads
@@ -31,7 +30,7 @@ from monai_gds.storage.xnvme import libxnvme
 from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks
 from monai_gds.storage.xnvme.buffers import Bounce, host_tensor, used_by_current_stream
 from monai_gds.storage.xnvme.drive import Drive, Drives, Setup
-from monai_gds.storage.xnvme.extents import Disk, Extent, disk_of, extents_in, look
+from monai_gds.storage.xnvme.extents import Disk, Extent, disk_of, extents_in, look, transfers
 from monai_gds.storage.xnvme.files import probe_library
 from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
 
@@ -136,11 +135,9 @@ class XnvmeBlockBackend(QueueBackend):
             device = expected.device if isinstance(expected, FileId) else 0
             check_identity(expected, _identity(blocks, device), path)
             return _File(path, blocks.size, blocks.extents, self._drives.only())
-        fd, drive = open_file(path, expected), None
+        fd, drive = open_regular(path, expected), None
         try:
             st = os.fstat(fd)
-            if not stat.S_ISREG(st.st_mode):
-                raise StorageError(errno.EINVAL, "not a regular file", path)
             fs, drive = self._drives.of_file(fd, st.st_dev, path)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
@@ -177,7 +174,7 @@ class XnvmeBlockBackend(QueueBackend):
         if end > file.size:
             raise ends_early(file.size, end - file.size, file.path)
         read, address = _Read(command), command.address
-        for at, nbytes, place, direct in plan.transfers(
+        for at, nbytes, place, direct in transfers(
             file.extents, command.offset, command.nbytes, base=address, room=command.room,
             block=drive.block, most=drive.most, direct=drive.reaches(command.memory),
         ):  # fmt: skip
@@ -265,16 +262,7 @@ class XnvmeBlockBackend(QueueBackend):
 
 
 class _File:
-    """An open file.
-
-    Args:
-        path: its name, for messages.
-        size: its bytes.
-        extents: where they lie.
-        drive: on which device.
-        fd: its descriptor; -1 where no file system is mounted.
-        answer: the kernel's own account of its places.
-    """
+    """An open file; ``fd`` is -1 where no file system is mounted, and ``answer`` is the kernel's account of places."""
 
     __slots__ = ("_answer", "_fd", "drive", "extents", "path", "size")
 
@@ -284,11 +272,7 @@ class _File:
         self.path, self.size, self.extents, self.drive, self._fd, self._answer = path, size, extents, drive, fd, answer
 
     def close(self) -> None:
-        """Closes it.
-
-        Raises:
-            FileChanged: the blocks that were read are no longer the file's.
-        """
+        """Raises FileChanged if the blocks that were read are no longer the file's."""
         if self._fd < 0:
             return
         try:
@@ -323,11 +307,7 @@ class _Transfer:
         self._bounce: Bounce | None = None
 
     def issue(self) -> bool:
-        """Puts it into the drive's queue. Returns False while that is full, or there is no bounce buffer.
-
-        Raises:
-            StorageError: it was refused, it lies past the end of the device, or there is no memory left.
-        """
+        """Puts it into the drive's queue. Returns False while that is full, or there is no bounce buffer."""
         self._drive.check_end(self._block + self._count)
         if self._address is None:
             self._bounce = self._drive.bounce.take()
@@ -341,11 +321,7 @@ class _Transfer:
             raise
 
     def finish(self, done: Completion) -> None:
-        """Takes its completion, and copies its bytes on from a bounce buffer.
-
-        Raises:
-            StorageError: the device did not read all of it.
-        """
+        """Takes its completion, and copies its bytes on from a bounce buffer."""
         try:
             self._drive.check(done, self._block, self._count)
         except StorageError:
@@ -368,12 +344,7 @@ def _identity(blocks: FileBlocks, device: int = 0) -> FileId:
 
 
 def _disk_behind(uri: str) -> Disk:
-    """The disk that a device node stands for.
-
-    Raises:
-        StorageError: it is not a device.
-        NotMappable: it is a partition, or made of other devices.
-    """
+    """The disk that a device node stands for."""
     try:
         st = os.stat(uri)
     except OSError as e:

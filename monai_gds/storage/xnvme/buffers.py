@@ -12,25 +12,21 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import Owner
 from monai_gds.storage import staging
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.xnvme.libxnvme import Device, Library
 
 __all__ = [
-    "Bounce",
-    "BounceBuffers",
-    "GpuBounceBuffers",
-    "GpuBuffers",
-    "HostBounceBuffers",
-    "host_tensor",
+    "Bounce", "BounceBuffers", "GpuBounceBuffers", "GpuBuffers", "HostBounceBuffers", "host_tensor",
     "used_by_current_stream",
-]
+]  # fmt: skip
 
 #: Most bytes of one drive's bounce buffers.
 MOST_BYTES = 64 << 20
@@ -50,11 +46,7 @@ class Bounce(NamedTuple):
 
 
 class BounceBuffers(ABC):
-    """The bounce buffers of one drive, made as they are needed.
-
-    Args:
-        nbytes: of each.
-    """
+    """The bounce buffers of one drive, of ``nbytes`` each, made as they are needed."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = pages(nbytes)
@@ -62,11 +54,7 @@ class BounceBuffers(ABC):
         self._left = max(1, MOST_BYTES // self._nbytes)
 
     def take(self) -> Bounce | None:
-        """A buffer that may be filled at once; None while all are in use.
-
-        Raises:
-            StorageError: there is no memory left for it.
-        """
+        """A buffer that may be filled at once; None while all are in use."""
         if self._free:
             copied = self._free[0].copied
             if copied is None or copied.query():  # type: ignore[no-untyped-call]
@@ -78,7 +66,6 @@ class BounceBuffers(ABC):
         return made
 
     def give_back(self, bounce: Bounce) -> None:
-        """Takes a buffer back."""
         self._free.append(bounce)
 
     @abstractmethod
@@ -90,12 +77,10 @@ class BounceBuffers(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the buffers; none may be in use."""
+        """Frees the buffers."""
 
 
 class HostBounceBuffers(BounceBuffers):
-    """Bounce buffers in host memory."""
-
     def __init__(self, device: Device, nbytes: int) -> None:
         super().__init__(nbytes)
         self._device = device
@@ -113,8 +98,6 @@ class HostBounceBuffers(BounceBuffers):
 
 
 class GpuBounceBuffers(BounceBuffers):
-    """Bounce buffers in GPU memory."""
-
     def __init__(self, buffers: GpuBuffers, nbytes: int) -> None:
         super().__init__(nbytes)
         self._buffers = buffers
@@ -156,11 +139,7 @@ class GpuBuffers:
         self._closing = False
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """A new 1-D uint8 tensor over a buffer of its own, ``nbytes`` rounded up to whole pages.
-
-        Raises:
-            StorageError: there is no such memory left.
-        """
+        """A new 1-D uint8 tensor over a buffer of its own, ``nbytes`` rounded up to whole pages."""
         self._free_what_left()
         nbytes = pages(max(nbytes, 1))
         with torch.cuda.device(self.target), self._lock:
@@ -226,24 +205,15 @@ def used_by_current_stream(tensors: list[torch.Tensor]) -> None:
             array.streams.add(torch.cuda.current_stream(array.buffers.target))
 
 
-class _HostArray:
-    """A page-aligned buffer that NumPy wraps, freed with the last array or tensor over it."""
-
-    def __init__(self, library: Library, nbytes: int) -> None:
-        address = library.api.xnvme_buf_virt_alloc(ALIGNMENT, nbytes)
-        if not address:
-            raise MemoryError(f"xnvme_buf_virt_alloc gave no {nbytes} bytes")
-        self._address, self._free = address, library.api.xnvme_buf_virt_free
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-    def __del__(self) -> None:
-        if hasattr(self, "_free"):
-            self._free(self._address)
-
-
 def host_tensor(library: Library, nbytes: int) -> torch.Tensor:
     """A 1-D uint8 CPU tensor of whole pages, ``nbytes`` long or longer.
 
     torch's own memory begins anywhere in a page: room for whole pages in it would make every tensor a page longer.
     """
-    return torch.from_numpy(np.asarray(_HostArray(library, pages(nbytes)))) if nbytes else torch.empty(0).byte()
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    nbytes = pages(nbytes)
+    address = library.api.xnvme_buf_virt_alloc(ALIGNMENT, nbytes)
+    if not address:
+        raise MemoryError(f"xnvme_buf_virt_alloc gave no {nbytes} bytes")
+    return tensor_at(address, nbytes, partial(library.api.xnvme_buf_virt_free, address))

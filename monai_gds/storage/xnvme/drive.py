@@ -8,7 +8,6 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -30,12 +29,9 @@ class Setup:
     """How devices are opened: the backend's options, checked.
 
     Attributes:
-        library: libxnvme.
         target: where destinations live.
-        uri: the device to read; None: the disk that each file lies on.
+        uri, be, mem: as :class:`.blocks.XnvmeBlockBackend` has them.
         disk: the disk behind ``uri``; None without one, and for a driver in user space.
-        be: xNVMe's interface; None: the first of the kernel's that works.
-        mem: xNVMe's memory allocator; None: the interface's own.
         depth: commands in flight at once.
         origin: where the block map was made, if there is a map that records that.
         user_space: whether ``be`` takes the drive from the kernel, so that only a block map shows where files are.
@@ -60,34 +56,24 @@ class Setup:
         return (PASSTHROUGH,) if stat.S_ISCHR(os.stat(uri).st_mode) else ("io_uring", "thrpool")
 
     def node_of(self, disk: Disk | None, path: str | None) -> str:
-        """What to open for the file ``path`` on ``disk``.
-
-        Raises:
-            StorageError: this storage reads another disk.
-        """
+        """What to open for the file ``path`` on ``disk``. Raises StorageError where this storage reads another disk."""
         if self.uri is not None:
             if disk is not None and self.disk is not None and disk.number != self.disk.number:
                 raise StorageError(errno.EXDEV, f"it lies on {disk.path}, and this storage reads {self.uri}", path)
             return self.uri
         assert disk is not None, "without a uri, files are on mounted file systems"
-        return disk.character_path if self.be == PASSTHROUGH else disk.path
+        node = disk.path
+        return node.replace("/dev/nvme", "/dev/ng") if self.be == PASSTHROUGH else node  # its character device
 
 
 class Drive:
-    """One open device.
-
-    Args:
-        uri: its node, or a PCI address.
-        disk: the disk behind it, if the kernel has it.
-        setup: how to open it.
+    """One open device, with its command queue and its bounce buffers.
 
     Attributes:
         key: the number of the disk; None for a driver in user space.
         block: bytes per logical block.
         blocks: how many it has.
         most: most bytes per command.
-        queue: its command queue.
-        bounce: its bounce buffers.
         buffers: memory on a GPU that it reaches; None if it reaches host memory.
         users: open files on it, and whatever else needs it open.
         broken: it gave an error, and is opened anew when nobody uses it.
@@ -97,7 +83,7 @@ class Drive:
     """
 
     def __init__(self, uri: str, disk: Disk | None, setup: Setup) -> None:
-        self.uri, self.key = uri, _key(disk)
+        self.uri, self.key = uri, disk.number if disk else None
         self.users, self.broken = 0, False
         self.device, self.queue = _open_queue(uri, setup)
         self.block = self.device.block_size
@@ -135,9 +121,11 @@ class Drive:
         if not done.status and (done.result == wanted or not self.device.counts_bytes):
             return
         where = f"reading {count} blocks from LBA {block} of {self.uri}"
+        code, kind = done.status >> 1 & 0xFF, done.status >> 9 & 0x7
+        if kind == 7 and self.device.counts_bytes:  # such an interface reports an errno as a vendor's status code
+            raise StorageError(code, f"{where}: {os.strerror(code)}")
         if done.status:
-            code, why = done.failure(in_kernel=self.device.counts_bytes)
-            raise StorageError(code, f"{where}: {why}")
+            raise StorageError(errno.EIO, f"{where}: NVMe status code type {kind:#x}, status code {code:#x}")
         raise StorageError(errno.EIO, f"{where} gave {done.result} of {wanted} bytes")
 
     def check_end(self, end: int) -> None:
@@ -183,7 +171,7 @@ class Drive:
     def close(self) -> None:
         """Ends the queue and closes the device. If commands are in flight, none of its memory is ever freed instead."""
         if self.queue.outstanding:
-            _abandoned.append((self, self.queue.in_flight()))
+            _abandoned.append(self)
             return
         self.queue.close()
         self.bounce.close()
@@ -193,13 +181,16 @@ class Drive:
             self.device.close()
 
 
-#: Drives whose commands may still write to memory, with what they were given.
-_abandoned: list[Any] = []
+#: Drives whose commands may still write to memory, which their queues name.
+_abandoned: list[Drive] = []
 
 
 def _open_queue(uri: str, setup: Setup) -> tuple[Device, Queue]:
     if not setup.user_space:
-        _check_permission(uri)
+        try:
+            os.close(os.open(uri, os.O_RDONLY | os.O_CLOEXEC))
+        except PermissionError as e:  # xNVMe's own error does not name the cause
+            raise StorageError(e.errno, f"the device may not be read: {how_to_be_let_read(uri)}", uri) from e
     refused: StorageError | None = None
     for interface in setup.interfaces(uri):
         device: Device | None = None
@@ -213,24 +204,8 @@ def _open_queue(uri: str, setup: Setup) -> tuple[Device, Queue]:
     raise refused or StorageError(errno.ENODEV, "no interface to try", uri)
 
 
-def _check_permission(uri: str) -> None:
-    """Raises the system's own error where a device is missing or may not be read: xNVMe's does not name the cause."""
-    try:
-        os.close(os.open(uri, os.O_RDONLY | os.O_CLOEXEC))
-    except PermissionError as e:
-        raise StorageError(e.errno, f"the device may not be read: {how_to_be_let_read(uri)}", uri) from e
-
-
-def _key(disk: Disk | None) -> str | None:
-    return None if disk is None else disk.number
-
-
 class Drives:
-    """The drives of one backend, opened as they are needed. Any thread may call it.
-
-    Args:
-        setup: how to open them.
-    """
+    """The drives of one backend, opened as they are needed. Any thread may call it."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -263,7 +238,7 @@ class Drives:
         """The drive that the storage was given by its ``uri``. It stays open until it is given to :meth:`release`."""
         disk = self._setup.disk
         with self._lock:
-            drive = self._open.get(_key(disk)) or self._make(disk, None)
+            drive = self._open.get(disk.number if disk else None) or self._make(disk, None)
             drive.users += 1
             return drive
 

@@ -19,26 +19,20 @@ import os
 import select
 import struct
 import uuid
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from monai_gds import limits
 from monai_gds.errors import NotMappable, StorageError
 from monai_gds.mounts import Mount, mounts
 
 __all__ = [
-    "Disk",
-    "Extent",
-    "FileSystem",
-    "MountedFileSystems",
-    "disk_of",
-    "extents_in",
-    "how_to_be_let_read",
-    "look",
-    "map_extents",
-    "read_uuid",
-    "uuid_in",
-]
+    "Disk", "Extent", "FileSystem", "MountedFileSystems", "Transfer", "disk_of", "extents_in", "how_to_be_let_read",
+    "look", "read_uuid", "runs", "transfers", "uuid_in",
+]  # fmt: skip
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
@@ -81,12 +75,9 @@ _UUID_AT = {"ext4": (0x438, b"\x53\xef", 0x468), "xfs": (0, b"XFSB", 32)}  # mag
 
 
 class Extent(NamedTuple):
-    """Contiguous bytes of a file on the disk.
+    """Bytes ``offset`` and following of a file, and where on the whole disk they begin.
 
-    Attributes:
-        offset: first byte within the file.
-        start: first byte on the whole disk.
-        nbytes: its length, a multiple of the disk's logical block. The last bytes may lie beyond the end of the file.
+    ``nbytes`` is a multiple of the disk's logical block: the last bytes may lie beyond the end of the file.
     """
 
     offset: int
@@ -102,8 +93,7 @@ class Disk:
         name: its name below /dev, such as ``nvme0n1``.
         number: ``major:minor``.
         block_size: bytes per logical block, 512 or 4096.
-        nbytes: its size.
-        max_transfer: maximum bytes per command that the kernel sends.
+        max_transfer: most bytes per command that the kernel sends.
     """
 
     name: str
@@ -114,23 +104,18 @@ class Disk:
 
     @property
     def path(self) -> str:
-        """Its device node."""
         return f"/dev/{self.name}"
-
-    @property
-    def character_path(self) -> str:
-        """The character device for NVMe passthrough: ``/dev/ng0n1`` for ``nvme0n1``."""
-        return self.path.replace("/dev/nvme", "/dev/ng")
 
     def open(self) -> int:
         """Opens the disk for O_DIRECT reads and returns the descriptor, which the caller closes.
 
-        Opening is the only way to learn whether it may be read: a container's device rules can refuse what the mode of
-        the node allows.
+        That is the only way to learn whether it may be read: a container's device rules can refuse what the mode of the
+        node allows.
 
         Raises:
             StorageError: it may not be read, or has no node here. The message includes the remedy.
         """
+
         try:
             return os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         except (PermissionError, FileNotFoundError) as e:
@@ -144,8 +129,7 @@ class FileSystem:
 
     Attributes:
         kind: ``ext4`` or ``xfs``.
-        disk: the whole disk below it.
-        start: its first byte on that disk, 0 without a partition.
+        start: its first byte on the disk, 0 without a partition.
         device: ``st_dev`` of its files.
         realtime: whether files may lie on a separate realtime device (XFS).
     """
@@ -154,7 +138,7 @@ class FileSystem:
     disk: Disk
     start: int
     device: int
-    realtime: bool = False
+    realtime: bool
 
     @classmethod
     def of(cls, fd: int, path: str) -> FileSystem:
@@ -163,7 +147,19 @@ class FileSystem:
         Raises:
             NotMappable: its files cannot be read from the device; the message says why.
         """
-        return _file_system(fd, _mount_of(fd), path)
+        mount, device = _mount_of(fd), os.fstat(fd).st_dev
+        kind, folder = mount.kind, _sysfs(device)
+        if kind not in _UUID_AT:
+            raise _refusal(path, f"it is on a {kind} file system: only ext4 and xfs store files as plain blocks")
+        if not folder.is_dir():
+            raise _refusal(path, f"its file system has no block device (sysfs has no {folder})")
+        if kind == "ext4" and "data=journal" in mount.options.split(",") + _ext4_options(folder.resolve().name):
+            raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
+        start, whole = 0, folder.resolve()
+        if (folder / "partition").exists():
+            start, whole = int((folder / "start").read_text()) * 512, whole.parent
+        realtime = kind == "xfs" and _xfs_realtime_blocks(fd) > 0
+        return cls(kind, _disk(whole, path), start, device, realtime)
 
 
 class MountedFileSystems:
@@ -189,13 +185,11 @@ class MountedFileSystems:
         return self._known[device]
 
     def uuid(self, fd: int, fs: FileSystem, path: str) -> str:
-        """Like :func:`read_uuid`."""
         if fs.device not in self._uuids:
             self._uuids[fs.device] = read_uuid(fd, fs, path)
         return self._uuids[fs.device]
 
     def close(self) -> None:
-        """Closes the descriptor on the table of mounts."""
         os.close(self._table)
 
 
@@ -205,22 +199,6 @@ def _mount_of(fd: int) -> Mount:
     mount_id = next(line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
     unknown = Mount(mount_id, "0:0", "", "unknown", "", "")
     return next((mount for mount in mounts(PROC) if mount.id == mount_id), unknown)
-
-
-def _file_system(fd: int, mount: Mount, path: str) -> FileSystem:
-    device, kind = os.fstat(fd).st_dev, mount.kind
-    if kind not in _UUID_AT:
-        raise _refusal(path, f"it is on a {kind} file system: only ext4 and xfs store files as plain blocks")
-    folder = _sysfs(device)
-    if not folder.is_dir():
-        raise _refusal(path, f"its file system has no block device (sysfs has no {folder})")
-    if kind == "ext4" and "data=journal" in mount.options.split(",") + _ext4_options(folder.resolve().name):
-        raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
-    start, whole = 0, folder.resolve()
-    if (folder / "partition").exists():
-        start, whole = int((folder / "start").read_text()) * 512, whole.parent
-    disk = _disk(whole, path)
-    return FileSystem(kind, disk, start, device, realtime=kind == "xfs" and _xfs_realtime_blocks(fd) > 0)
 
 
 def _xfs_realtime_blocks(fd: int) -> int:
@@ -296,24 +274,21 @@ def look(fd: int, size: int) -> bytes:
     return found
 
 
-def map_extents(fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
-    """The extents of the first ``size`` bytes of an open file, in order. Written data is flushed first.
+def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
+    """The extents of the first ``size`` bytes of an open file, in order, from the result of :func:`look`.
 
     Raises:
         NotMappable: an extent, or the file, cannot be read from the device; the message says why.
     """
-    return extents_in(look(fd, size), fd, size, fs, path)
-
-
-def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
-    """Like :func:`map_extents`, from the result of :func:`look`."""
     _check_inode(fd, fs, path)
     block = fs.disk.block_size
     end = -(-size // block) * block
     extents: list[Extent] = []
     for offset, physical, nbytes, flags in _RECORD.iter_unpack(answer):
         if flags & ~_HARMLESS:
-            _refuse_extent(offset, flags, path)
+            unknown = f"FIEMAP has unknown flags, {flags:#x}"
+            why = next((why for bit, why in _REFUSED_EXTENTS.items() if flags & bit), unknown)
+            raise _refusal(path, f"of the extent at byte {offset}, {why}")
         nbytes = min(nbytes, end - offset)
         if (offset | physical | nbytes) % block:
             raise _refusal(path, f"the extent at byte {offset} is not aligned to blocks of {block} bytes")
@@ -323,11 +298,6 @@ def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> 
         else:
             extents.append(Extent(offset, start, nbytes))
     return extents
-
-
-def _refuse_extent(offset: int, flags: int, path: str) -> None:
-    why = next((why for bit, why in _REFUSED_EXTENTS.items() if flags & bit), f"FIEMAP has unknown flags, {flags:#x}")
-    raise _refusal(path, f"of the extent at byte {offset}, {why}")
 
 
 def _check_inode(fd: int, fs: FileSystem, path: str) -> None:
@@ -340,17 +310,82 @@ def _check_inode(fd: int, fs: FileSystem, path: str) -> None:
         raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if flags & bit))
 
 
+def runs(extents: Sequence[Extent], start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+    """Where the bytes ``start`` to ``end`` of a file lie.
+
+    Yields:
+        ``(from, to, first byte on the disk)``; the place of a hole is None.
+    """
+    first = max(bisect_right(extents, start, key=lambda extent: extent.offset) - 1, 0) if len(extents) > 1 else 0
+    for extent in extents[first:]:
+        if start >= end or extent.offset >= end:
+            break
+        if start < extent.offset:
+            yield start, extent.offset, None
+            start = extent.offset
+        stop = min(extent.offset + extent.nbytes, end)
+        if start < stop:
+            yield start, stop, extent.start + start - extent.offset
+            start = stop
+    if start < end:
+        yield start, end, None
+
+
+class Transfer(NamedTuple):
+    """A transfer of whole blocks, for ``nbytes`` of a read from its byte ``at`` on.
+
+    Attributes:
+        place: where these bytes begin on the disk; None for a hole.
+        direct: whether the blocks may be read into the destination itself; if not, through a bounce buffer.
+    """
+
+    at: int
+    nbytes: int
+    place: int | None
+    direct: bool
+
+
+def transfers(
+    extents: Sequence[Extent], offset: int, nbytes: int, *, base: int, room: int, block: int, most: int, direct: bool
+) -> Iterator[Transfer]:
+    """Cuts one read into transfers.
+
+    Args:
+        extents, offset, nbytes: what is read.
+        base: address of the destination.
+        room: bytes behind the destination that may be overwritten.
+        block: bytes per block of the disk.
+        most: bytes per transfer, a multiple of ``block``.
+        direct: whether the disk reaches the destination.
+    """
+    end = offset + nbytes
+    for begin, stop, place in runs(extents, offset, end):
+        at = begin - offset
+        if place is None:
+            yield Transfer(at, stop - begin, None, False)
+            continue
+        in_place = direct and place % block == 0 and (base + at) % block == 0
+        left, tail = stop - begin, (stop - begin) % block
+        if in_place and tail and (room if stop == end else 0) < block - tail:
+            if left <= limits.DETOUR_BYTES:
+                in_place = False
+            else:
+                left -= tail
+                yield Transfer(at + left, tail, place + left, False)
+        done = 0
+        while done < left:
+            piece = min(most - (place + done) % block, left - done)
+            yield Transfer(at + done, piece, place + done, in_place)
+            done += piece
+
+
 def how_to_be_let_read(disk: str) -> str:
     """The remedy where this process may not read the disk with this device node."""
     return f"run as root, or as a member of the group disk; in a container, start that with --device={disk}:r"
 
 
 def read_uuid(fd: int, fs: FileSystem, path: str) -> str:
-    """The UUID of the file system of ``fd``, from the kernel (6.9 and later) or else from the disk.
-
-    Raises:
-        OSError: the disk may not be read.
-    """
+    """The UUID of the file system of ``fd``, from the kernel (6.9 and later) or else from the disk."""
     try:
         answer = fcntl.ioctl(fd, _GETFSUUID, bytes(17))
         return str(uuid.UUID(bytes=bytes(answer[1:17])))

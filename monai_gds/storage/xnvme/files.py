@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import stat
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend
-from monai_gds.storage.files import Buffer, Expected, as_bytes_view, create_file, open_file, total_bytes
+from monai_gds.storage.files import Buffer, Expected, as_bytes_view, new_file, open_regular, total_bytes
 from monai_gds.storage.xnvme import libxnvme
 
 __all__ = ["XnvmeBackend", "probe_library"]
@@ -60,10 +59,8 @@ class XnvmeBackend(BlockingBackend):
         return probe_library()
 
     def _open(self, path: str, expected: Expected) -> _Handle:
-        fd = open_file(path, expected)
+        fd = open_regular(path, expected)  # xNVMe would leave a descriptor behind for any other
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):  # xNVMe would leave a descriptor behind
-                raise StorageError(errno.EINVAL, "xNVMe's file API opens regular files only", path)
             return _Handle(self._open_again(fd, path, self._library.options()), path)
         finally:
             os.close(fd)
@@ -95,7 +92,7 @@ class XnvmeBackend(BlockingBackend):
         if offset + nbytes > 1 << 63:
             return 0
         code = getattr(api, function)(ctypes.byref(ctx), address, nbytes, offset)
-        result = int(ctx.cpl.result)
+        result = int(ctx.result)
         if code == 0 and 0 <= result <= nbytes:
             return result
         if function == "xnvme_file_pread" and offset + nbytes > os.stat(handle.path).st_size:
@@ -106,18 +103,12 @@ class XnvmeBackend(BlockingBackend):
     def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
         nbytes = total_bytes(buffers)
         views = [as_bytes_view(buffer) for buffer in buffers]
-        fd = create_file(path, nbytes)
-        try:
-            opts = self._library.options(rdonly=0, wronly=1)
-            handle = _Handle(self._open_again(fd, path, opts), path)
+        with new_file(path, nbytes, durable=durable) as fd:
+            handle = _Handle(self._open_again(fd, path, self._library.options(rdonly=0, wronly=1)), path)
             try:
                 self._write_views(handle, views)
-                if durable and self._library.api.xnvme_file_sync(handle.file):
-                    raise StorageError(errno.EIO, "xnvme_file_sync failed", path)
             finally:
                 self._close(handle)
-        finally:
-            os.close(fd)
 
     def _write_views(self, handle: _Handle, views: Sequence[memoryview]) -> None:
         offset = 0

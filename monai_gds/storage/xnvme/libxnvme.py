@@ -1,10 +1,8 @@
 """libxnvme for the backends ``xnvme`` and ``xnvme-block``: finding it, its declarations, and three small classes.
 
-The functions and structures come from the package ``xnvme`` (https://pypi.org/project/xnvme/) where that has loaded the
-very library found here. Where it is not installed, or does not fit (its 0.7.5 cannot be imported over a library from
-xNVMe's development branch, which calls itself 0.7.5 too), the declarations below are used: of the few functions needed,
-from include/libxnvme_{opts,geo,cmd,queue,buf,dev,file,nvm}.h of xNVMe 0.7.5. Which layout of ``struct xnvme_opts`` a
-library has follows from its symbols, and is checked by what ``xnvme_opts_set_defaults`` writes.
+Declared are the few functions needed, from include/libxnvme_{opts,geo,cmd,queue,buf,dev,file,nvm}.h of xNVMe 0.7.5.
+Which layout of ``struct xnvme_opts`` a library has follows from its symbols, since its development branch calls itself
+0.7.5 too, and is checked by what ``xnvme_opts_set_defaults`` writes.
 
 Devices are always opened for reading only. xNVMe's default is to open them for writing, which ``rdonly`` alone does not
 undo.
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
 import os
 import subprocess
 import threading
@@ -31,8 +28,7 @@ ENVIRONMENT = "XNVME_LIBRARY_PATH"
 
 HOW_TO_GET_IT = (
     f"install libxnvme 0.7.5 or later (conda-forge has it as libxnvme; or build https://github.com/xnvme/xnvme) and, "
-    f"where the loader does not find it, set {ENVIRONMENT} to the path of libxnvme.so; pip install 'monai_gds[xnvme]' "
-    f"adds xNVMe's Python bindings"
+    f"where the loader does not find it, set {ENVIRONMENT} to the path of libxnvme.so"
 )
 
 #: Names for the dynamic loader.
@@ -45,11 +41,7 @@ PASSTHROUGH = "io_uring_cmd"
 _CHARS = POINTER(c_char)
 
 
-class _Declared(ctypes.Structure):
-    pass
-
-
-class xnvme_opts(_Declared):  # noqa: N801 (xNVMe's own names, which the package uses too)
+class xnvme_opts(ctypes.Structure):  # noqa: N801 (xNVMe's own names)
     _fields_: ClassVar = [
         *((name, _CHARS) for name in ("be", "dev", "mem", "sync", "async", "admin")),
         ("nsid", c_uint32),
@@ -67,7 +59,7 @@ class xnvme_opts(_Declared):  # noqa: N801 (xNVMe's own names, which the package
 _ADRFAM = [field[0] for field in xnvme_opts._fields_].index("adrfam")
 
 
-class xnvme_opts_next(_Declared):  # noqa: N801
+class xnvme_opts_next(ctypes.Structure):  # noqa: N801
     """As on the development branch: ``iova_mode`` in between, three fields more at the end."""
 
     _fields_: ClassVar = [
@@ -81,7 +73,7 @@ class xnvme_opts_next(_Declared):  # noqa: N801
     ]
 
 
-class xnvme_geo(_Declared):  # noqa: N801
+class xnvme_geo(ctypes.Structure):  # noqa: N801
     _fields_: ClassVar = [
         *((name, c_uint32) for name in ("type", "npugrp", "npunit", "nzone")),
         ("nsect", c_uint64),
@@ -92,24 +84,16 @@ class xnvme_geo(_Declared):  # noqa: N801
     ]
 
 
-class _Status(_Declared):
-    _fields_: ClassVar = [("val", c_uint16)]
+class xnvme_cmd_ctx(ctypes.Structure):  # noqa: N801
+    """With its parts ``struct xnvme_spec_cpl`` (``result`` to ``status``) and ``async`` (``queue`` to ``cb_arg``)."""
 
-
-class _Cpl(_Declared):
-    _fields_: ClassVar = [("result", c_uint64), ("ids", c_uint16 * 3), ("status", _Status)]
-
-
-class _Async(_Declared):
-    _fields_: ClassVar = [("queue", c_void_p), ("cb", c_void_p), ("cb_arg", c_void_p)]
-
-
-class xnvme_cmd_ctx(_Declared):  # noqa: N801
     _fields_: ClassVar = [
         ("cmd", c_uint8 * 64),
-        ("cpl", _Cpl),
+        ("result", c_uint64),
+        ("ids", c_uint16 * 3),
+        ("status", c_uint16),
         ("dev", c_void_p),
-        ("async", _Async),
+        *((name, c_void_p) for name in ("queue", "cb", "cb_arg")),
         ("opts", c_uint32),
         ("be_rsvd", c_uint8 * 12),
     ]
@@ -130,7 +114,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "xnvme_file_get_cmd_ctx": (xnvme_cmd_ctx, [c_void_p]),
     "xnvme_file_pread": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
     "xnvme_file_pwrite": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
-    "xnvme_file_sync": (c_int, [c_void_p]),
     "xnvme_buf_alloc": (c_void_p, [c_void_p, c_size_t]),
     "xnvme_buf_free": (None, [c_void_p, c_void_p]),
     "xnvme_buf_virt_alloc": (c_void_p, [c_size_t, c_size_t]),
@@ -144,47 +127,31 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class _OwnDeclarations:
-    """The functions above over one library, named as the package names them."""
-
-    xnvme_cmd_ctx = xnvme_cmd_ctx
-    xnvme_queue_cb = xnvme_queue_cb
-
-    def __init__(self, library: ctypes.CDLL, opts: type[ctypes.Structure]) -> None:
-        self.xnvme_opts = opts
-        for name, (restype, arguments) in _FUNCTIONS.items():
-            function = library[name]
-            function.restype = restype
-            function.argtypes = [POINTER(opts) if a == "OPTS" else a for a in arguments]
-            setattr(self, name, function)
-
-
 class Library:
     """A libxnvme, and what calls it.
 
     Attributes:
         path: the file that was loaded.
-        api: its functions and structures by xNVMe's names.
+        api: its functions by xNVMe's names.
         layout: ``0.7`` or ``next``: of its options, and of how its interfaces are named.
-        declared_by: whose declarations are used, for messages.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.path = _path_of(library)
-        self._library = library
         missing = [name for name in _FUNCTIONS if not hasattr(library, name)]
         if missing:
             raise BackendUnavailable(f"{self.path} is not a libxnvme of 0.7.5 or later: it lacks {', '.join(missing)}")
         self.layout = "0.7" if hasattr(library, "xnvme_be_attr_list_bundled") else "next"
-        self.api: Any = _package_over(self.path) if self.layout == "0.7" else None
-        self.declared_by = "the package xnvme"
-        if self.api is None:
-            self.api = _OwnDeclarations(library, xnvme_opts if self.layout == "0.7" else xnvme_opts_next)
-            self.declared_by = "declarations of monai_gds"
+        self._opts = xnvme_opts if self.layout == "0.7" else xnvme_opts_next
+        self.api: Any = library
+        for name, (restype, arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype = restype
+            function.argtypes = [POINTER(self._opts) if a == "OPTS" else a for a in arguments]
         self._check_layout()
 
     def _check_layout(self) -> None:
-        room = (self.api.xnvme_opts * 8)()  # a library with larger options than declared writes into what follows
+        room = (self._opts * 8)()  # a library with larger options than declared writes into what follows
         opts = room[0]
         self.api.xnvme_opts_set_defaults(ctypes.byref(opts))
         if (opts.rdwr, opts.nsid, opts.command_timeout) != (1, 1, 30_000_000):
@@ -193,12 +160,8 @@ class Library:
             )
 
     def options(self, **fields: str | int | None) -> Any:
-        """``struct xnvme_opts``: the defaults, for reading only, and what is given.
-
-        Args:
-            fields: names as in the structure; None leaves the default.
-        """
-        opts = self.api.xnvme_opts()
+        """``struct xnvme_opts``: the defaults, for reading only, and what is given; None leaves the default."""
+        opts = self._opts()
         self.api.xnvme_opts_set_defaults(ctypes.byref(opts))
         for name, value in {"rdwr": 0, "wronly": 0, "rdonly": 1, **fields}.items():
             if isinstance(value, str):
@@ -208,11 +171,7 @@ class Library:
         return opts
 
     def open(self, function: str, path: str, opts: Any) -> Any:
-        """``xnvme_dev_open`` or ``xnvme_file_open``.
-
-        Raises:
-            StorageError: it gave nothing.
-        """
+        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError if it gave nothing."""
         handle = getattr(self.api, function)(ctypes.create_string_buffer(os.fsencode(path)), ctypes.byref(opts))
         if not handle:
             raise StorageError(errno.EIO, f"{function} of {self.path} could not open it", path)
@@ -220,17 +179,17 @@ class Library:
 
     def describe(self) -> str:
         """One line: what was found, and how it is called."""
-        return f"{self.path}, declared by {self.declared_by}, options as in {self.layout}"
+        return f"{self.path}, options as in {self.layout}"
 
     def version(self) -> str:
         """For instance ``0.7.5``; empty where the library has no such functions."""
-        parts = [getattr(self._library, f"xnvme_ver_{part}", None) for part in ("major", "minor", "patch")]
+        parts = [getattr(self.api, f"xnvme_ver_{part}", None) for part in ("major", "minor", "patch")]
         return ".".join(str(part()) for part in parts if part is not None)
 
     def drivers(self) -> list[str]:
         """Drivers that it was built with, by xNVMe's names; empty where the library has no list."""
         listing = _list_0_7 if self.layout == "0.7" else _list_next
-        return listing(self._library)
+        return listing(self.api)
 
 
 class _Attribute(ctypes.Structure):
@@ -270,32 +229,15 @@ class Completion(NamedTuple):
     status: int
     result: int
 
-    def failure(self, *, in_kernel: bool) -> tuple[int, str]:
-        """Returns an errno and a description for a status other than 0.
-
-        Args:
-            in_kernel: the interface transfers as pread does, and reports an errno as a vendor's status code.
-        """
-        code, kind = self.status >> 1 & 0xFF, self.status >> 9 & 0x7
-        if in_kernel and kind == 7:
-            return code, os.strerror(code)
-        return errno.EIO, f"NVMe status code type {kind:#x}, status code {code:#x}"
-
 
 class Device:
     """A device open for reading, through one of xNVMe's interfaces. Use it from one thread at a time.
 
     Args:
-        library: libxnvme.
         uri: a device node, or a PCI address for a driver in user space.
         interface: one of KERNEL_INTERFACES, PASSTHROUGH, or the name of such a driver.
         mem: xNVMe's name of an allocator; None for the interface's own.
         gpu: index of the CUDA device for a driver with buffers on a GPU.
-
-    Attributes:
-        block_size: bytes per logical block.
-        nbytes: size of the device.
-        max_transfer: the most bytes the controller takes in one command.
 
     Raises:
         StorageError: it cannot be opened.
@@ -343,18 +285,13 @@ class Device:
         return self.library.options(direct=int(self.counts_bytes), **fields)
 
     def alloc(self, nbytes: int) -> int:
-        """The address of a buffer that commands may read into.
-
-        Raises:
-            StorageError: there is no memory left for it.
-        """
+        """The address of a buffer that commands may read into. Raises StorageError where no memory is left for it."""
         address = self._api.xnvme_buf_alloc(self.handle, nbytes)
         if not address:
             raise StorageError(errno.ENOMEM, f"xnvme_buf_alloc gave no buffer of {nbytes} bytes", self.uri)
         return int(address)
 
     def free(self, address: int) -> None:
-        """Frees what :meth:`alloc` gave."""
         self._api.xnvme_buf_free(self.handle, address)
 
     def close(self) -> None:
@@ -364,20 +301,8 @@ class Device:
             self._api.xnvme_dev_close(handle)
 
 
-class _Context(NamedTuple):
-    """A command context of a queue: xNVMe's pointer to it, its completion, and the status in that."""
-
-    pointer: Any
-    cpl: Any
-    status: Any
-
-
 class Queue:
-    """A command queue of a device. Use it from one thread at a time.
-
-    Args:
-        device: the device.
-        depth: commands in flight at once, a power of two below 4096.
+    """A command queue of a device, of ``depth`` commands at once, a power of two below 4096. For one thread at a time.
 
     Raises:
         StorageError: the device gives no queue (for instance io_uring where the kernel has it switched off).
@@ -385,12 +310,13 @@ class Queue:
 
     def __init__(self, device: Device, depth: int) -> None:
         self._api, self._device, self.depth = device.library.api, device, depth
-        pointer = self._api.xnvme_queue_init.argtypes[3]._type_()
+        pointer = c_void_p()
         code = self._api.xnvme_queue_init(device.handle, depth, 0, ctypes.byref(pointer))
         if code:
             raise StorageError(-code, f"xnvme_queue_init with {device.interface}: {os.strerror(-code)}", device.uri)
-        self._queue = pointer
-        self._callback = self._api.xnvme_queue_cb(self._completed)  # xNVMe keeps no reference
+        self._queue: c_void_p | None = pointer
+        # xNVMe keeps no reference
+        self._callback = xnvme_queue_cb(lambda _, number: self._finished.append(number))
         self._api.xnvme_queue_set_cb(pointer, self._callback, None)
         # Each context is taken once and kept: making ctypes objects per command would cost as much as the command.
         self._contexts = [self._context(number) for number in range(1, depth + 1)]
@@ -398,13 +324,13 @@ class Queue:
         self._tags: list[Any] = [None] * (depth + 1)
         self._finished: list[int] = []
 
-    def _context(self, number: int) -> _Context:
+    def _context(self, number: int) -> xnvme_cmd_ctx:
         pointer = self._api.xnvme_queue_get_cmd_ctx(self._queue)
         if not pointer:
             raise StorageError(errno.ENOMEM, "the queue has fewer contexts than its depth", self._device.uri)
-        command = pointer.contents
-        getattr(command, "async").cb_arg = number
-        return _Context(pointer, command.cpl, command.cpl.status)
+        context: xnvme_cmd_ctx = pointer.contents
+        context.cb_arg = number
+        return context
 
     @property
     def outstanding(self) -> int:
@@ -412,21 +338,14 @@ class Queue:
         return self.depth - len(self._free)
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
-        """Submits a read of ``count`` blocks from ``block`` into memory at ``address``.
-
-        Returns:
-            False when the queue is full: :meth:`poll`, then try again.
-
-        Raises:
-            StorageError: the command was refused.
-        """
+        """Reads ``count`` blocks from ``block`` into memory at ``address``. False while the queue is full."""
         if not self._free:
             return False
         number = self._free.pop()
         context = self._contexts[number - 1]
-        context.status.val = context.cpl.result = 0  # contexts are used again, and success does not clear a status
+        context.status = context.result = 0  # contexts are used again, and success does not clear a status
         self._tags[number] = tag
-        code = self._api.xnvme_nvm_read(context.pointer, self._device.nsid, block, count - 1, address, None)
+        code = self._api.xnvme_nvm_read(context, self._device.nsid, block, count - 1, address, None)
         if code == 0:
             return True
         self._tags[number] = None
@@ -435,19 +354,8 @@ class Queue:
             return False
         raise StorageError(-code, f"xnvme_nvm_read of block {block}: {os.strerror(-code)}", self._device.uri)
 
-    def _completed(self, _: Any, number: int) -> None:
-        self._finished.append(number)
-
-    def in_flight(self) -> list[Any]:
-        """The tags of the commands that have not completed."""
-        return [tag for tag in self._tags if tag is not None]
-
     def poll(self) -> list[Completion]:
-        """The commands that completed since the last call, without waiting.
-
-        Raises:
-            StorageError: the queue is broken.
-        """
+        """The commands that completed since the last call, without waiting."""
         code = self._api.xnvme_queue_poke(self._queue, 0)
         if code < 0 and code not in (-errno.EBUSY, -errno.EAGAIN, -errno.EINTR):
             raise StorageError(-code, f"xnvme_queue_poke: {os.strerror(-code)}", self._device.uri)
@@ -455,7 +363,7 @@ class Queue:
         done = []
         for number in finished:
             context = self._contexts[number - 1]
-            done.append(Completion(self._tags[number], context.status.val & 0xFFFE, context.cpl.result))
+            done.append(Completion(self._tags[number], context.status & 0xFFFE, context.result))
             self._tags[number] = None
             self._free.append(number)
         return done
@@ -533,23 +441,10 @@ def _told_by_pkg_config() -> list[str]:
     return [os.path.join(told.stdout.strip(), "libxnvme.so")]
 
 
-def _package_over(path: str) -> Any:
-    """The package's bindings, if it is installed and loaded the library at ``path``; else None."""
-    try:
-        api = importlib.import_module("xnvme.ctypes_bindings.api")
-    except (ImportError, AttributeError):  # AttributeError: it found a library that lacks what it expects
-        return None
-    return api if api.is_loaded and _path_of(api._libraries["xnvme"]) == path else None
-
-
-class _DlInfo(ctypes.Structure):
-    _fields_: ClassVar = [("file", c_char_p), ("base", c_void_p), ("symbol", c_char_p), ("address", c_void_p)]
-
-
 def _path_of(library: ctypes.CDLL) -> str:
     """The file that a library was loaded from."""
-    info = _DlInfo()
+    info = (c_char_p * 4)()  # Dl_info: the file comes first
     function = getattr(library, "xnvme_opts_set_defaults", None)
-    if function is None or not ctypes.CDLL(None).dladdr(ctypes.cast(function, c_void_p), ctypes.byref(info)):
+    if function is None or not ctypes.CDLL(None).dladdr(ctypes.cast(function, c_void_p), info):
         return str(library._name)
-    return os.path.realpath(os.fsdecode(info.file))
+    return os.path.realpath(os.fsdecode(info[0] or b""))

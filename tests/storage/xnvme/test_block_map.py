@@ -271,7 +271,7 @@ class TestRefusals:
     )  # fmt: skip
     def test_every_flag(self, ext4: LoopDisk, monkeypatch: pytest.MonkeyPatch, flag: int, match: str) -> None:
         answer = struct.pack("=QQQ16xI12x", 0, 1 << 20, 12_288, flag | 0x1)
-        monkeypatch.setattr(extents, "look", lambda *_: answer)
+        monkeypatch.setattr(block_map, "look", lambda *_: answer)
         refused(self.one_file(ext4), match)
 
     @pytest.mark.parametrize(("mark", "match"), [("dm", "device-mapper"), ("md", "md array"), ("bcache", "bcache")])
