@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from monai_gds.cache import maintenance
+from monai_gds.cache.header import VERSION
 from monai_gds.cache.index import Index
 from monai_gds.cache.maintenance import SHOWN, Found
 from monai_gds.console import progress_bar, say, say_lines
@@ -146,7 +147,7 @@ def _as_json(found: Found) -> dict[str, Any]:
         "name": found.name,
         "bytes": found.nbytes,
         "mtime_ns": found.mtime_ns,
-        "version": found.version,
+        "version": 0 if found.problem else VERSION,
         "pipeline": found.pipeline,
         "item": found.item,
         "tensors": [{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in found.tensors],
@@ -258,9 +259,6 @@ def prune(
             "--check-sources", help="Also compare the contents of source files, not only their sizes: reads them all."
         ),
     ] = False,
-    old_format: Annotated[
-        bool, typer.Option("--old-format", help="Also delete records of format version 1, which are no longer read.")
-    ] = False,
     damaged: Annotated[
         bool, typer.Option("--damaged", help="Also delete records that `verify` reports as damaged: reads every byte.")
     ] = False,
@@ -283,7 +281,6 @@ def prune(
             directory,
             records,
             missing_sources=missing_sources,
-            old_format=old_format,
             pipeline=unwanted,
             identify=_identify(directory) if check_sources else None,
         )
@@ -297,16 +294,12 @@ def prune(
         say_lines(f"{found.file}: {found.problem}" for found in doomed)
     if not dry_run:
         Index(directory).tidy()
-    gone = {found.file for found in deleted}
-    unknown = sum(found.has_relative_sources and found.file not in gone for found in records)
     if as_json:
         files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
-        totals = {"count": len(deleted), "bytes": sum(found.nbytes for found in deleted), "relative_sources": unknown}
+        totals = {"count": len(deleted), "bytes": sum(found.nbytes for found in deleted)}
         shown = {} if summary else {"files": files}
         _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals})
         return
-    if unknown:
-        say(f"{unknown} records name sources by relative paths, so it is unknown whether those changed; they are kept")
     verb = "to delete" if dry_run else "deleted"
     say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}")
 

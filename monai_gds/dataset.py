@@ -587,7 +587,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def _why_missed(self, cache: CacheDirectory, key: Key) -> list[str]:
         """What differs from the nearest record. Called before the index has records of this run."""
-        cache.warn_of_older_format()
         return why_missed(cache.index, key) if cache.index is not None else []
 
     def _warn_of_misses(self, why: list[str], stacklevel: int) -> None:

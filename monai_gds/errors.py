@@ -141,8 +141,8 @@ class DamagedRecord(RecordError):
     """A cache record is truncated, altered, or not a record at all.
 
     Example:
-        >>> from monai_gds.cache.record import parse_header
-        >>> parse_header(b"something else" * 300, size=4200)
+        >>> from monai_gds.cache.header import parse
+        >>> parse(b"something else" * 300, size=4200)
         Traceback (most recent call last):
         monai_gds.errors.DamagedRecord: it is not a record of monai_gds
     """

@@ -156,20 +156,15 @@ MEMO_WAITING_ITEMS = 256
 #: Hashes in a process's small table, which is sorted again whenever some arrive. Beyond that they move to a large one.
 MEMO_SMALL_TABLE_ITEMS = 1 << 16
 
-#: Files of hashes in a cache folder before they are merged into one.
-MEMO_FILES = 64
+#: Files of notes of ended processes, of one kind, before they are merged into one.
+NOTE_FILES = 16
 
 #: Size from which such a file is not merged: that would only copy it.
-MEMO_UNMERGED_BYTES = 16 << 20
+NOTE_UNMERGED_BYTES = 16 << 20
 
-#: Size of all such files together: 6.7 million hashes. Beyond that the oldest files are removed.
-MEMO_BYTES = 256 << 20
-
-#: Index files of ended processes before they are merged.
-INDEX_FILES = 16
-
-#: Size beyond which an index file is not read: about 2 million records.
-INDEX_FILE_BYTES = 1 << 30
+#: Size of all such files together: 13 million hashes of sources, or 1.5 million records. Beyond that the oldest files
+#: are removed.
+NOTE_BYTES = 512 << 20
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loader

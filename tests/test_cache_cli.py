@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from monai_gds.dataset import GDSDataset
-from tests.cache.handmade import key_of_version_2, version_1, version_2, write
+from tests.cache.handmade import key_of_version_2, version_2, write
 from tests.commands import Done, on_a_terminal, run
 from tests.machines import ROOT
 
@@ -22,13 +22,13 @@ PIPELINES = ("cafe0123", "beef0123")
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Four records: three of version 2 of two pipelines, made in an order that is not that of their names; one old."""
+    """Four records of three pipelines, made in an order that is not that of their names."""
     folder = tmp_path / "cache"
     made = [
         version_2(folder, key_of_version_2("a", pipeline=PIPELINES[0], **{"/data/ct_2.nii.gz": [10, "x"]})),
         version_2(folder, key_of_version_2("b", pipeline=PIPELINES[1], **{"/data/ct_1.nii.gz": [10, "x"]})),
         version_2(folder, key_of_version_2("c", pipeline=PIPELINES[0])),
-        version_1(folder, {"item": "d", "transform": "t", "sources": {"/data/ct_0.nii.gz": [1, 2]}}),
+        version_2(folder, key_of_version_2("d", pipeline="dead0123", **{"/data/ct_0.nii.gz": [10, "x"]})),
     ]
     for i, path in enumerate(sorted(made, reverse=True)):
         os.utime(path, (0, 1_000_000_000 + 60 * i))

@@ -35,7 +35,6 @@ import monai_gds
 from monai_gds import CacheWarning, GDSDataset, HashingError, UnsupportedType
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.writer import process_writer
-from tests.cache.handmade import version_1
 from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
 from tests.machines import fork, in_child, mounted_tmpfs, python, read_only, shared_folder
 from tests.same import assert_same, mutable_parts
@@ -622,19 +621,6 @@ def test_damaged_record_is_reported_once_recomputed_and_replaced(make: Make, cac
     assert_same(expected, dataset[0])
     assert_same(expected, make(counted())[0])
     assert Count.calls == 2
-
-
-def test_records_of_version_1_are_left_alone_with_one_warning(make: Make, cache_dir: Path) -> None:
-    old = version_1(cache_dir, {"item": "i", "transform": "t", "monai": "1.5.1", "sources": {}})
-    before = old.read_bytes()
-    with pytest.warns(CacheWarning, match="made once more.*prune --old-format") as told:
-        dataset = make(counted())
-        _ = dataset[0], dataset[1], dataset[0]
-        dataset.flush()
-    assert len(told) == 1
-    assert Count.calls == 2
-    assert old.read_bytes() == before
-    assert len(records(cache_dir)) == 3
 
 
 def _of_a_newer_version(path: Path, how: str) -> bytes:

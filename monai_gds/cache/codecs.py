@@ -122,11 +122,7 @@ def codec_for(cls: type) -> Codec | None:
 
 
 def codec_named(name: Any) -> Codec:
-    """The codec registered under a name.
-
-    Raises:
-        DamagedRecord: there is none.
-    """
+    """The codec registered under a name. Raises DamagedRecord if there is none."""
     if name not in _by_name:
         raise DamagedRecord(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
     return _by_name[name]
@@ -147,11 +143,7 @@ def type_name(cls: type) -> str | None:
 
 
 def builtin_type(name: Any) -> type:
-    """The inverse of :func:`type_name`.
-
-    Raises:
-        NewerRecord: it returns no such name.
-    """
+    """The inverse of :func:`type_name`. Raises NewerRecord for a name that it does not return."""
     if name not in _TYPES:
         raise NewerRecord(f"it holds the type {name!r}, which this version does not know")
     return _TYPES[name]
@@ -187,7 +179,6 @@ def is_monai_enum(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def enum_member(cls: str, member: str) -> enum.Enum:
-    """A member of one of MONAI's enums."""
     found = _monai_enum(cls)
     if found is None or member not in found.__members__:
         raise DamagedRecord(f"it holds {cls}.{member}, which this MONAI does not know")
@@ -218,10 +209,9 @@ def is_named_tuple(cls: type) -> bool:
 
 
 def named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    """The named tuple of this name in a module that is already imported.
+    """The named tuple of this name and fields in a module that is already imported.
 
-    Raises:
-        DamagedRecord: there is none with exactly these fields.
+    Raises DamagedRecord if there is none.
     """
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):

@@ -163,7 +163,6 @@ class _TreeParser:
         return self.value(node)
 
     def forms(self, nodes: Iterable[Any]) -> tuple[_TreeForm, ...]:
-        """The forms of a container's members."""
         self._depth += 1
         if self._depth > MAX_DEPTH + 1:  # the innermost may be a slice
             raise DamagedRecord(f"its item tree is nested more than {MAX_DEPTH} deep")

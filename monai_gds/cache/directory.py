@@ -8,7 +8,7 @@ A reader sees a whole record or none, and a mapping of a record stays valid when
 processes may fill one directory. Nothing here ends an epoch: a record that cannot be read is reported once and counts
 as absent, one that cannot be written is reported once and left out.
 
-The parts: :mod:`.reading`, :mod:`.heads` (what is kept in memory), :mod:`.publishing`, :mod:`.problems` (warnings).
+The parts: :mod:`.reading`, :mod:`.heads` (what is kept in memory), :mod:`.problems` (warnings).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from monai_gds.cache import temporary
-from monai_gds.cache.header import named
+from monai_gds.cache.header import SUFFIX
 from monai_gds.cache.heads import Form
-from monai_gds.cache.index import Index
+from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.key import Key
 from monai_gds.cache.problems import Problems, with_advice
-from monai_gds.cache.publishing import note_record, write_record
 from monai_gds.cache.reading import PendingItem, RecordReader, Verify
-from monai_gds.cache.record import SUFFIX
+from monai_gds.cache.record import pack_record
 from monai_gds.cache.single_flight import Leases
+from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.cache.tree import EncodedItem
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning
@@ -79,8 +79,7 @@ class CacheDirectory:
     def start(self, digest: str) -> PendingItem | None:
         """Starts reading a record, after waiting for it if it is just being saved.
 
-        Returns:
-            The item being read; None if there is no usable record. Anything but a plain absence has been reported.
+        Returns None if there is no usable record. Anything but a plain absence has been reported.
         """
         path = self.record_path(digest)
         process_writer().wait_for(path)
@@ -108,27 +107,23 @@ class CacheDirectory:
     def save(self, key: Key, item: EncodedItem) -> None:
         """Writes a record and makes it visible whole. A failure leaves nothing behind.
 
-        Args:
-            key: the item's key.
-            item: the item taken apart; must not change until this returns.
-
         Raises:
             OSError: disk full, read-only, no permission, input/output error; ``.tmp`` is a link.
         """
         path = self.record_path(key.digest)
+        buffers = pack_record(item, key.ingredients())
         try:
-            write_record(path, key, item, self._storage, self._durable)
+            with temporary.being_written(self.path, key.digest, path) as unfinished:
+                self._storage.write(unfinished, buffers, durable=self._durable)
+            if self._durable:
+                _sync_directory(self.path)
         finally:  # the record may be there even so, if only syncing its directory failed
             self._reader.forget(path)
         if self.index is not None:
-            note_record(self.index, path, key, item)
+            _note(self.index, path, key, item)
 
     def publish(self, key: Key, item: EncodedItem) -> bool:
-        """As :meth:`save`, but a failure is only reported, once per kind.
-
-        Returns:
-            Whether the record is there now.
-        """
+        """As :meth:`save`, but a failure is only reported, once per kind. Returns whether the record is there now."""
         if self._problems.must_not_replace(self.record_path(key.digest)):
             return False
         try:
@@ -141,23 +136,29 @@ class CacheDirectory:
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background. Waits only while too much is queued.
 
-        Args:
-            key: the item's key.
-            item: the item taken apart; may change as soon as this returns.
-            done: called when the record is there, or could not be written.
+        The item may change as soon as this returns. ``done`` is called once publishing has ended.
         """
         process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
 
-    def warn_of_older_format(self) -> None:
-        """Warns if there are records of version 1, which no key finds any more."""
-        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
-            if any((told := named(entry.name)) is not None and told[1] == 1 for entry in entries):
-                self._problems.warn(
-                    "older format",
-                    f"the records in {self.path} that an earlier version of monai_gds made are not used: their keys "
-                    "did not cover everything an item is computed from, so the cache is made once more. To delete "
-                    f"them: monai-gds cache prune --old-format {self.path}",
-                )
+
+def _note(index: Index, path: str, key: Key, item: EncodedItem) -> None:
+    """Notes a record that was just written in the index, if possible."""
+    with contextlib.suppress(OSError):  # pruned already
+        st = os.stat(path)
+        tensors = tuple((name, str(t.dtype)[6:], tuple(t.shape)) for name, t in item.tensors.items())
+        pipeline = key.pipeline.digest
+        index.describe_pipeline(pipeline, key.pipeline.describe())
+        index.note_record(
+            IndexEntry(key.digest, key.item, pipeline, st.st_size, st.st_mtime_ns, tensors, dict(key.sources))
+        )
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> Path:
@@ -177,8 +178,7 @@ def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> P
 def prepare(path: str | os.PathLike[str]) -> bool:
     """Makes a cache directory and removes what killed writers left in it.
 
-    Returns:
-        Whether it exists now. If not, the user has been warned.
+    Returns whether it exists now. If not, the user has been warned.
 
     Raises:
         ValueError: it exists and is not a directory.
@@ -196,7 +196,8 @@ def prepare(path: str | os.PathLike[str]) -> bool:
 
 
 def tidy(path: str | os.PathLike[str]) -> None:
-    """Removes half-written records and leases that killed processes left in a cache directory; merges its index."""
+    """Removes half-written records and leases that killed processes left in a cache directory; merges its notes."""
     temporary.tidy(path)
     Leases(path).sweep()
     Index(path).tidy()
+    SourceMemo(os.fspath(path)).tidy()

@@ -54,17 +54,12 @@ _Path: TypeAlias = "tuple[Any, ...]"
 
 @dataclass(slots=True)
 class EncodedItem:
-    """An item taken apart.
+    """An item taken apart."""
 
-    Attributes:
-        tree: JSON-able.
-        tensors: the item's tensors by name: contiguous, detached, each the only user of its storage, on their devices.
-        arrays: the packed block of small arrays.
-    """
-
-    tree: Any = None
+    tree: Any = None  # JSON-able
+    # The item's tensors by name: contiguous, detached, each the only user of its storage, on their devices.
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    arrays: bytearray = field(default_factory=bytearray)
+    arrays: bytearray = field(default_factory=bytearray)  # the packed block of small arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +217,7 @@ class _Encoder:
 
     # Containers
 
-    def sequence(self, value: list[Any], path: _Path) -> Any:
-        return self._inside(value, path, lambda: [self.node(v, (*path, i)) for i, v in enumerate(value)])
-
     def members(self, value: Any, path: _Path) -> list[Any]:
-        """The nodes of the members of an iterable other than a list."""
         return self._inside(value, path, lambda: [self.node(v, (*path, i)) for i, v in enumerate(value)])  # type: ignore[no-any-return]
 
     def mapping(self, value: dict[str, Any], path: _Path) -> Any:
@@ -371,7 +362,7 @@ class _Encoder:
             value = value.clone(memory_format=torch.contiguous_format)
             self._claim(value.untyped_storage())
         # Normalises the stride of axes of length 1, which may be anything.
-        return value.view(-1).view(value.shape) if 1 in value.shape and _is_odd(value) else value
+        return value.view(-1).view(value.shape) if 1 in value.shape else value
 
     def _claim(self, storage: torch.UntypedStorage) -> bool:
         """Notes the memory of a storage; False if another tensor of the item uses some of it."""
@@ -417,7 +408,7 @@ _ENCODERS: dict[type, _Encode] = {
     complex: _Encoder.complex_number,
     bytes: _Encoder.raw,
     bytearray: _Encoder.raw,
-    list: _Encoder.sequence,
+    list: _Encoder.members,
     tuple: _tagged("$tuple", _Encoder.members),
     set: _tagged("$set", _Encoder.members),
     frozenset: _tagged("$frozenset", _Encoder.members),
@@ -484,16 +475,6 @@ def _describe(dtype: np.dtype[Any], value: Any, path: _Path) -> Any:
     except ValueError:  # fields that overlap
         pass
     raise UnsupportedType(_unsupported(value, path, f"has the dtype {dtype}, which cannot be stored in a record"))
-
-
-def _is_odd(contiguous: torch.Tensor) -> bool:
-    """Whether the strides differ from those of a new tensor of this shape."""
-    strides, step = contiguous.stride(), 1
-    for axis in range(len(strides) - 1, -1, -1):
-        if strides[axis] != step:
-            return True
-        step *= contiguous.shape[axis]
-    return False
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,32 +28,22 @@ _STATE = "state."
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A key that has no record.
+    """A key that has no record."""
 
-    Attributes:
-        item: hash of the item.
-        pipeline: hex digits that identify the transforms and the state.
-        sources: size and identity of each source by its absolute path.
-        description: of the pipeline, as for :meth:`Index.describe_pipeline`.
-    """
-
-    item: str
-    pipeline: str
+    item: str  # hash of the item
+    pipeline: str  # hex digits that identify the transforms and the state
+    # Size and identity of each source by its absolute path.
     sources: Mapping[str, SourceState] = field(default_factory=dict)
+    # Of the pipeline, as for :meth:`Index.describe_pipeline`.
     description: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The record that is most similar to a key.
+    """The record that is most similar to a key."""
 
-    Attributes:
-        entry: the record; None if none has this item or its sources.
-        differences: from the record to the key, one short text each.
-    """
-
-    entry: IndexEntry | None
-    differences: list[str]
+    entry: IndexEntry | None  # the record; None if none has this item or its sources
+    differences: list[str]  # from the record to the key, one short text each
 
 
 def nearest(index: Index, wanted: Wanted) -> Nearest:
@@ -78,9 +68,8 @@ def nearest(index: Index, wanted: Wanted) -> Nearest:
     entries = list(index.entries().values())
     for is_like, differences in _LIKENESSES:
         alike = [entry for entry in entries if is_like(entry, wanted)]
-        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e, wanted)]) for e in alike if e.version == 2]
-        older = [Nearest(e, [f"the record is of format version {e.version}"]) for e in alike if e.version != 2]
-        for near in chain(sorted(found, key=ranked), sorted(older, key=ranked)):
+        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e, wanted)]) for e in alike]
+        for near in sorted(found, key=ranked):
             if near.entry is not None and index.holds(near.entry):
                 return near if near.differences else Nearest(near.entry, ["nothing that the index holds differs"])
     return Nearest(None, ["no record here has this item, or source files of these names"])

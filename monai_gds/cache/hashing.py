@@ -69,16 +69,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LibraryClasses:
-    """What the hasher must know about the classes of a library. Their subclasses are covered.
+    """What the hasher must know about the classes of a library. Their subclasses are covered."""
 
-    Attributes:
-        transient: attributes that do not count, by class: random state, and what the last call left behind.
-        computed: attributes that count by a function of the object, by class and name.
-        writes_files: whether a class writes the files its attributes name, so that they are not its inputs.
-    """
-
+    # Attributes that do not count, by class: random state, and what the last call left behind.
     transient: Mapping[str, frozenset[str]]
+    # Attributes that count by a function of the object, by class and name.
     computed: Mapping[str, Mapping[str, Callable[[Any], Any]]]
+    # Whether a class writes the files its attributes name, so that they are not its inputs.
     writes_files: Callable[[type], bool]
 
 
@@ -88,9 +85,7 @@ _libraries: dict[str, LibraryClasses] = {}
 def register_library(name: str, classes: LibraryClasses) -> None:
     """Teaches the hasher the classes of a library, which from now on counts by name.
 
-    Args:
-        name: of its top-level package. The caller makes its version an ingredient of keys.
-        classes: see :class:`LibraryClasses`; classes are named as ``"package.module.Class"``.
+    The caller makes the library's version an ingredient of keys. Classes are named as ``"package.module.Class"``.
     """
     _libraries[name] = classes
     UNVERSIONED.add(name)
@@ -132,14 +127,11 @@ def canonical_hash(value: Any) -> bytes:
 
 
 def hash_item(item: Any, root: str | None = None) -> str:
-    """Hashes an item of a dataset. Everything in it counts, since transforms pass it on.
+    """Hashes an item of a dataset, as 32 hex digits. Everything in it counts, since transforms pass it on.
 
     Args:
         item: as for :func:`canonical_hash`.
         root: paths below this folder count by the part that follows it.
-
-    Returns:
-        32 hex digits.
 
     Raises:
         HashingError: as by :func:`canonical_hash`.
@@ -149,33 +141,17 @@ def hash_item(item: Any, root: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HashedTransforms:
-    """The result of hashing transforms.
+    """The result of hashing transforms."""
 
-    Attributes:
-        digest: 32 hex digits.
-        description: ``{attribute path: short text}`` of everything that counts.
-        strings: every string met, except in transforms that write files.
-        devices: types of the devices named, such as ``"cuda"``, whose settings may matter.
-        requires_grad: whether a tensor requires a gradient, so that the grad mode matters.
-    """
-
-    digest: str
-    description: dict[str, str]
-    strings: frozenset[str]
-    devices: frozenset[str]
-    requires_grad: bool
+    digest: str  # 32 hex digits
+    description: dict[str, str]  # ``{attribute path: short text}`` of everything that counts
+    strings: frozenset[str]  # every string met, except in transforms that write files
+    devices: frozenset[str]  # types of the devices named, such as ``"cuda"``, whose settings may matter
+    requires_grad: bool  # whether a tensor requires a gradient, so that the grad mode matters
 
 
 def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None = None) -> HashedTransforms:
-    """Hashes transforms and describes them.
-
-    Args:
-        transforms: in the order in which they run.
-        root: paths below this folder count by the part that follows it.
-
-    Raises:
-        HashingError: as by :func:`canonical_hash`.
-    """
+    """Hashes and describes transforms, in the order in which they run. Otherwise as :func:`hash_item`."""
     hasher = _Hasher(root, describes=True)
     digests = []
     for i, transform in enumerate(transforms):
@@ -609,9 +585,12 @@ _frozen: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
 
 
 def _is_frozen(array: np.ndarray) -> bool:
-    """Whether an array's data can never change because they lie in ``bytes``. Others may have writable views."""
+    """Whether an array's data can never change: they lie in ``bytes``, and it is not an unpickled array, which writes
+    into them all the same."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return False
         owner = owner.base
     return isinstance(owner, bytes) and array.flags.c_contiguous
 

@@ -1,7 +1,6 @@
 """Parses the header of a record. Imports only the standard library: the command ``monai-gds cache`` must start fast.
 
-Used by :mod:`monai_gds.cache.maintenance` and by :mod:`monai_gds.cache.record`, which specifies the format and turns
-headers into torch's types. Files are opened for reading only.
+The format is specified in :mod:`monai_gds.cache.record`. Files are opened for reading only.
 """
 
 from __future__ import annotations
@@ -22,22 +21,23 @@ __all__ = [
     "ARRAYS",
     "CRC",
     "DTYPES",
-    "VERSIONS",
+    "SUFFIX",
+    "VERSION",
     "Header",
-    "Ingredients",
     "SourceState",
     "Tensor",
+    "digest_in",
     "digest_of",
     "header_length",
-    "ingredients",
-    "named",
     "parse",
     "read",
-    "record_name",
 ]
 
-#: Format version -> what follows the 32 hex digits in the names of its records.
-VERSIONS = {1: ".safetensors", 2: ".v2.safetensors"}
+#: Of the format.
+VERSION = 2
+
+#: What follows the digest in the name of a record.
+SUFFIX = f".v{VERSION}.safetensors"
 
 #: The entry of an item's small arrays, packed together.
 ARRAYS = "__arrays"
@@ -66,15 +66,14 @@ DTYPES = {
     "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
 }
 
-_NAME = re.compile(r"([0-9a-f]{32})(\.v2)?\.safetensors")
-_HEX = re.compile(r"[0-9a-f]*")
+_NAME = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}")
 _PREFIX = b'{"__metadata__":{"header_crc32":"'
 
 #: Where the checksum is in a header.
 CRC = slice(len(_PREFIX), len(_PREFIX) + 8)
 
-#: Size and identity of a source file. The identity is its mtime in version 1, and usually a content hash in version 2.
-SourceState: TypeAlias = tuple[int, int | str | None]
+#: Size and identity of a source file; see :class:`monai_gds.cache.sources.Identity`.
+SourceState: TypeAlias = tuple[int, str]
 
 
 class Tensor(NamedTuple):
@@ -89,66 +88,28 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header.
+    """A parsed header."""
 
-    Attributes:
-        version: of the format.
-        key: what the record stores about its key, unchecked; see :func:`ingredients`.
-        tree: the item tree, as JSON text.
-        entries: the tensors by name in file order, including :data:`ARRAYS` but no padding.
-        nbytes: size of the whole file.
-    """
-
-    version: int
-    key: Any
-    tree: str
-    entries: dict[str, Tensor]
-    nbytes: int
+    key: dict[str, Any]  # what the record stores about its key, unchecked
+    tree: Any  # the item tree
+    arrays: Tensor | None  # where the packed small arrays lie, if there are any
+    tensors: dict[str, Tensor]  # the item's tensors by name, in the order of the file
 
 
-class Ingredients(NamedTuple):
-    """The ingredients of a record's key.
-
-    Attributes:
-        item: hash of the item.
-        pipeline: hex digits that identify the transforms; empty if they are not part of the key.
-        monai: MONAI's version.
-        sources: state of each source, by path.
-        same: a hash that is equal for records that differ only in MONAI's version and the state of their sources.
-    """
-
-    item: str
-    pipeline: str
-    monai: str
-    sources: dict[str, SourceState]
-    same: str
-
-
-def named(name: str) -> tuple[str, int] | None:
-    """The digest and format version in a file name; None if it is not the name of a record."""
+def digest_in(name: str) -> str | None:
+    """The digest in a file name; None if it is not the name of a record."""
     found = _NAME.fullmatch(name)
-    return None if found is None else (found[1], 2 if found[2] else 1)
-
-
-def record_name(digest: str, version: int) -> str:
-    """The file name of a key's record."""
-    return digest + VERSIONS[version]
+    return None if found is None else found[1]
 
 
 def digest_of(parts: Any) -> str:
-    """The digest of a key's parts, after which a record of version 2 is named."""
+    """The digest of a key's parts, after which its record is named."""
     text = json.dumps(parts, separators=(",", ":"), ensure_ascii=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read(fd: int) -> Header:
-    """Reads the header of an open file.
-
-    Raises:
-        DamagedRecord: not a record, or an incomplete one.
-        NewerRecord: written by a newer version of the format.
-        OSError: the file cannot be read.
-    """
+    """Reads the header of an open file. Raises as :func:`parse`, or OSError."""
     size = os.fstat(fd).st_size
     head = os.pread(fd, limits.HEADER_READ_BYTES, 0)
     needed = header_length(head, size)
@@ -158,11 +119,7 @@ def read(fd: int) -> Header:
 
 
 def header_length(head: bytes, size: int) -> int:
-    """The offset of the data in a file of ``size`` bytes that begins with ``head``.
-
-    Raises:
-        DamagedRecord: this is not a record.
-    """
+    """The offset of the data in a file of ``size`` bytes that begins with ``head``. Raises DamagedRecord."""
     length = 8 + int.from_bytes(head[:8], "little")
     if len(head) < 8 or head[8 : 8 + len(_PREFIX)] != _PREFIX[: len(head) - 8]:
         raise DamagedRecord("it is not a record of monai_gds")
@@ -172,11 +129,7 @@ def header_length(head: bytes, size: int) -> int:
 
 
 def parse(head: bytes, size: int) -> Header:
-    """Parses a header strictly.
-
-    Args:
-        head: the beginning of the file, at least its header.
-        size: size of the whole file.
+    """Parses a header strictly, given at least the header and the size of the whole file.
 
     Raises:
         DamagedRecord: not a record, or an incomplete one.
@@ -191,14 +144,17 @@ def parse(head: bytes, size: int) -> Header:
         header = json.loads(text, object_pairs_hook=_no_duplicates)
         metadata = header.pop("__metadata__")
         version = int(metadata["version"])
-        if metadata["format"] == "monai_gds" and version > max(VERSIONS):
-            raise NewerRecord(f"it has format version {version}, and this monai_gds reads up to {max(VERSIONS)}")
+        if metadata["format"] == "monai_gds" and version > VERSION:
+            raise NewerRecord(f"it has format version {version}, and this monai_gds reads up to {VERSION}")
         if metadata["format"] == "monai_gds" and metadata["checksum"] != "wsum64":
             raise NewerRecord(f"its checksums are {metadata['checksum']!r:.40}, which this version does not know")
-        if metadata["format"] != "monai_gds" or version not in VERSIONS:
+        if metadata["format"] != "monai_gds" or version != VERSION:
             raise DamagedRecord(f"its format is {metadata['format']!r} version {version}")
         entries = _entries(header, json.loads(metadata["checksums"]), start, size)
-        return Header(version, json.loads(metadata["key"]), metadata["tree"], entries, size)
+        key, tree = json.loads(metadata["key"]), json.loads(metadata["tree"])
+        if not isinstance(key, dict):
+            raise DamagedRecord("its key is not a JSON object")
+        return Header(key, tree, entries.pop(ARRAYS, None), entries)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
         if isinstance(e, (DamagedRecord, NewerRecord)):
             raise
@@ -230,68 +186,6 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
     if start + end != size:
         raise DamagedRecord(f"it has {size} bytes instead of {start + end}")
     return found
-
-
-def ingredients(header: Header, name: str) -> Ingredients:
-    """The ingredients of a record's key, checked against its file name.
-
-    Raises:
-        DamagedRecord: no version writes such a key, or it is not the key that the file is named after.
-    """
-    told = named(name)
-    if told is None or told[1] != header.version:
-        raise DamagedRecord(f"it is of format version {header.version}, and its name is not")
-    digest, version = told
-    try:
-        found = _of_version_1(header.key) if version == 1 else _of_version_2(header.key)
-        written_as = digest if version == 1 else digest_of(header.key["parts"])
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
-        raise DamagedRecord(f"its key is malformed: {e!r}") from e
-    if written_as != digest:
-        raise DamagedRecord("it is not the record of its name: it was swapped, copied or renamed")
-    return found
-
-
-def _of_version_1(key: dict[str, Any]) -> Ingredients:
-    """Parses a key of version 1, whose pipeline is a hash of the transform hash.
-
-    The transform hash itself begins with the settings of the ``Compose``, which most pipelines share, and may be any
-    text if the user passed ``hash_transform``.
-    """
-    item, transform = _text(key.get("item", "")), _text(key.get("transform", ""))
-    sources: dict[str, SourceState] = {}
-    for path, (size, mtime_ns) in key.get("sources", {}).items():
-        sources[path] = _whole(size), _whole(mtime_ns)
-    pipeline = blake2b(transform.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() if transform else ""
-    return Ingredients(item, pipeline, _monai(key), sources, digest_of([1, item, transform, *sorted(sources)]))
-
-
-def _of_version_2(key: dict[str, Any]) -> Ingredients:
-    parts = key["parts"]
-    if type(parts) is not list:
-        raise TypeError("its parts are not a list")
-    item, pipeline = _text(key["item"]), _text(key["pipeline"])
-    if not _HEX.fullmatch(pipeline):
-        raise ValueError("its pipeline is not in hex digits")
-    sources: dict[str, SourceState] = {}
-    for path, (size, identity) in key["sources"].items():
-        if identity is not None and type(identity) not in (str, int):
-            raise TypeError(f"{identity!r:.40} is not the identity of a source")
-        sources[path] = _whole(size), identity
-    # parts = [format, item, transforms, MONAI, state, sources, rooted]; leave out MONAI's version and the sources.
-    common = [*parts[:3], *parts[4:5], *parts[6:]]
-    return Ingredients(item, pipeline, _monai(key), sources, digest_of([2, common, *sorted(sources)]))
-
-
-def _monai(key: dict[str, Any]) -> str:
-    version = key.get("monai")
-    return version if type(version) is str else ""
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{value!r:.40} is not a text")
-    return value
 
 
 def _whole(value: Any) -> int:

@@ -7,36 +7,33 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from collections.abc import Sequence
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 
 from monai_gds import limits
-from monai_gds.cache.record import Record
+from monai_gds.cache.header import Header
 from monai_gds.cache.tree import Recipe, TreePlan, compile_tree
 from monai_gds.storage import FileId, Reads
 
 __all__ = ["Form", "HeadMemory", "RecordHead", "TensorTable"]
 
 
-#: Bytes a record with one tensor takes besides its recipe and its path: ids, checksums, slots in dicts.
+# Bytes of memory, measured. Per head besides its recipe and its path: ids, slots in dicts. Per table: the arrays of its
+# reads. Per tensor in it: name, shape and range.
 _HEAD_BYTES = 800
+_CHECKSUM_BYTES = 45
+_TABLE_BYTES = 1200
+_ENTRY_BYTES = 400
 
 
 class Form(NamedTuple):
-    """The form in which items come out of records.
+    """The form in which items come out of records."""
 
-    Attributes:
-        track_meta: False returns MetaTensors as plain tensors.
-        numpy: True returns arrays as NumPy arrays, False as tensors.
-        root: the data root that paths in records are relative to, or None.
-    """
-
-    track_meta: bool = True
-    numpy: bool = False
-    root: str | None = None
+    track_meta: bool = True  # False returns MetaTensors as plain tensors
+    numpy: bool = False  # True returns arrays as NumPy arrays, False as tensors
+    root: str | None = None  # the data root that paths in records are relative to, or None
 
 
 class TensorTable:
@@ -45,38 +42,36 @@ class TensorTable:
     Attributes:
         tensors: name, dtype and shape of each.
         reads: a template: where each lies, of a file yet to be named.
+        nbytes: estimated bytes of memory it takes.
     """
 
-    def __init__(self, entries: Sequence[tuple[str, torch.dtype, tuple[int, ...], int, int]]) -> None:
-        self.tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in entries]
-        ranges = [(offset, nbytes) for *_, offset, nbytes in entries]
+    def __init__(
+        self, tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], ranges: tuple[tuple[int, int], ...]
+    ) -> None:
+        self.tensors = tensors
         self.reads = Reads.of("", ranges or [(0, 0)])  # a read of nothing: the file is opened, and its identity checked
+        self.nbytes = _TABLE_BYTES + _ENTRY_BYTES * len(tensors)
 
 
 _shared_table = functools.lru_cache(maxsize=256)(TensorTable)
 
 
 class RecordHead(NamedTuple):
-    """All that is needed to read a record again in one request.
+    """All that is needed to read a record again in one request."""
 
-    Attributes:
-        file: identity of the file it was read from.
-        recipe: puts the item together.
-        table: where its tensors lie.
-        checksums: of each tensor.
-    """
-
-    file: FileId
-    recipe: Recipe
-    table: TensorTable
-    checksums: tuple[int, ...]
+    file: FileId  # identity of the file it was read from
+    recipe: Recipe  # puts the item together
+    table: TensorTable  # where its tensors lie
+    checksums: tuple[int, ...]  # of each tensor
 
     @classmethod
-    def of(cls, record: Record, file: FileId, arrays: bytes, form: Form) -> RecordHead:
+    def of(cls, record: Header, file: FileId, arrays: bytes, form: Form) -> RecordHead:
         """The head of a record; ``arrays`` is its packed block of small arrays."""
         recipe = compile_tree(record.tree, arrays, record.tensors, **form._asdict())
-        entries = [(name, e.dtype, tuple(e.shape), e.offset, e.nbytes) for name, e in record.tensors.items()]
-        return cls(file, recipe, _shared_table(tuple(entries)), tuple(e.checksum for e in record.tensors.values()))
+        entries = record.tensors.values()
+        tensors = tuple([(name, getattr(torch, e.dtype), e.shape) for name, e in record.tensors.items()])
+        table = _shared_table(tensors, tuple([(e.offset, e.nbytes) for e in entries]))
+        return cls(file, recipe, table, tuple([e.checksum for e in entries]))
 
 
 class HeadMemory:
@@ -88,29 +83,23 @@ class HeadMemory:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._heads: dict[str, tuple[RecordHead, int]] = {}  # with the bytes each takes
-        self._plans: weakref.WeakSet[TreePlan] = weakref.WeakSet()
+        self._heads: dict[str, RecordHead] = {}
+        self._uses: Counter[TreePlan | TensorTable] = Counter()  # how many heads share each
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._heads)
 
     def get(self, path: str) -> RecordHead | None:
         """The head kept for a path. The file may have changed since, which opening it to read shows."""
-        known = self._heads.get(path)
-        return None if known is None else known[0]
+        return self._heads.get(path)
 
     def keep(self, path: str, head: RecordHead) -> None:
         """Keeps a head if there is room."""
-        plan = head.recipe.plan
-        nbytes = head.recipe.nbytes + _HEAD_BYTES + len(path)
+        shared = (head.recipe.plan, head.table)
         with self._lock:
             self._drop(path)
-            if plan not in self._plans:  # the first record of a form is charged for what they share
-                nbytes += plan.nbytes
+            nbytes = _own_bytes(path, head) + sum(part.nbytes for part in shared if not self._uses[part])
             if self.nbytes + nbytes <= limits.HEADS_BYTES:
-                self._plans.add(plan)
-                self._heads[path] = head, nbytes
+                self._uses.update(shared)
+                self._heads[path] = head
                 self.nbytes += nbytes
 
     def drop(self, path: str) -> None:
@@ -119,5 +108,17 @@ class HeadMemory:
             self._drop(path)
 
     def _drop(self, path: str) -> None:
-        _, nbytes = self._heads.pop(path, (None, 0))
-        self.nbytes -= nbytes
+        head = self._heads.pop(path, None)
+        if head is None:
+            return
+        self.nbytes -= _own_bytes(path, head)
+        for part in (head.recipe.plan, head.table):
+            self._uses[part] -= 1
+            if not self._uses[part]:
+                del self._uses[part]
+                self.nbytes -= part.nbytes
+
+
+def _own_bytes(path: str, head: RecordHead) -> int:
+    """Estimated bytes of memory of a head, without what it shares with others."""
+    return _HEAD_BYTES + len(path) + head.recipe.nbytes + _CHECKSUM_BYTES * len(head.checksums)

@@ -34,24 +34,16 @@ _PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What all keys of one pipeline share.
+    """What all keys of one pipeline share."""
 
-    Attributes:
-        transforms: hash of the deterministic transforms; empty if they are not part of the key.
-        monai: MONAI's version as far as it counts; empty if it does not.
-        state: settings of the process that differ from their defaults, ``(name, value)`` each.
-        root: the data root that keys and records are relative to, without a trailing slash. With None, paths are
-            absolute.
-        description: of the transforms, ``{attribute path: short text}``.
-        files: files that the transforms name.
-    """
-
-    transforms: str = ""
-    monai: str = ""
+    transforms: str = ""  # hash of the deterministic transforms; empty if they are not part of the key
+    monai: str = ""  # MONAI's version as far as it counts; empty if it does not
+    # Settings of the process that differ from their defaults, ``(name, value)`` each.
     state: tuple[tuple[str, str], ...] = ()
+    # The data root that keys and records are relative to, without a trailing slash. With None, paths are absolute.
     root: str | None = None
-    description: dict[str, str] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
+    description: dict[str, str] = field(default_factory=dict)  # of the transforms, ``{attribute path: short text}``
+    files: tuple[str, ...] = ()  # files that the transforms name
 
     def parts(self, item: str, sources: list[list[Any]]) -> list[Any]:
         """What is digested, as JSON-able data, given an item's hash and its sources ``[name, size, content]``."""
@@ -72,21 +64,13 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Name and ingredients of one record.
+    """Name and ingredients of one record."""
 
-    Attributes:
-        digest: 32 hex digits.
-        item: hash of the item.
-        pipeline: what computes it.
-        paths: possible sources, absolute.
-        identities: of each path; None if there is neither a file nor a folder.
-    """
-
-    digest: str
-    item: str
-    pipeline: Pipeline
-    paths: tuple[str, ...] = ()
-    identities: tuple[Identity | None, ...] = ()
+    digest: str  # 32 hex digits
+    item: str  # hash of the item
+    pipeline: Pipeline  # what computes it
+    paths: tuple[str, ...] = ()  # possible sources, absolute
+    identities: tuple[Identity | None, ...] = ()  # of each path; None if there is neither a file nor a folder
 
     @property
     def sources(self) -> dict[str, Identity]:
@@ -209,15 +193,7 @@ class KeyMaker:
 
 
 def hash_text(found: Any, name: str) -> str:
-    """The text of the bytes that a user's hash function returned.
-
-    Args:
-        found: what it returned.
-        name: the name of the argument that took the function.
-
-    Raises:
-        HashingError: these are not bytes.
-    """
+    """The text of the bytes that a user's hash function returned, which was given as the argument ``name``."""
     if not isinstance(found, bytes):
         raise HashingError(f"{name} returned a {type(found).__name__}: it has to return bytes, a hash as text in UTF-8")
     return found.decode("utf-8")

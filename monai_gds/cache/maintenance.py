@@ -12,8 +12,8 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from monai_gds.cache import header, temporary
 from monai_gds.cache.header import ARRAYS, Header, SourceState, Tensor
@@ -36,6 +36,8 @@ __all__ = [
 #: How many digits of a pipeline messages show, and how many it takes to name one.
 SHOWN, FEWEST = 8, 4
 
+_HEX = re.compile(r"[0-9a-f]*")
+
 #: The identity of a source by a hash of its content.
 _CONTENT = re.compile(r"[0-9a-f]{32}")
 
@@ -45,36 +47,22 @@ Identify = Callable[[str], SourceState | None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file in a cache directory.
+    """A file in a cache directory."""
 
-    Attributes:
-        file: its path.
-        nbytes: its size.
-        problem: what is wrong with it, or why it may be deleted; empty if nothing is.
-        damaged: whether the problem is damage. A record that is of a newer version or not readable is not damaged.
-        mtime_ns: when it was made.
-        version: of its format; 0 if its header cannot be read.
-        item: hash of the item.
-        pipeline: hex digits that identify the transforms that made it; empty if they are not part of its key.
-        sources: the source files as they were when the record was made.
-        tensors: name, dtype and shape of each tensor.
-        same: a hash that is equal for records of which the newest supersedes the others; empty if the header was not
-            read.
-        inode: its inode number; 0 if the file could not be opened.
-    """
-
-    file: str
-    nbytes: int
-    problem: str = ""
+    file: str  # its path
+    nbytes: int  # its size
+    problem: str = ""  # what is wrong with it, or why it may be deleted; empty if nothing is
+    # Whether the problem is damage. A record that is of a newer version or not readable is not damaged.
     damaged: bool = False
-    mtime_ns: int = 0
-    version: int = 0
-    item: str = ""
-    pipeline: str = ""
+    mtime_ns: int = 0  # when it was made
+    item: str = ""  # hash of the item
+    pipeline: str = ""  # hex digits that identify the transforms that made it; empty if they are not part of its key
+    # The source files as they were when the record was made.
     sources: dict[str, SourceState] = field(default_factory=dict)
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # name, dtype and shape of each tensor
+    # A hash that is equal for records of which the newest supersedes the others; empty if the header was not read.
     same: str = ""
-    inode: int = 0
+    inode: int = 0  # its inode number; 0 if the file could not be opened
 
     @property
     def path(self) -> Path:
@@ -84,11 +72,6 @@ class Found:
     def name(self) -> str:
         return os.path.basename(self.file)
 
-    @property
-    def has_relative_sources(self) -> bool:
-        """Whether it names sources by relative paths, as older versions did; relative to what is not known."""
-        return not all(map(os.path.isabs, self.sources))
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is there
@@ -96,12 +79,12 @@ class Found:
 
 def record_files(directory: str | os.PathLike[str]) -> list[Path]:
     """The records of a directory, by their names. Files with other names are not ours to judge or delete."""
-    return [Path(entry.path) for entry in _files(directory) if header.named(entry.name)]
+    return [Path(entry.path) for entry in _files(directory) if header.digest_in(entry.name)]
 
 
 def other_files(directory: str | os.PathLike[str]) -> list[Path]:
     """Files without the name of a record, except hidden ones: other people's, or renamed records."""
-    others = (e for e in _files(directory) if not header.named(e.name) and not e.name.startswith("."))
+    others = (e for e in _files(directory) if not header.digest_in(e.name) and not e.name.startswith("."))
     return [Path(entry.path) for entry in others]
 
 
@@ -120,23 +103,21 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 def survey(directory: str | os.PathLike[str], index: Index | None = None) -> list[Found]:
     """Every record of a directory by its header, including damaged ones.
 
-    Args:
-        directory: the cache directory.
-        index: its index. A header is not read if the index holds a record of the same size and mtime; others are noted
-            in the index if the directory belongs to this user.
+    A header is not read if the index holds a record of the same size and mtime. Others are noted in the index if the
+    directory belongs to this user.
     """
     known = index.entries() if index is not None else {}
     found, unknown = [], []
     for file in _files(directory):
-        name = header.named(file.name)
-        if name is None:
+        digest = header.digest_in(file.name)
+        if digest is None:
             continue
-        entry = known.get(name[0])
+        entry = known.get(digest)
         try:
             st = file.stat()
         except OSError:  # deleted meanwhile
             continue
-        if entry and (entry.version, entry.nbytes, entry.mtime_ns) == (name[1], st.st_size, st.st_mtime_ns):
+        if entry and (entry.nbytes, entry.mtime_ns) == (st.st_size, st.st_mtime_ns):
             found.append(_as_noted(file.path, entry))
         else:
             looked_at = _look(file.path)
@@ -154,7 +135,6 @@ def _as_noted(file: str, entry: IndexEntry) -> Found:
         file,
         entry.nbytes,
         mtime_ns=entry.mtime_ns,
-        version=entry.version,
         item=entry.item,
         pipeline=entry.pipeline,
         sources=entry.sources,
@@ -164,7 +144,7 @@ def _as_noted(file: str, entry: IndexEntry) -> Found:
 
 def _to_note(found: Found) -> IndexEntry:
     digest = found.name.partition(".")[0]
-    facts = (found.item, found.pipeline, found.nbytes, found.mtime_ns, found.tensors, found.sources, found.version)
+    facts = (found.item, found.pipeline, found.nbytes, found.mtime_ns, found.tensors, found.sources)
     return IndexEntry(digest, *facts)
 
 
@@ -182,7 +162,7 @@ def _look(path: str, more: Callable[[str, int, Header], None] | None = None) -> 
             st = os.fstat(fd)
             file = Found(path, st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
             read = header.read(fd)
-            key = header.ingredients(read, file.name)
+            facts = _facts(read.key, file.name)
             if more is not None:
                 more(path, fd, read)
         finally:
@@ -191,15 +171,26 @@ def _look(path: str, more: Callable[[str, int, Header], None] | None = None) -> 
         return None
     except (RecordError, OSError) as e:
         return replace(file, problem=str(e), damaged=_is_damage(e))
-    return replace(
-        file,
-        version=read.version,
-        item=key.item,
-        pipeline=key.pipeline,
-        sources=key.sources,
-        tensors=tuple((name, t.dtype, t.shape) for name, t in read.entries.items() if name != ARRAYS),
-        same=key.same,
-    )
+    return replace(file, tensors=tuple((name, t.dtype, t.shape) for name, t in read.tensors.items()), **facts)
+
+
+def _facts(key: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a record's key tells of it, checked against its file name."""
+    try:
+        parts, item, pipeline = key["parts"], key["item"], key["pipeline"]
+        sources = {path: (size, identity) for path, (size, identity) in key["sources"].items()}
+        if not {str}.issuperset(map(type, [item, pipeline, *(identity for _, identity in sources.values())])):
+            raise TypeError("a text in it is something else")
+        if not {int}.issuperset(type(size) for size, _ in sources.values()) or not _HEX.fullmatch(pipeline):
+            raise ValueError("a number in it is something else")
+        # parts = [format, item, transforms, MONAI, state, sources, rooted]; leave out MONAI's version and the sources.
+        same = header.digest_of([[*parts[:3], *parts[4:5], *parts[6:]], *sorted(sources)])
+        digest = header.digest_of(parts)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise DamagedRecord(f"its key is malformed: {e!r}") from e
+    if digest != header.digest_in(name):
+        raise DamagedRecord("it is not the record of its name: it was swapped, copied or renamed")
+    return {"item": item, "pipeline": pipeline, "sources": sources, "same": same}
 
 
 def _is_damage(error: Exception) -> bool:
@@ -216,7 +207,8 @@ def _check_bytes(path: str, fd: int, read: Header) -> None:
     from monai_gds.cache.checksum import checksum
 
     wrong = []
-    for name, tensor in read.entries.items():
+    arrays = {} if read.arrays is None else {ARRAYS: read.arrays}
+    for name, tensor in {**arrays, **read.tensors}.items():
         data = _read_tensor(fd, tensor)
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         if checksum(flat) != tensor.checksum:
@@ -271,25 +263,21 @@ def prunable(
     records: Iterable[Found],
     *,
     missing_sources: bool = False,
-    old_format: bool = False,
     pipeline: str = "",
     identify: Identify | None = None,
 ) -> Iterator[Found]:
     """Files that are of no more use, each with the reason in ``problem``.
 
     These are temporary files whose writer is gone, damaged records, and superseded records: a source file differs from
-    the one the record was made from, or there is a newer record of the same item, sources and transforms. Relative
-    sources prove neither, since their paths may lead elsewhere from here. Other people's files are left alone, so that
-    a wrong folder costs nobody a checkpoint.
+    the one the record was made from, or there is a newer record of the same item, sources and transforms. Other
+    people's files are left alone, so that a wrong folder costs nobody a checkpoint.
 
     Args:
         directory: the cache directory.
         records: what :func:`survey` found in it without an index, which proves nothing.
         missing_sources: also records with a missing source file. Not by default, since a disk may be unmounted.
-        old_format: also records of format version 1, which this version does not read.
         pipeline: also all records of this pipeline, see :func:`pipeline_of`.
-        identify: also compares the sources of version 2 by identity. By default only sizes are compared, because
-            hashing takes long.
+        identify: also compares sources by identity. By default only sizes are compared, because hashing takes long.
     """
     for path, nbytes in temporary.abandoned(directory):
         yield Found(path, nbytes, "left behind by a writer that is gone")
@@ -303,12 +291,8 @@ def prunable(
         reason = _outdated(found, missing_sources, identify)
         if pipeline and found.pipeline == pipeline:
             reason = f"of the pipeline {pipeline[:SHOWN]}"
-        if old_format and found.version == 1:
-            reason = "of format version 1, which this version of monai_gds does not read"
         if reason:
             yield replace(found, problem=reason)
-            continue
-        if found.has_relative_sources or not found.same:
             continue
         other = newest.get(found.same)
         if other is not None:
@@ -318,14 +302,11 @@ def prunable(
 
 
 def _outdated(found: Found, missing_sources: bool, identify: Identify | None) -> str:
-    has_changed = _changed_since_version_1 if found.version == 1 else _changed_since_version_2
     for path, source in found.sources.items():
-        if not os.path.isabs(path):
-            continue
         if not _is_there(path):
             if missing_sources:
                 return f"its source {path} is missing"
-        elif has_changed(path, source, identify):
+        elif _has_changed(path, source, identify):
             return f"superseded: its source {path} has changed"
     return ""
 
@@ -337,13 +318,8 @@ def _is_there(path: str) -> bool:
         return False
 
 
-def _changed_since_version_1(path: str, source: SourceState, _: Identify | None) -> bool:
-    """Compares as version 1 did: files by size and mtime, folders by their listing."""
-    return _size_and_mtime(path) not in (source, None)
-
-
-def _changed_since_version_2(path: str, source: SourceState, identify: Identify | None) -> bool:
-    """Whether a source of a record of version 2 is known to have changed.
+def _has_changed(path: str, source: SourceState, identify: Identify | None) -> bool:
+    """Whether a source is known to have changed.
 
     Nothing is known about sources that a user's function identified (their size is negative).
     """
@@ -352,7 +328,7 @@ def _changed_since_version_2(path: str, source: SourceState, identify: Identify 
         st = os.stat(path)
     except OSError:
         return False
-    if size < 0 or not isinstance(identity, str):
+    if size < 0:
         return False
     if stat.S_ISREG(st.st_mode):
         if st.st_size != size:
@@ -365,38 +341,12 @@ def _changed_since_version_2(path: str, source: SourceState, identify: Identify 
     return now is not None and tuple(now) != source
 
 
-def _size_and_mtime(path: str) -> SourceState | None:
-    """The state of a source in version 1: for a folder, the number of its entries and a hash of their stats."""
-    try:
-        if not os.path.isdir(path):
-            st = os.stat(path)
-            return st.st_size, st.st_mtime_ns
-        with os.scandir(path) as entries:
-            listed = sorted(_entry_of_version_1(entry) for entry in entries)
-    except OSError:  # not permitted, which proves nothing
-        return None
-    digest = blake2b(repr(listed).encode("utf-8", "surrogatepass"), digest_size=7).digest()
-    return len(listed), int.from_bytes(digest, "little")
-
-
-def _entry_of_version_1(entry: os.DirEntry[str]) -> tuple[str, int, int]:
-    try:
-        st = entry.stat()
-    except OSError:  # a dead link, or it vanished meanwhile
-        return entry.name, -1, 0
-    return entry.name, st.st_size, st.st_mtime_ns
-
-
 def remove(found: Found) -> bool:
     """Deletes a file that :func:`prunable` or :func:`check` returned, unless it was replaced meanwhile.
 
     A process that reads a damaged record computes it anew and replaces it with a sound one.
 
-    Returns:
-        Whether it was deleted.
-
-    Raises:
-        OSError: no permission, read-only.
+    Returns whether it was deleted. Raises OSError: no permission, read-only.
     """
     if temporary.is_temporary(found.path.name):
         return temporary.remove(found.path.parent.parent, found.path.name)

@@ -39,11 +39,7 @@ class ItemValues:
     __slots__ = ("_known",)
 
     def __init__(self, item: Any, copies: dict[int, Any]) -> None:
-        """
-        Args:
-            item: the dataset's own item.
-            copies: copies by the id of the original, as ``deepcopy`` leaves them in its memo.
-        """
+        """Takes the dataset's item, and its copies by the id of the original, as in the memo of ``deepcopy``."""
         self._known: dict[int, _Known] = {}
         self._look(item, (), copies, set())
 
@@ -75,11 +71,7 @@ class ItemValues:
 def copy_item(item: Any) -> tuple[Any, ItemValues]:
     """Deep-copies an item for transforms to modify.
 
-    Args:
-        item: as it is in the dataset's data.
-
-    Returns:
-        The copy, and what recognises values of the item in the transforms' output.
+    Returns the copy, and what recognises values of the item in the transforms' output.
 
     Example:
         >>> item = {"image": "ct.nii", "reader": print}
@@ -93,11 +85,7 @@ def copy_item(item: Any) -> tuple[Any, ItemValues]:
 
 
 def value_at(item: Any, path: Sequence[Any]) -> Any:
-    """A deep copy of a value of an item.
-
-    Raises:
-        DamagedRecord: the item has no such value, or is None.
-    """
+    """A deep copy of a value of an item. Raises DamagedRecord if the item has no such value, or is None."""
     value = item
     for key in path:
         if isinstance(value, dict):

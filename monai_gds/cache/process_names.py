@@ -1,7 +1,7 @@
 """Names for processes in files, by which other processes can tell whether they still run.
 
 A name is ``<boot>-<pid namespace>.<pid>.<start time>``: no two processes ever have the same. Used by
-:mod:`monai_gds.cache.temporary`, :mod:`monai_gds.cache.single_flight` and :mod:`monai_gds.cache.index`.
+:mod:`monai_gds.cache.temporary`, :mod:`monai_gds.cache.single_flight` and :mod:`monai_gds.cache.notes`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ this_process: PerProcess[str] = PerProcess(_name)
 def still_runs(name: str) -> bool | None:
     """Whether the process of a name still runs.
 
-    Returns:
-        None if that cannot be determined: a process of another host or container, one that ``/proc`` does not show, or
-        a malformed name.
+    None if that cannot be determined: a process of another host or container, one that ``/proc`` does not show, or a
+    malformed name.
     """
     place = _place()
     if place == _UNKNOWN or not _NAME.fullmatch(name):

@@ -13,9 +13,10 @@ import torch
 
 from monai_gds import limits
 from monai_gds.cache.checksum import checksum
+from monai_gds.cache.header import ARRAYS, SUFFIX, Header, header_length, parse
 from monai_gds.cache.heads import Form, HeadMemory, RecordHead
 from monai_gds.cache.problems import Problems
-from monai_gds.cache.record import ARRAYS, SUFFIX, Record, check_name, header_length, parse_header
+from monai_gds.cache.record import check_name
 from monai_gds.cache.tree import tensor_of
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord, RecordError
 from monai_gds.storage import FileId, Pending, Reads, Storage
@@ -32,21 +33,16 @@ Verify = Literal["first", "always", "never"]
 _TRIES = 5
 
 
-def read_record(path: str, storage: Storage) -> tuple[Record, FileId, bytes]:
+def read_record(path: str, storage: Storage) -> tuple[Header, FileId, bytes]:
     """Reads and checks the header of a record.
 
-    Returns:
-        The record, the identity of its file, and its packed block of small arrays.
-
-    Raises:
-        RecordError: damaged, or of a newer format.
-        OSError: the file cannot be read.
+    Returns the header, the identity of the file, and the packed block of small arrays. Raises RecordError or OSError.
     """
     head, file = storage.head(path, limits.HEAD_READ_BYTES)
     needed = header_length(head, file.size)
     if needed > len(head):
         head, file = storage.head(path, needed)
-    record = parse_header(head, file.size)
+    record = parse(head, file.size)
     arrays = record.arrays
     if arrays is None:
         return record, file, b""
@@ -64,11 +60,7 @@ def _check(name: str, expected: int, data: torch.Tensor) -> None:
 
 
 class PendingItem:
-    """An item being read.
-
-    Attributes:
-        nbytes: size of the record.
-    """
+    """An item being read from a record of ``nbytes`` bytes."""
 
     __slots__ = ("_file", "_first", "_head", "_path", "_pending", "_reader", "_tries", "_verify", "nbytes")
 
@@ -134,14 +126,7 @@ def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list
 
 
 class RecordReader:
-    """Reads the records of one directory. Problems are reported, and the record counts as absent.
-
-    Args:
-        storage: moves the bytes.
-        verify: see :data:`Verify`.
-        form: the form in which items come out.
-        problems: where unusable records are reported.
-    """
+    """Reads the records of one directory. Problems are reported, and the record counts as absent."""
 
     def __init__(self, storage: Storage, verify: Verify, form: Form, problems: Problems) -> None:
         self.heads = HeadMemory()
@@ -213,7 +198,6 @@ class RecordReader:
         return True
 
     def forget(self, path: str) -> None:
-        """Forgets what is known of a file that was replaced or cannot be used."""
         self.heads.drop(path)
         self._verified.pop(path, None)
 

@@ -1,8 +1,7 @@
 """A record: one cached item in one valid safetensors file, aligned for every way of reading.
 
 This is the specification of format version 2. Any safetensors tool opens such a file, and reading it runs no code. The
-file is named after its key, ``<digest>.v2.safetensors``. Version 1 was called ``<digest>.safetensors`` and differs only
-in ``key`` and ``version``.
+file is named after its key, ``<digest>.v2.safetensors``.
 
     8 bytes   N, the length of the header, little-endian
     N bytes   the header: JSON, padded with spaces so that the data begin at a multiple of 4096
@@ -42,74 +41,23 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from monai_gds.cache import checksum as _checksum
-from monai_gds.cache import header
 from monai_gds.cache.codecs import DTYPE_NAMES
-from monai_gds.cache.header import ARRAYS, CRC, header_length
+from monai_gds.cache.header import ARRAYS, CRC, VERSION, Header, digest_of
 from monai_gds.cache.tree import EncodedItem, tensor_bytes
 from monai_gds.errors import DamagedRecord
 from monai_gds.storage import ALIGNMENT, Buffer
 
-__all__ = [
-    "ARRAYS",
-    "SUFFIX",
-    "VERSION",
-    "Entry",
-    "Record",
-    "check_name",
-    "header_length",
-    "pack_record",
-    "parse_header",
-]
+__all__ = ["LARGE", "check_name", "pack_record"]
 
-VERSION = 2
-
-#: What follows the digest in the name of a record.
-SUFFIX = header.VERSIONS[VERSION]
 PAD = "__pad."
 
 #: Tensors of at least this size begin at a multiple of ALIGNMENT.
 LARGE = 64 << 10
-
-
-class Entry(NamedTuple):
-    """One tensor in the file: ``offset`` and ``nbytes`` in bytes of the file, ``checksum`` of those bytes."""
-
-    dtype: torch.dtype
-    shape: list[int]
-    offset: int
-    nbytes: int
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A parsed header.
-
-    Attributes:
-        version: of the format.
-        key: the key's ingredients.
-        tree: the item tree.
-        arrays: where the packed small arrays lie, if there are any.
-        tensors: the item's tensors by name, in the order of the file.
-        nbytes: size of the whole file.
-    """
-
-    version: int
-    key: dict[str, Any]
-    tree: Any
-    arrays: Entry | None
-    tensors: dict[str, Entry]
-    nbytes: int
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
 
 
 def pack_record(item: EncodedItem, key: dict[str, Any]) -> list[Buffer]:
@@ -179,30 +127,12 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-
-
-def parse_header(head: bytes, size: int) -> Record:
-    """Parses a header strictly; see :func:`monai_gds.cache.header.parse`."""
-    found = header.parse(head, size)
-    if not isinstance(found.key, dict):
-        raise DamagedRecord("its key is not a JSON object")
-    try:
-        tree = json.loads(found.tree)
-    except (ValueError, TypeError, RecursionError) as e:
-        raise DamagedRecord(f"its item tree is not JSON: {e!r}") from e
-    entries = {name: Entry(getattr(torch, t.dtype), list(t.shape), *t[2:]) for name, t in found.entries.items()}
-    arrays = entries.pop(ARRAYS, None)
-    return Record(found.version, found.key, tree, arrays, entries, size)
-
-
-def check_name(record: Record, digest: str) -> None:
+def check_name(record: Header, digest: str) -> None:
     """Checks that a record belongs to a key.
 
     Raises:
         DamagedRecord: it is another item's record that was swapped, copied or linked.
     """
     parts = record.key.get("parts")
-    if not isinstance(parts, list) or header.digest_of(parts) != digest:
+    if not isinstance(parts, list) or digest_of(parts) != digest:
         raise DamagedRecord("it is not the record of its name: it was swapped, copied or linked from another one")

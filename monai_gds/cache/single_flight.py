@@ -55,7 +55,6 @@ class Pace:
         self._sum = (0, 0.0)
 
     def note(self, seconds: float) -> None:
-        """Counts an item."""
         count, total = self._sum
         self._sum = count + 1, total + seconds
 
@@ -152,19 +151,14 @@ class Lease:
 class Leases:
     """The leases of one cache directory. All objects over one directory share them, as do a process's threads.
 
-    Args:
-        directory: the cache directory. Its ``.tmp`` is made when it is missing.
+    The directory's ``.tmp`` is made when it is missing.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._folder = os.path.realpath(directory)
 
     def take(self, digest: str) -> Lease | None:
-        """Takes the lease of an item, with or without a file; None if somebody else holds it.
-
-        Args:
-            digest: of the item's key, 32 hex digits.
-        """
+        """Takes the lease of an item by its digest, with or without a file; None if somebody else holds it."""
         lease = Lease(self._folder, digest)
         if not lease._holder.claim(lease):
             return None
@@ -186,15 +180,7 @@ class Leases:
         return Lease(self._folder, digest)
 
     def wait(self, digest: str, limit_s: float) -> bool:
-        """Waits while another holder of an item's lease lives.
-
-        Args:
-            digest: of the item's key.
-            limit_s: the longest wait, in seconds.
-
-        Returns:
-            Whether the lease is free.
-        """
+        """Waits at most ``limit_s`` seconds while another holder of a lease lives. Returns whether it is free."""
         end = time.monotonic() + limit_s
         pause, longest = _PAUSES
         while self.held_elsewhere(digest):
@@ -257,14 +243,9 @@ class Leases:
 
 
 def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[], T | None]) -> tuple[Lease, T | None]:
-    """Takes the lease of an item that is needed now, or waits for its holder.
+    """Takes the lease of an item that is needed now, or waits for its holder, until ``look`` returns its record.
 
     It waits no longer than an item takes in this process. Then the item is computed without a lease.
-
-    Args:
-        directory: the cache directory.
-        digest: of the item's key.
-        look: returns the record if it is there.
 
     Returns:
         A lease to compute the item under, and None; or a lease of nothing, and what ``look`` found.
@@ -323,7 +304,6 @@ class _Holder:
                 self.held.pop(lease._what, None)
 
     def holds(self, what: tuple[str, str]) -> bool:
-        """Whether a thread of this process holds the lease of that folder and digest."""
         known = self.held.get(what)
         return known is not None and known() is not None
 

@@ -6,7 +6,7 @@ its times as they were, so a hash may be remembered only if the file was already
 
 * Local file systems stamp with this machine's clock, which is compared with ctime and mtime.
 * On others, files that are a day older than this machine's clock are old, whichever of the two clocks is wrong.
-* In the cache folder's file system, the server tells its time when a file there is touched.
+* In the cache folder's file system, the server tells its time when a file is made there.
 * Whatever clocks and times say (``touch -d 2099``), a file is old if this process saw it in the same state two seconds
   ago on a monotonic clock.
 
@@ -17,13 +17,14 @@ through a shared memory mapping change times up to 30 s late. Attributes cached 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import time
 
 from monai_gds import limits
-from monai_gds.cache.source_memo import SourceMemo
+from monai_gds.cache import temporary
 
 __all__ = ["FileClock"]
 
@@ -47,14 +48,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class FileClock:
-    """Tells the age of files.
+    """Tells the age of files, if need be by the clock of the cache folder's file server."""
 
-    Args:
-        memo: of the cache folder, whose file server it can ask for the time.
-    """
-
-    def __init__(self, memo: SourceMemo) -> None:
-        self._memo = memo
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder
         self._is_local: dict[int, bool] = {}  # by device
         self._server: dict[int, tuple[float, int | None]] = {}  # by device: when it answered, and what
         self._young: dict[str, tuple[bytes, float]] = {}  # by path: its state, and when that was first seen
@@ -81,12 +78,21 @@ class FileClock:
             return here
         answered, told = self._server.get(device, (-math.inf, None))
         if time.monotonic() - answered > _ASK_SERVER_SECONDS:
-            told = self._memo.server_time(device)
+            told = self._server_time(device)
             answered = time.monotonic()  # after the file was stamped; earlier would make the server seem ahead
             self._server[device] = (answered, told)
         if told is None:
             return here - _CLOCKS_DIFFER
         return told + int((time.monotonic() - answered) * 0.999e9)
+
+    def _server_time(self, device: int) -> int | None:
+        """The file server's current time in ns; None if the cache folder is on another device."""
+        if self._folder is None or not os.path.isdir(self._folder):
+            return None
+        with contextlib.suppress(OSError), temporary.opened(self._folder, create=True) as folder:
+            told = temporary.server_time(folder) if os.fstat(folder).st_dev == device else None
+            return None if told is None else int(told * 1e9)
+        return None
 
 
 def _file_system(fd: int) -> int | None:

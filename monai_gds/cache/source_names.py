@@ -76,16 +76,11 @@ def looks_like_path(text: str) -> bool:
 def candidates(item: Any, loaded_keys: Collection[Any] | Literal["all"]) -> list[tuple[str, bool]]:
     """The strings of an item that may name sources, each with whether a folder of that name counts too.
 
-    A string may name a source if a transform loads the value under its key, if it looks like a path, or if it is a
-    ``Path``. A folder counts if it is loaded, is a ``Path``, or has a separator: ``{"split": "train"}`` never means
-    ``./train``.
+    A string may name a source if a transform loads the value under its key (``loaded_keys``, or ``"all"`` if whole
+    items are loaded), if it looks like a path, or if it is a ``Path``. A folder counts if it is loaded, is a ``Path``,
+    or has a separator: ``{"split": "train"}`` never means ``./train``.
 
-    Args:
-        item: of a dataset: dicts, lists, tuples, sets, arrays of strings, nested.
-        loaded_keys: the keys that the pipeline's Load transforms read; ``"all"`` if they read whole items.
-
-    Returns:
-        Each string once, sorted, because the order of sets differs between processes.
+    Each string comes once, sorted, because the order of sets differs between processes.
 
     Example:
         >>> from monai_gds.cache.source_names import candidates

@@ -108,7 +108,7 @@ class Sources:
         self._policy = policy
         self._folder = folder
         self._memo = SourceMemo(folder)
-        self._clock = FileClock(self._memo)
+        self._clock = FileClock(folder)
         # By absolute path: its state (32 bytes for a file, 16 for a folder), then 16 bytes of content hash.
         self._known: dict[str, bytes] = {}
         self._inside: dict[bytes, bytes] = {}  # the same for files in folders, used when one of many changed
@@ -120,14 +120,9 @@ class Sources:
         return type(self), (self._policy, self._folder)  # a spawned process reads the memo
 
     def identity(self, path: str, folders: bool = True) -> Identity | None:
-        """The identity of the source at a path.
+        """The identity of the source at a path, absolute or relative to the working directory.
 
-        Args:
-            path: a file or a folder, absolute or relative to the working directory.
-            folders: whether a folder counts.
-
-        Returns:
-            None if there is no file or folder, or something else, such as a pipe.
+        None if there is neither a file nor, with ``folders``, a folder, or something else, such as a pipe.
 
         Raises:
             HashingError: a callable returned something other than str, bytes or None.

@@ -2,8 +2,8 @@
 
     <directory>/.tmp/<32 hex digits>.<boot>-<pid namespace>.<pid>.<start time>.<n>
 
-Used by :mod:`monai_gds.cache.publishing`, by ``tidy`` when a dataset is made, and by ``prune``. The name of a file
-contains that of its writer (:mod:`monai_gds.cache.process_names`), so that other processes can tell whether it runs.
+The name of a file contains that of its writer (:mod:`monai_gds.cache.process_names`), so that other processes can tell
+whether it runs.
 
 ``.tmp`` may hold other people's files, and may have been replaced by a link to their folder. It is opened without
 following links, and everything is deleted relative to that descriptor. Only regular files whose names have exactly the
@@ -49,12 +49,7 @@ _counter = itertools.count()
 
 
 class Abandoned(NamedTuple):
-    """A temporary file whose writer has ended.
-
-    Attributes:
-        path: where it is.
-        nbytes: its size.
-    """
+    """A temporary file whose writer has ended."""
 
     path: str
     nbytes: int
@@ -64,9 +59,7 @@ class Abandoned(NamedTuple):
 def opened(directory: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
     """Opens the ``.tmp`` of a cache directory for ``dir_fd=``, never following a link.
 
-    Args:
-        directory: the cache directory.
-        create: create the folder, and the cache directory, if missing.
+    With ``create``, a missing folder is made, and so is the cache directory.
 
     Raises:
         FileNotFoundError: it is missing, and not to be created.
@@ -163,14 +156,7 @@ def abandoned(directory: str | os.PathLike[str]) -> list[Abandoned]:
 
 
 def remove(directory: str | os.PathLike[str], name: str) -> bool:
-    """Deletes a file that :func:`abandoned` returned, if it still would.
-
-    Args:
-        directory: the cache directory.
-        name: the file's name in its ``.tmp``.
-
-    Returns:
-        Whether it was deleted.
+    """Deletes the file of this name that :func:`abandoned` returned, if it still would. Returns whether it did.
 
     Raises:
         OSError: no permission, read-only.
@@ -208,15 +194,9 @@ def _is_in_use(writer: str, st: os.stat_result, clock: Callable[[], float | None
 
 
 def server_time(folder: int) -> float | None:
-    """The current time of the clock that stamps a folder's files, which may be a file server's.
+    """The current time, in seconds, of the clock that stamps the files of a ``.tmp``, which may be a file server's.
 
-    Creates a file to find out.
-
-    Args:
-        folder: descriptor of a ``.tmp``.
-
-    Returns:
-        Seconds since the epoch; None if no file can be created.
+    Creates a file to find out. None if that fails.
     """
     name = _new_name("0" * 32)
     try:

@@ -102,11 +102,7 @@ class Writer:
             self._wait(lambda: path not in self._queue)
 
     def flush(self) -> None:
-        """Waits until everything submitted so far is written.
-
-        Raises:
-            BaseException: as by :meth:`submit`.
-        """
+        """Waits until everything submitted so far is written. Raises as :meth:`submit`."""
         waiting = list(self._queue.values())
         if waiting:
             last = waiting.pop()

@@ -16,8 +16,9 @@ import torch
 
 from monai_gds import limits
 from monai_gds.cache.checksum import checksum
+from monai_gds.cache.header import parse
 from monai_gds.cache.reading import read_record
-from monai_gds.cache.record import pack_record, parse_header
+from monai_gds.cache.record import pack_record
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
 from monai_gds.errors import DamagedRecord
 from monai_gds.pooled_memory import tensor_over
@@ -185,7 +186,7 @@ def save_item(storage: Storage, path: Path, item: dict[str, Any]) -> dict[str, i
     buffers = pack_record(encode_item(item), key={})
     storage.write(str(path), buffers)
     header = bytes(buffers[0])
-    return {name: entry.offset for name, entry in parse_header(header, path.stat().st_size).tensors.items()}
+    return {name: entry.offset for name, entry in parse(header, path.stat().st_size).tensors.items()}
 
 
 def load_item(path: str) -> Any:
@@ -206,5 +207,5 @@ def load_item(path: str) -> Any:
     for (name, entry), data in zip(record.tensors.items(), raw, strict=True):
         if checksum(data) != entry.checksum:
             raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
-        tensors[name] = tensor_of(data, entry.dtype, entry.shape)
+        tensors[name] = tensor_of(data, getattr(torch, entry.dtype), entry.shape)
     return compile_tree(record.tree, arrays, record.tensors)(tensors)

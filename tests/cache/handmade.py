@@ -1,4 +1,4 @@
-"""Records of either version, written by hand as the format's specification says."""
+"""Records, written by hand as the format's specification says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from monai_gds.cache.checksum import checksum
 
-__all__ = ["digest_of", "key_of_version_2", "version_1", "version_2", "write"]
+__all__ = ["digest_of", "key_of_version_2", "version_2", "write"]
 
 
 def digest_of(text: str) -> str:
@@ -28,11 +28,6 @@ def key_of_version_2(
     parts = ["monai_gds 2", item, transform, monai, {"track_meta": True}, named, False]
     found = {path: [size, identity] for path, (size, identity) in sources.items()}
     return {"parts": parts, "sources": found, "pipeline": pipeline, "item": item, "monai": monai}
-
-
-def version_1(folder: Path, key: dict[str, Any], name: str = "") -> Path:
-    """Writes a record of version 1, under any name: its digest is not compared."""
-    return write(folder / f"{name or digest_of(json.dumps(key))}.safetensors", 1, key)
 
 
 def version_2(folder: Path, key: dict[str, Any]) -> Path:

@@ -21,7 +21,7 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.cache.directory import CacheDirectory, prepare
-from monai_gds.cache.record import SUFFIX
+from monai_gds.cache.header import SUFFIX
 from monai_gds.cache.temporary import abandoned
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, FileChanged
@@ -172,11 +172,11 @@ def test_what_is_kept_of_records_is_bounded(cache: CacheDirectory, monkeypatch: 
             if round_ == 0:
                 put(cache, str(i), i, 8)
             assert get(cache, str(i)) == i
-            assert 1 <= len(memory) <= 3 * 3  # the first one pays for what they share
+            assert 1 <= len(memory._heads) <= 3 * 3  # the first one pays for what they share
             assert memory.nbytes <= limits.HEADS_BYTES
     for i in range(10):
         cache._reader.forget(cache.record_path(key(str(i)).digest))
-    assert (len(memory), memory.nbytes) == (0, 0)
+    assert (len(memory._heads), memory.nbytes) == (0, 0)
 
 
 def test_thousands_of_records_of_one_pipeline_are_kept_in_little_memory(tmp_path: Path) -> None:
@@ -198,9 +198,37 @@ def test_thousands_of_records_of_one_pipeline_are_kept_in_little_memory(tmp_path
     gc.collect()
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert len(memory) == count + 1
+    assert len(memory._heads) == count + 1
     assert 0.7 < (memory.nbytes - counted) / taken < 1.5, "what is counted is what it takes"
     assert taken / count < 3000
+
+
+@pytest.mark.parametrize("tensors", [1, 40])
+def test_where_the_tensors_of_records_lie_is_counted_too(tmp_path: Path, tensors: int) -> None:
+    """Every record has tensors of other shapes, so no two records share a table."""
+    writer, reader = opened(tmp_path), opened(tmp_path, verify="never")
+    memory = reader._reader.heads
+    count = 300  # more than the shared tables that are remembered besides
+    for i in range(-1, count):
+        writer.publish(key(str(i)), encode_item({f"image{j}": torch.zeros(2 * i + 5) for j in range(tensors)}))
+    assert get_all(reader, "-1") is not None  # pays for what they share
+    gc.collect()
+    tracemalloc.start()
+    before, counted = tracemalloc.get_traced_memory()[0], memory.nbytes
+    for i in range(count):
+        assert get_all(reader, str(i)) is not None
+    gc.collect()
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 0.7 < (memory.nbytes - counted) / taken < 1.5, "what is counted is what it takes"
+    for i in range(-1, count):
+        reader._reader.forget(reader.record_path(key(str(i)).digest))
+    assert memory.nbytes == 0
+
+
+def get_all(cache: CacheDirectory, name: str) -> Any:
+    pending = cache.start(key(name).digest)
+    return None if pending is None else pending.wait()
 
 
 def test_tensors_share_no_storage(cache: CacheDirectory) -> None:

@@ -263,11 +263,3 @@ def test_a_pipeline_whose_description_shows_no_difference(index: Index) -> None:
 def test_a_record_that_should_have_been_found(index: Index) -> None:
     add(index, 1, pipeline="cccc0000")
     assert nearest(index, WANTED).differences == ["nothing that the index holds differs"]
-
-
-def test_a_record_of_the_first_version_is_said_to_be_one_and_comes_last(index: Index) -> None:
-    old = add(index, 9, version=1, sources={CT: (100, 17)})
-    assert nearest(index, WANTED).entry == old
-    assert nearest(index, WANTED).differences == ["the record is of format version 1"]
-    add(index, 1, pipeline="bbbb0000", sources={})
-    assert nearest(index, WANTED).entry != old

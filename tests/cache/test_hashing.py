@@ -158,6 +158,18 @@ def test_data_that_cannot_change_are_hashed_once(monkeypatch: pytest.MonkeyPatch
     assert not hashing._frozen
 
 
+def test_an_unpickled_array_may_change_although_its_data_lie_in_bytes() -> None:
+    unpickled = pickle.loads(pickle.dumps(np.zeros(100_000)))
+    assert isinstance(unpickled.base, bytes)
+    view = unpickled[:10]
+    view.flags.writeable = False
+    before = [canonical_hash(x) for x in (unpickled, view)]
+    unpickled[0] = 1
+    after = [canonical_hash(x) for x in (unpickled, view)]
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+
+
 def test_numbers_of_any_length_are_described() -> None:
     assert hash_transforms([Parameters(10**5000)]) != hash_transforms([Parameters(10**5000 + 1)])
 

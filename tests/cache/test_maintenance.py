@@ -23,7 +23,7 @@ from monai.data import PersistentDataset
 from monai.transforms import Compose, EnsureTyped, ScaleIntensityd
 
 from monai_gds.cache import header
-from monai_gds.cache.index import FOLDER, Index, IndexEntry
+from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.maintenance import (
     Found,
     check,
@@ -34,9 +34,10 @@ from monai_gds.cache.maintenance import (
     remove,
     survey,
 )
+from monai_gds.cache.notes import FOLDER
 from monai_gds.cache.sources import Sources
 from monai_gds.dataset import GDSDataset
-from tests.cache.handmade import key_of_version_2, version_1, version_2, write
+from tests.cache.handmade import key_of_version_2, version_2, write
 from tests.commands import run
 from tests.machines import in_child, shared_folder
 
@@ -67,17 +68,17 @@ def flip_last_tensor(record: Path) -> None:
     """Damages the data, which the header's checksum does not cover."""
     with record.open("r+b") as file:
         read = header.read(file.fileno())
-        file.seek(max(t.offset for name, t in read.entries.items() if name != header.ARRAYS))
+        file.seek(max(t.offset for t in read.tensors.values()))
         file.write(b"\xff")
 
 
 def state(path: Path) -> list[int]:
-    """Size and mtime, as version 1 kept them of a source."""
+    """Size and mtime of a source."""
     return [path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def content(path: Path) -> list[Any]:
-    """Size and hash, as version 2 keeps them of a source."""
+    """Size and hash, as records keep them of a source."""
     return list(Sources("content", None).identity(str(path)) or ())
 
 
@@ -141,28 +142,7 @@ def pruned(folder: Path, *options: str) -> set[str]:
     return {path.name for path in before - records(folder)}
 
 
-def test_of_version_1_a_source_with_another_mtime_supersedes(tmp_path: Path, source: Path) -> None:
-    cache = tmp_path / "cache"
-    old = version_1(cache, {"item": "i", "transform": "t", "monai": "1", "sources": {str(source): state(source)}})
-    assert pruned(cache) == set()
-    os.utime(source, ns=(0, 0))
-    assert f"superseded: its source {source} has changed" in run("cache", "prune", "--dry-run", cache).stdout
-    assert pruned(cache) == {old.name}
-
-
-def test_of_version_1_a_folder_counts_with_its_listing(tmp_path: Path, source: Path) -> None:
-    cache = tmp_path / "cache"
-    text = repr([("ct.npy", *state(source))]).encode()
-    listing = [1, int.from_bytes(blake2b(text, digest_size=7).digest(), "little")]
-    old = version_1(cache, {"item": "i", "transform": "t", "sources": {str(source.parent): listing}})
-    assert pruned(cache) == set()
-    (source.parent / "another").touch()
-    assert pruned(cache) == {old.name}
-
-
-def test_of_version_2_a_source_of_another_size_supersedes_and_a_touched_one_does_not(
-    tmp_path: Path, source: Path
-) -> None:
+def test_a_source_of_another_size_supersedes_and_a_touched_one_does_not(tmp_path: Path, source: Path) -> None:
     cache = tmp_path / "cache"
     record = version_2(cache, key_of_version_2(**{str(source): content(source)}))
     os.utime(source, ns=(0, 0))
@@ -171,7 +151,7 @@ def test_of_version_2_a_source_of_another_size_supersedes_and_a_touched_one_does
     assert pruned(cache) == {record.name}
 
 
-def test_of_version_2_contents_are_compared_when_asked(tmp_path: Path, source: Path) -> None:
+def test_contents_are_compared_when_asked(tmp_path: Path, source: Path) -> None:
     cache = tmp_path / "cache"
     record = version_2(cache, key_of_version_2(**{str(source): content(source)}))
     np.save(source, np.ones(8))
@@ -179,7 +159,7 @@ def test_of_version_2_contents_are_compared_when_asked(tmp_path: Path, source: P
     assert pruned(cache, "--check-sources") == {record.name}
 
 
-def test_of_version_2_an_mtime_that_identifies_is_compared(tmp_path: Path, source: Path) -> None:
+def test_an_mtime_that_identifies_is_compared(tmp_path: Path, source: Path) -> None:
     cache = tmp_path / "cache"
     size, mtime = state(source)
     record = version_2(cache, key_of_version_2(**{str(source): [size, f"stat:{mtime}"]}))
@@ -200,27 +180,10 @@ def test_a_source_that_cannot_be_judged_from_here_supersedes_nothing(
 
 def test_records_with_missing_sources_go_when_asked(tmp_path: Path, source: Path) -> None:
     cache = tmp_path / "cache"
-    both = {
-        version_1(cache, {"item": "i", "transform": "t", "sources": {str(source): state(source)}}).name,
-        version_2(cache, key_of_version_2(**{str(source): content(source)})).name,
-    }
+    record = version_2(cache, key_of_version_2(**{str(source): content(source)}))
     source.unlink()
     assert pruned(cache, "--check-sources") == set()
-    assert pruned(cache, "--missing-sources") == both
-
-
-def test_relative_sources_prove_nothing_and_are_counted(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the first records had them: from another folder, the path leads to another file or to none."""
-    cache = tmp_path / "cache"
-    for item in "ab":
-        version_1(cache, {"item": item, "transform": "t", "sources": {"ct.npy": [1, 2]}})
-    for folder in (source.parent, tmp_path):
-        monkeypatch.chdir(folder)
-        done = run("cache", "prune", "--missing-sources", cache)
-        assert "2 records name sources by relative paths" in done.stdout
-        assert "0 files" in done.stdout
+    assert pruned(cache, "--missing-sources") == {record.name}
 
 
 # Superseded: there is a newer record
@@ -232,11 +195,6 @@ def older_and_newer(older: Path, newer: Path) -> None:
 
 
 def test_a_newer_record_of_the_same_item_sources_and_transforms_supersedes(tmp_path: Path, source: Path) -> None:
-    key = {"item": "i", "transform": "t", "sources": {str(source): state(source)}}
-    older_and_newer(
-        version_1(tmp_path, {**key, "monai": "1"}, "a" * 32), version_1(tmp_path, {**key, "monai": "2"}, "b" * 32)
-    )
-    assert pruned(tmp_path) == {f"{'a' * 32}.safetensors"}
     sources = {str(source): content(source)}
     older, newer = (version_2(tmp_path, key_of_version_2(monai=version, **sources)) for version in "12")
     older_and_newer(older, newer)
@@ -244,9 +202,7 @@ def test_a_newer_record_of_the_same_item_sources_and_transforms_supersedes(tmp_p
 
 
 def test_records_that_differ_by_more_than_that_stay(tmp_path: Path, source: Path) -> None:
-    """Version 1 beside version 2 too: an older monai_gds may still read it."""
     sources = {str(source): content(source)}
-    version_1(tmp_path, {"item": "item", "transform": "t", "monai": "1.5.1", "sources": {str(source): state(source)}})
     version_2(tmp_path, key_of_version_2(**sources))
     version_2(tmp_path, key_of_version_2(item="another", **sources))
     version_2(tmp_path, key_of_version_2(transform="another", **sources))
@@ -257,15 +213,8 @@ def test_records_that_differ_by_more_than_that_stay(tmp_path: Path, source: Path
     rooted = key_of_version_2(**sources)
     rooted["parts"][6] = True
     version_2(tmp_path, rooted)
-    assert len(records(tmp_path)) == 7
+    assert len(records(tmp_path)) == 6
     assert pruned(tmp_path) == set()
-
-
-def test_records_of_version_1_go_when_asked(tmp_path: Path) -> None:
-    old = version_1(tmp_path, {"item": "i", "transform": "t", "sources": {}})
-    version_2(tmp_path, key_of_version_2())
-    assert pruned(tmp_path) == set()
-    assert pruned(tmp_path, "--old-format") == {old.name}
 
 
 # Pipelines
@@ -353,19 +302,18 @@ def test_damage_is_counted_and_prune_damaged_deletes_it(tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, "2 records, 0 damaged; 2 other files\n")
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".v2.safetensors"])
-def test_a_record_of_a_newer_version_is_not_damage_and_stays(tmp_path: Path, suffix: str) -> None:
-    record = write(tmp_path / f"{'a' * 32}{suffix}", 3, {})
+def test_a_record_of_a_newer_version_is_not_damage_and_stays(tmp_path: Path) -> None:
+    record = write(tmp_path / f"{'a' * 32}{header.SUFFIX}", 3, {})
     done = run("cache", "verify", record.parent)
     assert done.exit_code == 1
     assert "format version 3" in done.stdout
     assert "1 records, 0 damaged, 1 that cannot be checked\n" in done.stdout
     assert "prune" not in done.stdout
-    assert "0 files" in run("cache", "prune", "--damaged", "--old-format", record.parent).stdout
+    assert "0 files" in run("cache", "prune", "--damaged", record.parent).stdout
     assert record.exists()
 
 
-@pytest.mark.parametrize("how", ["swapped", "copied", "linked", "hard linked", "as version 1", "as version 2"])
+@pytest.mark.parametrize("how", ["swapped", "copied", "linked", "hard linked"])
 def test_a_record_under_another_name_is_damaged(tmp_path: Path, how: str) -> None:
     a, b = version_2(tmp_path, key_of_version_2("a")), version_2(tmp_path, key_of_version_2("b"))
     assert [check(path).problem for path in (a, b)] == ["", ""]  # type: ignore[union-attr]
@@ -380,14 +328,8 @@ def test_a_record_under_another_name_is_damaged(tmp_path: Path, how: str) -> Non
         other.write_bytes(a.read_bytes())
     elif how == "linked":
         other.symlink_to(a)
-    elif how == "hard linked":
-        os.link(a, other)
-    elif how == "as version 1":
-        other = tmp_path / a.name.replace(".v2", "")
-        other.write_bytes(a.read_bytes())
-        wrong = {other.name}
     else:
-        version_1(tmp_path, {"item": "i", "transform": "t", "sources": {}}, name="c" * 32 + ".v2")
+        os.link(a, other)
     assert {found.name for found in survey(tmp_path) if found.damaged} == wrong
     assert {found.name for found in map(check, records(tmp_path)) if found and found.damaged} == wrong
     assert run("cache", "verify", "--summary", tmp_path).stdout.startswith(
@@ -396,20 +338,17 @@ def test_a_record_under_another_name_is_damaged(tmp_path: Path, how: str) -> Non
     assert pruned(tmp_path) == wrong
 
 
-#: Keys that no version wrote, as JSON: whatever the version of the record, of version 1, of version 2.
-ODD = ["[]", "1", "null", '"text"', "NaN", "{", "[" * 50_000, '{"sources": []}', '{"sources": {"/a": 1}}']
-ODD_1 = [
-    '{"item": 3, "sources": {}}',
-    '{"item": "i", "transform": null, "sources": {}}',
-    '{"item": ["x"], "transform": {}, "sources": {}}',
-    '{"item": "i", "transform": "t", "sources": "text"}',
-    '{"item": "i", "transform": "t", "sources": {"/a": [1]}}',
-    '{"item": "i", "transform": "t", "sources": {"/a": [1, 2, 3]}}',
-    '{"item": "i", "transform": "t", "sources": {"/a": [NaN, 1]}}',
-    '{"item": "i", "transform": "t", "sources": {"": []}}',
-    '{"item": "i", "transform": "t", "sources": {"/a": [' + "9" * 5000 + ", 1]}}",
-]
-ODD_2 = [
+#: Keys that no writer wrote, as JSON.
+ODD_KEYS = [
+    "[]",
+    "1",
+    "null",
+    '"text"',
+    "NaN",
+    "{",
+    "[" * 50_000,
+    '{"sources": []}',
+    '{"sources": {"/a": 1}}',
     '{"a": 1}',
     '{"parts": [], "item": "i", "pipeline": "", "sources": {}}',  # not what the file is called after
     '{"parts": {}, "item": "i", "pipeline": "", "sources": {}}',
@@ -424,13 +363,12 @@ ODD_2 = [
         for n in range(800, 1000, 8)
     ),
 ]
-VERSION_AND_KEY = [*((1, key) for key in ODD + ODD_1), *((2, key) for key in ODD + ODD_2)]
 
 
-@pytest.mark.parametrize(("version", "key"), VERSION_AND_KEY, ids=lambda value: str(value)[:60])
-def test_an_odd_key_costs_its_own_row_only(tmp_path: Path, version: int, key: str) -> None:
+@pytest.mark.parametrize("key", ODD_KEYS, ids=lambda value: value[:60])
+def test_an_odd_key_costs_its_own_row_only(tmp_path: Path, key: str) -> None:
     sound = version_2(tmp_path, key_of_version_2())
-    odd = write(tmp_path / f"{'a' * 32}{header.VERSIONS[version]}", version, key)
+    odd = write(tmp_path / f"{'a' * 32}{header.SUFFIX}", header.VERSION, key)
     for options in (["ls"], ["ls", "--json"], ["ls", "--sort", "source"], ["verify"], ["prune", "--dry-run"]):
         done = run("cache", *options, tmp_path)
         assert sound.name in done.stdout or options[0] in ("verify", "prune")
@@ -535,8 +473,7 @@ def without_key(found: list[Found]) -> list[Found]:
 
 
 def test_headers_are_read_once_and_then_the_index_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = {version_1(tmp_path, {"item": "i", "transform": "t", "sources": {"/a": [1, 2]}}).name}
-    both.add(version_2(tmp_path, key_of_version_2(**{"/b": [1, "x"]})).name)
+    both = {version_2(tmp_path, key_of_version_2(**{path: [1, "x"]})).name for path in ("/a", "/b")}
     plain = survey(tmp_path)
     assert not (tmp_path / FOLDER).exists()
     names = looked_at(monkeypatch)
@@ -590,7 +527,7 @@ def test_prune_believes_no_index(tmp_path: Path, source: Path) -> None:
     record = version_2(tmp_path, key_of_version_2(**{str(source): content(source)}))
     (found,) = survey(tmp_path)
     digest = record.name[:32]
-    wrong = IndexEntry(digest, "i", "beef0123", found.nbytes, found.mtime_ns, (), {str(source): (1, "x")}, 2)
+    wrong = IndexEntry(digest, "i", "beef0123", found.nbytes, found.mtime_ns, (), {str(source): (1, "x")})
     Index(tmp_path).note_record(wrong)
     assert run("cache", "ls", "--json", tmp_path).stdout.count("beef0123") == 2
     assert pruned(tmp_path, "--missing-sources") == set()

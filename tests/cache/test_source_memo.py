@@ -14,6 +14,8 @@ import pytest
 
 from monai_gds import limits
 from monai_gds.cache import source_memo as module
+from monai_gds.cache.process_names import this_process
+from monai_gds.cache.source_clock import FileClock
 from monai_gds.cache.source_memo import SourceMemo
 
 
@@ -126,7 +128,7 @@ def test_another_kind_of_file_by_such_a_name_is_harmless(tmp_path: Path, data: b
 def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
     secret = tmp_path / "secret"
     write(tmp_path, 1).rename(secret)
-    name = tmp_path / ".index" / "host-1-1.sources"
+    name = tmp_path / ".index" / "01234567-1.2.3.0.sources"
     {
         "pipe": lambda: os.mkfifo(name),
         "link": lambda: name.symlink_to(secret),
@@ -164,7 +166,7 @@ def test_where_there_can_be_no_memo_nothing_fails_and_nothing_is_touched(
     memo.put(k(1), c(1))
     memo.flush()
     assert memo.get(k(1)) is None
-    assert memo.server_time(tmp_path.stat().st_dev) is None
+    memo.tidy()
     assert not (tmp_path / "theirs").exists() or not list((tmp_path / "theirs").iterdir())
     assert not (folder / ".index").is_file() or (folder / ".index").read_bytes() == b"mine"
 
@@ -209,9 +211,16 @@ def ended(folder: Path, numbers: list[list[int]], began: int) -> None:
     """Files of processes that ended long ago, one for each list."""
     (folder / ".index").mkdir(exist_ok=True)
     for i, of_one in enumerate(numbers, began):
-        file = folder / ".index" / f"host-{i}-1f.sources"
+        place, pid, _ = this_process().split(".")
+        file = folder / ".index" / f"{place}.{pid}.1.{i}.sources"
         file.write_bytes(b"".join(module._entry(k(n), c(n)) for n in of_one))
         os.utime(file, (10**9 + i, 10**9 + i))
+
+
+def end(file: Path, n: int) -> None:
+    """Makes a file one of a process that ended."""
+    place, pid, _, _, kind = file.name.removeprefix(".").split(".")
+    file.rename(file.with_name(("." if file.name.startswith(".") else "") + f"{place}.{pid}.1.{n}.{kind}"))
 
 
 @pytest.fixture
@@ -220,7 +229,7 @@ def many(tmp_path: Path) -> Path:
     ended(tmp_path, [[2 * n, 2 * n + 1] for n in range(80)], 100)
     (tmp_path / ".index" / "host-1-1.jsonl").write_text("another's")
     os.utime(tmp_path / ".index" / "host-1-1.jsonl", (0, 0))
-    (tmp_path / ".index" / "host-1-1e.sources").write_bytes(module._entry(k(160), c(160)))
+    (tmp_path / ".index" / f"{this_process()}.1000.sources").write_bytes(module._entry(k(160), c(160)))
     return tmp_path
 
 
@@ -228,6 +237,7 @@ def test_many_files_become_few_and_nothing_is_lost(many: Path) -> None:
     running = SourceMemo(str(many))
     assert running.get(k(0)) == c(0)
     SourceMemo(str(many)).put(k(161), c(161))
+    SourceMemo(str(many)).tidy()
     names = [p.name for p in (many / ".index").iterdir()]
     assert len(names) < 10
     assert known(many, range(162)) == list(range(162))
@@ -235,24 +245,30 @@ def test_many_files_become_few_and_nothing_is_lost(many: Path) -> None:
     assert all(running.get(k(n)) == c(n) for n in range(160))
 
 
-def test_a_writer_whose_file_was_merged_writes_on(tmp_path: Path) -> None:
+def test_a_writer_whose_file_was_merged_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = SourceMemo(str(tmp_path))
     asleep.put(k(500), c(500))
     ended(tmp_path, [[n] for n in range(80)], 100)
-    os.utime(tmp_path / ".index" / asleep._own().name, (0, 0))
+    (own,) = (tmp_path / ".index").glob(f"{this_process()}.*")
+    foreign = own.with_name("01234567-1.2.3.0.sources")  # as processes of other hosts see it
+    own.rename(foreign)
+    os.utime(foreign, (0, 0))
+    monkeypatch.setattr(asleep._notes, "_own", lambda: foreign.name)
     SourceMemo(str(tmp_path)).put(k(80), c(80))
-    assert not (tmp_path / ".index" / asleep._own().name).exists()
+    SourceMemo(str(tmp_path)).tidy()
+    assert not foreign.exists()
     asleep.put(k(501), c(501))
     asleep.flush()
     assert known(tmp_path, range(600)) == [*range(81), 500, 501]
 
 
 def test_merging_what_was_merged_before_keeps_it(tmp_path: Path) -> None:
-    for n in range(2):  # the same findings by other processes: the merged file is called the same again
+    for n in range(2):  # the same findings by other processes
         ended(tmp_path, [[1, 2]] * 80, 100)
         SourceMemo(str(tmp_path)).put(k(3 + n), c(3 + n))
-        for path in (tmp_path / ".index").glob("merged*"):
-            os.utime(path, (0, 0))
+        SourceMemo(str(tmp_path)).tidy()
+        for i, path in enumerate(list((tmp_path / ".index").iterdir())):
+            end(path, 1000 + i)
     assert known(tmp_path, range(5)) == [1, 2, 3, 4]
 
 
@@ -277,28 +293,38 @@ def test_a_merge_that_is_killed_at_any_step_loses_nothing(
         for name in ("rename", "unlink"):
             during.setattr(os, name, counted(getattr(os, name)))
         with contextlib.suppress(Killed):
-            SourceMemo(str(many)).put(k(161), c(161))
+            SourceMemo(str(many)).tidy()
     assert known(many, range(160)) == list(range(160))
-    for path in (many / ".index").iterdir():
-        os.utime(path, (10**9, 10**9))
+    for i, path in enumerate([p for p in (many / ".index").iterdir() if p.suffix != ".jsonl"]):
+        end(path, 1000 + i)
     ended(many, [[200 + n] for n in range(80)], 300)
-    SourceMemo(str(many)).put(k(162), c(162))  # and the next makes it good
+    SourceMemo(str(many)).tidy()  # and the next makes it good
     assert len(list((many / ".index").iterdir())) < 10
     assert known(many, range(160)) == list(range(160))
     assert not list((many / ".index").glob("*.new"))
 
 
 def test_too_many_bytes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MEMO_BYTES", 40 * 50)
-    monkeypatch.setattr(limits, "MEMO_UNMERGED_BYTES", 40)
+    monkeypatch.setattr(limits, "NOTE_BYTES", 40 * 50)
+    monkeypatch.setattr(limits, "NOTE_UNMERGED_BYTES", 40)
     ended(tmp_path, [[n] for n in range(80)], 100)
-    write(tmp_path, 80)
-    assert known(tmp_path, range(81)) == list(range(31, 81))
+    SourceMemo(str(tmp_path)).tidy()
+    assert known(tmp_path, range(81)) == list(range(30, 80))
 
 
 def test_server_time_is_that_of_the_file_system(tmp_path: Path) -> None:
-    memo = SourceMemo(str(tmp_path))
-    told = memo.server_time(tmp_path.stat().st_dev)
+    clock = FileClock(str(tmp_path))
+    told = clock._server_time(tmp_path.stat().st_dev)
     assert told is not None
     assert abs(told - time.time_ns()) < 10**9
-    assert memo.server_time(-1) is None
+    assert clock._server_time(-1) is None
+
+
+def test_without_a_folder_nobody_tells_the_time_and_nothing_is_made(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (tmp_path / ".tmp").symlink_to(theirs)
+    for folder in (None, str(tmp_path / "missing"), str(tmp_path)):
+        assert FileClock(folder)._server_time(tmp_path.stat().st_dev) is None
+    assert not (tmp_path / "missing").exists()
+    assert list(theirs.iterdir()) == []

@@ -100,7 +100,7 @@ def hit(cache: CacheDirectory, item: Any = None, **options: Any) -> Any:
     record, file, arrays = read_record(path, storage)
     raw = storage.map(Reads.of(path, [(e.offset, e.nbytes) for e in record.tensors.values()], file)).wait()
     parts = zip(record.tensors.items(), raw, strict=True)
-    tensors = {name: tensor_of(data, entry.dtype, entry.shape) for (name, entry), data in parts}
+    tensors = {name: tensor_of(data, getattr(torch, entry.dtype), entry.shape) for (name, entry), data in parts}
     return compile_tree(record.tree, arrays, tensors, **options)(tensors, item)
 
 

@@ -1,0 +1,224 @@
+"""Notes of one kind in a cache directory: each process appends to a file of its own, and reads those of all.
+
+    <directory>/.index/<place>.<pid>.<start>.<n>.<kind>
+
+So writes never interleave, also on NFS, and there are no locks. :meth:`Notes.tidy` merges the files of processes that
+have ended. Used by :mod:`monai_gds.cache.index` and :mod:`monai_gds.cache.source_memo`.
+
+Notes are advisory: callers lose only time if a note is missing, repeated or garbled, or if nothing can be written.
+Nothing here follows a link or touches a file whose name has another form. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from monai_gds import limits
+from monai_gds.cache.process_names import PATTERN, still_runs, this_process
+from monai_gds.process import PerProcess
+
+__all__ = ["FOLDER", "Notes", "open_folder", "publish", "read", "remove_unfinished"]
+
+FOLDER = ".index"
+
+#: How long, in seconds, a file counts as in use whose process cannot be checked from here (another host or container).
+_FOREIGN_SECONDS = 3600
+
+_UNFINISHED = re.compile(rf"\.{PATTERN}\.[0-9]+\.new")
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe would wait for its writer
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+#: Numbers the files of this process.
+_counter = itertools.count()
+
+
+class Notes:
+    """The notes of one kind in one cache directory, as one process sees them. Thread-safe.
+
+    Args:
+        directory: the cache directory. Nothing is created in it before something is noted.
+        kind: suffix of the files.
+        whole: how many of these bytes are whole notes. The rest, a note that is being written, is read later.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], kind: str, whole: Callable[[bytes], int]) -> None:
+        self.directory = os.path.abspath(directory)
+        self._kind, self._whole = kind, whole
+        self._name = re.compile(rf"{PATTERN}\.[0-9]+\.{kind}")
+        self._own = PerProcess(lambda: _new_name(kind))
+        self._read_up_to: dict[str, tuple[int, int]] = {}  # by file: its inode, and how much of it was read
+
+    def append(self, notes: bytes) -> None:
+        """Appends whole notes in one write to this process's file, if possible.
+
+        The file is closed at once, so that others see the notes over NFS and no unmount has to wait.
+        """
+        with contextlib.suppress(OSError), self.folder(make=True) as folder:
+            fd = os.open(self._own(), _APPEND, 0o666, dir_fd=folder)
+            try:
+                before = os.fstat(fd).st_size
+                if os.write(fd, notes) < len(notes):  # a full disk cut a note off
+                    os.ftruncate(fd, before)
+            finally:
+                os.close(fd)
+
+    def added(self) -> list[bytes]:
+        """The notes of all processes that were not read yet, one block for each file."""
+        blocks = []
+        with contextlib.suppress(OSError), self.folder() as folder:
+            for name in os.listdir(folder):
+                if self._name.fullmatch(name):
+                    blocks.append(self._added(folder, name))
+        return [block for block in blocks if block]
+
+    def _added(self, folder: int, name: str) -> bytes:
+        try:
+            st = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            inode, begin = self._read_up_to.get(name, (st.st_ino, 0))
+            if inode != st.st_ino or st.st_size < begin:
+                begin = 0
+            if st.st_size == begin:
+                return b""
+            data = read(folder, name, begin)
+        except OSError:  # merged meanwhile, or another user's
+            return b""
+        end = self._whole(data)
+        self._read_up_to[name] = st.st_ino, begin + end
+        return data[:end]
+
+    def tidy(self, merge: Callable[[list[bytes]], bytes]) -> None:
+        """Merges the files of ended processes if there are many, and removes unfinished files.
+
+        Two processes may do this at once and be killed at any step: a file is removed only when another holds its
+        notes. The oldest files beyond the size limit are removed too.
+
+        Args:
+            merge: the notes to keep of several files, the newest file first.
+        """
+        with contextlib.suppress(OSError), self.folder() as folder:
+            remove_unfinished(folder)
+            names = [name for name in os.listdir(folder) if self._name.fullmatch(name)]
+            ended = [name for name in names if _is_abandoned(folder, name)]
+            if len(ended) > limits.NOTE_FILES:
+                self._merge(folder, ended, merge)
+
+    def _merge(self, folder: int, names: Sequence[str], merge: Callable[[list[bytes]], bytes]) -> None:
+        merged: dict[str, bytes] = {}
+        total = 0
+        stats = [(os.stat(name, dir_fd=folder, follow_symlinks=False), name) for name in names]
+        for st, name in sorted(stats, key=lambda found: -found[0].st_mtime):
+            total += st.st_size
+            if total > limits.NOTE_BYTES:
+                _unlink(folder, name)
+            elif st.st_size < limits.NOTE_UNMERGED_BYTES:
+                with contextlib.suppress(OSError):
+                    merged[name] = read(folder, name)
+        notes = merge(list(merged.values()))
+        if notes:
+            publish(folder, _new_name(self._kind), notes)
+        for name, data in merged.items():
+            with contextlib.suppress(OSError):
+                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size == len(data):  # else it was appended to
+                    os.unlink(name, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def folder(self, make: bool = False) -> Iterator[int]:
+        """A descriptor of the folder of notes."""
+        above = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with open_folder(FOLDER, above, make) as folder:
+                yield folder
+        finally:
+            os.close(above)
+
+
+def _new_name(suffix: str) -> str:
+    return f"{this_process()}.{next(_counter)}.{suffix}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files below the folder's descriptor
+
+
+@contextlib.contextmanager
+def open_folder(name: str, above: int, make: bool = False) -> Iterator[int]:
+    """Opens a folder. It is made, if missing, with the permissions of its parent, so that a group may write to both."""
+    made = False
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=above)
+            made = True
+    folder = os.open(name, _FOLDER_FLAGS, dir_fd=above)
+    try:
+        if made:
+            os.fchmod(folder, stat.S_IMODE(os.fstat(above).st_mode))
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def read(folder: int, name: str, begin: int = 0) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is far too large.
+    """
+    fd = os.open(name, _READ, dir_fd=folder)
+    try:
+        st = os.fstat(fd)
+        if not stat.S_ISREG(st.st_mode) or st.st_size - begin > limits.NOTE_BYTES:
+            raise OSError(f"{name} is not a file of notes")
+        return os.pread(fd, max(0, st.st_size - begin), begin)
+    finally:
+        os.close(fd)
+
+
+def publish(folder: int, name: str, data: bytes) -> None:
+    """Writes a file atomically."""
+    unfinished = "." + _new_name("new")
+    fd = os.open(unfinished, _CREATE, 0o666, dir_fd=folder)
+    try:
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        _unlink(folder, unfinished)
+        raise
+
+
+def remove_unfinished(folder: int) -> None:
+    """Removes what killed processes left behind in :func:`publish`."""
+    for name in os.listdir(folder):
+        if _UNFINISHED.fullmatch(name) and _is_abandoned(folder, name):
+            _unlink(folder, name)
+
+
+def _unlink(folder: int, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=folder)
+
+
+def _is_abandoned(folder: int, name: str) -> bool:
+    """Whether a file's writer has ended and this user may delete the file."""
+    try:
+        st = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        sticky = os.fstat(folder).st_mode & stat.S_ISVTX
+    except OSError:  # deleted by another process
+        return False
+    if not stat.S_ISREG(st.st_mode) or (sticky and st.st_uid != os.geteuid()):
+        return False
+    runs = still_runs(".".join(name.removeprefix(".").split(".")[:3]))
+    return time.time() - st.st_mtime > _FOREIGN_SECONDS if runs is None else not runs
