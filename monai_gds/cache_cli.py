@@ -104,7 +104,8 @@ def _lines(records: Sequence[Found]) -> list[str]:
     lines = [line("record", "pipeline", "made", "MB", "tensors from sources")]
     for found in records:
         names = ", ".join(os.path.basename(path) or path for path in found.sources)
-        content = found.problem or _tensors(found.tensors) + (f" from {names}" if names else "")
+        smaller = f" ÷ {found.ratio:.1f}" if found.ratio > 1 else ""
+        content = found.problem or _tensors(found.tensors) + smaller + (f" from {names}" if names else "")
         megabytes = f"{found.nbytes / 1e6:.1f}"
         lines.append(line(found.name, _pipeline(found), _time(found), megabytes, content.replace("\n", "\\n")))
     return lines
@@ -150,6 +151,7 @@ def _as_json(found: Found) -> dict[str, Any]:
         "version": 0 if found.problem else VERSION,
         "pipeline": found.pipeline,
         "item": found.item,
+        "ratio": round(found.ratio, 3),
         "tensors": [{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in found.tensors],
         "sources": found.sources,
         "problem": found.problem,

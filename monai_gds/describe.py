@@ -115,7 +115,6 @@ def _lines(near: Nearest) -> list[str]:
 
 def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
     """What differs from the nearest record, before the index has records of this run; empty if none is near."""
-    cache.warn_of_older_format()
     near = None if cache.index is None else _nearest(cache.index, key)
     return near.differences if near is not None and near.entry is not None else []
 

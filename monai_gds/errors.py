@@ -14,6 +14,7 @@ __all__ = [
     "BlockMapError",
     "BrokenImage",
     "CacheWarning",
+    "CodecMissing",
     "DamagedRecord",
     "FailedItem",
     "FileChanged",
@@ -150,6 +151,17 @@ class NewerRecord(RecordError):
         >>> raise NewerRecord("it has format version 2, and this monai_gds reads up to 1")
         Traceback (most recent call last):
         monai_gds.errors.NewerRecord: it has format version 2, and this monai_gds reads up to 1
+    """
+
+
+class CodecMissing(NewerRecord):
+    """A cache record is compressed, and the library that decompresses it is not installed here.
+
+    Example:
+        >>> from monai_gds import CodecMissing
+        >>> raise CodecMissing("tiles are compressed by Blosc2, which is not installed")
+        Traceback (most recent call last):
+        monai_gds.errors.CodecMissing: tiles are compressed by Blosc2, which is not installed
     """
 
 

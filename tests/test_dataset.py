@@ -12,6 +12,7 @@ import os
 import pickle
 import resource
 import signal
+import sys
 import threading
 import warnings
 import zlib
@@ -32,7 +33,8 @@ from monai.data.utils import json_hashing, pickle_hashing
 from torch.utils.data import Subset
 
 import monai_gds
-from monai_gds import CacheWarning, GDSDataset, HashingError, UnsupportedType
+from monai_gds import CacheWarning, CodecMissing, GDSDataset, HashingError, UnsupportedType
+from monai_gds.cache import blosc
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.writer import process_writer
 from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
@@ -514,6 +516,7 @@ def test_a_function_that_keeps_the_pipeline_from_the_cache_is_named(make: Make) 
         ({"device": True}, "device must be"),
         ({"device": "cpu", "backend": "warp"}, "backend='warp'.*auto, posix"),
         ({"device": "cpu", "verify": "sometimes"}, "verify='sometimes'.*'first'"),
+        ({"device": "cpu", "compression": "gzip"}, "compression='gzip'.*'lz4', 'zstd' or None"),
     ],
 )
 def test_bad_arguments_name_themselves(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -1037,3 +1040,52 @@ def test_a_full_disk_found_out_in_the_background_is_a_warning(make: Make, tmp_pa
             assert dataset[0]["image"].shape
             dataset.flush()
         assert not any(small.glob(".tmp/*")), "nothing is half-written"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compression
+
+
+def _volume(item: dict[str, Any]) -> dict[str, Any]:
+    """An image as a MetaTensor, a label as an array: 2 MB each, of few values."""
+    steps = torch.arange(80).repeat(80 * 80).view(1, 80, 80, 80) + item["n"]
+    return {"image": MetaTensor(steps.float() / 7), "label": (steps % 5).numpy(), "n": item["n"]}
+
+
+VOLUMES = [{"n": 1}, {"n": 2}]
+needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
+
+
+@needs_blosc2
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_compression_changes_the_size_and_nothing_else(make: Make, cache_dir: Path, compression: Any) -> None:
+    transform = mt.Compose([mt.Lambda(_volume)])
+    wanted = make(transform, VOLUMES, None)[0]
+    dataset = make(transform, VOLUMES, compression=compression)
+    with dataset:
+        assert_same(dataset[0], wanted)
+    assert sum(path.stat().st_size for path in records(cache_dir)) < 1 << 20
+    for again in (dataset, make(transform, VOLUMES), make(transform, VOLUMES, compression="lz4")):
+        assert again.is_cached(0)
+        assert_same(again[0], wanted)
+
+
+@needs_blosc2
+def test_records_in_both_forms_serve_one_dataset(make: Make, cache_dir: Path) -> None:
+    transform = mt.Compose([mt.Lambda(_volume)])
+    with make(transform, VOLUMES) as plain:
+        plain[0]
+    with make(transform, VOLUMES, compression="zstd") as dataset:
+        dataset[1]
+    sizes = sorted(path.stat().st_size for path in records(cache_dir))
+    assert sizes[0] < 1 << 20 < 4 << 20 < sizes[1]
+    for i in (0, 1):
+        assert_same(dataset[i], make(transform, VOLUMES, None)[i])
+
+
+def test_compression_without_its_library_says_what_to_install(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    blosc._library.cache_clear()
+    with pytest.raises(CodecMissing, match=r"compression='lz4'.*pip install 'monai_gds\[tiles\]'"):
+        make(compression="lz4")
+    blosc._library.cache_clear()

@@ -268,8 +268,8 @@ class _TreeParser:
         is_complex = grad = False
         descr = None
         if len(payload) > 1:
-            _, is_complex, grad, descr = _fields(
-                payload, "$tensor", "name", complex=False, requires_grad=False, numpy=None
+            _, is_complex, grad, descr, _ = _fields(
+                payload, "$tensor", "name", complex=False, requires_grad=False, numpy=None, tiles=None
             )
         if name not in self._names or name in self._used:
             raise DamagedRecord(f"its tensor {name!r} is not there, or has two uses")

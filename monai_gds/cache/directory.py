@@ -48,6 +48,7 @@ class CacheDirectory:
         verify: see :data:`~monai_gds.cache.reading.Verify`.
         form: the form in which items come out of records.
         index: where published records are noted, or None.
+        codec: what new records are compressed with, see :data:`blosc.CODECS`, or None.
         unmade: :func:`prepare` has warned that the directory cannot be made, so nothing is reported until it exists.
     """
 
@@ -60,12 +61,14 @@ class CacheDirectory:
         verify: Verify = "first",
         form: Form = Form(),  # noqa: B008 (immutable)
         index: Index | None = None,
+        codec: str | None = None,
         unmade: bool = False,
     ) -> None:
         self.path = os.path.abspath(path)
         self.index = index
         self._storage = storage
         self._durable = durable
+        self._codec = codec
         self._problems = Problems(self.path, unmade)
         self._reader = RecordReader(storage, verify, form, self._problems)
 
@@ -110,7 +113,7 @@ class CacheDirectory:
             OSError: disk full, read-only, no permission, input/output error; ``.tmp`` is a link.
         """
         path = self.record_path(key.digest)
-        buffers = pack_record(item, key.ingredients())
+        buffers = pack_record(item, key.ingredients(), self._codec)
         try:
             with temporary.being_written(self.path, key.digest, path) as unfinished:
                 self._storage.write(unfinished, buffers, durable=self._durable)

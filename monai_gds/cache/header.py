@@ -41,6 +41,9 @@ SUFFIX = f".v{VERSION}.safetensors"
 
 #: The entry of an item's small arrays, packed together.
 ARRAYS = "__arrays"
+
+#: The entry of a packed tensor's table: this and the tensor's name.
+TABLE = "__tiles."
 _PAD = "__pad."
 _ALIGNMENT = 4096
 
@@ -86,6 +89,13 @@ class Tensor(NamedTuple):
     checksum: int
 
 
+class Tiled(NamedTuple):
+    """A packed tensor."""
+
+    layout: dict[str, Any]  # as the tree describes it, unchecked
+    table: Tensor  # where its table lies
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """A parsed header."""
@@ -94,6 +104,12 @@ class Header:
     tree: Any  # the item tree
     arrays: Tensor | None  # where the packed small arrays lie, if there are any
     tensors: dict[str, Tensor]  # the item's tensors by name, in the order of the file
+    tiles: dict[str, Tiled]  # of those that are packed
+
+    def front(self) -> dict[str, Tensor]:
+        """The entries behind the header that are not tensors of the item, by name."""
+        arrays = {} if self.arrays is None else {ARRAYS: self.arrays}
+        return {**arrays, **{TABLE + name: tiled.table for name, tiled in self.tiles.items()}}
 
 
 def digest_in(name: str) -> str | None:
@@ -154,7 +170,8 @@ def parse(head: bytes, size: int) -> Header:
         key, tree = json.loads(metadata["key"]), json.loads(metadata["tree"])
         if not isinstance(key, dict):
             raise DamagedRecord("its key is not a JSON object")
-        return Header(key, tree, entries.pop(ARRAYS, None), entries)
+        tiles = _tiles(tree, entries) if '"tiles":' in metadata["tree"] else {}
+        return Header(key, tree, entries.pop(ARRAYS, None), entries, tiles)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
         if isinstance(e, (DamagedRecord, NewerRecord)):
             raise
@@ -185,6 +202,32 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
             found[name] = Tensor(dtype, shape, start + begin, stop - begin, int(checksums[name], 16))
     if start + end != size:
         raise DamagedRecord(f"it has {size} bytes instead of {start + end}")
+    return found
+
+
+def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:
+    """The packed tensors. Their tables leave the entries, which get the dtype and shape of what is packed."""
+    tables = {name.removeprefix(TABLE): entries.pop(name) for name in list(entries) if name.startswith(TABLE)}
+    found: dict[str, Tiled] = {}
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            tensor = node.get("$tensor")
+            if isinstance(tensor, dict) and "tiles" in tensor:
+                if tensor["name"] not in tables:
+                    raise NewerRecord(f"its tensor {tensor['name']!r:.40} has tiles without a table, which is unknown")
+                found[tensor["name"]] = Tiled(tensor["tiles"], tables[tensor["name"]])
+            nodes.extend(node.values())
+        elif isinstance(node, list):
+            nodes.extend(node)
+    if found.keys() != tables.keys():
+        raise DamagedRecord("it has tables of tiles that no tensor uses")
+    for name, (layout, _) in found.items():
+        if entries[name].dtype != "uint8" or layout["dtype"] not in DTYPES:
+            raise DamagedRecord(f"its packed tensor {name!r} has an impossible dtype")
+        shape = tuple(map(_whole, layout["shape"]))
+        entries[name] = entries[name]._replace(dtype=DTYPES[layout["dtype"]][0], shape=shape)
     return found
 
 

@@ -7,11 +7,15 @@ import threading
 from collections import Counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.cache.header import Header
+from monai_gds.cache import blosc
+from monai_gds.cache.header import ARRAYS, TABLE, Header
+from monai_gds.cache.tiles import Layout, Tiles
 from monai_gds.cache.tree import Recipe, TreePlan, compile_tree
+from monai_gds.errors import CodecMissing
 from monai_gds.storage import FileId, Reads
 
 __all__ = ["Form", "HeadMemory", "RecordHead", "TensorTable"]
@@ -54,16 +58,34 @@ class RecordHead(NamedTuple):
     file: FileId  # identity of the file it was read from
     recipe: Recipe  # puts the item together
     table: TensorTable  # where its tensors lie
-    checksums: tuple[int, ...]  # of each tensor
+    checksums: tuple[int, ...]  # of the bytes of each tensor in the file
+    tiles: dict[str, Tiles]  # of packed tensors, by name
 
     @classmethod
-    def of(cls, record: Header, file: FileId, arrays: bytes, form: Form) -> RecordHead:
-        """The head of a record; ``arrays`` is its packed block of small arrays."""
-        recipe = compile_tree(record.tree, arrays, record.tensors, **form._asdict())
+    def of(cls, record: Header, file: FileId, blocks: dict[str, bytes], form: Form) -> RecordHead:
+        """The head of a record.
+
+        Args:
+            record: its header.
+            file: the identity of its file.
+            blocks: its packed small arrays and its tables of tiles, by the names of their entries.
+            form: the form of items.
+
+        Raises:
+            RecordError: its tree or its tiles are damaged, or of a newer version.
+            CodecMissing: its tiles cannot be unpacked here.
+        """
+        recipe = compile_tree(record.tree, blocks.get(ARRAYS, b""), record.tensors, **form._asdict())
+        tiles = {}
+        for name, (layout, _) in record.tiles.items():
+            table_bytes = np.frombuffer(blocks[TABLE + name], np.uint8)
+            tiles[name] = Tiles(Layout.of_node(layout), table_bytes, record.tensors[name].nbytes)
+        if tiles and (why := blosc.why_not()):
+            raise CodecMissing(why)
         entries = record.tensors.values()
         tensors = tuple([(name, getattr(torch, e.dtype), e.shape) for name, e in record.tensors.items()])
         table = _shared_table(tensors, tuple([(e.offset, e.nbytes) for e in entries]))
-        return cls(file, recipe, table, tuple([e.checksum for e in entries]))
+        return cls(file, recipe, table, tuple([e.checksum for e in entries]), tiles)
 
 
 class HeadMemory:
@@ -109,4 +131,5 @@ class HeadMemory:
 
 def _own_bytes(path: str, head: RecordHead) -> int:
     """Estimated bytes of memory of a head, without what it shares with others."""
-    return _HEAD_BYTES + len(path) + head.recipe.nbytes + _CHECKSUM_BYTES * len(head.checksums)
+    tiles = sum(tiles.nbytes for tiles in head.tiles.values())
+    return _HEAD_BYTES + len(path) + head.recipe.nbytes + _CHECKSUM_BYTES * len(head.checksums) + tiles

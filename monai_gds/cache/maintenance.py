@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 import os
 import re
 import stat
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.cache import header, temporary
-from monai_gds.cache.header import ARRAYS, Header, SourceState
+from monai_gds.cache.header import DTYPES, TABLE, Header, SourceState
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 
@@ -68,6 +69,12 @@ class Found:
     @property
     def path(self) -> Path:
         return Path(self.file)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the item's tensors per byte of the file; 0 if they are not known."""
+        bits = dict(DTYPES.values())
+        return sum(bits[dtype] * math.prod(shape) for _, dtype, shape in self.tensors) / max(self.nbytes, 1)
 
     @property
     def name(self) -> str:
@@ -203,10 +210,10 @@ def _check_bytes(file: BufferedReader, read: Header) -> None:
     from safetensors import SafetensorError, safe_open
 
     from monai_gds.cache.checksum import checksum
+    from monai_gds.cache.tiles import Layout, Tiles
 
-    wrong = []
-    arrays = {} if read.arrays is None else {ARRAYS: read.arrays}
-    for name, tensor in {**arrays, **read.tensors}.items():
+    wrong, tables = [], {}
+    for name, tensor in {**read.front(), **read.tensors}.items():
         data = bytearray(tensor.nbytes)
         file.seek(tensor.offset)
         if file.readinto(data) != tensor.nbytes:
@@ -214,6 +221,10 @@ def _check_bytes(file: BufferedReader, read: Header) -> None:
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         if checksum(flat) != tensor.checksum:
             wrong.append(name)
+        elif name.startswith(TABLE):
+            tables[name.removeprefix(TABLE)] = flat.numpy()
+        elif name in tables:
+            Tiles(Layout.of_node(read.tiles[name].layout), tables[name], tensor.nbytes).check(flat.numpy())
     if wrong:
         raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
     try:

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from monai_gds.errors import CacheWarning, NewerRecord
+from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord
 
 __all__ = ["Problems", "with_advice"]
 
@@ -49,10 +49,11 @@ class Problems:
         """
         if isinstance(error, NewerRecord):
             self._newer.add(path)
+            advice = "" if isinstance(error, CodecMissing) else "Update monai_gds, or "
             self.warn(
-                NewerRecord,
+                type(error),
                 f"cache record {path} cannot be used and is computed without being replaced: {error}; the same goes "
-                "for others of its kind. Update monai_gds, or give this version a cache_dir of its own",
+                f"for others of its kind. {advice}give this version a cache_dir of its own",
             )
             return
         once_for: Any = path

@@ -10,10 +10,11 @@ import torch
 
 from monai_gds import limits
 from monai_gds.cache.checksum import checksum
-from monai_gds.cache.header import ARRAYS, SUFFIX, Header, header_length, parse
+from monai_gds.cache.header import SUFFIX, Header, header_length, parse
 from monai_gds.cache.heads import Form, HeadMemory, RecordHead
 from monai_gds.cache.problems import Problems
 from monai_gds.cache.record import check_name
+from monai_gds.cache.tiles import Tiles
 from monai_gds.cache.tree import tensor_of
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord, RecordError
 from monai_gds.storage import FileId, Pending, Reads, Storage
@@ -30,25 +31,32 @@ Verify = Literal["first", "always", "never"]
 _TRIES = 5
 
 
-def read_record(path: str, storage: Storage) -> tuple[Header, FileId, bytes]:
-    """Reads and checks the header of a record.
+def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, bytes]]:
+    """Reads and checks the front of a record.
 
-    Returns the header, the identity of the file, and the packed block of small arrays. Raises RecordError or OSError.
+    Returns:
+        The header, the identity of the file, and by name the entries behind the header: packed small arrays, and tables
+        of tiles.
+
+    Raises:
+        RecordError: damaged, or of a newer format.
+        OSError: the file cannot be read.
     """
     head, file = storage.head(path, limits.HEAD_READ_BYTES)
     needed = header_length(head, file.size)
     if needed > len(head):
         head, file = storage.head(path, needed)
     record = parse(head, file.size)
-    arrays = record.arrays
-    if arrays is None:
-        return record, file, b""
-    if arrays.offset + arrays.nbytes > len(head):
-        head, again = storage.head(path, arrays.offset + arrays.nbytes)
+    front = record.front()
+    end = max((entry.offset + entry.nbytes for entry in front.values()), default=0)
+    if end > len(head):
+        head, again = storage.head(path, end)
         check_identity(file, again, path)
-    block = head[arrays.offset : arrays.offset + arrays.nbytes]
-    _check(ARRAYS, arrays.checksum, torch.frombuffer(bytearray(block), dtype=torch.uint8))
-    return record, file, block
+    blocks = {}
+    for name, entry in front.items():
+        blocks[name] = head[entry.offset : entry.offset + entry.nbytes]
+        _check(name, entry.checksum, torch.frombuffer(bytearray(blocks[name]), dtype=torch.uint8))
+    return record, file, blocks
 
 
 def _check(name: str, expected: int, data: torch.Tensor) -> None:
@@ -99,13 +107,27 @@ class PendingItem:
         except (RecordError, OSError) as e:
             self._reader.report_unusable(self._path, e)
             return None
-        parts = zip(head.table.tensors, raw, strict=True)
-        tensors = {name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in parts}
         try:
-            return (head.recipe(tensors, item),)
+            return (head.recipe(_tensors(head, raw), item),)
         except RecordError as e:
             self._reader.report_unusable(self._path, e)
             return None
+
+
+def _tensors(head: RecordHead, raw: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    parts = zip(head.table.tensors, raw, strict=True)
+    if not head.tiles:
+        return {name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in parts}
+    tensors = {}
+    for (name, dtype, shape), data in parts:
+        tiles = head.tiles.get(name)
+        tensors[name] = tensor_of(data, dtype, shape) if tiles is None else _unpacked(tiles, data)
+    return tensors
+
+
+def _unpacked(tiles: Tiles, streams: torch.Tensor) -> torch.Tensor:
+    """A packed tensor on the device of its streams."""
+    return tiles.unpack(streams.cpu().numpy()).to(streams.device)
 
 
 def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list[tuple[int, RecordHead, bool]]]:
@@ -208,9 +230,9 @@ class RecordReader:
     def _head(self, path: str) -> RecordHead:
         head = self.heads.get(path)
         if head is None:
-            record, file, arrays = read_record(path, self._storage)
+            record, file, blocks = read_record(path, self._storage)
             check_name(record, os.path.basename(path).removesuffix(SUFFIX))
-            head = RecordHead.of(record, file, arrays, self._form)
+            head = RecordHead.of(record, file, blocks, self._form)
             self.heads.keep(path, head)
         return head
 

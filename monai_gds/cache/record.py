@@ -19,17 +19,24 @@ only strings, as safetensors requires:
     format         "monai_gds"
     version        "2"
     checksum       the name of the checksum, "wsum64" (monai_gds.cache.checksum)
-    checksums      JSON: {entry: 16 hex digits} for every entry but padding and packed tensors
+    checksums      JSON: {entry: 16 hex digits} for every entry but padding
     key            JSON: the key's ingredients (monai_gds.cache.key). The digest in the file's name was made from
                    ``parts``, and a reader computes it again. The rest serves maintenance and is never compared.
     tree           JSON: the item tree (monai_gds.cache.tree)
 
-A tensor is whole or packed. A packed one is a U8 entry with its streams, and its node in the tree names dtype, shape,
-strides, tile shape, filter and codec besides the entry: ``{"$tensor": {"name", "tiles": {...}}}``. Tiles cut the last
-three axes, in C order. The table ``__tiles.<name>`` holds for each tile one byte for its kind (0 stream, 1 stored,
-2 constant), and the size and the CRC-32 of the packed bytes as uint32, column by column. Offsets are the sums of the
-sizes, with each stream starting at a multiple of 16. A table has its own checksum, which is verified before memory for
-a tile is allocated. This version writes whole tensors only and refuses packed ones by name.
+A tensor is whole or packed. A packed one is a U8 entry at a multiple of 4096, whose node in the tree describes what it
+holds: ``{"$tensor": {"name", "tiles": {"dtype", "shape", "tile", "filter", "codec", "palette"}}}``. Tiles of the shape
+``tile`` cut the last three axes, in C order, and leading axes into single steps; shapes of fewer axes count as if they
+began with 1. At the far edges tiles are filled up, so that all have one size. With a ``palette`` of n > 0 values a tile
+holds indices into it, of one byte up to 256 values and of two bytes above; otherwise it holds the elements. Their bytes
+go through the filter, which is ``"shuffle"`` (all first bytes, then all second bytes …), and then through the codec,
+``"lz4"`` or ``"zstd"``, into one LZ4 block or Zstd frame: a stream. It begins at a multiple of 16 in the entry, the first
+at 16, and each at least 4 bytes behind the end of the one before. The entry ends with the last one's room.
+
+The table ``__tiles.<name>`` holds for each tile an int32, the size of its stream, then for each a uint32, the CRC-32 of
+its stream, then the palette's values. A stream of a tile's own size is not compressed. A size of -v, at most 0, means no
+stream: each byte of the tile is v, and its CRC-32 counts as 0. Memory for a tile is allocated only after the checksum of
+its table holds.
 
 Refused as damaged: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
 itself uses the last), entries that overlap or leave gaps, sizes that do not match, missing or extra bytes at the end,
@@ -45,9 +52,11 @@ from typing import Any
 
 import torch
 
+from monai_gds import limits
 from monai_gds.cache import checksum as _checksum
+from monai_gds.cache import tiles
 from monai_gds.cache.codecs import DTYPE_NAMES
-from monai_gds.cache.header import ARRAYS, CRC, VERSION, Header, digest_of
+from monai_gds.cache.header import ARRAYS, CRC, TABLE, VERSION, Header, digest_of
 from monai_gds.cache.tree import EncodedItem, tensor_bytes
 from monai_gds.errors import DamagedRecord
 from monai_gds.storage import ALIGNMENT, Buffer
@@ -60,24 +69,55 @@ PAD = "__pad."
 LARGE = 64 << 10
 
 
-def pack_record(item: EncodedItem, key: dict[str, Any]) -> list[Buffer]:
-    """Lays out a record, with the ingredients of its key, as buffers that are written back to back.
+def pack_record(item: EncodedItem, key: dict[str, Any], codec: str | None = None) -> list[Buffer]:
+    """Lays out a record as buffers that are written back to back.
 
-    The item's tensors are not copied and must not change until they are written.
+    Args:
+        item: the item taken apart. Its tensors are not copied and must not change until they are written.
+        key: the key's ingredients, JSON-able.
+        codec: packs large tensors that get smaller by it, see :func:`tiles.pack`. None leaves all whole.
+
+    Raises:
+        MonaiGdsError: there is no library for the codec.
     """
     layout = _FileLayout()
+    packed = {} if codec is None else _packed(item.tensors, codec)
     if item.arrays:
         layout.add(ARRAYS, torch.uint8, [len(item.arrays)], torch.frombuffer(item.arrays, dtype=torch.uint8))
+    for name, (_, table, _) in packed.items():
+        layout.add(f"{TABLE}{name}", torch.uint8, [len(table)], table)
     small = [(name, t) for name, t in item.tensors.items() if t.nbytes < LARGE]
     for name, tensor in sorted(small, key=lambda nt: -nt[1].element_size()):
         layout.align(tensor.element_size())
         layout.add(name, tensor.dtype, list(tensor.shape), tensor_bytes(tensor))
     for name, tensor in item.tensors.items():
-        if tensor.nbytes >= LARGE:
+        if name in packed:
+            layout.align(ALIGNMENT)
+            layout.add(name, torch.uint8, [len(packed[name].streams)], packed[name].streams)
+        elif tensor.nbytes >= LARGE:
             layout.align(ALIGNMENT)
             layout.add(name, tensor.dtype, list(tensor.shape), tensor_bytes(tensor))
     layout.align(ALIGNMENT)
-    return [_pack_header(layout, item.tree, key), *layout.buffers]
+    return [_pack_header(layout, _with_tiles(item.tree, packed), key), *layout.buffers]
+
+
+def _packed(tensors: dict[str, torch.Tensor], codec: str) -> dict[str, tiles.Packed]:
+    tried = {name: tiles.pack(t.cpu(), codec) for name, t in tensors.items() if t.nbytes >= limits.TILED_BYTES}
+    return {name: packed for name, packed in tried.items() if packed is not None}
+
+
+def _with_tiles(node: Any, packed: dict[str, tiles.Packed]) -> Any:
+    """A copy of a tree whose nodes of packed tensors say how these are packed."""
+    if not packed:
+        return node
+    if isinstance(node, list):
+        return [_with_tiles(part, packed) for part in node]
+    if not isinstance(node, dict):
+        return node
+    tensor = node.get("$tensor")
+    if isinstance(tensor, dict) and tensor["name"] in packed:
+        return {"$tensor": {**tensor, "tiles": packed[tensor["name"]].layout.to_node()}}
+    return {key: _with_tiles(value, packed) for key, value in node.items()}
 
 
 class _FileLayout:

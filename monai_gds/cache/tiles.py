@@ -148,8 +148,7 @@ class Layout:
         return layout
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """A packed tensor.
 
     Attributes:
@@ -246,6 +245,7 @@ class Tiles:
         starts: where each stream begins, int64.
         crcs: CRC-32 of each stream, uint32.
         values: the palette, or None.
+        nbytes: bytes of memory of these.
 
     Raises:
         DamagedRecord: the table does not fit the layout or the streams.
@@ -265,6 +265,7 @@ class Tiles:
             raise DamagedRecord("the sizes of its tiles do not add up to its bytes")
         values = torch.from_numpy(table[8 * count :].copy())
         self.values = values.view(layout.dtype) if layout.values else None
+        self.nbytes = self.sizes.nbytes + self.starts.nbytes + len(table) + values.nbytes
 
     def check(self, streams: np.ndarray) -> None:
         """Compares every stream with its CRC-32.

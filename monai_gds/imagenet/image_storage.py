@@ -16,7 +16,7 @@ import torch
 
 from monai_gds import limits
 from monai_gds.cache.checksum import checksum
-from monai_gds.cache.header import parse
+from monai_gds.cache.header import ARRAYS, parse
 from monai_gds.cache.reading import read_record
 from monai_gds.cache.record import pack_record
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
@@ -200,7 +200,7 @@ def load_item(path: str) -> Any:
     """
     storage = open_storage(device="cpu")
     try:
-        record, file, arrays = read_record(path, storage)
+        record, file, blocks = read_record(path, storage)
         ranges = [(entry.offset, entry.nbytes) for entry in record.tensors.values()]
         raw = storage.load(Reads.of(path, ranges, file)).wait()
     finally:
@@ -210,4 +210,4 @@ def load_item(path: str) -> Any:
         if checksum(data) != entry.checksum:
             raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
         tensors[name] = tensor_of(data, getattr(torch, entry.dtype), entry.shape)
-    return compile_tree(record.tree, arrays, record.tensors)(tensors)
+    return compile_tree(record.tree, blocks.get(ARRAYS, b""), record.tensors)(tensors)

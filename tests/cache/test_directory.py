@@ -20,6 +20,7 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds import limits
+from monai_gds.cache import blosc
 from monai_gds.cache.directory import CacheDirectory, prepare
 from monai_gds.cache.header import SUFFIX
 from monai_gds.cache.temporary import abandoned
@@ -591,3 +592,97 @@ def test_many_threads_and_caches_of_one_process_fill_one_directory(tmp_path: Pat
         t.join()
     assert said == []
     assert temporaries(tmp_path) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compressed records
+
+needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
+
+
+def image(seed: int = 0) -> torch.Tensor:
+    """A volume of 400 values, 2 MB."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 400, (1, 80, 80, 80), generator=generator).float().div_(7)
+
+
+def image_of(cache: CacheDirectory, name: str) -> torch.Tensor | None:
+    pending = cache.start(key(name).digest)
+    found = None if pending is None else pending.wait()
+    return None if found is None else found[0]["image"]
+
+
+def compressed(cache: CacheDirectory, seed: int = 0) -> Path:
+    assert cache.publish(key("a"), encode_item({"image": image(seed)}))
+    return path_of(cache, "a")
+
+
+@needs_blosc2
+@pytest.mark.usefixtures("no_warning")
+@pytest.mark.parametrize("verify", ["first", "always", "never"])
+@pytest.mark.parametrize("codec", blosc.CODECS)
+def test_a_compressed_record_gives_the_same_and_is_smaller(tmp_path: Path, codec: str, verify: Any) -> None:
+    cache = opened(tmp_path, codec=codec, verify=verify)
+    assert compressed(cache).stat().st_size < image().nbytes / 2
+    for reader in (cache, cache, opened(tmp_path, verify=verify), opened(tmp_path, codec="zstd", verify=verify)):
+        found = image_of(reader, "a")
+        assert found is not None and torch.equal(found, image())
+        found += 1  # memory of the user's own
+
+
+@needs_blosc2
+def test_any_byte_that_flips_in_a_compressed_record_is_noticed(tmp_path: Path) -> None:
+    cache = opened(tmp_path, codec="lz4")
+    path = compressed(cache)
+    whole = path.read_bytes()
+    for place in [*range(0, 20_000, 499), *range(20_000, len(whole), 9973), len(whole) - 1]:
+        flip(path, place)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            found = image_of(opened(tmp_path), "a")
+        if found is None:
+            assert "computed anew" in str(given[0].message) or "without being replaced" in str(given[0].message)
+        else:  # padding, which nobody reads
+            assert torch.equal(found, image())
+        flip(path, place)
+    found = image_of(opened(tmp_path), "a")
+    assert found is not None and torch.equal(found, image())
+
+
+@needs_blosc2
+def test_streams_that_are_damaged_after_they_were_verified_end_no_epoch(tmp_path: Path) -> None:
+    cache = opened(tmp_path, codec="zstd")
+    path = compressed(cache)
+    assert image_of(cache, "a") is not None
+    with path.open("r+b") as f:  # in place, within one tick of the clock: the identity of the file stays
+        st = path.stat()
+        f.seek(st.st_size // 2)
+        f.write(bytes(20_000))
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+    with pytest.warns(CacheWarning, match="computed anew"):
+        assert image_of(opened(tmp_path, verify="never"), "a") is None
+
+
+@needs_blosc2
+def test_without_the_library_a_compressed_record_is_computed_and_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = compressed(opened(tmp_path, codec="lz4"))
+    before = path.read_bytes()
+    monkeypatch.setattr(blosc, "why_not", lambda: "Blosc2 is not installed: pip install it")
+    cache = opened(tmp_path)
+    with pytest.warns(CacheWarning, match="without being replaced: Blosc2 is not installed") as given:
+        assert image_of(cache, "a") is None
+        assert not cache.publish(key("a"), encode_item({"image": image()}))
+        assert image_of(cache, "a") is None
+    assert len(given) == 1 and "Update monai_gds" not in str(given[0].message)
+    assert path.read_bytes() == before
+    assert cache.holds(key("a").digest)
+
+
+@needs_blosc2
+def test_heads_count_the_tables_of_tiles(tmp_path: Path) -> None:
+    cache = opened(tmp_path, codec="lz4")
+    compressed(cache)
+    image_of(cache, "a")
+    assert cache._reader.heads.nbytes > 8 * 27 + 400 * 4

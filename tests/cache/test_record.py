@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from monai.data import MetaTensor
 
 from monai_gds import limits
-from monai_gds.cache import checksum
-from monai_gds.cache.header import digest_of, parse
+from monai_gds.cache import blosc, checksum
+from monai_gds.cache.header import ARRAYS, digest_of, parse
 from monai_gds.cache.reading import read_record
 from monai_gds.cache.record import LARGE, check_name, pack_record
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
@@ -41,14 +41,14 @@ def pack(item: Any, key: dict[str, Any] | None = None) -> bytes:
 
 def unpack(path: Path, storage: Storage) -> Any:
     """Reads a record with every check there is."""
-    record, file, arrays = read_record(str(path), storage)
+    record, file, blocks = read_record(str(path), storage)
     raw = storage.map(Reads.of(str(path), [(e.offset, e.nbytes) for e in record.tensors.values()], file)).wait()
     tensors = {}
     for (name, entry), data in zip(record.tensors.items(), raw, strict=True):
         if checksum.checksum(data) != entry.checksum:
             raise DamagedRecord(name)
         tensors[name] = tensor_of(data, getattr(torch, entry.dtype), entry.shape)
-    return compile_tree(record.tree, arrays, record.tensors)(tensors)
+    return compile_tree(record.tree, blocks.get(ARRAYS, b""), record.tensors)(tensors)
 
 
 def header_of(blob: bytes) -> dict[str, Any]:
@@ -290,7 +290,9 @@ def test_what_no_writer_writes_is_damage(path: Path, storage: Storage, change: A
         pytest.param(lambda h: h["__metadata__"].update(version="3", checksum="new"), "version 3", id="version"),
         pytest.param(lambda h: h["__metadata__"].update(checksum="md5"), "md5", id="checksum"),
         pytest.param(
-            lambda h: h["__metadata__"].update(tree='{"$tensor":{"name":"b","tiles":{}}}'), "tiles", id="packed"
+            lambda h: h["__metadata__"].update(tree='{"$tensor":{"name":"b","tiles":{}}}'),
+            "tiles without a table",
+            id="packed",
         ),
         pytest.param(lambda h: h["__metadata__"].update(tree='{"$new":1}'), "$new", id="tag"),
     ],
@@ -317,3 +319,47 @@ def test_a_record_under_its_own_name_is_taken(path: Path, storage: Storage) -> N
     path.write_bytes(_edited(lambda h: h["__metadata__"].update(key=json.dumps({"parts": parts}))))
     record, _, _ = read_record(str(path), storage)
     check_name(record, digest_of(parts))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors in tiles
+
+
+def packed_item() -> dict[str, Any]:
+    """Two tensors that are packed, one that gains nothing, one that is small."""
+    image = torch.arange(60).float().repeat(80 * 80).view(1, 80, 80, 60)
+    return {
+        "image": MetaTensor(image, affine=torch.eye(4)),
+        "label": (image > 30).to(torch.int64),
+        "noise": torch.randn(1 << 18),
+        "small": torch.zeros(1000),
+    }
+
+
+needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
+
+
+@needs_blosc2
+@pytest.mark.parametrize("codec", blosc.CODECS)
+def test_a_packed_record_is_a_valid_safetensors_file_laid_out_as_specified(path: Path, codec: str) -> None:
+    buffers = pack_record(encode_item(packed_item()), {}, codec)
+    path.write_bytes(b"".join(b.numpy().tobytes() if isinstance(b, torch.Tensor) else bytes(b) for b in buffers))
+    header = header_of(path.read_bytes())
+    entries = {k: v for k, v in header.items() if not k.startswith(("__metadata__", "__pad."))}
+    assert list(entries)[:3] == ["__arrays", "__tiles.image", "__tiles.label"]
+    assert {name: entries[name]["dtype"] for name in ("image", "label", "noise", "small")} == {
+        "image": "U8", "label": "U8", "noise": "F32", "small": "F32"
+    }  # fmt: skip
+    with safetensors.safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(header) - {"__metadata__"}
+    parsed = parse(path.read_bytes(), path.stat().st_size)
+    assert (parsed.tensors["label"].dtype, parsed.tensors["label"].shape) == ("int64", (1, 80, 80, 60))
+    assert max(parsed.tensors["label"].nbytes, parsed.tensors["image"].nbytes) < (1 << 20)
+    assert not parsed.tensors["image"].offset % ALIGNMENT
+
+
+@needs_blosc2
+def test_without_a_codec_or_large_tensors_a_record_is_what_it_was() -> None:
+    item = encode_item({"a": torch.zeros(1000), "b": torch.randn(1 << 18)})
+    plain, asked = (pack_record(item, {}, codec) for codec in (None, "lz4"))
+    assert plain[0] == asked[0]

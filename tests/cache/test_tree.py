@@ -36,7 +36,7 @@ from hypothesis.extra import numpy as hnp
 from monai.data import MetaTensor
 from monai.utils import GridSampleMode, MetaKeys, SpaceKeys, TraceKeys
 
-from monai_gds.cache import codecs, decoding
+from monai_gds.cache import codecs, decoding, header
 from monai_gds.cache.codecs import DTYPE_NAMES
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.hashing import canonical_hash
@@ -97,11 +97,11 @@ def hit(cache: CacheDirectory, item: Any = None, **options: Any) -> Any:
     """The item of the record of :func:`key`, for a target that the cache directory itself does not have."""
     path = cache.record_path(key().digest)
     storage = open_storage("posix", "cpu")
-    record, file, arrays = read_record(path, storage)
+    record, file, blocks = read_record(path, storage)
     raw = storage.map(Reads.of(path, [(e.offset, e.nbytes) for e in record.tensors.values()], file)).wait()
     parts = zip(record.tensors.items(), raw, strict=True)
     tensors = {name: tensor_of(data, getattr(torch, entry.dtype), entry.shape) for (name, entry), data in parts}
-    return compile_tree(record.tree, arrays, tensors, **options)(tensors, item)
+    return compile_tree(record.tree, blocks.get(header.ARRAYS, b""), tensors, **options)(tensors, item)
 
 
 def as_arrays(value: Any) -> Any:
