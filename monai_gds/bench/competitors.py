@@ -1,4 +1,4 @@
-"""The datasets that are compared, and their loaders. One function each, and one line in :data:`COMPETITORS`."""
+"""The datasets that are compared, and their loaders: :data:`COMPETITORS`."""
 
 from __future__ import annotations
 
@@ -67,10 +67,6 @@ class Competitor:
             yield
 
 
-def _ours(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return GDSDataset(items, transform, folder, device)
-
-
 def _ours_direct(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -78,32 +74,11 @@ def _ours_direct(items: Sequence[Any], transform: Compose, folder: Path, device:
     except OSError as e:
         raise BackendUnavailable(f"{folder} does not support O_DIRECT: {e.strerror}") from e
     variant = PAST_PAGE_CACHE
-    options = dict(variant.options)
-    return GDSDataset(items, transform, folder, device, backend=variant.backend, backend_options=options)
-
-
-def _persistent(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return PersistentDataset(items, transform, folder)
-
-
-def _persistent_meta(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return PersistentDataset(items, transform, folder, track_meta=True, weights_only=False)
-
-
-def _lmdb(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return LMDBDataset(items, transform, folder, progress=False)
-
-
-def _cache(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return CacheDataset(items, transform, progress=False)
+    return GDSDataset(items, transform, folder, device, backend=variant.backend, backend_options=dict(variant.options))
 
 
 def _monais(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
     return MonaiGDSDataset(items, transform, folder, device.index)
-
-
-def _no_cache(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return Dataset(items, transform)
 
 
 def _needs_lmdb() -> str:
@@ -116,17 +91,23 @@ def _needs_kvikio() -> str:
 
 
 COMPETITORS: dict[str, Competitor] = {
-    OURS: Competitor(_ours),
-    OURS_LOADER: Competitor(_ours, GDSDataLoader),
+    OURS: Competitor(GDSDataset),
+    OURS_LOADER: Competitor(GDSDataset, GDSDataLoader),
     OURS_DIRECT: Competitor(_ours_direct, GDSDataLoader),
-    REFERENCE: Competitor(_persistent),
-    META: Competitor(_persistent_meta),
-    "LMDBDataset": Competitor(_lmdb, missing=_needs_lmdb),
-    "CacheDataset": Competitor(_cache),
+    REFERENCE: Competitor(lambda items, transform, folder, _: PersistentDataset(items, transform, folder)),
+    META: Competitor(
+        lambda items, transform, folder, _: PersistentDataset(
+            items, transform, folder, track_meta=True, weights_only=False
+        )
+    ),
+    "LMDBDataset": Competitor(
+        lambda items, transform, folder, _: LMDBDataset(items, transform, folder, progress=False), missing=_needs_lmdb
+    ),
+    "CacheDataset": Competitor(lambda items, transform, *_: CacheDataset(items, transform, progress=False)),
     # As shipped it reads with KvikIO's default of one thread, which our own dataset raises for the whole process.
     "monai GDSDataset": Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=1),
     "monai GDSDataset, 16 thr.": Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=16),
-    NO_CACHE: Competitor(_no_cache),
+    NO_CACHE: Competitor(lambda items, transform, *_: Dataset(items, transform)),
 }
 
 

@@ -84,6 +84,7 @@ def loaders(
     """Measure images per second through every reader, beside DALI's own and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
+    from monai_gds.imagenet.listing import list_folder
     from monai_gds.storage import resolve_device
 
     wanted = reader or list(bench.PEERS)
@@ -117,7 +118,7 @@ def loaders(
             reports = [bench.compare(replace(settings, decode=d), wanted, tell) for d in both]
         about = {
             **machine(target), "batch size": batchsize, "images": "made" if make else str(datadir),
-            "kB per image": round(bench.mean_bytes(datadir) / 1e3), "page cache": "warm",
+            "kB per image": round(list_folder(datadir).sizes.mean() / 1e3), "page cache": "warm",
         }  # fmt: skip
     emit(reports, as_json=as_json, plot=plot, about=about)
 

@@ -8,7 +8,6 @@ documentation, and do not even turn their outputs into torch tensors. All others
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ Progress: TypeAlias = Callable[[str, int, float], None]
 class LoaderSettings:
     """What is measured.
 
-    Attributes:
+    Args:
         datadir: an image folder ``<class>/<file>``.
         packed: the same images, packed.
         device: where batches go.
@@ -105,8 +104,7 @@ def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> I
 
 def options_for(reader: str, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Those of the storage options that the reader's backend takes."""
-    backend = reader if reader in backend_names() else "auto"
-    taken = backend_options(backend, device)
+    taken = backend_options(reader if reader in backend_names() else "auto", device)
     return {name: value for name, value in options.items() if name in taken}
 
 
@@ -157,20 +155,19 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
         if list(packed.images.names) != list(images.names):
             raise ImageListError(f"{settings.packed} does not hold the images of {settings.datadir}: pack that folder")
     best: dict[str, int] = {}
+    samples: dict[str, list[float]] = {name: [] for name in readers}
     reasons: dict[str, str] = {}
     for name in readers:
         try:
             rates = {t: _rate(name, settings, t, count, progress) for t in dict.fromkeys(settings.threads)}
-            best[name] = max(rates, key=lambda t: rates[t])
+            best[name] = max(rates, key=rates.__getitem__)
         except (BackendUnavailable, ValueError, OSError) as e:
             reasons[name] = str(e)
-    samples: dict[str, list[float]] = {name: [] for name in best}
     for _ in range(settings.repeats):
         for name, threads in best.items():
             samples[name].append(_rate(name, settings, threads, count, progress))
     rows = [
-        Row(name, tuple(samples.get(name, ())), reasons.get(name, ""), {"threads": str(best.get(name, ""))})
-        for name in readers
+        Row(name, tuple(samples[name]), reasons.get(name, ""), {"threads": str(best.get(name, ""))}) for name in readers
     ]
     what = "decoded" if settings.decode else "encoded bytes"
     return Report(f"{what} to {settings.device.type}", "images/s", rows, "dali" if "dali" in best else None)
@@ -203,14 +200,6 @@ def _synchronize(device: torch.device) -> None:
 
 def warm(root: Path) -> None:
     """Reads every file once, so that all peers find them in the page cache."""
-    for folder, _, files in os.walk(root):
-        for file in files:
-            with open(os.path.join(folder, file), "rb") as f:
-                while f.read(1 << 20):
-                    pass
-
-
-def mean_bytes(root: Path) -> float:
-    """Average bytes per image."""
-    images = open_packed(root).images if is_packed(root) else list_folder(root)
-    return float(images.sizes.mean())
+    for path in root.rglob("*"):
+        if path.is_file():
+            path.read_bytes()

@@ -52,16 +52,16 @@ def memory(work: Workload, epochs: int = 20) -> list[Report]:
         f"to {work.device}"
     )
     bound = Row(f"({found['in_flight']} records in flight + 1) + 64 MiB", (found["bound"] / 1e6,))
+
+    def report(title: str, by_epoch: list[list[int]]) -> Report:
+        rows = [Row(f"epoch {n}", tuple(v / 1e6 for v in values)) for n, values in enumerate(by_epoch, 1)]
+        return Report(f"{title}: {about}", "MB", rows, ceilings=[bound])
+
     staging = f"without {found['staging'] / 1e6:.0f} MB of staging"
-    reports = [_report(f"host memory of GDSDataLoader, {staging}: {about}", found["host"], bound)]
+    reports = [report(f"host memory of GDSDataLoader, {staging}", found["host"])]
     if found["device"]:
-        reports.append(_report(f"device memory of GDSDataLoader: {about}", found["device"], bound))
+        reports.append(report("device memory of GDSDataLoader", found["device"]))
     return reports
-
-
-def _report(title: str, by_epoch: list[list[int]], bound: Row) -> Report:
-    rows = [Row(f"epoch {n}", tuple(v / 1e6 for v in values)) for n, values in enumerate(by_epoch, 1)]
-    return Report(title, "MB", rows, ceilings=[bound])
 
 
 def _dataset(work: Workload, device: torch.device) -> GDSDataset:
