@@ -18,7 +18,8 @@ carries checksums, is read by the same backends as everything else here, and ope
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,6 @@ __all__ = ["INDEX", "PackedImages", "empty_folder", "is_packed", "open_packed", 
 
 INDEX = "index.safetensors"
 
-
 _FORMAT = {"format": "monai_gds packed images", "version": 1}
 
 
@@ -47,7 +47,7 @@ class PackedImages:
 
     Attributes:
         images: its images.
-        files: int64, (files, 4): number of images, bytes of image data, their offset, bytes of the file.
+        files: int64, (files, 4), as in the index.
     """
 
     images: ImageList
@@ -93,7 +93,7 @@ def open_packed(root: StrPath) -> PackedImages:
             raise ImageListError(f"{index} is not a record of packed images")
         if item["version"] > _FORMAT["version"]:
             raise ImageListError(f"{index} has format version {item['version']}: update monai_gds")
-        names = _split_names(item["names"])
+        names = [os.fsdecode(name) for name in item["names"].numpy().tobytes().split(b"\0")[:-1]]
         labels, sizes, files = (item[key].numpy() for key in ("labels", "sizes", "files"))
         images = ImageList(top, item["classes"], names, labels, sizes)
     except (RecordError, KeyError, OSError) as e:
@@ -146,20 +146,15 @@ def pack_folder(
     if len(empty):
         raise BrokenImage(images.path(int(empty[0])), "it is empty and cannot be packed")
     top = empty_folder(out)
-    storage = open_storage(device="cpu")
     rows: list[list[int]] = []
-    done = 0
-    try:
+    with closing(open_storage(device="cpu")) as storage:
         for begin, end in _portions(images.sizes, file_bytes):
             rows.append(_write_file(storage, images, begin, end, top / _file_name(len(rows))))
-            done += end - begin
             if progress is not None:
-                progress(done)
+                progress(end)
         index = {**_FORMAT, **_describe(images, 0, len(images)), "files": torch.tensor(rows)}
         save_item(storage, top / f"{INDEX}.tmp", index)
-        os.replace(top / f"{INDEX}.tmp", top / INDEX)
-    finally:
-        storage.close()
+    os.replace(top / f"{INDEX}.tmp", top / INDEX)
     return open_packed(top)
 
 
@@ -202,10 +197,6 @@ def _describe(images: ImageList, begin: int, end: int) -> dict[str, Any]:
         "labels": torch.from_numpy(images.labels[begin:end].copy()),
         "sizes": torch.from_numpy(images.sizes[begin:end].copy()),
     }
-
-
-def _split_names(data: torch.Tensor) -> Sequence[str]:
-    return [os.fsdecode(name) for name in data.numpy().tobytes().split(b"\0")[:-1]]
 
 
 def _write_file(storage: Storage, images: ImageList, begin: int, end: int, path: Path) -> list[int]:
