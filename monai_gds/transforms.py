@@ -31,17 +31,10 @@ class Split:
         rest: what runs in every epoch.
     """
 
-    __slots__ = ("_settings", "compose", "deterministic", "rest")
-
     def __init__(self, compose: Compose) -> None:
         self.compose = compose
-        self._settings = {
-            "map_items": compose.map_items,
-            "unpack_items": compose.unpack_items,
-            "lazy": compose.lazy,
-            "overrides": compose.overrides,
-            "log_stats": compose.log_stats,
-        }
+        names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
+        self._settings = {name: getattr(compose, name) for name in names}
         self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
 
     def settings(self) -> dict[str, Any]:

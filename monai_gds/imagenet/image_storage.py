@@ -71,7 +71,7 @@ class ImageStorage:
         self._free: deque[torch.Tensor] = deque(maxlen=limits.IMAGE_BUFFERS)
 
     def start_files(self, paths: Sequence[str], sizes: np.ndarray) -> Fetch:
-        """Starts reading whole files, one image each. A file of another size (int64 (files,)) fails with FileChanged."""
+        """Starts reading whole files, one image each. One of another size than given fails with FileChanged."""
         pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte behind each file shows whether it has grown
         ends = np.cumsum(pitch)
         reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -90,18 +90,17 @@ class DaliIterator:
         self._pipe: FedPipeline[Any] | None = None
         self._kinds: dict[str, _ArrayKind] = {}
         self._epochs = 0
-        self._running: weakref.ref[Iterator[Any]] | None = None
+        self._running: weakref.ref[Generator[dict[str, Any]]] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begins a new epoch, and ends the one under way if there is one."""
-        running = self._running() if self._running is not None else None
-        if running is not None:
-            running.close()  # type: ignore[attr-defined]  # it is a generator
+        if self._running is not None and (running := self._running()) is not None:
+            running.close()
         run = self._run()
         self._running = weakref.ref(run)
         return run
 
-    def _run(self) -> Iterator[dict[str, Any]]:
+    def _run(self) -> Generator[dict[str, Any]]:
         items = iter(self._source() if callable(self._source) else self._source)
         batches = items
         if not self._already_batched:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,7 +66,7 @@ class ImageReader(ABC):
         self.device = device
 
     @abstractmethod
-    def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         """Reads the batches of image indices, in order. Closing the iterator ends the reads that are under way.
 
         Raises:
@@ -88,7 +88,7 @@ class ImageReader(ABC):
 class PlainReader(ImageReader):
     """``python-file``: ``open`` and read, one file after the other; what the other readers are compared with."""
 
-    def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         for indices in batches:
             paths = [self.images.path(i) for i in indices.tolist()]
             images = [self._one(path, size) for path, size in zip(paths, self._sizes(indices).tolist(), strict=True)]
@@ -110,7 +110,7 @@ class FileReader(ImageReader):
         super().__init__(images, storage.device)
         self._storage = storage
 
-    def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         under_way: deque[tuple[np.ndarray, Fetch]] = deque()
         coming = iter(batches)
         try:
@@ -156,7 +156,7 @@ class PackedReader(ImageReader):
         self._storage = storage
         self._ahead = ahead
 
-    def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         coming = deque(_uses(self._packed, batches))
         new_files = np.bincount([use.first for use in coming], minlength=len(batches)).tolist()
         under_way: deque[tuple[_FileUse, Fetch]] = deque()

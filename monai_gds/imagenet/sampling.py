@@ -14,11 +14,7 @@ LastBatch: TypeAlias = Literal["fill", "drop", "partial"]
 
 
 def check_int(name: str, value: object) -> None:
-    """Checks that an argument is an integer, possibly NumPy's, so that the error names it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raises a ValueError that names the argument unless it is an integer, possibly NumPy's."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an int, not {value!r}")
 

@@ -24,11 +24,7 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
         width: in pixels.
         nbytes: size of the file, met within 5%; None for no noise and any size.
         text: written across the middle, so that a viewer recognises the picture and sees whether it is mirrored.
-
-    Raises:
-        ImportError: Pillow is missing; the message names the extra that installs it.
     """
-    _need_pillow()
     from PIL import Image, ImageDraw, ImageFont
 
     small = Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8))
@@ -43,7 +39,7 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
     noise = random.standard_normal((height, width, 1), dtype=np.float32) if nbytes else np.float32(0)
     low, high, data = 0.0, 80.0, b""
     for _ in range(10):  # more noise makes a larger file
-        level = (low + high) / 2 if nbytes else 0.0
+        level = (low + high) / 2
         file = io.BytesIO()
         pixels = np.clip(smooth + level * noise, 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(file, "JPEG", quality=90)
@@ -52,13 +48,6 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
             break
         low, high = (level, high) if len(data) < nbytes else (low, level)
     return data
-
-
-def _need_pillow() -> None:
-    try:
-        import PIL  # noqa: F401
-    except ImportError as e:
-        raise ImportError(f"making images needs Pillow ({e}): pip install 'monai_gds[bench]'") from e
 
 
 def write_image_folder(
@@ -84,7 +73,10 @@ def write_image_folder(
         FileExistsError: ``root`` exists.
         ImportError: Pillow is missing.
     """
-    _need_pillow()
+    try:
+        import PIL  # noqa: F401
+    except ImportError as e:
+        raise ImportError(f"making images needs Pillow ({e}): pip install 'monai_gds[bench]'") from e
     root.mkdir(parents=True)
 
     def write(index: int) -> None:
