@@ -16,11 +16,7 @@ __all__ = ["BackendOption", "DeviceOption", "JsonOption", "PlotOption", "known_d
 
 
 def known_device(name: str | None) -> str | None:
-    """Checks that this machine has the device.
-
-    Raises:
-        typer.BadParameter: it does not.
-    """
+    """Refuses a device that this machine does not have."""
     if name is not None:
         from monai_gds.storage import resolve_device
 

@@ -20,10 +20,7 @@ __all__ = ["Split", "loaded_keys", "uncached_behind"]
 
 
 class Split:
-    """A ``Compose`` in two halves.
-
-    Args:
-        compose: the pipeline. It is not changed, so seeds set on it reach its transforms.
+    """A ``Compose`` in two halves. It is not changed, so seeds set on it reach its transforms.
 
     Attributes:
         compose: the pipeline.

@@ -1,8 +1,7 @@
 """What the machine allows: the copy to the device, reads from the page cache, reads from the disk.
 
-They are sampled in turn with the competitors and drawn as lines in the plot. Each moves the same bytes in the simplest
-way there is, so nothing that returns tensors should be faster, with one exception: private mappings on a CPU target
-copy nothing.
+Each moves the same bytes in the simplest way there is, so nothing that returns tensors should be faster, with one
+exception: private mappings on a CPU target copy nothing.
 """
 
 from __future__ import annotations
@@ -40,13 +39,10 @@ _MOST_THREADS = 16
 
 
 class Ceilings:
-    """The measurements and the file that they read. A context manager.
+    """The measurements and the file that they read, on the drive to measure. A context manager.
 
-    Args:
-        folder: a folder on the drive to measure.
-        device: the target.
-        nbytes: bytes that an epoch moves. The file has as many, but at least 256 MiB and at most 1 GiB.
-        scale: units of the report per GB/s.
+    An epoch moves ``nbytes``. The file has as many, but at least 256 MiB and at most 1 GiB. ``scale``: the report's units
+    per GB/s.
     """
 
     def __init__(self, folder: Path, device: torch.device, nbytes: int, scale: float = 1.0) -> None:

@@ -42,10 +42,9 @@ _SEED = 20
 class Comparison:
     """A workload and its competitors.
 
-    Attributes:
+    Args:
         title: the question it answers.
-        items: the items of the datasets.
-        transform: the transform of the datasets.
+        items, transform: of the datasets.
         keys: the tensors of a result that are consumed and compared.
         nbytes: bytes of all results together.
         device: the target.
@@ -55,8 +54,8 @@ class Comparison:
         batch_size: items per batch; None gets single items from the dataset, without a loader.
         unit: ``GB/s`` or ``items/s``.
         reference: the competitor that the others are compared with.
-        cold: whether each epoch begins with none of the competitor's files in the page cache.
-        ceilings: whether to measure the machine's ceilings too.
+        cold: each epoch begins with none of the competitor's files in the page cache.
+        ceilings: measure the machine's ceilings too.
     """
 
     title: str
@@ -99,8 +98,7 @@ class Entrant:
     def epoch(self, comparison: Comparison) -> Iterator[Iterator[torch.Tensor]]:
         """The tensors of each batch of an epoch, without the competitor's warnings.
 
-        Raises:
-            StorageError: the number of batches is wrong.
+        Raises StorageError if the number of batches is wrong.
         """
         seen = 0
         with warnings.catch_warnings(action="ignore"), self.competitor.at_work():
@@ -129,11 +127,7 @@ class Entrant:
 
 
 def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entrant:
-    """Makes a competitor's dataset.
-
-    Raises:
-        BackendUnavailable: it cannot run here; the message says why.
-    """
+    """Makes a competitor's dataset. Raises BackendUnavailable, with the reason, if it cannot run here."""
     competitor = COMPETITORS[name]
     if why := competitor.missing():
         raise BackendUnavailable(why)
@@ -145,11 +139,7 @@ def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entr
 
 
 def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
-    """Runs a comparison.
-
-    Raises:
-        StorageError: a competitor returned another number of batches, or other bytes, than the transforms.
-    """
+    """Runs a comparison. Raises StorageError for other batches, or other bytes, than those of the transforms."""
     entrants, rows = [], {}
     expected = checksums(enter(comparison, NO_CACHE), comparison)
     for name in comparison.names:
@@ -187,11 +177,7 @@ def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
 
 
 def epoch(entrant: Entrant, comparison: Comparison) -> float:
-    """Seconds of one epoch in which every batch is consumed on the target.
-
-    Raises:
-        StorageError: the number of batches is wrong.
-    """
+    """Seconds of one epoch in which every batch is consumed on the target."""
     start = time.perf_counter()
     for tensors in entrant.epoch(comparison):
         for tensor in tensors:
@@ -202,11 +188,7 @@ def epoch(entrant: Entrant, comparison: Comparison) -> float:
 
 
 def checksums(entrant: Entrant, comparison: Comparison) -> list[int]:
-    """A checksum of the bytes of each batch, over an epoch whose random transforms are seeded.
-
-    Raises:
-        StorageError: the number of batches is wrong.
-    """
+    """A checksum of the bytes of each batch, over an epoch whose random transforms are seeded."""
     found = []
     torch.manual_seed(_SEED)
     comparison.transform.set_random_state(_SEED)

@@ -41,11 +41,11 @@ Make: TypeAlias = "Callable[[Sequence[Any], Compose, Path, torch.device], Datase
 class Competitor:
     """A dataset and its loader.
 
-    Attributes:
+    Args:
         make: makes the dataset.
-        loader: the loader of its epochs, called with the dataset and ``batch_size``.
+        loader: called with the dataset and ``batch_size``.
         missing: returns why it cannot run here; empty if it can.
-        cuda_only: whether it serves CUDA targets only.
+        cuda_only: it serves CUDA targets only.
         kvikio_threads: KvikIO's process-wide number of threads while it runs; None leaves it alone.
     """
 
@@ -114,10 +114,7 @@ COMPETITORS: dict[str, Competitor] = {
 def competitors_for(device: torch.device, *, loader: bool = False, cold: bool = False) -> list[str]:
     """The caching competitors that serve a device.
 
-    Args:
-        device: the target.
-        loader: include our dataset through our own loader.
-        cold: nothing is in the page cache; with ``loader``, include reads past the page cache.
+    With ``loader``, our dataset through our own loader too; if that is ``cold``, also with reads past the page cache.
     """
     left_out = {NO_CACHE, *([] if loader else [OURS_LOADER]), *([] if loader and cold else [OURS_DIRECT])}
     return [n for n, c in COMPETITORS.items() if n not in left_out and (device.type == "cuda" or not c.cuda_only)]

@@ -1,9 +1,7 @@
 """``monai-gds bench dali``: what feeding DALI from an iterable costs, and what DALI gains, on a Squirrel store.
 
-It answers the four questions of Squirrel's DALI tutorial: whether our wrapper or the source makes the batches, NumPy or
-CuPy arrays, how many threads, and DALI against torch's own operators on the CPU and on the GPU. Every batch's shape and
-device is checked. All rows are bounded by the rate of the store on its own: Squirrel's stores are gzip files, which one
-thread unpacks at some 150 MB/s.
+It answers the questions of Squirrel's DALI tutorial. All rows are bounded by the rate of the store on its own:
+Squirrel's stores are gzip files, which one thread unpacks at some 150 MB/s.
 """
 
 from __future__ import annotations
@@ -161,7 +159,7 @@ QUESTIONS = {"batching": batching, "threads": threads, "torch": against_torch}
 
 
 def measure(settings: DaliSettings, questions: Sequence[str]) -> list[Report]:
-    """Measures the given questions of :data:`QUESTIONS`.
+    """Answers some of :data:`QUESTIONS`.
 
     Raises:
         BackendUnavailable: squirrel-core is not installed.

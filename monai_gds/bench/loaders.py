@@ -135,12 +135,7 @@ PEERS: Mapping[str, Peer] = {
 
 
 def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress) -> Report:
-    """Measures readers in turns, each with the number of threads that suits it best.
-
-    Args:
-        settings: what to measure.
-        readers: names in :data:`PEERS`.
-        progress: called about twice a second.
+    """Measures some of :data:`PEERS` in turns, each with the number of threads that suits it best.
 
     Raises:
         ImageListError: the folder cannot be used, or the packed one has other images.

@@ -36,11 +36,7 @@ _SAMPLE_SECONDS = 0.005
 
 
 def memory(work: Workload, epochs: int = 20) -> list[Report]:
-    """One report of host memory and, on CUDA, one of device memory.
-
-    Raises:
-        MonaiGdsError: the process that is measured died.
-    """
+    """One report of host memory and, on CUDA, one of device memory."""
     _dataset(work, torch.device("cpu")).populate(progress=False)
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:

@@ -142,11 +142,7 @@ def _figure(value: float) -> str:
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """What figures depend on: the date (UTC), the command (not in a notebook), the machine and the versions.
-
-    Args:
-        device: the target; the name of a GPU is included.
-    """
+    """What figures depend on: the date (UTC), the command (not in a notebook), the machine and the versions."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join(["monai-gds", *sys.argv[1:]]),
@@ -172,7 +168,6 @@ def emit(reports: Sequence[Report], *, as_json: bool, plot: Path | None, about: 
         about: :func:`machine` and the benchmark's own settings.
 
     Raises:
-        ImportError: ``plot`` needs matplotlib, which is missing; nothing was printed.
         BackendUnavailable: no row has a figure; the reasons were printed.
     """
     if plot is not None:
@@ -212,11 +207,7 @@ def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
 def draw(reports: Sequence[Report], caption: str = "") -> Any:
     """Draws one panel per report: bars at the medians, whiskers over the range, ceilings as dashed lines.
 
-    Returns:
-        A ``matplotlib.figure.Figure``, which a notebook displays.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra that installs it.
+    Returns a ``matplotlib.figure.Figure``, which a notebook displays. Raises ImportError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,9 +1,8 @@
 """``monai-gds bench blocks``: many small files read by their blocks, beside threads that read the same blocks by pread.
 
 Each method in :data:`METHODS` is a function that opens what it needs and returns a function that reads one batch. The
-methods take turns, pass by pass, so that whatever else the machine does affects them alike. The first batch of each is
-compared with the files. Reads with O_DIRECT always go to the device; buffered reads come from the page cache after the
-first pass.
+methods take turns, pass by pass, so that whatever else the machine does affects them alike. Reads with O_DIRECT always
+go to the device; buffered reads come from the page cache after the first pass.
 """
 
 from __future__ import annotations
@@ -118,12 +117,7 @@ METHODS: dict[str, Callable[[_Written, ExitStack], ReadBatch]] = {
 
 
 def measure(settings: SmallFiles) -> Report:
-    """Files per second of every method.
-
-    Raises:
-        NotMappable: the folder is not on ext4 or XFS directly on a disk.
-        AssertionError: a method read other bytes than are in the files.
-    """
+    """Files per second of every method. Raises AssertionError if one reads other bytes than are in the files."""
     files = _Written(settings)
     batches = [range(i, min(i + settings.batch, settings.count)) for i in range(0, settings.count, settings.batch)]
     samples: dict[str, list[float]] = {name: [] for name in METHODS}

@@ -50,7 +50,7 @@ class Tensors:
         methods: names of methods, in the order of the rows.
         loop: timed repetitions of each; one more comes first and does not count.
         validate: compare with what plain Python reads or wrote.
-        options: for the backends that can be tuned, see :func:`monai_gds.storage.variants.tuning_options`.
+        options: for the backends that can be tuned.
     """
 
     methods: Sequence[str]
@@ -103,12 +103,7 @@ STORES = ("python",)
 
 
 def load(path: Path, device: torch.device, asked: Tensors) -> Report:
-    """Times loading a file into a tensor on a device by each method.
-
-    Raises:
-        FileChanged: the file changed meanwhile.
-        WrongBytes: a method did not load the right bytes.
-    """
+    """Times loading a file into a tensor on a device by each method. Raises FileChanged if it changes meanwhile."""
     before = FileId.of(path)
     right = path.read_bytes() if asked.validate else None
 
@@ -139,9 +134,6 @@ def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Re
 
     The figures are of the store alone: no method waits until data in the page cache or in the drive's own cache is on
     the drive. Rates that include this (fsync) have a column of their own.
-
-    Raises:
-        WrongBytes: a method did not store the right bytes.
     """
     tensor = _random(nbytes, device)
 
@@ -169,12 +161,8 @@ def tune(
 ) -> tuple[list[Report], dict[str, Any]]:
     """Stores and loads a tensor with every combination of :data:`~monai_gds.storage.variants.TUNING_GRID`.
 
-    Args:
-        folder: on the drive to tune for.
-        nbytes: bytes of the tensor.
-        device: the tensor's device.
-        loop: how often each combination is timed; all are tried once before any is tried again.
-        progress: called with the number done and the total.
+    Each is timed ``loop`` times; all are tried once before any is tried again. ``progress`` is called with the number
+    done and the total.
 
     Returns:
         The tables of loads and stores, best combination first, and the best settings: those with the greatest sum of

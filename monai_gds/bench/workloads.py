@@ -30,18 +30,9 @@ KEYS = ("image", "label")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The settings of ``bench dataset``, named like the options of the command.
+    """The settings of ``bench dataset``, named like its options.
 
-    Args:
-        folder: for the caches.
-        device: the target.
-        items: number of items of two float32 volumes each.
-        side: voxels along each side of a volume.
-        repeats: timed epochs of each competitor.
-        batch_size: items per batch.
-        records: number of small records.
-        loader: also measure our dataset through GDSDataLoader.
-        cold: epochs begin with nothing in the page cache.
+    There are ``items`` of two float32 volumes with ``side`` voxels along each side, and ``records`` small ones.
     """
 
     folder: Path
@@ -69,11 +60,8 @@ class Workload:
 class MakeVolumes(Transform):  # type: ignore[misc]  # MONAI has no type hints to speak of
     """Stands for loading: replaces each value of an item, a number, by a random float32 tensor.
 
-    It adds no key, since monai.data.GDSDataset drops keys that are not in the input.
-
-    Args:
-        shape: shape of each tensor.
-        nifti: make MetaTensors with the 44 metadata keys of a NIfTI file instead of plain tensors.
+    With ``nifti``, tensors are MetaTensors with the 44 metadata keys of a NIfTI file. It adds no key, since
+    monai.data.GDSDataset drops keys that are not in the input.
     """
 
     def __init__(self, shape: tuple[int, ...], nifti: bool = True) -> None:

@@ -1,12 +1,5 @@
 """``monai-gds doctor``: what this machine can do for a cache directory, and how to improve it.
 
-:func:`examine` puts the parts together; :mod:`~monai_gds.doctor.cli` prints its report.
-
-* :mod:`~monai_gds.doctor.machine` reads what the kernel tells, below a root that tests replace.
-* :mod:`~monai_gds.doctor.probes` are questions to libraries; :mod:`~monai_gds.doctor.isolation` runs each in a process
-  of its own.
-* :mod:`~monai_gds.doctor.findings` turns both into findings with remedies.
-
 Nothing here imports torch: a machine on which torch cannot be imported needs a doctor most.
 """
 

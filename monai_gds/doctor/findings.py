@@ -63,11 +63,7 @@ _NOT_ASKED = Answer({}, "not tried")
 def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -> list[Finding]:
     """All findings, in the order of the screen.
 
-    Args:
-        machine: the kernel's side.
-        place: the cache directory.
-        unwritable: why no file can be made there; empty if it can.
-        answers: the answers of the probes, by name.
+    ``unwritable`` is why no file can be made in the cache directory; empty if one can.
     """
     return [
         gpu(machine, answers),

@@ -57,12 +57,12 @@ def preload() -> None:
 def ask(
     probe: Probe, environment: Mapping[str, str] | None = None, *, limit: float = LIMIT, fresh: bool = False
 ) -> Answer:
-    """Runs a probe.
+    """Runs a probe, and kills it after ``limit`` seconds.
 
     Args:
         probe: what to run.
         environment: additional environment variables.
-        limit: seconds until the process is killed.
+        limit: in seconds.
         fresh: start a new interpreter instead of forking one that has torch imported.
 
     Returns:

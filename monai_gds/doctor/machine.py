@@ -56,11 +56,11 @@ class Drive:
 
 @dataclass(frozen=True)
 class Place:
-    """The cache directory, or its nearest existing parent.
+    """The cache directory.
 
     Attributes:
-        asked: the directory as the user named it.
-        folder: the folder that was examined.
+        asked: as the user named it.
+        folder: it, or its nearest existing parent.
         mount: its file system; None if unknown.
         drive: the disk below; None if there is none.
         free_bytes: bytes that a user may still fill.
@@ -83,12 +83,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, or one laid out by a test.
-
-    Args:
-        root: the folder of ``/proc``, ``/sys``, ``/dev``, ``/run`` and ``/etc``.
-        environment: the environment variables.
-    """
+    """This machine, or one that a test laid out below ``root``."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -105,11 +100,7 @@ class Machine:
         return (self.root / path.lstrip("/")).exists()
 
     def place(self, directory: Path) -> Place:
-        """The file system and drive of a directory.
-
-        Raises:
-            NotADirectoryError: it, or its nearest existing parent, is a file.
-        """
+        """The file system and drive of a directory. Raises NotADirectoryError if it or a parent is a file."""
         path = Path(os.path.abspath(directory))
         folder = next(above for above in (path, *path.parents) if os.path.lexists(above))
         if not folder.is_dir():

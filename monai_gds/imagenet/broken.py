@@ -36,8 +36,7 @@ class BrokenImages:
     def replaced(self, indices: np.ndarray) -> np.ndarray:
         """The indices of a batch with broken images replaced: by a good one of the batch, or the next good one.
 
-        Raises:
-            BrokenImage: every image of the list is broken.
+        Raises BrokenImage if every image of the list is broken.
         """
         batch = indices.tolist()
         if self._indices.isdisjoint(batch):
@@ -57,13 +56,9 @@ class BrokenImages:
     def note_failure(
         self, error: PipelineFailed, device: torch.device, options: Mapping[str, Any], decodes: bool
     ) -> None:
-        """Notes the images that made a pipeline fail.
+        """Notes the images that made a pipeline, which decodes with ``options``, fail.
 
-        Args:
-            error: the failure, with the batches that were under way.
-            device: the pipeline's.
-            options: for ``fn.decoders.image``.
-            decodes: whether the pipeline decodes images. A user's graph may, in which case DALI's error shows it.
+        A user's graph may decode where the pipeline does not (``decodes``): DALI's error shows it.
 
         Raises:
             BrokenImage: an image cannot be decoded, and broken images are not skipped.

@@ -140,9 +140,7 @@ def save_item(storage: Storage, path: Path, item: dict[str, Any]) -> dict[str, i
 def load_item(path: str) -> Any:
     """Reads an item that :func:`save_item` wrote, with all checksums verified.
 
-    Raises:
-        RecordError: the record is damaged or of a newer format.
-        OSError: it cannot be read.
+    Raises RecordError for a record that is damaged or of a newer format.
     """
     with closing(open_storage(device="cpu")) as storage:
         record, file, arrays = read_record(path, storage)

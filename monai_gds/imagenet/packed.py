@@ -9,10 +9,9 @@ record (:mod:`monai_gds.cache.record`) and thus a valid safetensors file:
 * The index holds ``sizes``, ``labels`` and ``names`` of all images in order, ``files`` (I64, one row per file: images,
   bytes of image data, their offset, bytes of the file), and all class names, including classes without images.
 
-Why records and not tar shards with a DALI index: a tar has a 512-byte header before every image, so images cannot be
-read in one piece into a buffer whose slices they are. Its index is a text file that only DALI reads, and labels need
-another file. A record has offsets, labels and names in one place, aligns its data for O_DIRECT, cuFile and NVMe blocks,
-carries checksums, is read by the same backends as everything else here, and opens with any safetensors tool.
+Why not tar shards with a DALI index: a tar has a 512-byte header before every image, so images cannot be read in one
+piece into a buffer whose slices they are, and labels need another file. A record aligns its data for O_DIRECT, cuFile
+and NVMe blocks, carries checksums, and is read by the same backends as everything else here.
 """
 
 from __future__ import annotations
@@ -159,11 +158,7 @@ def pack_folder(
 
 
 def empty_folder(out: StrPath) -> Path:
-    """Returns the empty folder to pack into, created if missing.
-
-    Raises:
-        ImageListError: it is a file, or not empty.
-    """
+    """Returns the empty folder to pack into, created if missing. Raises ImageListError for another."""
     top = Path(out)
     try:
         top.mkdir(parents=True, exist_ok=True)

@@ -28,11 +28,7 @@ Graph: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def dali() -> Any:
-    """The package ``nvidia.dali``.
-
-    Raises:
-        BackendUnavailable: it is not installed, or does not fit this machine.
-    """
+    """The package ``nvidia.dali``. Raises BackendUnavailable where it cannot be imported."""
     try:
         import nvidia.dali
         import nvidia.dali.fn
@@ -74,7 +70,7 @@ class FedPipeline(Generic[T]):
     """A DALI pipeline with named inputs and outputs.
 
     Args:
-        inputs: the inputs, by name.
+        inputs: by name.
         graph: a function from input nodes to output nodes, both by name.
         batch_size: maximum number of samples in a batch.
         device: a CUDA device, or the CPU for a pipeline without a GPU.

@@ -36,7 +36,7 @@ class Batch:
     """The encoded images of a batch.
 
     Args:
-        indices: their positions in the list of images, int64, (batch,).
+        indices: positions in the list of images, int64, (batch,).
         images: 1-D uint8 tensors on the reader's device, slices of a shared buffer.
         labels: int32, (batch,).
         release: gives the images' memory back.
@@ -54,12 +54,7 @@ class Batch:
 
 
 class ImageReader(ABC):
-    """Reads batches of images.
-
-    Args:
-        images: the images that indices refer to.
-        device: where they go.
-    """
+    """Reads batches of images, given by their indices in a list, to a device."""
 
     def __init__(self, images: ImageList, device: torch.device) -> None:
         self.images = images
@@ -69,10 +64,7 @@ class ImageReader(ABC):
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         """Reads the batches of image indices, in order. Closing the iterator ends the reads that are under way.
 
-        Raises:
-            BrokenImage: an image is empty.
-            OSError: a file could not be opened or read; the error names it.
-            FileChanged: a file no longer has its listed size.
+        Raises BrokenImage for an empty image, FileChanged for a file without its listed size, and other OSErrors.
         """
 
     def close(self) -> None:  # noqa: B027 (optional: a reader may hold nothing)

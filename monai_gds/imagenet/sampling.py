@@ -31,8 +31,7 @@ class Sampler:
         batch_size: images per batch.
         shuffle: a new order every epoch; otherwise the order of the list.
         seed: of the order, 0 or more. The shards of a run must use the same.
-        shard_id: this shard.
-        num_shards: number of shards.
+        shard_id, num_shards: this shard, and how many there are.
         last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` drops an
             incomplete last batch; ``"partial"`` makes the last batch smaller. (It repeats one image if this shard would
             otherwise have one batch less than another.)

@@ -16,14 +16,9 @@ MEAN_BYTES = 110_000
 
 
 def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | None = None, text: str = "") -> bytes:
-    """Makes a JPEG of smooth colours with noise.
+    """Makes a JPEG of smooth colours with noise, ``nbytes`` large within 5%; without noise, of any size, if that is None.
 
-    Args:
-        random: source of the content.
-        height: in pixels.
-        width: in pixels.
-        nbytes: size of the file, met within 5%; None for no noise and any size.
-        text: written across the middle, so that a viewer recognises the picture and sees whether it is mirrored.
+    The text across its middle is for the viewer: it shows which picture it is, and whether it is mirrored.
     """
     from PIL import Image, ImageDraw, ImageFont
 
