@@ -23,7 +23,6 @@ ALLOWED = {
     ("cache/record.py", "LARGE"): "which tensors are aligned",
     ("cache/codecs.py", "MAX_DEPTH"): "nesting that a record may have",
     ("cache/single_flight.py", "_MOST_BYTES"): "more than a lease has",
-    ("imagenet/listing.py", "MAX_CLASSES"): "labels are int32",
     # interfaces of the kernel and of the processor
     ("huge_pages.py", "HUGE"): "the size of a huge page",
     ("storage/uring.py", "_OFFSET_SQES"): "linux/io_uring.h",

@@ -175,18 +175,14 @@ def emit(reports: Sequence[Report], *, as_json: bool, plot: Path | None, about: 
     if as_json:
         print(json.dumps({"about": dict(about), "reports": [r.as_dict() for r in reports]}, indent=2))
     else:
-        _print_tables(reports, about)
+        for report in reports:
+            show(report.table())
+        for reason, names in _reasons(reports).items():
+            say(f"{'; '.join(names)}: {reason}")
+        told = ", ".join(f"{key}: {value}" for key, value in about.items())
+        stdout.print(told, style="dim", markup=False, soft_wrap=True)
     if not any(row.samples for report in reports for row in report.rows):
         raise BackendUnavailable("nothing could be measured here; see the reasons above")
-
-
-def _print_tables(reports: Sequence[Report], about: Mapping[str, Any]) -> None:
-    for report in reports:
-        show(report.table())
-    for reason, names in _reasons(reports).items():
-        say(f"{'; '.join(names)}: {reason}")
-    told = ", ".join(f"{key}: {value}" for key, value in about.items())
-    stdout.print(told, style="dim", markup=False, soft_wrap=True)
 
 
 def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:

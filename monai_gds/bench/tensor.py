@@ -146,7 +146,11 @@ def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Re
                 seconds, _nothing = _timed(operation, device)
                 shares.append(cached(path))
                 rates.append(nbytes / seconds / 1e9)
-                synced.append(nbytes / (seconds + _seconds_to_sync(path)) / 1e9)
+                with open(path, "rb") as f:
+                    begin = time.perf_counter()
+                    os.fsync(f.fileno())
+                    seconds += time.perf_counter() - begin
+                synced.append(nbytes / seconds / 1e9)
             if asked.validate:
                 _compare(tensor.cpu().numpy().tobytes(), path.read_bytes(), method, path)
         durable = f"{statistics.median(synced[1:]):.2f}"
@@ -260,14 +264,6 @@ def _timed(operation: Callable[[], T], device: torch.device) -> tuple[float, T]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin, result
-
-
-def _seconds_to_sync(path: Path) -> float:
-    """Seconds until a file that was written is on the drive."""
-    with open(path, "rb") as f:
-        begin = time.perf_counter()
-        os.fsync(f.fileno())
-        return time.perf_counter() - begin
 
 
 def _compare(right: bytes, got: bytes, method: str, path: Path) -> None:

@@ -89,11 +89,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def _text(self, path: str) -> str:
-        """A file's text; empty if it is missing or cannot be read."""
-        try:
-            return (self.root / path.lstrip("/")).read_text(errors="replace")
-        except OSError:
-            return ""
+        return _text(self.root / path.lstrip("/"))
 
     def exists(self, path: str) -> bool:
         """Whether this machine has ``path``."""
@@ -105,7 +101,8 @@ class Machine:
         folder = next(above for above in (path, *path.parents) if os.path.lexists(above))
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a directory")
-        mount = self._mount_of(folder)
+        above = [mount for mount in self._mounts if folder.resolve().is_relative_to(mount.point)]
+        mount = max(reversed(above), key=lambda one: len(one.point), default=None)  # the later of two at one point
         drive = self._drive(mount.number) if mount else None
         usage = shutil.disk_usage(folder)
         return Place(directory, folder, mount, drive, usage.free, usage.total)
@@ -117,11 +114,6 @@ class Machine:
         except (OSError, ValueError):
             return []
 
-    def _mount_of(self, folder: Path) -> Mount | None:
-        real = Path(os.path.realpath(folder))
-        above = [mount for mount in self._mounts if real.is_relative_to(mount.point)]
-        return max(reversed(above), key=lambda mount: len(mount.point), default=None)  # the later of two at one point
-
     def _drive(self, number: str) -> Drive | None:
         folder = self.root / "sys/dev/block" / number
         if number.startswith("0:") or not folder.is_dir():
@@ -129,10 +121,9 @@ class Machine:
         whole = folder.resolve()
         if (whole / "partition").exists():
             whole = whole.parent
-        files = [os.path.relpath(whole / name, self.root) for name in ("device/model", "queue/rotational")]
-        model, rotates = (self._text(file).strip() for file in files)
         is_virtual = whole.name.startswith(("vd", "xvd"))
-        return Drive(whole.name, model, rotates == "1" and not is_virtual)
+        rotates = _text(whole / "queue/rotational").strip() == "1"
+        return Drive(whole.name, _text(whole / "device/model").strip(), rotates and not is_virtual)
 
     @cached_property
     def driver(self) -> Driver | None:
@@ -220,3 +211,11 @@ class Machine:
             return True
         settings = re.sub(r"//.*", "", self._text(self._cufile_json))  # NVIDIA's own file is full of comments
         return bool(re.search(r'"use_pci_p2pdma"\s*:\s*true', settings))
+
+
+def _text(file: Path) -> str:
+    """A file's text; empty if it is missing or cannot be read."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

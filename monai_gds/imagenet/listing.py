@@ -18,7 +18,7 @@ import numpy as np
 
 from monai_gds.errors import BlockMapError, ImageListError
 
-__all__ = ["EXTENSIONS", "MAX_CLASSES", "ImageList", "check_classes", "list_block_map", "list_folder"]
+__all__ = ["EXTENSIONS", "ImageList", "list_block_map", "list_folder"]
 
 #: Those of ``fn.readers.file`` (the default of its argument ``file_filters`` in DALI 2.4).
 EXTENSIONS = (
@@ -27,9 +27,6 @@ EXTENSIONS = (
 )  # fmt: skip
 
 _SUFFIXES = tuple(os.fsencode(e) for e in EXTENSIONS)
-
-#: Labels are int32, as in DALI, where larger ones silently wrap around.
-MAX_CLASSES = 2**31
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -62,14 +59,6 @@ class ImageList:
         return f"{self.root}/{self.names[index]}"
 
 
-def check_classes(count: int, root: str) -> None:
-    """Raises ImageListError if there is no class, or more than int32 labels can number."""
-    if count == 0:
-        raise ImageListError(f"{root} holds no class: images are expected at {root}/<class>/<file>")
-    if count > MAX_CLASSES:
-        raise ImageListError(f"{root} holds {count} classes, more than an int32 label can number ({MAX_CLASSES})")
-
-
 def list_folder(root: StrPath) -> ImageList:
     """Lists ``<root>/<class>/<file>`` with labels and sizes.
 
@@ -82,7 +71,8 @@ def list_folder(root: StrPath) -> ImageList:
         raise ImageListError(f"{top} is not a folder")
     with os.scandir(top) as entries:
         classes = sorted((entry.name for entry in entries if stat.S_ISDIR(_stat(entry).st_mode)), key=os.fsencode)
-    check_classes(len(classes), top)
+    if not classes:
+        raise ImageListError(f"{top} holds no class: images are expected at {top}/<class>/<file>")
     names: list[str] = []
     labels: list[int] = []
     sizes: list[int] = []
@@ -119,7 +109,6 @@ def list_block_map(file: StrPath) -> ImageList:
     (root,) = roots
     folders = [folder.split("/") for folder in blocks.folders]
     classes = sorted({p[1] for p in images} | {p[1] for p in folders if len(p) == 2}, key=os.fsencode)
-    check_classes(len(classes), name)
     label = {name: i for i, name in enumerate(classes)}
     return ImageList(
         root=f"{blocks.origin.parent}/{root}" if blocks.origin else root,

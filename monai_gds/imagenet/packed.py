@@ -30,7 +30,7 @@ import torch
 from monai_gds import limits
 from monai_gds.errors import BrokenImage, ImageListError, RecordError
 from monai_gds.imagenet.image_storage import load_item, read_files, save_item
-from monai_gds.imagenet.listing import ImageList, StrPath, check_classes
+from monai_gds.imagenet.listing import ImageList, StrPath
 from monai_gds.storage import Storage, open_storage
 
 __all__ = ["INDEX", "PackedImages", "empty_folder", "is_packed", "open_packed", "pack_folder"]
@@ -140,7 +140,6 @@ def pack_folder(
     """
     if file_bytes < 1:
         raise ValueError(f"file_bytes={file_bytes}: must be positive")
-    check_classes(len(images.classes), images.root)
     empty = np.flatnonzero(images.sizes == 0)
     if len(empty):
         raise BrokenImage(images.path(int(empty[0])), "it is empty and cannot be packed")

@@ -16,7 +16,7 @@ MEAN_BYTES = 110_000
 
 
 def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | None = None, text: str = "") -> bytes:
-    """Makes a JPEG of smooth colours with noise, ``nbytes`` large within 5%; without noise, of any size, if that is None.
+    """Makes a JPEG of smooth colours with noise: ``nbytes`` large within 5%, or without noise if that is None.
 
     The text across its middle is for the viewer: it shows which picture it is, and whether it is mirrored.
     """
