@@ -7,10 +7,11 @@ documentation, and do not even turn their outputs into torch tensors. All others
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -59,16 +60,13 @@ class LoaderSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-Peer: TypeAlias = Callable[[LoaderSettings, int], Iterator[int]]
-
-
-def dali_reader(settings: LoaderSettings, threads: int) -> Iterator[int]:
+def dali_reader(settings: LoaderSettings, threads: int) -> Generator[int]:
     """``fn.readers.file``."""
     fn = dali().fn
-    yield from _run(settings, threads, lambda: fn.readers.file(file_root=str(settings.datadir)))
+    return _run(settings, threads, lambda: fn.readers.file(file_root=str(settings.datadir)))
 
 
-def python_file(settings: LoaderSettings, threads: int) -> Iterator[int]:
+def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
     """``open`` and ``read`` in the callback of an external source."""
     fn = dali().fn
     images = list_folder(settings.datadir)
@@ -82,10 +80,10 @@ def python_file(settings: LoaderSettings, threads: int) -> Iterator[int]:
                     data.append(np.frombuffer(file.read(), dtype=np.uint8))
             yield data, images.labels[start : start + settings.batch_size, None]
 
-    yield from _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
+    return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
 
 
-def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> Iterator[int]:
+def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> Generator[int]:
     """Runs a pipeline without this package, without end."""
     module = dali()
     on_gpu = settings.device.type == "cuda"
@@ -108,29 +106,25 @@ def options_for(reader: str, options: Mapping[str, Any], device: torch.device) -
     return {name: value for name, value in options.items() if name in taken}
 
 
-def ours(reader: str) -> Peer:
+def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
     """ImageNetDataset with one of its readers."""
-
-    def peer(settings: LoaderSettings, threads: int) -> Iterator[int]:
-        offered = settings.options if settings.decode else {"threads": threads, **settings.options}
-        options = options_for(reader, offered, settings.device)
-        root = settings.packed if reader == "packed" else options.get("blockmap", settings.datadir)
-        dataset = ImageNetDataset(
-            root, settings.batch_size, reader, settings.device, settings.decode, threads=threads,
-            last_batch="drop", storage_options=options,
-        )  # fmt: skip
-        with contextlib.closing(dataset):
-            while True:
-                for batch in dataset:
-                    yield len(batch["image"])
-
-    return peer
+    offered = settings.options if settings.decode else {"threads": threads, **settings.options}
+    options = options_for(reader, offered, settings.device)
+    root = settings.packed if reader == "packed" else options.get("blockmap", settings.datadir)
+    dataset = ImageNetDataset(
+        root, settings.batch_size, reader, settings.device, settings.decode, threads=threads, last_batch="drop",
+        storage_options=options,
+    )  # fmt: skip
+    with closing(dataset):
+        while True:
+            for batch in dataset:
+                yield len(batch["image"])
 
 
-PEERS: Mapping[str, Peer] = {
+PEERS: Mapping[str, Callable[[LoaderSettings, int], Generator[int]]] = {
     "dali": dali_reader,
     "python-file": python_file,
-    **{name: ours(name) for name in (*backend_names(), "packed")},
+    **{name: partial(ours, name) for name in (*backend_names(), "packed")},
 }
 
 
@@ -170,8 +164,7 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
 
 def _rate(name: str, settings: LoaderSettings, threads: int, batches: int, progress: Progress) -> float:
     """Images per second over so many batches, after a tenth as many, at least ten, to warm up."""
-    run = PEERS[name](settings, threads)
-    try:
+    with closing(PEERS[name](settings, threads)) as run:
         for _ in range(max(10, batches // 10)):
             next(run)
         _synchronize(settings.device)
@@ -184,8 +177,6 @@ def _rate(name: str, settings: LoaderSettings, threads: int, batches: int, progr
                 progress(name, done, done / elapsed)
         _synchronize(settings.device)
         return done / (time.perf_counter() - start)
-    finally:
-        run.close()  # type: ignore[attr-defined]  # it is a generator
 
 
 def _synchronize(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -31,8 +31,6 @@ __all__ = ["memory"]
 
 #: What the loader may take beyond its records.
 _ALLOWANCE = 64 << 20
-
-_SAMPLE_SECONDS = 0.005
 
 
 def memory(work: Workload, epochs: int = 20) -> list[Report]:
@@ -113,21 +111,20 @@ def _epoch(loader: GDSDataLoader, work: Workload, seen: list[int]) -> None:
 
 @contextmanager
 def _sampling() -> Iterator[list[int]]:
-    """Samples this process's anonymous memory in a thread, into the list that it yields."""
+    """Samples this process's anonymous memory every 5 ms in a thread, into the list that it yields."""
     seen: list[int] = []
     over = threading.Event()
 
     def sample() -> None:
-        while not over.wait(_SAMPLE_SECONDS):
+        while not over.wait(0.005):
             seen.append(_anonymous())
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(sample)
+        try:
+            yield seen
+        finally:
+            over.set()
 
 
 def _anonymous() -> int:

@@ -26,8 +26,6 @@ __all__ = ["LIMIT", "Answer", "Probe", "ask", "preload"]
 #: Seconds that a probe may take. An import from a slow network drive takes tens of them.
 LIMIT = 120.0
 
-_LAST_LINES = 3
-
 #: In a folder with a longer name, the path of the fork server's socket would exceed the 108 bytes of AF_UNIX.
 _LONGEST_TMPDIR = 70
 
@@ -135,7 +133,6 @@ def _kill(process: SpawnProcess | ForkServerProcess) -> None:
 
 
 def _last_words(printed: Path) -> str:
-    if not printed.exists():
-        return ""
+    printed.touch()
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
-    return f": {' / '.join(lines[-_LAST_LINES:])}" if lines else ""
+    return f": {' / '.join(lines[-3:])}" if lines else ""
