@@ -14,15 +14,7 @@ from typing import Any
 
 import torch
 from monai.data import DataLoader, PersistentDataset, ThreadDataLoader
-from monai.transforms import (
-    Compose,
-    EnsureTyped,
-    LoadImaged,
-    RandRotated,
-    RandZoomd,
-    ResizeWithPadOrCropd,
-    Spacingd,
-)
+from monai.transforms import Compose, EnsureTyped, LoadImaged, RandRotated, RandZoomd, ResizeWithPadOrCropd, Spacingd
 from rich.table import Table
 
 from monai_gds.console import progress, say, show, stdout

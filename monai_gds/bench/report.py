@@ -2,12 +2,6 @@
 
 A benchmark makes one :class:`Report` per question ("load to the GPU") with one :class:`Row` per competitor, and passes
 the list to :func:`emit`. A competitor that cannot run here keeps its row, with the reason.
-
-Example::
-
-    rows = [Row("python", (0.8, 0.7, 0.8)), Row("posix", (4.1, 4.3, 4.0)), Row("xnvme", reason="libxnvme is missing")]
-    report = Report("load, CPU tensor", "GB/s", rows, reference="python")
-    emit([report], as_json=False, plot=None, about=machine())
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from monai_gds.console import progress_bar, say
-from monai_gds.options import JsonOption, PlotOption, known_device
+from monai_gds.options import JsonOption, PlotOption, known_device, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -153,9 +153,7 @@ def _asked(
     from monai_gds.storage.variants import tuning_options
 
     known = [*own, *backend_names()]
-    for name in methods or []:
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--method")
+    one_of(known, methods or [], "--method")
     try:
         options = tuning_options(tuned, block_size=block_size, queue_depth=queue_depth)
     except ValueError as e:

@@ -19,13 +19,10 @@ from monai_gds.storage.registry import backend_names
 
 __all__ = ["READERS", "ImageSource", "open_images", "open_reader"]
 
-#: Over a packed folder, the backend that ``auto`` chooses.
 _PACKED = "packed"
-
-#: Plain Python instead of a storage backend.
 _PLAIN = "python-file"
 
-#: Names of readers: ``auto``, the storage backends, and two of this package's own.
+#: Names of readers: ``auto``, the storage backends, the one that ``auto`` chooses over a packed folder, plain Python.
 READERS = ("auto", *backend_names(), _PACKED, _PLAIN)
 
 
