@@ -20,22 +20,15 @@ from monai_gds.parallel_read import page_aligned, read_parallel
 
 __all__ = ["Ceilings"]
 
-#: Bytes per request to the page cache, and to the disk.
-_CACHED_BLOCK = 4 << 20
-_DIRECT_BLOCK = 8 << 20
-
-#: Memory that is read into: more than the processor's caches hold.
-_MEMORY = 256 << 20
-
-#: Direct requests in flight.
-_IN_FLIGHT = 4
+_CACHED_BLOCK = 4 << 20  # bytes per request to the page cache
+_DIRECT_BLOCK = 8 << 20  # bytes per request to the disk
+_MEMORY = 256 << 20  # that is read into: more than the processor's caches hold
+_IN_FLIGHT = 4  # direct requests
+_MOST_THREADS = 16  # that read from the page cache
 
 #: Size of the file: enough to see a disk's sustained speed, and no more than needed for that.
 _LEAST_BYTES = 256 << 20
 _MOST_BYTES = 1 << 30
-
-#: Limit of the threads that read from the page cache.
-_MOST_THREADS = 16
 
 
 class Ceilings:

@@ -71,11 +71,11 @@ def dataset(
     With --cold, a column shows whose files were in the page cache anyway; with
     --cold and --loader, GDSDataset also reads past the page cache.
     """
+    one_of(_WORKLOADS, only or [], "--only")
     from monai_gds.bench.report import emit, machine
     from monai_gds.bench.workloads import Workload
     from monai_gds.storage import resolve_device
 
-    one_of(_WORKLOADS, only or [], "--only")
     target = resolve_device(device)
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder, progress() as bars:
         work = Workload(Path(folder), target, items, side, repeats, batch_size, records, loader, cold)

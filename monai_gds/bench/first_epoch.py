@@ -24,11 +24,8 @@ from monai_gds.errors import StorageError
 
 __all__ = ["filling", "large_items", "medium_items"]
 
-#: Seconds of processor time of the made-up preprocessing.
-_PREPROCESSING = 0.1
-
-#: Bytes of a large item.
-_LARGE = 100_000_000
+_PREPROCESSING = 0.1  # seconds of processor time, made up
+_LARGE = 100_000_000  # bytes of an item
 
 
 def medium_items(work: Workload, progress: Progress = SILENT) -> Report:
@@ -113,8 +110,9 @@ def _rows(comparison: Comparison, epochs: dict[str, list[float]], flushes: dict[
     return rows
 
 
-def filling(work: Workload, progress: Progress = SILENT, count: int = 40) -> Report:
+def filling(work: Workload, progress: Progress = SILENT) -> Report:
     """``populate`` with one process and with more: items of 2 MB whose transforms take 100 ms."""
+    count = 40
     transform = Compose([Burn(_PREPROCESSING), MakeVolumes((500_000,))])
     workers = sorted({1, 2, min(16, len(os.sched_getaffinity(0)))})
     names = {0: "in this process", **{n: f"{n} worker{'s' * (n > 1)}" for n in workers}}

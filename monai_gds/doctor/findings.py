@@ -134,11 +134,10 @@ def torch(answers: Answers) -> Finding:
 def directory(place: Place, unwritable: str) -> Finding:
     """The cache directory's file system, and whether files can be created there."""
     mount, drive = place.mount, place.drive
-    kind = mount.kind if mount else "unknown"
-    words = [f"{place.folder}: {kind}"]
+    words = [f"{place.folder}: unknown"]
     if mount is not None:
         model = f" ({drive.model})" if drive and drive.model else ""
-        words[0] += f" on {mount.source}{model}, mounted at {mount.point}"
+        words = [f"{place.folder}: {mount.kind} on {mount.source}{model}, mounted at {mount.point}"]
     unit, size = ("GB", 1e9) if place.nbytes >= 1e9 else ("MB", 1e6)
     words.append(f"{place.free_bytes / size:.1f} of {place.nbytes / size:.1f} {unit} free")
     if place.asked.absolute() != place.folder:
@@ -209,8 +208,9 @@ def nvidia_fs(machine: Machine) -> Finding:
         remedy = f"install NVIDIA's package nvidia-gds{' on the host' if machine.container else ''}: {_GUIDE}"
         return Finding("nvidia-fs", Status.MISSING, "the kernel module is not loaded", remedy, details)
     if not machine.nvidia_fs_nodes:
-        remedy = "start it with --env NVIDIA_GDS=enabled or --device=/dev/nvidia-fs0 and so on"
-        remedy = remedy if machine.container else "modprobe -r nvidia_fs && modprobe nvidia_fs"
+        remedy = "modprobe -r nvidia_fs && modprobe nvidia_fs"
+        if machine.container:
+            remedy = "start it with --env NVIDIA_GDS=enabled or --device=/dev/nvidia-fs0 and so on"
         return Finding("nvidia-fs", Status.NOTE, "loaded, but there is no /dev/nvidia-fs0", remedy, details)
     return Finding("nvidia-fs", Status.OK, f"the kernel module is loaded, version {machine.nvidia_fs}", "", details)
 

@@ -117,8 +117,10 @@ def _answer(ours: Connection, process: SpawnProcess | ForkServerProcess, limit: 
             return answer
     process.join(10)
     code = process.exitcode
-    how = "it closed its pipe and went on" if code is None else f"exit status {code}"
-    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else how
+    if code is None:
+        how = "it closed its pipe and went on"
+    else:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     return Answer({}, f"it ended its process ({how}){_last_words(printed)}")
 
 

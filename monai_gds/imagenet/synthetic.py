@@ -46,21 +46,13 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
 
 
 def write_image_folder(
-    root: Path,
-    count: int,
-    *,
-    seed: int = 0,
-    mean_bytes: int = MEAN_BYTES,
-    per_class: int = 100,
-    progress: Callable[[int], None] | None = None,
+    root: Path, count: int, *, per_class: int = 100, progress: Callable[[int], None] | None = None
 ) -> Path:
     """Writes JPEGs of about 500 by 375 pixels, each showing its name, in classes named like ImageNet's.
 
     Args:
         root: a new folder.
-        count: number of images.
-        seed: equal seeds give equal files.
-        mean_bytes: average size of a file.
+        count: number of images; the same files every time.
         per_class: images per class.
         progress: called with the number of images written so far.
 
@@ -77,8 +69,8 @@ def write_image_folder(
     def write(index: int) -> None:
         number, of_class = divmod(index, per_class)
         name = f"n{1440764 + 3 * number:08d}"
-        random = np.random.default_rng([seed, index])
-        size = int(np.clip(random.normal(1, 0.25), 0.4, 1.8) * mean_bytes)
+        random = np.random.default_rng([0, index])
+        size = int(np.clip(random.normal(1, 0.25), 0.4, 1.8) * MEAN_BYTES)
         height, width = (375, 500) if random.random() < 0.75 else (500, 375)
         folder = root / name
         folder.mkdir(exist_ok=True)
