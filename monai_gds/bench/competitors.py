@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -81,14 +82,13 @@ def _monais(items: Sequence[Any], transform: Compose, folder: Path, device: torc
     return MonaiGDSDataset(items, transform, folder, device.index)
 
 
-def _needs_lmdb() -> str:
-    return "" if importlib.util.find_spec("lmdb") else "needs lmdb: pip install 'monai_gds[bench]'"
+def _needs(*packages: str, remedy: str = "") -> str:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"needs {' and '.join(missing)}{remedy}" if missing else ""
 
 
-def _needs_kvikio() -> str:
-    missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]
-    return f"needs {' and '.join(missing)}" if missing else ""
-
+_needs_lmdb = partial(_needs, "lmdb", remedy=": pip install 'monai_gds[bench]'")
+_needs_kvikio = partial(_needs, "kvikio", "cupy")
 
 COMPETITORS: dict[str, Competitor] = {
     OURS: Competitor(GDSDataset),

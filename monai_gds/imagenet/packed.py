@@ -31,7 +31,7 @@ from monai_gds import limits
 from monai_gds.errors import BrokenImage, ImageListError, RecordError
 from monai_gds.imagenet.image_storage import load_item, read_files, save_item
 from monai_gds.imagenet.listing import ImageList, StrPath
-from monai_gds.storage import Storage, open_storage
+from monai_gds.storage import open_storage
 
 __all__ = ["INDEX", "PackedImages", "empty_folder", "is_packed", "open_packed", "pack_folder"]
 
@@ -147,7 +147,10 @@ def pack_folder(
     rows: list[list[int]] = []
     with closing(open_storage(device="cpu")) as storage:
         for begin, end in _portions(images.sizes, file_bytes):
-            rows.append(_write_file(storage, images, begin, end, top / _file_name(len(rows))))
+            path, sizes = top / _file_name(len(rows)), images.sizes[begin:end].tolist()
+            data = read_files(storage, [images.path(i) for i in range(begin, end)], sizes)
+            offsets = save_item(storage, path, {**_FORMAT, **_describe(images, begin, end), "images": data})
+            rows.append([end - begin, sum(sizes), offsets["images"], path.stat().st_size])
             if progress is not None:
                 progress(end)
         index = {**_FORMAT, **_describe(images, 0, len(images)), "files": torch.tensor(rows)}
@@ -191,11 +194,3 @@ def _describe(images: ImageList, begin: int, end: int) -> dict[str, Any]:
         "labels": torch.from_numpy(images.labels[begin:end].copy()),
         "sizes": torch.from_numpy(images.sizes[begin:end].copy()),
     }
-
-
-def _write_file(storage: Storage, images: ImageList, begin: int, end: int, path: Path) -> list[int]:
-    """Writes one images file and returns its row of the index."""
-    sizes = images.sizes[begin:end].tolist()
-    data = read_files(storage, [images.path(i) for i in range(begin, end)], sizes)
-    offsets = save_item(storage, path, {**_FORMAT, **_describe(images, begin, end), "images": data})
-    return [end - begin, sum(sizes), offsets["images"], path.stat().st_size]

@@ -84,8 +84,11 @@ class Sampler:
         start = self.count * self.shard_id // self.num_shards
         stop = self.count * (self.shard_id + 1) // self.num_shards
         order = self._order(epoch)[start:stop]
-        if self.shuffle and self.bounds is not None:
-            order = self._within_windows(order, epoch)
+        if self.shuffle and self.bounds is not None:  # within windows of whole files, whose images are adjacent
+            random = np.random.default_rng([self.seed, epoch, self.shard_id])
+            file = np.searchsorted(self.bounds, order, side="right")
+            nth_file = np.concatenate([[0], np.cumsum(file[1:] != file[:-1])])
+            order = order[np.lexsort((random.random(len(order)), nth_file // self.window))]
         missing = len(self) * self.batch_size - len(order)
         if self.last_batch == "partial":
             missing = max(0, missing - self.batch_size + 1)
@@ -101,11 +104,3 @@ class Sampler:
             return random.permutation(self.count)
         files = random.permutation(len(self.bounds) - 1)
         return np.concatenate([np.arange(self.bounds[f], self.bounds[f + 1]) for f in files])
-
-    def _within_windows(self, order: np.ndarray, epoch: int) -> np.ndarray:
-        """Shuffles ``order``, in which images of one file are adjacent, within windows of whole files."""
-        assert self.bounds is not None
-        random = np.random.default_rng([self.seed, epoch, self.shard_id])
-        file = np.searchsorted(self.bounds, order, side="right")
-        nth_file = np.concatenate([[0], np.cumsum(file[1:] != file[:-1])])
-        return order[np.lexsort((random.random(len(order)), nth_file // self.window))]
