@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from monai_gds.console import progress_bar, say, show
-from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks
+from monai_gds.storage.xnvme.block_map import BlockMap
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -73,7 +73,11 @@ def show_map(
             entry = blocks[path]
         except KeyError as e:
             raise typer.BadParameter(str(e.args[0]), param_hint="PATH") from None
-        show(_extents(blocks, entry))
+        extents = Table("byte of the file", "first block", "last block", "bytes", title=f"{entry.size} bytes")
+        for extent in entry.extents:
+            first, count = extent.start // blocks.block_size, extent.nbytes // blocks.block_size
+            extents.add_row(str(extent.offset), str(first), str(first + count - 1), str(extent.nbytes))
+        show(extents)
         return
     table = Table(show_header=False)
     origin = blocks.origin
@@ -87,12 +91,3 @@ def show_map(
     table.add_row("files", f"{len(blocks)}, {sum(b.size for b in blocks.values()) / 1e6:.1f} MB")
     table.add_row("extents", f"{sum(len(b.extents) for b in blocks.values())}")
     show(table)
-
-
-def _extents(blocks: BlockMap, entry: FileBlocks) -> Table:
-    size = blocks.block_size
-    table = Table("byte of the file", "first block", "last block", "bytes", title=f"{entry.size} bytes")
-    for extent in entry.extents:
-        first, count = extent.start // size, extent.nbytes // size
-        table.add_row(str(extent.offset), str(first), str(first + count - 1), str(extent.nbytes))
-    return table

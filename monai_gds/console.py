@@ -56,12 +56,12 @@ def in_words(error: BaseException) -> str:
     return ": ".join([*([" to ".join(files)] if files else []), error.strerror])
 
 
-def show(table: Table, to: Console = stdout) -> None:
+def show(table: Table) -> None:
     """Prints a table: fitted to a terminal or notebook, at full width everywhere else."""
-    if to.is_terminal or to.is_jupyter:
-        to.print(table)
+    if stdout.is_terminal or stdout.is_jupyter:
+        stdout.print(table)
     else:
-        to.print(Segments(to.render(table, to.options.update(width=_UNLIMITED))), soft_wrap=True)
+        stdout.print(Segments(stdout.render(table, stdout.options.update(width=_UNLIMITED))), soft_wrap=True)
 
 
 def progress(to: Console = stderr) -> Progress:

@@ -14,15 +14,7 @@ from typing import Any
 
 import torch
 from monai.data import DataLoader, PersistentDataset, ThreadDataLoader
-from monai.transforms import (
-    Compose,
-    EnsureTyped,
-    LoadImaged,
-    RandRotated,
-    RandZoomd,
-    ResizeWithPadOrCropd,
-    Spacingd,
-)
+from monai.transforms import Compose, EnsureTyped, LoadImaged, RandRotated, RandZoomd, ResizeWithPadOrCropd, Spacingd
 from rich.table import Table
 
 from monai_gds.console import progress, say, show, stdout
@@ -40,11 +32,9 @@ READINGS = 7
 
 
 def pipeline(size: Sequence[int], *, random: bool = True) -> Compose:
-    """The pipeline of MONAI's GDS tutorial.
+    """The pipeline of MONAI's GDS tutorial; volumes are padded or cropped to ``size`` voxels at the end.
 
-    Args:
-        size: voxels that volumes are padded or cropped to at the end.
-        random: False leaves out everything from the first random transform on.
+    Without ``random``, it ends before the first random transform.
     """
     deterministic = [
         LoadImaged(KEYS, ensure_channel_first=True),
@@ -69,9 +59,8 @@ def run(
         items: pairs of NIfTI files.
         cache: an empty folder for all caches.
         size: see :func:`pipeline`.
-        epochs: epochs of each, at least 2: the first one fills the cache.
-        device: see :class:`GDSDataset`.
-        backend: see :class:`GDSDataset`.
+        epochs: of each dataset, at least 2: the first one fills the cache.
+        device, backend: see :class:`GDSDataset`.
 
     Returns:
         Whether both datasets returned the same volumes.

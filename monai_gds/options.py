@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["BackendOption", "DeviceOption", "JsonOption", "PlotOption", "known_device"]
+__all__ = ["BackendOption", "DeviceOption", "JsonOption", "PlotOption", "known_device", "one_of"]
 
 
 def known_device(name: str | None) -> str | None:
-    """Checks that this machine has the device.
-
-    Raises:
-        typer.BadParameter: it does not.
-    """
+    """Refuses a device that this machine does not have."""
     if name is not None:
         from monai_gds.storage import resolve_device
 
@@ -31,13 +28,19 @@ def known_device(name: str | None) -> str | None:
     return name
 
 
+def one_of(known: Collection[str], names: Iterable[str], option: str | None = None) -> None:
+    """Refuses names that are not known."""
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint=option)
+
+
 def _known_backend(name: str) -> str:
     """Checks that the backend exists. Whether it works here shows when it is opened."""
     if name != "auto":
         from monai_gds.storage.registry import backend_names
 
-        if name not in backend_names():
-            raise typer.BadParameter(f"{name!r} is not one of auto, {', '.join(backend_names())}")
+        one_of(["auto", *backend_names()], [name])
     return name
 
 

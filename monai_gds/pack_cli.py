@@ -51,9 +51,6 @@ def pack(
             pack_folder(images, out, file_bytes=file_mb << 20, progress=progress)
     files = [file for file in out.iterdir() if file.is_file()]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
-    packed = f"{_counted(len(images), 'image', 'images')} of {_counted(len(images.classes), 'class', 'classes')}"
-    print(f"{packed} in {_counted(len(files), 'file', 'files')}, {megabytes:.1f} MB: {out}")
-
-
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+    counts = (len(images), "image", "s"), (len(images.classes), "class", "es"), (len(files), "file", "s")
+    found, classes, written = (f"{count} {what}{plural * (count != 1)}" for count, what, plural in counts)
+    print(f"{found} of {classes} in {written}, {megabytes:.1f} MB: {out}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import nibabel
@@ -46,27 +46,19 @@ def ct_like(size: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(np.rint(image), -1024, 3071).astype(np.int16), label
 
 
-def write_volumes(
-    folder: str | Path,
-    count: int,
-    size: Sequence[int],
-    spacing: Sequence[float] = (1.5, 1.5, 2.0),
-    on_written: Callable[[], None] | None = None,
-) -> list[dict[str, str]]:
+def write_volumes(folder: str | Path, count: int, size: Sequence[int]) -> list[dict[str, str]]:
     """Writes volumes as ``imagesTr/case_N.nii.gz`` and ``labelsTr/case_N.nii.gz``, where missing.
 
     Args:
         folder: made if it is missing.
         count: how many pairs.
-        size: voxels along x, y, z.
-        spacing: millimetres per voxel.
-        on_written: called after each pair.
+        size: voxels along x, y, z; each has 1.5 x 1.5 x 2 mm.
 
     Returns:
         The pairs, as :func:`find_pairs` gives them.
     """
     folder = Path(folder)
-    affine = np.diag([*spacing, 1.0])
+    affine = np.diag([1.5, 1.5, 2.0, 1.0])
     for name in ("imagesTr", "labelsTr"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for i in range(count):
@@ -76,8 +68,6 @@ def write_volumes(
                 part = path.with_name(f".{path.name}.part.nii.gz")
                 nibabel.save(nibabel.Nifti1Image(volume, affine), part)
                 part.rename(path)
-        if on_written is not None:
-            on_written()
     return find_pairs(folder)[:count]
 
 

@@ -20,10 +20,7 @@ __all__ = ["Split", "loaded_keys", "uncached_behind"]
 
 
 class Split:
-    """A ``Compose`` in two halves.
-
-    Args:
-        compose: the pipeline. It is not changed, so seeds set on it reach its transforms.
+    """A ``Compose`` in two halves. It is not changed, so seeds set on it reach its transforms.
 
     Attributes:
         compose: the pipeline.
@@ -31,17 +28,10 @@ class Split:
         rest: what runs in every epoch.
     """
 
-    __slots__ = ("_settings", "compose", "deterministic", "rest")
-
     def __init__(self, compose: Compose) -> None:
         self.compose = compose
-        self._settings = {
-            "map_items": compose.map_items,
-            "unpack_items": compose.unpack_items,
-            "lazy": compose.lazy,
-            "overrides": compose.overrides,
-            "log_stats": compose.log_stats,
-        }
+        names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
+        self._settings = {name: getattr(compose, name) for name in names}
         self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
 
     def settings(self) -> dict[str, Any]:

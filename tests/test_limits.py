@@ -23,7 +23,6 @@ ALLOWED = {
     ("cache/record.py", "LARGE"): "which tensors are aligned",
     ("cache/codecs.py", "MAX_DEPTH"): "nesting that a record may have",
     ("cache/single_flight.py", "_MOST_BYTES"): "more than a lease has",
-    ("imagenet/listing.py", "MAX_CLASSES"): "labels are int32",
     ("cache/palette.py", "MOST_VALUES"): "what indices of two bytes tell apart",
     ("cache/palette.py", "_CHUNK"): "fits the processor's cache",
     ("cache/blosc.py", "HEADER_BYTES"): "Blosc2's",

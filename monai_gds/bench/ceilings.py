@@ -1,8 +1,7 @@
 """What the machine allows: the copy to the device, reads from the page cache, reads from the disk.
 
-They are sampled in turn with the competitors and drawn as lines in the plot. Each moves the same bytes in the simplest
-way there is, so nothing that returns tensors should be faster, with one exception: private mappings on a CPU target
-copy nothing.
+Each moves the same bytes in the simplest way there is, so nothing that returns tensors should be faster, with one
+exception: private mappings on a CPU target copy nothing.
 """
 
 from __future__ import annotations
@@ -21,32 +20,22 @@ from monai_gds.parallel_read import page_aligned, read_parallel
 
 __all__ = ["Ceilings"]
 
-#: Bytes per request to the page cache, and to the disk.
-_CACHED_BLOCK = 4 << 20
-_DIRECT_BLOCK = 8 << 20
-
-#: Memory that is read into: more than the processor's caches hold.
-_MEMORY = 256 << 20
-
-#: Direct requests in flight.
-_IN_FLIGHT = 4
+_CACHED_BLOCK = 4 << 20  # bytes per request to the page cache
+_DIRECT_BLOCK = 8 << 20  # bytes per request to the disk
+_MEMORY = 256 << 20  # that is read into: more than the processor's caches hold
+_IN_FLIGHT = 4  # direct requests
+_MOST_THREADS = 16  # that read from the page cache
 
 #: Size of the file: enough to see a disk's sustained speed, and no more than needed for that.
 _LEAST_BYTES = 256 << 20
 _MOST_BYTES = 1 << 30
 
-#: Limit of the threads that read from the page cache.
-_MOST_THREADS = 16
-
 
 class Ceilings:
-    """The measurements and the file that they read. A context manager.
+    """The measurements and the file that they read, on the drive to measure. A context manager.
 
-    Args:
-        folder: a folder on the drive to measure.
-        device: the target.
-        nbytes: bytes that an epoch moves. The file has as many, but at least 256 MiB and at most 1 GiB.
-        scale: units of the report per GB/s.
+    An epoch moves ``nbytes``; the file has as many, but at least 256 MiB and at most 1 GiB. The report's units per GB/s
+    are ``scale``.
     """
 
     def __init__(self, folder: Path, device: torch.device, nbytes: int, scale: float = 1.0) -> None:
@@ -55,8 +44,18 @@ class Ceilings:
         self._scale = scale
         self.nbytes = min(max(nbytes, _LEAST_BYTES), _MOST_BYTES) // _DIRECT_BLOCK * _DIRECT_BLOCK
         self._memory = torch.empty(0)
-        self._reasons: dict[str, str] = {}
-        self._samples: dict[str, list[float]] = {}
+        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        on_gpu = device.type == "cuda"
+        copy = "pinned copy to the GPU" if on_gpu else "reading memory (torch's sum)"
+        page_cache = f"page cache to {'pinned ' if on_gpu else ''}memory, {threads} threads"
+        self._measurements: dict[str, Callable[[], float]] = {
+            copy: self._copy if on_gpu else self._sum,
+            page_cache: partial(self._read, False, _CACHED_BLOCK, threads),
+            f"disk, direct, {_IN_FLIGHT} in flight": partial(self._read, True, _DIRECT_BLOCK, _IN_FLIGHT),
+            "disk, direct, one by one": partial(self._read, True, _DIRECT_BLOCK, 1),
+        }
+        self._samples: dict[str, list[float]] = {name: [] for name in self._measurements}
+        self._reasons = dict.fromkeys(self._measurements, "")
 
     def __enter__(self) -> Ceilings:
         block = os.urandom(_DIRECT_BLOCK)
@@ -76,32 +75,17 @@ class Ceilings:
 
     def sample(self) -> None:
         """Takes one sample of each."""
-        for name, measure in self._measurements().items():
-            if name in self._reasons:
+        for name, measure in self._measurements.items():
+            if self._reasons[name]:
                 continue
             try:
-                seconds = measure()
+                self._samples[name].append(self._scale * self.nbytes / 1e9 / measure())
             except OSError as e:
                 self._reasons[name] = str(e)
-            else:
-                self._samples.setdefault(name, []).append(self._scale * self.nbytes / 1e9 / seconds)
 
     def rows(self) -> list[Row]:
         """The samples, usually fastest first."""
-        names = self._measurements()
-        return [Row(name, tuple(self._samples.get(name, ())), self._reasons.get(name, "")) for name in names]
-
-    def _measurements(self) -> dict[str, Callable[[], float]]:
-        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-        on_gpu = self._device.type == "cuda"
-        copy = "pinned copy to the GPU" if on_gpu else "reading memory (torch's sum)"
-        page_cache = f"page cache to {'pinned ' if on_gpu else ''}memory, {threads} threads"
-        return {
-            copy: self._copy if on_gpu else self._sum,
-            page_cache: partial(self._read, False, _CACHED_BLOCK, threads),
-            f"disk, direct, {_IN_FLIGHT} in flight": partial(self._read, True, _DIRECT_BLOCK, _IN_FLIGHT),
-            "disk, direct, one by one": partial(self._read, True, _DIRECT_BLOCK, 1),
-        }
+        return [Row(name, tuple(self._samples[name]), self._reasons[name]) for name in self._measurements]
 
     def _copy(self) -> float:
         dest = torch.empty_like(self._memory, device=self._device)

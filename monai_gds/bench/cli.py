@@ -23,11 +23,6 @@ app.add_typer(imagenet_app)
 app.add_typer(tensor_app, name="tensor")
 
 
-@app.callback()
-def options() -> None:
-    """Measure on this machine, beside the alternatives."""
-
-
 @app.command("blocks", epilog="Example: monai-gds bench blocks /nvme")
 def blocks(
     folder: Annotated[

@@ -13,7 +13,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,9 @@ _SEED = 20
 class Comparison:
     """A workload and its competitors.
 
-    Attributes:
+    Args:
         title: the question it answers.
-        items: the items of the datasets.
-        transform: the transform of the datasets.
+        items, transform: of the datasets.
         keys: the tensors of a result that are consumed and compared.
         nbytes: bytes of all results together.
         device: the target.
@@ -55,8 +54,8 @@ class Comparison:
         batch_size: items per batch; None gets single items from the dataset, without a loader.
         unit: ``GB/s`` or ``items/s``.
         reference: the competitor that the others are compared with.
-        cold: whether each epoch begins with none of the competitor's files in the page cache.
-        ceilings: whether to measure the machine's ceilings too.
+        cold: each epoch begins with none of the competitor's files in the page cache.
+        ceilings: measure the machine's ceilings too.
     """
 
     title: str
@@ -96,14 +95,24 @@ class Entrant:
     seconds: list[float] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
 
-    @contextmanager
-    def epoch(self, batch_size: int | None) -> Iterator[Iterator[Any]]:
-        """The batches of an epoch, without the competitor's warnings."""
+    def epoch(self, comparison: Comparison) -> Iterator[Iterator[torch.Tensor]]:
+        """The tensors of each batch of an epoch, without the competitor's warnings.
+
+        Raises StorageError if the number of batches is wrong.
+        """
+        seen = 0
         with warnings.catch_warnings(action="ignore"), self.competitor.at_work():
-            if batch_size is None:
-                yield (self.dataset[i] for i in range(len(self.dataset)))
+            batches: Iterable[Any]
+            if comparison.batch_size is None:
+                batches = (self.dataset[i] for i in range(len(self.dataset)))
             else:
-                yield iter(self.competitor.loader(self.dataset, batch_size=batch_size))
+                batches = self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
+            for batch in batches:
+                parts = batch if isinstance(batch, (list, tuple)) else [batch]
+                yield (part[key] for part in parts for key in comparison.keys)
+                seen += 1
+        if seen != comparison.batches:
+            raise StorageError(f"{self.name} gave {seen} batches instead of {comparison.batches}")
 
     def files(self) -> list[Path]:
         """The files of its cache."""
@@ -118,11 +127,7 @@ class Entrant:
 
 
 def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entrant:
-    """Makes a competitor's dataset.
-
-    Raises:
-        BackendUnavailable: it cannot run here; the message says why.
-    """
+    """Makes a competitor's dataset. Raises BackendUnavailable, with the reason, if it cannot run here."""
     competitor = COMPETITORS[name]
     if why := competitor.missing():
         raise BackendUnavailable(why)
@@ -134,11 +139,7 @@ def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entr
 
 
 def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
-    """Runs a comparison.
-
-    Raises:
-        StorageError: a competitor returned another number of batches, or other bytes, than the transforms.
-    """
+    """Runs a comparison. Raises StorageError for other batches, or other bytes, than those of the transforms."""
     entrants, rows = [], {}
     expected = checksums(enter(comparison, NO_CACHE), comparison)
     for name in comparison.names:
@@ -149,11 +150,18 @@ def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
     task = progress.add_task(comparison.title[:60], total=len(entrants) * (comparison.repeats + 1))
     for entrant in entrants:
         epoch(entrant, comparison)  # fills the cache
-        _verify(entrant, comparison, expected)
+        for number, (got, wanted) in enumerate(zip(checksums(entrant, comparison), expected, strict=True)):
+            if got != wanted:
+                raise StorageError(
+                    f"{entrant.name} gave other bytes in batch {number} than the transforms without a cache"
+                )
         progress.advance(task)
     if comparison.cold:
         os.sync()  # otherwise the disk would still be writing the caches
-    ceilings = _ceilings(comparison)
+    ceilings = None
+    if comparison.ceilings:
+        scale = comparison.amount / (comparison.nbytes / 1e9)
+        ceilings = Ceilings(comparison.folder, comparison.device, comparison.nbytes, scale)
     with ceilings or nullcontext():
         for _ in range(comparison.repeats):
             for entrant in entrants:
@@ -168,63 +176,25 @@ def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
     return Report(comparison.title, comparison.unit, shown, comparison.reference, ceilings.rows() if ceilings else ())
 
 
-def _ceilings(comparison: Comparison) -> Ceilings | None:
-    if not comparison.ceilings:
-        return None
-    scale = comparison.amount / (comparison.nbytes / 1e9)
-    return Ceilings(comparison.folder, comparison.device, comparison.nbytes, scale)
-
-
 def epoch(entrant: Entrant, comparison: Comparison) -> float:
-    """Seconds of one epoch in which every batch is consumed on the target.
-
-    Raises:
-        StorageError: the number of batches is wrong.
-    """
-    seen = 0
+    """Seconds of one epoch in which every batch is consumed on the target."""
     start = time.perf_counter()
-    with entrant.epoch(comparison.batch_size) as batches:
-        for batch in batches:
-            for tensor in _tensors(batch, comparison.keys):
-                tensor.to(comparison.device).as_subclass(torch.Tensor).sum()
-            seen += 1
-        if comparison.device.type == "cuda":
-            torch.cuda.synchronize(comparison.device)
-        seconds = time.perf_counter() - start
-    _check_count(entrant, seen, comparison)
-    return seconds
-
-
-def _verify(entrant: Entrant, comparison: Comparison, expected: Sequence[int]) -> None:
-    for number, (got, wanted) in enumerate(zip(checksums(entrant, comparison), expected, strict=True)):
-        if got != wanted:
-            raise StorageError(f"{entrant.name} gave other bytes in batch {number} than the transforms without a cache")
+    for tensors in entrant.epoch(comparison):
+        for tensor in tensors:
+            tensor.to(comparison.device).as_subclass(torch.Tensor).sum()
+    if comparison.device.type == "cuda":
+        torch.cuda.synchronize(comparison.device)
+    return time.perf_counter() - start
 
 
 def checksums(entrant: Entrant, comparison: Comparison) -> list[int]:
-    """A checksum of the bytes of each batch, over an epoch whose random transforms are seeded.
-
-    Raises:
-        StorageError: the number of batches is wrong.
-    """
+    """A checksum of the bytes of each batch, over an epoch whose random transforms are seeded."""
     found = []
     torch.manual_seed(_SEED)
     comparison.transform.set_random_state(_SEED)
-    with entrant.epoch(comparison.batch_size) as batches:
-        for batch in batches:
-            checksum = 0
-            for tensor in _tensors(batch, comparison.keys):
-                checksum = zlib.crc32(tensor.as_subclass(torch.Tensor).contiguous().cpu().numpy().data, checksum)
-            found.append(checksum)
-    _check_count(entrant, len(found), comparison)
+    for tensors in entrant.epoch(comparison):
+        checksum = 0
+        for tensor in tensors:
+            checksum = zlib.crc32(tensor.as_subclass(torch.Tensor).contiguous().cpu().numpy().data, checksum)
+        found.append(checksum)
     return found
-
-
-def _check_count(entrant: Entrant, seen: int, comparison: Comparison) -> None:
-    if seen != comparison.batches:
-        raise StorageError(f"{entrant.name} gave {seen} batches instead of {comparison.batches}")
-
-
-def _tensors(batch: Any, keys: Iterable[str]) -> Iterator[torch.Tensor]:
-    for part in batch if isinstance(batch, (list, tuple)) else [batch]:
-        yield from (part[key] for key in keys)

@@ -1,4 +1,4 @@
-"""The datasets that are compared, and their loaders. One function each, and one line in :data:`COMPETITORS`."""
+"""The datasets that are compared, and their loaders: :data:`COMPETITORS`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,11 +42,11 @@ Make: TypeAlias = "Callable[[Sequence[Any], Compose, Path, torch.device], Datase
 class Competitor:
     """A dataset and its loader.
 
-    Attributes:
+    Args:
         make: makes the dataset.
-        loader: the loader of its epochs, called with the dataset and ``batch_size``.
+        loader: called with the dataset and ``batch_size``.
         missing: returns why it cannot run here; empty if it can.
-        cuda_only: whether it serves CUDA targets only.
+        cuda_only: it serves CUDA targets only.
         kvikio_threads: KvikIO's process-wide number of threads while it runs; None leaves it alone.
     """
 
@@ -67,10 +68,6 @@ class Competitor:
             yield
 
 
-def _ours(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return GDSDataset(items, transform, folder, device)
-
-
 def _ours_direct(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -78,65 +75,46 @@ def _ours_direct(items: Sequence[Any], transform: Compose, folder: Path, device:
     except OSError as e:
         raise BackendUnavailable(f"{folder} does not support O_DIRECT: {e.strerror}") from e
     variant = PAST_PAGE_CACHE
-    options = dict(variant.options)
-    return GDSDataset(items, transform, folder, device, backend=variant.backend, backend_options=options)
-
-
-def _persistent(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return PersistentDataset(items, transform, folder)
-
-
-def _persistent_meta(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return PersistentDataset(items, transform, folder, track_meta=True, weights_only=False)
-
-
-def _lmdb(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return LMDBDataset(items, transform, folder, progress=False)
-
-
-def _cache(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return CacheDataset(items, transform, progress=False)
+    return GDSDataset(items, transform, folder, device, backend=variant.backend, backend_options=dict(variant.options))
 
 
 def _monais(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
     return MonaiGDSDataset(items, transform, folder, device.index)
 
 
-def _no_cache(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> Dataset:
-    return Dataset(items, transform)
+def _needs(*packages: str, remedy: str = "") -> str:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"needs {' and '.join(missing)}{remedy}" if missing else ""
 
 
-def _needs_lmdb() -> str:
-    return "" if importlib.util.find_spec("lmdb") else "needs lmdb: pip install 'monai_gds[bench]'"
-
-
-def _needs_kvikio() -> str:
-    missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]
-    return f"needs {' and '.join(missing)}" if missing else ""
-
+_needs_lmdb = partial(_needs, "lmdb", remedy=": pip install 'monai_gds[bench]'")
+_needs_kvikio = partial(_needs, "kvikio", "cupy")
 
 COMPETITORS: dict[str, Competitor] = {
-    OURS: Competitor(_ours),
-    OURS_LOADER: Competitor(_ours, GDSDataLoader),
+    OURS: Competitor(GDSDataset),
+    OURS_LOADER: Competitor(GDSDataset, GDSDataLoader),
     OURS_DIRECT: Competitor(_ours_direct, GDSDataLoader),
-    REFERENCE: Competitor(_persistent),
-    META: Competitor(_persistent_meta),
-    "LMDBDataset": Competitor(_lmdb, missing=_needs_lmdb),
-    "CacheDataset": Competitor(_cache),
+    REFERENCE: Competitor(lambda items, transform, folder, _: PersistentDataset(items, transform, folder)),
+    META: Competitor(
+        lambda items, transform, folder, _: PersistentDataset(
+            items, transform, folder, track_meta=True, weights_only=False
+        )
+    ),
+    "LMDBDataset": Competitor(
+        lambda items, transform, folder, _: LMDBDataset(items, transform, folder, progress=False), missing=_needs_lmdb
+    ),
+    "CacheDataset": Competitor(lambda items, transform, *_: CacheDataset(items, transform, progress=False)),
     # As shipped it reads with KvikIO's default of one thread, which our own dataset raises for the whole process.
     "monai GDSDataset": Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=1),
     "monai GDSDataset, 16 thr.": Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=16),
-    NO_CACHE: Competitor(_no_cache),
+    NO_CACHE: Competitor(lambda items, transform, *_: Dataset(items, transform)),
 }
 
 
 def competitors_for(device: torch.device, *, loader: bool = False, cold: bool = False) -> list[str]:
     """The caching competitors that serve a device.
 
-    Args:
-        device: the target.
-        loader: include our dataset through our own loader.
-        cold: nothing is in the page cache; with ``loader``, include reads past the page cache.
+    With ``loader``, our dataset through our own loader too; if that is ``cold``, also with reads past the page cache.
     """
     left_out = {NO_CACHE, *([] if loader else [OURS_LOADER]), *([] if loader and cold else [OURS_DIRECT])}
     return [n for n, c in COMPETITORS.items() if n not in left_out and (device.type == "cuda" or not c.cuda_only)]

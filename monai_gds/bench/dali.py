@@ -1,16 +1,15 @@
 """``monai-gds bench dali``: what feeding DALI from an iterable costs, and what DALI gains, on a Squirrel store.
 
-It answers the four questions of Squirrel's DALI tutorial: whether our wrapper or the source makes the batches, NumPy or
-CuPy arrays, how many threads, and DALI against torch's own operators on the CPU and on the GPU. Every batch's shape and
-device is checked. All rows are bounded by the rate of the store on its own: Squirrel's stores are gzip files, which one
-thread unpacks at some 150 MB/s.
+It answers the questions of Squirrel's DALI tutorial. All rows are bounded by the rate of the store on its own:
+Squirrel's stores are gzip files, which one thread unpacks at some 150 MB/s.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +33,7 @@ SIDE = 224
 class DaliSettings:
     """What is measured.
 
-    Attributes:
+    Args:
         store: a Messagepack store of ``{"image": uint8 (3, height, width), "label": int}``.
         device: where batches go.
         batch_size: samples per batch.
@@ -68,7 +67,7 @@ def in_batches(settings: DaliSettings, convert: Callable[[np.ndarray], Any] = np
         yield {key: convert(value) for key, value in columns.items()}
 
 
-def with_dali(settings: DaliSettings, *, batched: bool, cupy: bool = False, threads: int | None = None) -> Epoch:
+def with_dali(settings: DaliSettings, *, batched: bool, cupy: bool = False) -> Epoch:
     """Resized, mirrored at random and normalised by DALI."""
     fn, types = dali().fn, dali().types
     on_gpu = settings.device.type == "cuda"
@@ -86,7 +85,7 @@ def with_dali(settings: DaliSettings, *, batched: bool, cupy: bool = False, thre
 
     convert = _cupy() if cupy else np.asarray
     if batched:
-        source: Any = lambda: in_batches(settings, convert)  # noqa: E731
+        source: Any = partial(in_batches, settings, convert)
     elif cupy:
         source = squirrel_source(
             lambda: samples(settings).get_iter().map(lambda s: {key: convert(value) for key, value in s.items()})
@@ -95,7 +94,7 @@ def with_dali(settings: DaliSettings, *, batched: bool, cupy: bool = False, thre
         source = squirrel_source(samples(settings))
     return dali_iterator(
         source, settings.batch_size, graph, already_batched=batched, device=settings.device,
-        threads=threads or settings.threads, layouts={"image": "CHW"},
+        threads=settings.threads, layouts={"image": "CHW"},
     )  # fmt: skip
 
 
@@ -127,7 +126,7 @@ class WithTorch:
 
 
 def batching(settings: DaliSettings) -> Report:
-    """Batches made here or by the source, of NumPy or CuPy arrays."""
+    """Batches made by our wrapper or by the source, of NumPy or CuPy arrays."""
     rows = {
         "NumPy samples, batched here": lambda: with_dali(settings, batched=False),
         "NumPy batches from the source": lambda: with_dali(settings, batched=True),
@@ -140,13 +139,10 @@ def batching(settings: DaliSettings) -> Report:
 def threads(settings: DaliSettings) -> Report:
     """Numbers of DALI's threads."""
     rows = {
-        f"{count} thread{'s' * (count > 1)}": _with_threads(settings, count) for count in (1, 2, 4, 8, 16, 32)
-    }  # fmt: skip
+        f"{count} thread{'s' * (count > 1)}": partial(with_dali, replace(settings, threads=count), batched=True)
+        for count in (1, 2, 4, 8, 16, 32)
+    }
     return _report("threads of DALI", settings, rows, "1 thread")
-
-
-def _with_threads(settings: DaliSettings, count: int) -> Callable[[], Epoch]:
-    return lambda: with_dali(settings, batched=True, threads=count)
 
 
 def against_torch(settings: DaliSettings) -> Report:
@@ -159,15 +155,11 @@ def against_torch(settings: DaliSettings) -> Report:
     return _report("DALI against torch", settings, rows, "torch on the CPU")
 
 
-QUESTIONS: Mapping[str, Callable[[DaliSettings], Report]] = {
-    "batching": batching,
-    "threads": threads,
-    "torch": against_torch,
-}
+QUESTIONS = {"batching": batching, "threads": threads, "torch": against_torch}
 
 
 def measure(settings: DaliSettings, questions: Sequence[str]) -> list[Report]:
-    """Measures the given questions of :data:`QUESTIONS`.
+    """Answers some of :data:`QUESTIONS`.
 
     Raises:
         BackendUnavailable: squirrel-core is not installed.
@@ -189,40 +181,31 @@ def _report(title: str, settings: DaliSettings, rows: Mapping[str, Callable[[], 
     reasons: dict[str, str] = {}
     for name, make in rows.items():
         try:
-            epochs[name] = make()
-            _rate(epochs[name], settings)  # builds the pipeline, warms the page cache
+            epoch = make()
+            _rate(epoch, settings)  # builds the pipeline, warms the page cache
         except BackendUnavailable as e:
-            epochs.pop(name, None)
             reasons[name] = str(e)
-    rates: dict[str, list[float]] = {name: [] for name in epochs}
+        else:
+            epochs[name] = epoch
+    rates: dict[str, list[float]] = {name: [] for name in rows}
     alone: list[float] = []
     for _ in range(settings.repeats):
         for name, epoch in epochs.items():
             rates[name].append(_rate(epoch, settings))
-        alone.append(_rate_alone(settings))
-    return Report(
-        title, "images/s", [Row(n, tuple(rates.get(n, ())), reasons.get(n, "")) for n in rows], reference,
-        [Row("the store alone", tuple(alone))],
-    )  # fmt: skip
-
-
-def _rate_alone(settings: DaliSettings) -> float:
-    """Samples per second that the store yields to an empty loop."""
-    start = time.perf_counter()
-    count = sum(1 for _ in samples(settings).get_iter())
-    return count / (time.perf_counter() - start)
+        start = time.perf_counter()
+        count = sum(1 for _ in samples(settings).get_iter())
+        alone.append(count / (time.perf_counter() - start))
+    shown = [Row(name, tuple(rates[name]), reasons.get(name, "")) for name in rows]
+    return Report(title, "images/s", shown, reference, [Row("the store alone", tuple(alone))])
 
 
 def _rate(epoch: Epoch, settings: DaliSettings) -> float:
     """Images per second over one epoch; checks every batch."""
     start, count = time.perf_counter(), 0
     for batch in epoch:
-        size = len(batch["label"])
-        image = batch["image"]
-        if tuple(image.shape) != (size, 3, SIDE, SIDE) or image.device != settings.device:
-            raise RuntimeError(
-                f"a batch of {tuple(image.shape)} on {image.device} came out: this measures something else"
-            )
+        image, size = batch["image"], len(batch["label"])
+        if image.shape != (size, 3, SIDE, SIDE) or image.device != settings.device:
+            raise RuntimeError(f"a batch of {tuple(image.shape)} on {image.device}: this measures something else")
         count += size
     if settings.device.type == "cuda":
         torch.cuda.synchronize(settings.device)

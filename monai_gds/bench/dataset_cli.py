@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from monai_gds.console import progress
-from monai_gds.options import DeviceOption, JsonOption, PlotOption
+from monai_gds.options import DeviceOption, JsonOption, PlotOption, one_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -27,13 +27,6 @@ _WORKLOADS = ("populate", "volumes", "crops", "hits", "small", "first", "memory"
 
 #: The default of ``--only``.
 _USUAL = ("volumes", "crops", "hits", "first")
-
-
-def _workloads(only: list[str] | None) -> list[str]:
-    for name in only or []:
-        if name not in _WORKLOADS:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(_WORKLOADS)}")
-    return only or []
 
 
 @app.command("dataset", epilog="Example: monai-gds bench dataset --items 16 --side 210 --loader --plot epochs.png")
@@ -56,9 +49,7 @@ def dataset(
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"One of {', '.join(_WORKLOADS)}; may be repeated. Default: {', '.join(_USUAL)}.", callback=_workloads
-        ),
+        typer.Option(help=f"One of {', '.join(_WORKLOADS)}; may be repeated. Default: {', '.join(_USUAL)}."),
     ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
@@ -80,6 +71,7 @@ def dataset(
     With --cold, a column shows whose files were in the page cache anyway; with
     --cold and --loader, GDSDataset also reads past the page cache.
     """
+    one_of(_WORKLOADS, only or [], "--only")
     from monai_gds.bench.report import emit, machine
     from monai_gds.bench.workloads import Workload
     from monai_gds.storage import resolve_device

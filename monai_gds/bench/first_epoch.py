@@ -6,13 +6,13 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from monai.transforms import Compose
+from monai.transforms import Compose, Transform
 from rich.progress import Progress
 
 from monai_gds.bench.comparison import SILENT, Comparison, Entrant, checksums, enter, epoch
@@ -24,60 +24,40 @@ from monai_gds.errors import StorageError
 
 __all__ = ["filling", "large_items", "medium_items"]
 
-#: Seconds of processor time of the made-up preprocessing.
-_PREPROCESSING = 0.1
-
-#: Bytes of a large item.
-_LARGE = 100_000_000
+_PREPROCESSING = 0.1  # seconds of processor time, made up
+_LARGE = 100_000_000  # bytes of an item
 
 
 def medium_items(work: Workload, progress: Progress = SILENT) -> Report:
     """The first epoch over items of up to 10 MB whose transforms take 100 ms."""
-    sizes = (2, 5, 10)
-    transform = Compose([Burn(_PREPROCESSING), MakeUpTo(sizes)])
-    items = [{"image": n} for n in range(18)]
-    title = f"first epoch, {len(items)} items of 2, 5 and 10 MB behind 100 ms of transforms, to {work.device}"
-    nbytes = sum(sizes[n % len(sizes)] for n in range(len(items))) * 1_000_000
-    return _first(_comparison(work, "medium", title, items, transform, nbytes), progress)
+    title = f"18 items of 2, 5 and 10 MB behind 100 ms of transforms, to {work.device}"
+    transform = Compose([Burn(_PREPROCESSING), MakeMedium()])
+    return _first(work, "medium", title, 18, transform, 6 * (2 + 5 + 10) * 1_000_000, progress)
 
 
 def large_items(work: Workload, progress: Progress = SILENT) -> Report:
     """The first epoch over items of 100 MB."""
-    transform = Compose([MakeVolumes((_LARGE // 4,))])
-    items = [{"image": n} for n in range(6)]
-    title = f"first epoch, {len(items)} items of {_LARGE / 1e6:.0f} MB to {work.device}"
-    return _first(_comparison(work, "large", title, items, transform, len(items) * _LARGE), progress)
+    title = f"6 items of {_LARGE / 1e6:.0f} MB to {work.device}"
+    return _first(work, "large", title, 6, Compose([MakeVolumes((_LARGE // 4,))]), 6 * _LARGE, progress)
 
 
-class MakeUpTo(MakeVolumes):
-    """Tensors of several sizes in turn.
-
-    Args:
-        sizes: in MB.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__(())
-        self.sizes = tuple(sizes)
+class MakeMedium(Transform):  # type: ignore[misc]
+    """Makes tensors of 2, 5 and 10 MB in turn."""
 
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
-        size = self.sizes[item["image"] % len(self.sizes)]
-        made: dict[str, Any] = MakeVolumes((size * 250_000,))(item)
-        return made
+        megabytes = (2, 5, 10)[item["image"] % 3]
+        return MakeVolumes((megabytes * 250_000,))(item)
 
 
-def _comparison(
-    work: Workload, name: str, title: str, items: Sequence[Any], transform: Compose, nbytes: int
-) -> Comparison:
-    names = [NO_CACHE, OURS, *([OURS_LOADER] if work.loader else []), REFERENCE, META]
-    return Comparison(
-        title, items, transform, KEYS[:1], nbytes, work.device, work.subfolder(f"first-{name}"), names, work.repeats,
-        unit="items/s", reference=NO_CACHE,
-    )  # fmt: skip
-
-
-def _first(comparison: Comparison, progress: Progress) -> Report:
+def _first(
+    work: Workload, name: str, title: str, count: int, transform: Compose, nbytes: int, progress: Progress
+) -> Report:
     """Epochs in turn, each with an empty cache. What is left to save at the end of an epoch counts too."""
+    comparison = Comparison(
+        f"first epoch, {title}", [{"image": n} for n in range(count)], transform, KEYS[:1], nbytes, work.device,
+        work.subfolder(f"first-{name}"), [NO_CACHE, OURS, *([OURS_LOADER] if work.loader else []), REFERENCE, META],
+        work.repeats, unit="items/s", reference=NO_CACHE,
+    )  # fmt: skip
     expected = checksums(enter(comparison, NO_CACHE), comparison)
     for name in comparison.names[1:]:
         with _emptied(comparison, name) as entrant:
@@ -130,8 +110,9 @@ def _rows(comparison: Comparison, epochs: dict[str, list[float]], flushes: dict[
     return rows
 
 
-def filling(work: Workload, progress: Progress = SILENT, count: int = 40) -> Report:
+def filling(work: Workload, progress: Progress = SILENT) -> Report:
     """``populate`` with one process and with more: items of 2 MB whose transforms take 100 ms."""
+    count = 40
     transform = Compose([Burn(_PREPROCESSING), MakeVolumes((500_000,))])
     workers = sorted({1, 2, min(16, len(os.sched_getaffinity(0)))})
     names = {0: "in this process", **{n: f"{n} worker{'s' * (n > 1)}" for n in workers}}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from monai_gds.console import progress_bar, stderr
-from monai_gds.options import DeviceOption, JsonOption, PlotOption
+from monai_gds.options import DeviceOption, JsonOption, PlotOption, one_of
 
 __all__ = ["app"]
 
@@ -84,12 +84,11 @@ def loaders(
     """Measure images per second through every reader, beside DALI's own and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
+    from monai_gds.imagenet.listing import list_folder
     from monai_gds.storage import resolve_device
 
     wanted = reader or list(bench.PEERS)
-    for name in wanted:
-        if name not in bench.PEERS:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(bench.PEERS)}", param_hint="--reader")
+    one_of(bench.PEERS, wanted, "--reader")
     if datadir is None and make is None:
         raise typer.BadParameter("name a folder of images, or let --make N make one", param_hint="--datadir")
     target = resolve_device(device)
@@ -117,7 +116,7 @@ def loaders(
             reports = [bench.compare(replace(settings, decode=d), wanted, tell) for d in both]
         about = {
             **machine(target), "batch size": batchsize, "images": "made" if make else str(datadir),
-            "kB per image": round(bench.mean_bytes(datadir) / 1e3), "page cache": "warm",
+            "kB per image": round(list_folder(datadir).sizes.mean() / 1e3), "page cache": "warm",
         }  # fmt: skip
     emit(reports, as_json=as_json, plot=plot, about=about)
 
@@ -159,9 +158,7 @@ def dali(
     from monai_gds.storage import resolve_device
 
     wanted = only or list(bench.QUESTIONS)
-    for name in wanted:
-        if name not in bench.QUESTIONS:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(bench.QUESTIONS)}", param_hint="--only")
+    one_of(bench.QUESTIONS, wanted, "--only")
     if store is not None and not (datadir is None and make is None):
         raise typer.BadParameter("it holds its own images: leave --datadir and --make out", param_hint="--store")
     target = resolve_device(device)

@@ -7,11 +7,11 @@ documentation, and do not even turn their outputs into torch tensors. All others
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,7 +36,7 @@ Progress: TypeAlias = Callable[[str, int, float], None]
 class LoaderSettings:
     """What is measured.
 
-    Attributes:
+    Args:
         datadir: an image folder ``<class>/<file>``.
         packed: the same images, packed.
         device: where batches go.
@@ -60,16 +60,13 @@ class LoaderSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-Peer: TypeAlias = Callable[[LoaderSettings, int], Iterator[int]]
-
-
-def dali_reader(settings: LoaderSettings, threads: int) -> Iterator[int]:
+def dali_reader(settings: LoaderSettings, threads: int) -> Generator[int]:
     """``fn.readers.file``."""
     fn = dali().fn
-    yield from _run(settings, threads, lambda: fn.readers.file(file_root=str(settings.datadir)))
+    return _run(settings, threads, lambda: fn.readers.file(file_root=str(settings.datadir)))
 
 
-def python_file(settings: LoaderSettings, threads: int) -> Iterator[int]:
+def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
     """``open`` and ``read`` in the callback of an external source."""
     fn = dali().fn
     images = list_folder(settings.datadir)
@@ -83,10 +80,10 @@ def python_file(settings: LoaderSettings, threads: int) -> Iterator[int]:
                     data.append(np.frombuffer(file.read(), dtype=np.uint8))
             yield data, images.labels[start : start + settings.batch_size, None]
 
-    yield from _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
+    return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
 
 
-def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> Iterator[int]:
+def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> Generator[int]:
     """Runs a pipeline without this package, without end."""
     module = dali()
     on_gpu = settings.device.type == "cuda"
@@ -105,44 +102,34 @@ def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> I
 
 def options_for(reader: str, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Those of the storage options that the reader's backend takes."""
-    backend = reader if reader in backend_names() else "auto"
-    taken = backend_options(backend, device)
+    taken = backend_options(reader if reader in backend_names() else "auto", device)
     return {name: value for name, value in options.items() if name in taken}
 
 
-def ours(reader: str) -> Peer:
+def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
     """ImageNetDataset with one of its readers."""
-
-    def peer(settings: LoaderSettings, threads: int) -> Iterator[int]:
-        offered = settings.options if settings.decode else {"threads": threads, **settings.options}
-        options = options_for(reader, offered, settings.device)
-        root = settings.packed if reader == "packed" else options.get("blockmap", settings.datadir)
-        dataset = ImageNetDataset(
-            root, settings.batch_size, reader, settings.device, settings.decode, threads=threads,
-            last_batch="drop", storage_options=options,
-        )  # fmt: skip
-        with contextlib.closing(dataset):
-            while True:
-                for batch in dataset:
-                    yield len(batch["image"])
-
-    return peer
+    offered = settings.options if settings.decode else {"threads": threads, **settings.options}
+    options = options_for(reader, offered, settings.device)
+    root = settings.packed if reader == "packed" else options.get("blockmap", settings.datadir)
+    dataset = ImageNetDataset(
+        root, settings.batch_size, reader, settings.device, settings.decode, threads=threads, last_batch="drop",
+        storage_options=options,
+    )  # fmt: skip
+    with closing(dataset):
+        while True:
+            for batch in dataset:
+                yield len(batch["image"])
 
 
-PEERS: Mapping[str, Peer] = {
+PEERS: Mapping[str, Callable[[LoaderSettings, int], Generator[int]]] = {
     "dali": dali_reader,
     "python-file": python_file,
-    **{name: ours(name) for name in (*backend_names(), "packed")},
+    **{name: partial(ours, name) for name in (*backend_names(), "packed")},
 }
 
 
 def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress) -> Report:
-    """Measures readers in turns, each with the number of threads that suits it best.
-
-    Args:
-        settings: what to measure.
-        readers: names in :data:`PEERS`.
-        progress: called about twice a second.
+    """Measures some of :data:`PEERS` in turns, each with the number of threads that suits it best.
 
     Raises:
         ImageListError: the folder cannot be used, or the packed one has other images.
@@ -157,20 +144,19 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
         if list(packed.images.names) != list(images.names):
             raise ImageListError(f"{settings.packed} does not hold the images of {settings.datadir}: pack that folder")
     best: dict[str, int] = {}
+    samples: dict[str, list[float]] = {name: [] for name in readers}
     reasons: dict[str, str] = {}
     for name in readers:
         try:
             rates = {t: _rate(name, settings, t, count, progress) for t in dict.fromkeys(settings.threads)}
-            best[name] = max(rates, key=lambda t: rates[t])
+            best[name] = max(rates, key=rates.__getitem__)
         except (BackendUnavailable, ValueError, OSError) as e:
             reasons[name] = str(e)
-    samples: dict[str, list[float]] = {name: [] for name in best}
     for _ in range(settings.repeats):
         for name, threads in best.items():
             samples[name].append(_rate(name, settings, threads, count, progress))
     rows = [
-        Row(name, tuple(samples.get(name, ())), reasons.get(name, ""), {"threads": str(best.get(name, ""))})
-        for name in readers
+        Row(name, tuple(samples[name]), reasons.get(name, ""), {"threads": str(best.get(name, ""))}) for name in readers
     ]
     what = "decoded" if settings.decode else "encoded bytes"
     return Report(f"{what} to {settings.device.type}", "images/s", rows, "dali" if "dali" in best else None)
@@ -178,8 +164,7 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
 
 def _rate(name: str, settings: LoaderSettings, threads: int, batches: int, progress: Progress) -> float:
     """Images per second over so many batches, after a tenth as many, at least ten, to warm up."""
-    run = PEERS[name](settings, threads)
-    try:
+    with closing(PEERS[name](settings, threads)) as run:
         for _ in range(max(10, batches // 10)):
             next(run)
         _synchronize(settings.device)
@@ -192,8 +177,6 @@ def _rate(name: str, settings: LoaderSettings, threads: int, batches: int, progr
                 progress(name, done, done / elapsed)
         _synchronize(settings.device)
         return done / (time.perf_counter() - start)
-    finally:
-        run.close()  # type: ignore[attr-defined]  # it is a generator
 
 
 def _synchronize(device: torch.device) -> None:
@@ -203,14 +186,6 @@ def _synchronize(device: torch.device) -> None:
 
 def warm(root: Path) -> None:
     """Reads every file once, so that all peers find them in the page cache."""
-    for folder, _, files in os.walk(root):
-        for file in files:
-            with open(os.path.join(folder, file), "rb") as f:
-                while f.read(1 << 20):
-                    pass
-
-
-def mean_bytes(root: Path) -> float:
-    """Average bytes per image."""
-    images = open_packed(root).images if is_packed(root) else list_folder(root)
-    return float(images.sizes.mean())
+    for path in root.rglob("*"):
+        if path.is_file():
+            path.read_bytes()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -32,15 +32,9 @@ __all__ = ["memory"]
 #: What the loader may take beyond its records.
 _ALLOWANCE = 64 << 20
 
-_SAMPLE_SECONDS = 0.005
-
 
 def memory(work: Workload, epochs: int = 20) -> list[Report]:
-    """One report of host memory and, on CUDA, one of device memory.
-
-    Raises:
-        MonaiGdsError: the process that is measured died.
-    """
+    """One report of host memory and, on CUDA, one of device memory."""
     _dataset(work, torch.device("cpu")).populate(progress=False)
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
@@ -52,16 +46,16 @@ def memory(work: Workload, epochs: int = 20) -> list[Report]:
         f"to {work.device}"
     )
     bound = Row(f"({found['in_flight']} records in flight + 1) + 64 MiB", (found["bound"] / 1e6,))
+
+    def report(title: str, by_epoch: list[list[int]]) -> Report:
+        rows = [Row(f"epoch {n}", tuple(v / 1e6 for v in values)) for n, values in enumerate(by_epoch, 1)]
+        return Report(f"{title}: {about}", "MB", rows, ceilings=[bound])
+
     staging = f"without {found['staging'] / 1e6:.0f} MB of staging"
-    reports = [_report(f"host memory of GDSDataLoader, {staging}: {about}", found["host"], bound)]
+    reports = [report(f"host memory of GDSDataLoader, {staging}", found["host"])]
     if found["device"]:
-        reports.append(_report(f"device memory of GDSDataLoader: {about}", found["device"], bound))
+        reports.append(report("device memory of GDSDataLoader", found["device"]))
     return reports
-
-
-def _report(title: str, by_epoch: list[list[int]], bound: Row) -> Report:
-    rows = [Row(f"epoch {n}", tuple(v / 1e6 for v in values)) for n, values in enumerate(by_epoch, 1)]
-    return Report(title, "MB", rows, ceilings=[bound])
 
 
 def _dataset(work: Workload, device: torch.device) -> GDSDataset:
@@ -117,21 +111,20 @@ def _epoch(loader: GDSDataLoader, work: Workload, seen: list[int]) -> None:
 
 @contextmanager
 def _sampling() -> Iterator[list[int]]:
-    """Samples this process's anonymous memory in a thread, into the list that it yields."""
+    """Samples this process's anonymous memory every 5 ms in a thread, into the list that it yields."""
     seen: list[int] = []
     over = threading.Event()
 
     def sample() -> None:
-        while not over.wait(_SAMPLE_SECONDS):
+        while not over.wait(0.005):
             seen.append(_anonymous())
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(sample)
+        try:
+            yield seen
+        finally:
+            over.set()
 
 
 def _anonymous() -> int:

@@ -15,10 +15,9 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def cached(path: Path) -> float:
-    """The share of a file that is in the page cache, found without touching it.
+    """The share of a file that is in the page cache, 0 to 1, found without touching it.
 
-    Returns:
-        0 to 1. For a file that this process cannot write to, the kernel reports all of it as cached.
+    For a file that this process cannot write to, the kernel reports all of it as cached.
     """
     size = path.stat().st_size
     if size == 0:
@@ -37,9 +36,8 @@ def cached(path: Path) -> float:
 def drop(paths: Iterable[Path]) -> float:
     """Drops these files, and no others, from the page cache. Unwritten data is written first.
 
-    Returns:
-        The share of their bytes that stayed, 0 to 1: everything on file systems in memory (tmpfs), and pages that a
-        process has mapped, see posix_fadvise(2).
+    Returns the share of their bytes that stayed, 0 to 1: everything on file systems in memory (tmpfs), and pages that a
+    process has mapped, see posix_fadvise(2).
     """
     stayed = total = 0.0
     for path in paths:

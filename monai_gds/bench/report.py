@@ -1,12 +1,7 @@
 """The output of every benchmark: a table of rates with median and range, the same as JSON, and a bar chart.
 
 A benchmark makes one :class:`Report` per question ("load to the GPU") with one :class:`Row` per competitor, and passes
-the list to :func:`emit`. A competitor that cannot run here keeps its row, with the reason. Higher figures are better.
-
-Example::
-
-    rows = [Row("python", (0.8, 0.7, 0.8)), Row("posix", (4.1, 4.3, 4.0)), Row("xnvme", reason="libxnvme is missing")]
-    emit([Report("load, CPU tensor", "GB/s", rows, reference="python")], as_json=False, plot=None)
+the list to :func:`emit`. A competitor that cannot run here keeps its row, with the reason.
 """
 
 from __future__ import annotations
@@ -26,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from monai_gds.console import say, show
+from monai_gds.console import say, show, stdout
 from monai_gds.errors import BackendUnavailable
 
-__all__ = ["Report", "Row", "draw", "emit", "machine", "plot_reports"]
+__all__ = ["Report", "Row", "draw", "emit", "machine"]
 
 #: Beginning of a :class:`~monai_gds.errors.BackendUnavailable` for a backend that was named explicitly.
 _OF_BACKEND = re.compile(r"backend='([^']+)' does not work here: ")
@@ -44,7 +38,7 @@ class Row:
     """One competitor's figures, or the reason why it has none.
 
     Args:
-        name: its name in the table.
+        name: in the table.
         samples: one figure per repetition, in the report's unit; empty if it could not run.
         reason: why it could not run, with the remedy.
         notes: further columns, as text by heading: ``{"page cache": "warm"}``.
@@ -57,7 +51,7 @@ class Row:
 
     @property
     def median(self) -> float | None:
-        """The median of the samples; None if there are none."""
+        """The median of the samples; None without any."""
         return statistics.median(self.samples) if self.samples else None
 
 
@@ -86,10 +80,13 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in the table, as JSON types."""
-        rows, ceilings = ([self._row_as_dict(row) for row in rows] for rows in (self.rows, self.ceilings))
         return {
-            "title": self.title, "unit": self.unit, "reference": self.reference, "rows": rows, "ceilings": ceilings,
-        }  # fmt: skip
+            "title": self.title,
+            "unit": self.unit,
+            "reference": self.reference,
+            "rows": [self._row_as_dict(row) for row in self.rows],
+            "ceilings": [self._row_as_dict(row) for row in self.ceilings],
+        }
 
     def _row_as_dict(self, row: Row) -> dict[str, Any]:
         return {
@@ -118,21 +115,19 @@ class Report:
             table.add_column(heading)
         for row in self.rows:
             table.add_row(*self._cells(row, headings))
-        if self.ceilings:
-            table.add_section()
+        table.add_section()
         for row in self.ceilings:
             table.add_row(*self._cells(row, headings), style="dim")
         return table
 
     def _cells(self, row: Row, headings: Sequence[str]) -> list[str]:
-        ratio = self.ratio(row)
-        cells = [escape(row.name)]
-        cells.append("" if row.median is None else _figure(row.median))
-        cells.append(f"{_figure(min(row.samples))} to {_figure(max(row.samples))}" if row.samples else "")
+        figures = ["", ""]
+        if row.median is not None:
+            figures = [_figure(row.median), f"{_figure(min(row.samples))} to {_figure(max(row.samples))}"]
         if self.reference is not None:
-            cells.append("" if ratio is None else f"{ratio:.2f}")
-        cells += [escape(row.notes.get(heading, "")) for heading in headings]
-        return cells
+            ratio = self.ratio(row)
+            figures.append("" if ratio is None else f"{ratio:.2f}")
+        return [escape(row.name), *figures, *(escape(row.notes.get(heading, "")) for heading in headings)]
 
 
 def _figure(value: float) -> str:
@@ -141,11 +136,7 @@ def _figure(value: float) -> str:
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """What figures depend on: the date (UTC), the command (not in a notebook), the machine and the versions.
-
-    Args:
-        device: the target; the name of a GPU is included.
-    """
+    """What figures depend on: the date (UTC), the command (not in a notebook), the machine and the versions."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join(["monai-gds", *sys.argv[1:]]),
@@ -161,46 +152,31 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     return found
 
 
-def emit(
-    reports: Sequence[Report],
-    *,
-    as_json: bool,
-    plot: Path | None,
-    about: Mapping[str, Any] | None = None,
-    console: Console | None = None,
-) -> None:
-    """Prints the reports, and draws them if ``plot`` is given.
+def emit(reports: Sequence[Report], *, as_json: bool, plot: Path | None, about: Mapping[str, Any]) -> None:
+    """Prints the reports to standard output, and draws them if ``plot`` is given.
 
     Args:
         reports: the tables.
         as_json: print one JSON object, ``{"about": …, "reports": […]}``, instead of tables.
         plot: a file for the bar chart; its suffix decides the format.
         about: :func:`machine` and the benchmark's own settings.
-        console: where to print tables; default: standard output.
 
     Raises:
-        ImportError: ``plot`` needs matplotlib, which is missing; nothing was printed.
         BackendUnavailable: no row has a figure; the reasons were printed.
     """
-    about = about if about is not None else machine()
     if plot is not None:
-        plot_reports(reports, plot, caption=str(about.get("date", "")))
+        draw(reports, caption=str(about["date"])).savefig(plot, dpi=150)
     if as_json:
         print(json.dumps({"about": dict(about), "reports": [r.as_dict() for r in reports]}, indent=2))
     else:
-        _print_tables(reports, about, console or Console())
+        for report in reports:
+            show(report.table())
+        for reason, names in _reasons(reports).items():
+            say(f"{'; '.join(names)}: {reason}")
+        told = ", ".join(f"{key}: {value}" for key, value in about.items())
+        stdout.print(told, style="dim", markup=False, soft_wrap=True)
     if not any(row.samples for report in reports for row in report.rows):
         raise BackendUnavailable("nothing could be measured here; see the reasons above")
-
-
-def _print_tables(reports: Sequence[Report], about: Mapping[str, Any], console: Console) -> None:
-    for report in reports:
-        show(report.table(), console)
-    for reason, names in _reasons(reports).items():
-        say(f"{'; '.join(names)}: {reason}", console)
-    console.print(
-        ", ".join(f"{key}: {value}" for key, value in about.items()), style="dim", markup=False, soft_wrap=True
-    )
 
 
 def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
@@ -211,25 +187,17 @@ def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
     for report, row in rows:
         if row.reason:
             name = f"{row.name} ({report.title})" if row.name in ran else row.name
-            names = found.setdefault(_without_backend(row), [])
+            named = _OF_BACKEND.match(row.reason)
+            told = row.reason[named.end() :] if named and named[1] in row.name else row.reason
+            names = found.setdefault(told, [])
             names += [name] if name not in names else []
     return found
-
-
-def _without_backend(row: Row) -> str:
-    """The reason without a backend's name that the row has already, so that equal reasons share a line."""
-    named = _OF_BACKEND.match(row.reason)
-    return row.reason[named.end() :] if named and named[1] in row.name else row.reason
 
 
 def draw(reports: Sequence[Report], caption: str = "") -> Any:
     """Draws one panel per report: bars at the medians, whiskers over the range, ceilings as dashed lines.
 
-    Returns:
-        A ``matplotlib.figure.Figure``, which a notebook displays.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra that installs it.
+    Returns a ``matplotlib.figure.Figure``, which a notebook displays. Raises ImportError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure
@@ -247,13 +215,13 @@ def draw(reports: Sequence[Report], caption: str = "") -> Any:
 
 
 def _draw(report: Report, axes: Any) -> None:
-    rows = [(row, row.median) for row in report.rows]
-    medians = [median or 0.0 for _, median in rows]
-    below = [median - min(row.samples) if median is not None else 0.0 for row, median in rows]
-    above = [max(row.samples) - median if median is not None else 0.0 for row, median in rows]
-    axes.barh([row.name for row, _ in rows], medians, xerr=[below, above], capsize=3)
-    for place, median in enumerate(median for _, median in rows):
-        if median is None:  # a bar of length zero would look like a figure
+    samples = [row.samples or (0.0,) for row in report.rows]
+    medians = [statistics.median(figures) for figures in samples]
+    below = [median - min(figures) for median, figures in zip(medians, samples, strict=True)]
+    above = [max(figures) - median for median, figures in zip(medians, samples, strict=True)]
+    axes.barh([row.name for row in report.rows], medians, xerr=[below, above], capsize=3)
+    for place, row in enumerate(report.rows):
+        if not row.samples:  # a bar of length zero would look like a figure
             axes.text(0, place, " not here", va="center", fontsize=8)
     axes.invert_yaxis()
     for number, row in enumerate(report.ceilings):
@@ -265,12 +233,3 @@ def _draw(report: Report, axes: Any) -> None:
     axes.set_title(textwrap.fill(report.title, 56), fontsize=9)
     axes.set_xlabel(report.unit)
     axes.tick_params(labelsize=8)
-
-
-def plot_reports(reports: Sequence[Report], path: Path, caption: str = "") -> None:
-    """Saves the figure of :func:`draw` to a file; its suffix decides the format.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
-    draw(reports, caption).savefig(path, dpi=150)

@@ -1,9 +1,8 @@
 """``monai-gds bench blocks``: many small files read by their blocks, beside threads that read the same blocks by pread.
 
 Each method in :data:`METHODS` is a function that opens what it needs and returns a function that reads one batch. The
-methods take turns, pass by pass, so that whatever else the machine does affects them alike. The first batch of each is
-compared with the files. Reads with O_DIRECT always go to the device; buffered reads come from the page cache after the
-first pass.
+methods take turns, pass by pass, so that whatever else the machine does affects them alike. Reads with O_DIRECT always
+go to the device; buffered reads come from the page cache after the first pass.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ REFERENCE = "O_DIRECT preads, 16 threads"
 class SmallFiles:
     """The files to measure with.
 
-    Attributes:
+    Args:
         folder: where they are written: ext4 or XFS directly on a disk whose device can be read.
         count: number of files.
         nbytes: mean size of a file; sizes vary by a quarter.
@@ -46,10 +45,10 @@ class SmallFiles:
     """
 
     folder: Path
-    count: int = 4000
-    nbytes: int = 116_000
-    batch: int = 64
-    repeats: int = 5
+    count: int
+    nbytes: int
+    batch: int
+    repeats: int
 
 
 #: Reads the files with these numbers.
@@ -60,25 +59,20 @@ class _Written:
     """The files on disk, their block map, and one page-aligned destination per file of a batch."""
 
     def __init__(self, settings: SmallFiles) -> None:
-        self.paths = _write(settings)
-        self.sizes = np.asarray([os.path.getsize(path) for path in self.paths])
+        random = np.random.default_rng(0)
+        self.paths, sizes = [], []
+        for number in range(settings.count):
+            path = settings.folder / f"{number % 10}" / f"{number}.bin"
+            path.parent.mkdir(exist_ok=True)
+            sizes.append(path.write_bytes(random.bytes(int(settings.nbytes * random.uniform(0.75, 1.25)))))
+            self.paths.append(str(path))
+        os.sync()
+        self.sizes = np.asarray(sizes)
         self.blocks = BlockMap.build(settings.folder)
         room = -(-int(self.sizes.max()) // 4096) * 4096
         self.memory = torch.frombuffer(page_aligned(settings.batch * room), dtype=torch.uint8)
         self.starts = np.arange(settings.batch) * room
         self.dests = list(torch.split(self.memory, room))
-
-
-def _write(settings: SmallFiles) -> list[str]:
-    random = np.random.default_rng(0)
-    paths = []
-    for number in range(settings.count):
-        path = settings.folder / f"{number % 10}" / f"{number}.bin"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(random.bytes(int(settings.nbytes * random.uniform(0.75, 1.25))))
-        paths.append(str(path))
-    os.sync()
-    return paths
 
 
 def pread_direct(files: _Written, stack: ExitStack) -> ReadBatch:
@@ -123,12 +117,7 @@ METHODS: dict[str, Callable[[_Written, ExitStack], ReadBatch]] = {
 
 
 def measure(settings: SmallFiles) -> Report:
-    """Files per second of every method.
-
-    Raises:
-        NotMappable: the folder is not on ext4 or XFS directly on a disk.
-        AssertionError: a method read other bytes than are in the files.
-    """
+    """Files per second of every method. Raises AssertionError if one reads other bytes than are in the files."""
     files = _Written(settings)
     batches = [range(i, min(i + settings.batch, settings.count)) for i in range(0, settings.count, settings.batch)]
     samples: dict[str, list[float]] = {name: [] for name in METHODS}
@@ -137,12 +126,16 @@ def measure(settings: SmallFiles) -> Report:
         readers: dict[str, ReadBatch] = {}
         for name, method in METHODS.items():
             try:
-                reader = method(files, stack)
-                _check(reader, files, batches[0], name)
+                read = method(files, stack)
+                files.memory.zero_()
+                first = read(batches[0])
             except (BackendUnavailable, OSError) as e:
                 reasons[name] = in_words(e)
-            else:
-                readers[name] = reader
+                continue
+            for path, got in zip(files.paths[: len(batches[0])], first, strict=True):
+                if got.numpy().tobytes() != Path(path).read_bytes():
+                    raise AssertionError(f"{name} read wrong bytes of {path}")
+            readers[name] = read
         for repeat in range(settings.repeats + 1):
             for name, read in readers.items():
                 start = time.perf_counter()
@@ -153,13 +146,6 @@ def measure(settings: SmallFiles) -> Report:
     rows = [Row(name, tuple(samples[name]), reasons.get(name, "")) for name in METHODS]
     title = f"{settings.count} files of {settings.nbytes / 1000:.0f} kB, batches of {settings.batch}, to the CPU"
     return Report(title, "files/s", rows, reference=REFERENCE)
-
-
-def _check(read: ReadBatch, files: _Written, numbers: Sequence[int], name: str) -> None:
-    files.memory.zero_()
-    for number, got in zip(numbers, read(numbers), strict=True):
-        if got.numpy().tobytes() != Path(files.paths[number]).read_bytes():
-            raise AssertionError(f"{name} read wrong bytes of {files.paths[number]}")
 
 
 def describe_block_map(folder: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from monai_gds.console import progress_bar, say
-from monai_gds.options import JsonOption, PlotOption, known_device
+from monai_gds.options import JsonOption, PlotOption, known_device, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,8 @@ def load_command(
         raise typer.BadParameter(f"{input_file} is not a regular file", param_hint="--input-file")
     if input_file.stat().st_size == 0:
         raise typer.BadParameter(f"{input_file} is empty", param_hint="--input-file")
-    asked = _asked(list(LOADS), method, loop, validate, block_size, queue_depth, tuned)
-    _run(lambda target: load(input_file, target, asked), _devices(device), as_json, plot)
+    asked = _asked([*LOADS], method, loop, validate, block_size, queue_depth, tuned)
+    _run(lambda target: load(input_file, target, asked), device, as_json, plot)
 
 
 @app.command("store", epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme --mb-size 1024")
@@ -89,9 +89,9 @@ def store_command(
     from monai_gds.bench.tensor import STORES, store
 
     _check_folder(nvme_folder, mb_size << 20)
-    asked = _asked(list(STORES), method, loop, validate, block_size, queue_depth, tuned)
+    asked = _asked([*STORES], method, loop, validate, block_size, queue_depth, tuned)
     with _tidy_ending():
-        _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), _devices(device), as_json, plot)
+        _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), device, as_json, plot)
 
 
 @app.command("tune", epilog="Example: monai-gds bench tensor tune --nvme-folder /mnt/nvme > tuned.json")
@@ -144,31 +144,16 @@ def _tidy_ending() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _devices(device: str | None) -> list[torch.device]:
-    from monai_gds.storage import resolve_device
-
-    if device is not None:
-        return [resolve_device(device)]
-    return sorted({resolve_device("cpu"), resolve_device(None)}, key=str)
-
-
 def _asked(
-    first: list[str],
-    methods: list[str] | None,
-    loop: int,
-    validate: bool,
-    block_size: int | None,
-    queue_depth: int | None,
-    tuned: Path | None,
-) -> Tensors:
+    own: list[str], methods: list[str] | None, loop: int, validate: bool, block_size: int | None,
+    queue_depth: int | None, tuned: Path | None,
+) -> Tensors:  # fmt: skip
     from monai_gds.bench.tensor import Tensors
     from monai_gds.storage.registry import backend_names
     from monai_gds.storage.variants import tuning_options
 
-    known = [*first, *backend_names()]
-    for name in methods or []:
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--method")
+    known = [*own, *backend_names()]
+    one_of(known, methods or [], "--method")
     try:
         options = tuning_options(tuned, block_size=block_size, queue_depth=queue_depth)
     except ValueError as e:
@@ -176,10 +161,11 @@ def _asked(
     return Tensors(methods or known, loop, validate, options)
 
 
-def _run(
-    measure: Callable[[torch.device], Report], devices: Sequence[torch.device], as_json: bool, plot: Path | None
-) -> None:
+def _run(measure: Callable[[torch.device], Report], device: str | None, as_json: bool, plot: Path | None) -> None:
     from monai_gds.bench.report import emit, machine
+    from monai_gds.storage import resolve_device
 
-    reports = [measure(device) for device in devices]
-    emit(reports, as_json=as_json, plot=plot, about=machine(devices[-1]))
+    asked = {device} if device is not None else {"cpu", None}
+    targets = sorted({resolve_device(name) for name in asked}, key=str)
+    reports = [measure(target) for target in targets]
+    emit(reports, as_json=as_json, plot=plot, about=machine(targets[-1]))

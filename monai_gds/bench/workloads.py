@@ -30,18 +30,9 @@ KEYS = ("image", "label")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the workloads of ``bench dataset`` have in common.
+    """The settings of ``bench dataset``, named like its options.
 
-    Attributes:
-        folder: for the caches.
-        device: the target.
-        items: number of volumes.
-        side: voxels along each side of an item's two float32 volumes.
-        repeats: timed epochs of each competitor.
-        batch_size: items per batch.
-        records: number of small records.
-        loader: also measure our dataset through GDSDataLoader.
-        cold: whether epochs begin with nothing in the page cache.
+    There are ``items`` of two float32 volumes with ``side`` voxels along each side, and ``records`` small ones.
     """
 
     folder: Path
@@ -53,11 +44,6 @@ class Workload:
     records: int = 10_000
     loader: bool = False
     cold: bool = False
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one item of two volumes."""
-        return len(KEYS) * 4 * self.side**3
 
     @property
     def page_cache(self) -> str:
@@ -74,11 +60,8 @@ class Workload:
 class MakeVolumes(Transform):  # type: ignore[misc]  # MONAI has no type hints to speak of
     """Stands for loading: replaces each value of an item, a number, by a random float32 tensor.
 
-    It adds no key, since monai.data.GDSDataset drops keys that are not in the input.
-
-    Args:
-        shape: shape of each tensor.
-        nifti: make MetaTensors with the 44 metadata keys of a NIfTI file instead of plain tensors.
+    With ``nifti``, tensors are MetaTensors with the 44 metadata keys of a NIfTI file. It adds no key, since
+    monai.data.GDSDataset drops keys that are not in the input.
     """
 
     def __init__(self, shape: tuple[int, ...], nifti: bool = True) -> None:
@@ -92,12 +75,9 @@ class MakeVolumes(Transform):  # type: ignore[misc]  # MONAI has no type hints t
 
 
 class Burn(Transform):  # type: ignore[misc]
-    """Uses processor time, as preprocessing does, and returns the item unchanged.
+    """Uses seconds of processor time, as preprocessing does, and returns the item unchanged.
 
     Sleeping would leave the processor to the threads that save.
-
-    Args:
-        seconds: of processor time in the calling thread.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -124,24 +104,19 @@ def nifti_like_meta() -> dict[str, Any]:
 
 
 def epochs(work: Workload, crops: int | None = None, progress: Progress = SILENT) -> Report:
-    """Epochs over a filled cache, in GB/s of cached bytes.
-
-    Args:
-        work: the settings.
-        crops: side of 4 random crops per item, taken after the cache; None for whole volumes.
-        progress: shows a bar.
-    """
+    """Epochs over a filled cache, in GB/s of cached bytes; of ``crops``³ voxels taken behind the cache, if given."""
+    item_bytes = len(KEYS) * 4 * work.side**3
     transforms: list[Callable[..., Any]] = [MakeVolumes((1, work.side, work.side, work.side))]
     if crops:
         transforms.append(RandSpatialCropSamplesd(KEYS, (crops,) * 3, num_samples=4, random_size=False))
     what = f"4 random crops of {crops}³ from each of" if crops else "whole volumes,"
     title = (
-        f"{what} {work.items} items of {work.item_bytes / 1e6:.0f} MB to {work.device}, "
+        f"{what} {work.items} items of {item_bytes / 1e6:.0f} MB to {work.device}, "
         f"batch {work.batch_size}, {work.page_cache}"
     )
     comparison = Comparison(
         title, [dict.fromkeys(KEYS, n) for n in range(work.items)], Compose(transforms), KEYS,
-        work.items * work.item_bytes, work.device, work.subfolder("volumes"),
+        work.items * item_bytes, work.device, work.subfolder("volumes"),
         competitors_for(work.device, loader=work.loader, cold=work.cold), work.repeats, work.batch_size, cold=work.cold,
     )  # fmt: skip
     return compare(comparison, progress)
@@ -163,10 +138,7 @@ def hits(work: Workload, nifti: bool, progress: Progress = SILENT) -> Report:
 def small(work: Workload, nifti: bool, progress: Progress = SILENT) -> Report:
     """Many small records of one tensor of 64 kB, in batches of 256.
 
-    Args:
-        work: the settings.
-        nifti: make MetaTensors as of NIfTI files, and have PersistentDataset keep their metadata, as ours does.
-        progress: shows a bar.
+    With ``nifti``, they are MetaTensors as of NIfTI files, whose metadata PersistentDataset keeps too.
     """
     what = "NIfTI MetaTensor" if nifti else "plain tensor"
     reference = META if nifti else REFERENCE

@@ -1,12 +1,5 @@
 """``monai-gds doctor``: what this machine can do for a cache directory, and how to improve it.
 
-:func:`examine` puts the parts together; :mod:`~monai_gds.doctor.cli` prints its report.
-
-* :mod:`~monai_gds.doctor.machine` reads what the kernel tells, below a root that tests replace.
-* :mod:`~monai_gds.doctor.probes` are questions to libraries; :mod:`~monai_gds.doctor.isolation` runs each in a process
-  of its own.
-* :mod:`~monai_gds.doctor.findings` turns both into findings with remedies.
-
 Nothing here imports torch: a machine on which torch cannot be imported needs a doctor most.
 """
 
@@ -28,9 +21,6 @@ from monai_gds.doctor.machine import Machine, Place
 
 __all__ = ["Diagnosis", "Finding", "NoSuchDevice", "Status", "examine"]
 
-_LOG_LINES = 20
-_MEASURE_LIMIT = 900.0
-
 
 class NoSuchDevice(ValueError):
     """This machine does not have the device."""
@@ -38,12 +28,9 @@ class NoSuchDevice(ValueError):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`examine` found.
+    """What :func:`examine` found; the findings are in the order of the screen.
 
-    Args:
-        place: the cache directory.
-        target: the device, ``cuda:0`` for instance; empty if torch does not work.
-        findings: in the order of the screen.
+    ``target`` is the device, ``cuda:0`` for instance; empty if torch does not work.
     """
 
     place: Place
@@ -99,7 +86,7 @@ def examine(
         if answers["torch"]:  # everything else needs it
             answers |= _ask_all(place, folder, device)
         if measure and folder is not None and answers.get("default"):
-            answers["speed"] = ask(partial(probes.speed, device, folder), limit=_MEASURE_LIMIT)
+            answers["speed"] = ask(partial(probes.speed, device, folder), limit=900)
         elif measure:
             answers["speed"] = Answer({}, "the default backend does not work here")
     return Diagnosis(place, target, tuple(collect(machine, place, unwritable, answers)))
@@ -140,5 +127,5 @@ def _try_cufile(device: str | None, folder: Path) -> Answer:
         "KVIKIO_COMPAT_MODE": "OFF", "CUFILE_LOGFILE_PATH": str(log), "CUFILE_LOGGING_LEVEL": "NOTICE",
     }  # fmt: skip
     answer = ask(partial(probes.diagnose, "cufile", device, str(folder)), environment)
-    logged = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return Answer({**answer.values, "log": [line.strip() for line in logged[-_LOG_LINES:]]}, answer.error)
+    last_lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+    return Answer({**answer.values, "log": [line.strip() for line in last_lines]}, answer.error)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from monai_gds.console import say, stderr, stdout
 from monai_gds.doctor import Diagnosis, Finding, NoSuchDevice, Status, examine
-from monai_gds.options import JsonOption
+from monai_gds.options import JsonOption, one_of
 
 __all__ = ["app"]
 
@@ -64,8 +64,7 @@ def doctor(
 def _build(backend: str, as_json: bool) -> None:
     from monai_gds.storage import diagnosis
 
-    if backend not in diagnosis.BUILDABLE:
-        raise typer.BadParameter(f"{backend!r} is not one of {', '.join(diagnosis.BUILDABLE)}", param_hint="--build")
+    one_of(diagnosis.BUILDABLE, [backend], "--build")
     built = [str(path) for path in diagnosis.build(backend, lambda line: say(line, stderr))]
     print(json.dumps({"built": built}, indent=2) if as_json else "\n".join(built))
 

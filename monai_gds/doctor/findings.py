@@ -43,8 +43,8 @@ class Finding:
     Args:
         name: its key in JSON and its row on the screen.
         status: see :class:`Status`.
-        found: what was found, in words.
-        remedy: what to do about it; empty if nothing needs doing.
+        found: in words.
+        remedy: empty if nothing needs doing.
         details: the same for programs, as JSON types.
     """
 
@@ -63,21 +63,26 @@ _NOT_ASKED = Answer({}, "not tried")
 def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -> list[Finding]:
     """All findings, in the order of the screen.
 
-    Args:
-        machine: the kernel's side.
-        place: the cache directory.
-        unwritable: why no file can be made there; empty if it can.
-        answers: the answers of the probes, by name.
+    ``unwritable`` is why no file can be made in the cache directory; empty if one can.
     """
-    found = [gpu(machine, answers), torch(answers), directory(place, unwritable)]
-    found += _direct_storage(machine, place, answers)
-    found += [io_uring(machine, answers), libxnvme(answers), blocks(answers), *backends(answers), dali(answers)]
-    found += [speed(answers["speed"])] if "speed" in answers else []
-    return [*found, container(machine, place, answers), default(answers, unwritable)]
+    return [
+        gpu(machine, answers),
+        torch(answers),
+        directory(place, unwritable),
+        *_direct_storage(machine, place, answers),
+        io_uring(machine, answers),
+        libxnvme(answers),
+        blocks(answers),
+        *backends(answers),
+        dali(answers),
+        *([speed(answers["speed"])] if "speed" in answers else []),
+        container(machine, place, answers),
+        default(answers, unwritable),
+    ]
 
 
 def _devices(answers: Answers) -> list[Mapping[str, Any]]:
-    return list(answers.get("torch", _NOT_ASKED).values.get("devices", []))
+    return list(answers["torch"].values.get("devices", []))
 
 
 def gpu(machine: Machine, answers: Answers) -> Finding:
@@ -85,8 +90,11 @@ def gpu(machine: Machine, answers: Answers) -> Finding:
     driver = machine.driver
     kind = f"driver {driver.version}{', open kernel modules' if driver.is_open else ''}" if driver else ""
     devices = _devices(answers)
-    version, is_open = (driver.version, driver.is_open) if driver else (None, False)
-    details = {"driver": version, "open_modules": is_open, "devices": devices}
+    details = {
+        "driver": driver.version if driver else None,
+        "open_modules": bool(driver and driver.is_open),
+        "devices": devices,
+    }
     if devices:
         counted = Counter((of["name"], of["bytes"], of["capability"]) for of in devices)
         names = [
@@ -100,7 +108,7 @@ def gpu(machine: Machine, answers: Answers) -> Finding:
 
 
 def _why_no_gpu(machine: Machine, answers: Answers) -> str:
-    values = answers.get("torch", _NOT_ASKED).values
+    values = answers["torch"].values
     if not values:
         return "see torch below"
     if values["cuda"] is None:
@@ -114,7 +122,7 @@ def _why_no_gpu(machine: Machine, answers: Answers) -> str:
 
 def torch(answers: Answers) -> Finding:
     """torch and its CUDA."""
-    answer = answers.get("torch", _NOT_ASKED)
+    answer = answers["torch"]
     if not answer:
         return Finding("torch", Status.FAILED, answer.error, "pip install --force-reinstall torch")
     values = answer.values
@@ -126,21 +134,19 @@ def torch(answers: Answers) -> Finding:
 def directory(place: Place, unwritable: str) -> Finding:
     """The cache directory's file system, and whether files can be created there."""
     mount, drive = place.mount, place.drive
-    kind = mount.kind if mount else "unknown"
-    words = [f"{place.folder}: {kind}"]
+    words = [f"{place.folder}: unknown"]
     if mount is not None:
         model = f" ({drive.model})" if drive and drive.model else ""
-        words[0] += f" on {mount.source}{model}, mounted at {mount.point}"
+        words = [f"{place.folder}: {mount.kind} on {mount.source}{model}, mounted at {mount.point}"]
     unit, size = ("GB", 1e9) if place.nbytes >= 1e9 else ("MB", 1e6)
     words.append(f"{place.free_bytes / size:.1f} of {place.nbytes / size:.1f} {unit} free")
     if place.asked.absolute() != place.folder:
         words.insert(0, f"{place.asked} does not exist yet")
     details = {**_about(place), "writable": not unwritable}
     if unwritable:
+        words.append(f"no file can be made: {unwritable}")
         advice = "name a directory that can be written to; records that are there can still be read"
-        return Finding(
-            "directory", Status.FAILED, f"{'; '.join(words)}; no file can be made: {unwritable}", advice, details
-        )
+        return Finding("directory", Status.FAILED, "; ".join(words), advice, details)
     advice = _advice_on(place)
     return Finding("directory", Status.NOTE if advice else Status.OK, "; ".join(words), advice, details)
 
@@ -170,7 +176,7 @@ def _advice_on(place: Place) -> str:
         return "it belongs to the container and goes with it: mount a drive of the host, --volume /nvme/cache:/cache"
     if kind in _NETWORKED:
         return "it is on another machine: a local drive serves cached epochs better"
-    if place.drive is not None and place.drive.rotates and not place.drive.is_virtual:
+    if place.drive is not None and place.drive.rotates:
         return "it is on a spinning disk: records that do not fit into the page cache are read slowly"
     if place.free_bytes < 1 << 30:
         return "it is nearly full: items that do not fit are computed again each time"
@@ -183,9 +189,10 @@ def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterato
         for name in ("nvidia-fs", "p2pdma", "udev", "cufile"):
             yield Finding(name, Status.UNUSED, "of use with a GPU only")
         return
-    module, peers = nvidia_fs(machine), p2pdma(machine, place)
-    entry = udev(machine, place, direct=_goes_straight(machine, place))
-    yield from (module, peers, entry)
+    yield nvidia_fs(machine)
+    yield p2pdma(machine, place)
+    entry = udev(machine, place)
+    yield entry
     yield cufile(answers.get("cufile"), machine, place, entry)
 
 
@@ -201,8 +208,9 @@ def nvidia_fs(machine: Machine) -> Finding:
         remedy = f"install NVIDIA's package nvidia-gds{' on the host' if machine.container else ''}: {_GUIDE}"
         return Finding("nvidia-fs", Status.MISSING, "the kernel module is not loaded", remedy, details)
     if not machine.nvidia_fs_nodes:
-        remedy = "start it with --env NVIDIA_GDS=enabled or --device=/dev/nvidia-fs0 and so on"
-        remedy = remedy if machine.container else "modprobe -r nvidia_fs && modprobe nvidia_fs"
+        remedy = "modprobe -r nvidia_fs && modprobe nvidia_fs"
+        if machine.container:
+            remedy = "start it with --env NVIDIA_GDS=enabled or --device=/dev/nvidia-fs0 and so on"
         return Finding("nvidia-fs", Status.NOTE, "loaded, but there is no /dev/nvidia-fs0", remedy, details)
     return Finding("nvidia-fs", Status.OK, f"the kernel module is loaded, version {machine.nvidia_fs}", "", details)
 
@@ -212,9 +220,8 @@ def p2pdma(machine: Machine, place: Place) -> Finding:
     lacking = machine.lacks_for_p2pdma(place)
     details = {"lacks": [{"what": what, "remedy": remedy} for what, remedy in lacking]}
     if not lacking:
-        return Finding(
-            "p2pdma", Status.OK, "nothing that NVIDIA's guide asks for is missing", _ask_for(machine), details
-        )
+        found = "nothing that NVIDIA's guide asks for is missing"
+        return Finding("p2pdma", Status.OK, found, _ask_for(machine), details)
     what = "it lacks " + ", ".join(what for what, _ in lacking)
     return Finding("p2pdma", Status.MISSING, what, "; ".join(remedy for _, remedy in lacking), details)
 
@@ -226,7 +233,7 @@ def _ask_for(machine: Machine) -> str:
     return "KvikIO uses it when KVIKIO_COMPAT_MODE=OFF is set"
 
 
-def udev(machine: Machine, place: Place, *, direct: bool) -> Finding:
+def udev(machine: Machine, place: Place) -> Finding:
     """udev's entry for the drive, without which libcufile refuses its files."""
     if not place.number:
         kind = place.mount.kind if place.mount else "this file system"
@@ -237,18 +244,13 @@ def udev(machine: Machine, place: Place, *, direct: bool) -> Finding:
     if entry is not None and all(name in entry for name in UDEV_PROPERTIES):
         return Finding("udev", Status.OK, f"its database lists {place.number} as {entry['ID_FS_TYPE']}", "", details)
     missing = "no /run/udev" if entry is None else f"udev does not name the file system on {place.number}"
-    remedy = _entry_by_hand(place)
+    lines = rf"I:1\nE:ID_FS_TYPE={place.mount.kind if place.mount else 'ext4'}\nE:ID_FS_USAGE=filesystem\n"
+    remedy = f"as root: mkdir -p /run/udev/data && printf '{lines}' > /run/udev/data/b{place.number}"
     if machine.container:
         remedy = f"start it with --volume /run/udev:/run/udev:ro; or {remedy}"
-    if not direct:
+    if not _goes_straight(machine, place):
         remedy = f"of use once there is nvidia-fs or P2PDMA: {remedy}"
     return Finding("udev", Status.MISSING, f"{missing}, so cuFile refuses files there", remedy, details)
-
-
-def _entry_by_hand(place: Place) -> str:
-    kind = place.mount.kind if place.mount else "ext4"
-    lines = rf"I:1\nE:ID_FS_TYPE={kind}\nE:ID_FS_USAGE=filesystem\n"
-    return f"as root: mkdir -p /run/udev/data && printf '{lines}' > /run/udev/data/b{place.number}"
 
 
 def cufile(answer: Answer | None, machine: Machine, place: Place, entry: Finding) -> Finding:
@@ -283,11 +285,12 @@ def io_uring(machine: Machine, answers: Answers) -> Finding:
         found = f"small files are read {answer.values['files']} per system call"
         return Finding("io_uring", Status.OK, found, "", answer.values)
     switched_off = machine.io_uring_disabled
-    remedy = "use Linux 5.17 or later"
-    if machine.container:
-        remedy = "allow io_uring in the container's seccomp profile (--security-opt seccomp=PROFILE)"
     if switched_off:
         remedy = "as root: sysctl kernel.io_uring_disabled=0"
+    elif machine.container:
+        remedy = "allow io_uring in the container's seccomp profile (--security-opt seccomp=PROFILE)"
+    else:
+        remedy = "use Linux 5.17 or later"
     found = f"small files are read by threads, one system call each: {answer.error}"
     return Finding("io_uring", Status.MISSING, found, remedy, {"switched_off": switched_off})
 

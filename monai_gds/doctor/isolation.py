@@ -26,8 +26,6 @@ __all__ = ["LIMIT", "Answer", "Probe", "ask", "preload"]
 #: Seconds that a probe may take. An import from a slow network drive takes tens of them.
 LIMIT = 120.0
 
-_LAST_LINES = 3
-
 #: In a folder with a longer name, the path of the fork server's socket would exceed the 108 bytes of AF_UNIX.
 _LONGEST_TMPDIR = 70
 
@@ -57,12 +55,12 @@ def preload() -> None:
 def ask(
     probe: Probe, environment: Mapping[str, str] | None = None, *, limit: float = LIMIT, fresh: bool = False
 ) -> Answer:
-    """Runs a probe.
+    """Runs a probe, and kills it after ``limit`` seconds.
 
     Args:
         probe: what to run.
         environment: additional environment variables.
-        limit: seconds until the process is killed.
+        limit: in seconds.
         fresh: start a new interpreter instead of forking one that has torch imported.
 
     Returns:
@@ -119,8 +117,10 @@ def _answer(ours: Connection, process: SpawnProcess | ForkServerProcess, limit: 
             return answer
     process.join(10)
     code = process.exitcode
-    how = "it closed its pipe and went on" if code is None else f"exit status {code}"
-    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else how
+    if code is None:
+        how = "it closed its pipe and went on"
+    else:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     return Answer({}, f"it ended its process ({how}){_last_words(printed)}")
 
 
@@ -135,7 +135,6 @@ def _kill(process: SpawnProcess | ForkServerProcess) -> None:
 
 
 def _last_words(printed: Path) -> str:
-    if not printed.exists():
-        return ""
+    printed.touch()
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
-    return f": {' / '.join(lines[-_LAST_LINES:])}" if lines else ""
+    return f": {' / '.join(lines[-3:])}" if lines else ""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from monai_gds.mounts import Mount, mounts
 
-__all__ = ["Drive", "Driver", "Machine", "Place", "nearest_folder"]
+__all__ = ["Drive", "Driver", "Machine", "Place"]
 
 #: Properties of a block device that libcufile looks up in udev's database.
 UDEV_PROPERTIES = ("ID_FS_TYPE", "ID_FS_USAGE")
@@ -41,17 +41,12 @@ class Drive:
     Attributes:
         name: name of the whole disk in /dev: ``nvme0n1``, ``sda``, ``dm-0``.
         model: its model; empty if unknown.
-        rotates: whether the kernel takes it for a spinning disk.
+        rotates: whether the kernel takes it for a spinning disk. Of a hypervisor's disk that means nothing: False.
     """
 
     name: str
     model: str
     rotates: bool
-
-    @property
-    def is_virtual(self) -> bool:
-        """Whether a hypervisor provides it, so that ``rotates`` means nothing."""
-        return self.name.startswith(("vd", "xvd"))
 
     @property
     def is_nvme(self) -> bool:
@@ -61,11 +56,11 @@ class Drive:
 
 @dataclass(frozen=True)
 class Place:
-    """The cache directory, or its nearest existing parent.
+    """The cache directory.
 
     Attributes:
-        asked: the directory as the user named it.
-        folder: the folder that was examined.
+        asked: as the user named it.
+        folder: it, or its nearest existing parent.
         mount: its file system; None if unknown.
         drive: the disk below; None if there is none.
         free_bytes: bytes that a user may still fill.
@@ -86,50 +81,28 @@ class Place:
         return "" if number.startswith("0:") else number
 
 
-def nearest_folder(path: Path) -> Path:
-    """The path, or its nearest existing parent.
-
-    Raises:
-        NotADirectoryError: the path or one of its parents is a file.
-    """
-    path = Path(os.path.abspath(path))
-    found = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-    if not found.is_dir():
-        raise NotADirectoryError(f"{found} is not a directory")
-    return found
-
-
 @dataclass(frozen=True)
 class Machine:
-    """This machine, or one laid out by a test.
-
-    Args:
-        root: the folder of ``/proc``, ``/sys``, ``/dev``, ``/run`` and ``/etc``.
-        environment: the environment variables.
-    """
+    """This machine, or one that a test laid out below ``root``."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
-    def _text(self, path: str) -> str | None:
-        """A file's text; None if it is missing or cannot be read."""
-        try:
-            return (self.root / path.lstrip("/")).read_text(errors="replace")
-        except OSError:
-            return None
+    def _text(self, path: str) -> str:
+        return _text(self.root / path.lstrip("/"))
 
     def exists(self, path: str) -> bool:
         """Whether this machine has ``path``."""
         return (self.root / path.lstrip("/")).exists()
 
     def place(self, directory: Path) -> Place:
-        """The file system and drive of a directory.
-
-        Raises:
-            NotADirectoryError: it is a file.
-        """
-        folder = nearest_folder(directory)
-        mount = self._mount_of(folder)
+        """The file system and drive of a directory. Raises NotADirectoryError if it or a parent is a file."""
+        path = Path(os.path.abspath(directory))
+        folder = next(above for above in (path, *path.parents) if os.path.lexists(above))
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is not a directory")
+        above = [mount for mount in self._mounts if folder.resolve().is_relative_to(mount.point)]
+        mount = max(reversed(above), key=lambda one: len(one.point), default=None)  # the later of two at one point
         drive = self._drive(mount.number) if mount else None
         usage = shutil.disk_usage(folder)
         return Place(directory, folder, mount, drive, usage.free, usage.total)
@@ -141,11 +114,6 @@ class Machine:
         except (OSError, ValueError):
             return []
 
-    def _mount_of(self, folder: Path) -> Mount | None:
-        real = Path(os.path.realpath(folder))
-        above = [mount for mount in self._mounts if real.is_relative_to(mount.point)]
-        return max(reversed(above), key=lambda mount: len(mount.point), default=None)  # the later of two at one point
-
     def _drive(self, number: str) -> Drive | None:
         folder = self.root / "sys/dev/block" / number
         if number.startswith("0:") or not folder.is_dir():
@@ -153,14 +121,14 @@ class Machine:
         whole = folder.resolve()
         if (whole / "partition").exists():
             whole = whole.parent
-        files = [os.path.relpath(whole / name, self.root) for name in ("device/model", "queue/rotational")]
-        model, rotates = ((self._text(file) or "").strip() for file in files)
-        return Drive(whole.name, model, rotates == "1")
+        is_virtual = whole.name.startswith(("vd", "xvd"))
+        rotates = _text(whole / "queue/rotational").strip() == "1"
+        return Drive(whole.name, _text(whole / "device/model").strip(), rotates and not is_virtual)
 
     @cached_property
     def driver(self) -> Driver | None:
         """NVIDIA's driver; None if it is not loaded."""
-        text = self._text("/proc/driver/nvidia/version") or ""
+        text = self._text("/proc/driver/nvidia/version")
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
         return Driver(match[1], "Open Kernel Module" in text) if match else None
 
@@ -178,8 +146,7 @@ class Machine:
     @property
     def locked_memory_is_limited(self) -> bool:
         """Whether locked memory, which DeepNVMe and pinned buffers need, is limited."""
-        limits = self._text("/proc/self/limits") or ""
-        return bool(re.search(r"^Max locked memory\s+\d", limits, re.MULTILINE))
+        return bool(re.search(r"^Max locked memory\s+\d", self._text("/proc/self/limits"), re.MULTILINE))
 
     @property
     def shared_memory_is_small(self) -> bool:
@@ -189,17 +156,14 @@ class Machine:
     @property
     def io_uring_disabled(self) -> bool:
         """Whether io_uring is switched off by sysctl (Linux 6.6 and later)."""
-        return (self._text("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0"
+        return self._text("/proc/sys/kernel/io_uring_disabled").strip() not in ("", "0")
 
     @cached_property
     def nvidia_fs(self) -> str | None:
         """Version of the kernel module nvidia-fs ("loaded" if unknown); None if it is not loaded."""
-        text = self._text("/proc/driver/nvidia-fs/version")
-        if text is not None:
-            match = re.search(r"\d+(\.\d+)+", text)
-            return match[0] if match else "loaded"
-        modules = self._text("/proc/modules") or ""
-        return "loaded" if re.search(r"^nvidia_fs\s", modules, re.MULTILINE) else None
+        if match := re.search(r"\d+(\.\d+)+", self._text("/proc/driver/nvidia-fs/version")):
+            return match[0]
+        return "loaded" if re.search(r"^nvidia_fs\s", self._text("/proc/modules"), re.MULTILINE) else None
 
     @cached_property
     def nvidia_fs_nodes(self) -> list[str]:
@@ -213,7 +177,7 @@ class Machine:
         """
         if not os.access(self.root / "run/udev", os.R_OK):
             return None
-        lines = (self._text(f"/run/udev/data/b{number}") or "").splitlines()
+        lines = self._text(f"/run/udev/data/b{number}").splitlines()
         pairs = (line[2:].partition("=") for line in lines if line.startswith("E:"))
         return {name: value for name, _, value in pairs}
 
@@ -222,34 +186,36 @@ class Machine:
         lacking = []
         if place.drive is None or not place.drive.is_nvme:
             lacking.append(("an NVMe drive below the directory", "put the cache on a local NVMe drive"))
-        if "p2pdma_pgmap_ops" not in (self._text("/proc/kallsyms") or ""):
+        if "p2pdma_pgmap_ops" not in self._text("/proc/kallsyms"):
             lacking.append(("PCI P2PDMA in the kernel", "use a kernel with CONFIG_PCI_P2PDMA (6.2 or later on Ubuntu)"))
         if self.driver is None or not self.driver.is_open:
             lacking.append(("NVIDIA's open kernel modules", "install them, release 565 or later"))
-        lacking += self._lacking_settings()
-        return lacking
-
-    def _lacking_settings(self) -> list[tuple[str, str]]:
-        lacking = []
         if platform.machine() == "x86_64":
-            if "RMForceStaticBar1=1" not in (self._text("/proc/driver/nvidia/params") or ""):
+            if "RMForceStaticBar1=1" not in self._text("/proc/driver/nvidia/params"):
                 registry = 'options nvidia NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;"'
                 lacking.append(("a static BAR1", f"in /etc/modprobe.d: {registry}"))
-            if (self._text("/sys/module/nvme_core/parameters/multipath") or "").strip() == "Y":
+            if self._text("/sys/module/nvme_core/parameters/multipath").strip() == "Y":
                 lacking.append(("NVMe without multipath", "in /etc/modprobe.d: options nvme_core multipath=N"))
         if not self._cufile_wants_p2pdma():
             lacking.append(
-                ("cuFile's setting", f'in {self.cufile_json}: {{"properties": {{"use_pci_p2pdma": true}}}}'),
+                ("cuFile's setting", f'in {self._cufile_json}: {{"properties": {{"use_pci_p2pdma": true}}}}'),
             )
         return lacking
 
     @property
-    def cufile_json(self) -> str:
-        """Path of cuFile's settings."""
+    def _cufile_json(self) -> str:
         return self.environment.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
 
     def _cufile_wants_p2pdma(self) -> bool:
         if self.environment.get("CUFILE_USE_PCIP2PDMA", "").lower() in ("1", "true"):
             return True
-        settings = re.sub(r"//.*", "", self._text(self.cufile_json) or "")  # NVIDIA's own file is full of comments
+        settings = re.sub(r"//.*", "", self._text(self._cufile_json))  # NVIDIA's own file is full of comments
         return bool(re.search(r'"use_pci_p2pdma"\s*:\s*true', settings))
+
+
+def _text(file: Path) -> str:
+    """A file's text; empty if it is missing or cannot be read."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -17,7 +17,6 @@ __all__ = ["dali", "default", "diagnose", "speed", "torch"]
 _TRIAL_BYTES = (1 << 20) + 4096
 _MEASURED_BYTES = 512 << 20
 _FREE_SHARE = 10  # --measure takes at most one tenth of the free space
-_READS = 3
 
 
 def torch(device: str | None) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def torch(device: str | None) -> dict[str, Any]:
 
     from monai_gds.storage import resolve_device
 
-    found: list[dict[str, Any]] = []
+    found = []
     problem = target = refused = ""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -41,9 +40,9 @@ def torch(device: str | None) -> dict[str, Any]:
         target = str(resolve_device(device))
     except ValueError as e:  # nothing is wrong with torch
         refused = str(e)
-    version, cuda = str(torch.__version__), torch.version.cuda
     return {
-        "version": version, "cuda": cuda, "devices": found, "problem": problem, "target": target, "refused": refused,
+        "version": str(torch.__version__), "cuda": torch.version.cuda, "devices": found, "problem": problem,
+        "target": target, "refused": refused,
     }  # fmt: skip
 
 
@@ -116,7 +115,9 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
         answer["write"] = nbytes / 1e9 / _seconds(lambda: storage.write(str(path), [data], durable=True))
         for key, read in (("cold", cold), ("warm", warm)):
             try:
-                answer[key], answer[f"{key}_problem"] = nbytes / 1e9 / _median_seconds(read), ""
+                read()  # once without counting
+                seconds = statistics.median([_seconds(read) for _ in range(3)])
+                answer[key], answer[f"{key}_problem"] = nbytes / 1e9 / seconds, ""
             except OSError as e:  # some file systems refuse O_DIRECT
                 answer[key], answer[f"{key}_problem"] = None, str(e)
     finally:
@@ -128,8 +129,3 @@ def _seconds(work: Callable[[], None]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
-
-
-def _median_seconds(work: Callable[[], None]) -> float:
-    """Of several runs. One more comes first and does not count."""
-    return statistics.median([_seconds(work) for _ in range(_READS + 1)][1:])

@@ -10,11 +10,5 @@ from monai_gds.imagenet.source import READERS, ImageSource, open_images
 from monai_gds.imagenet.squirrel import squirrel_source
 
 __all__ = [
-    "READERS",
-    "ImageNetDataset",
-    "ImageSource",
-    "dali_iterator",
-    "open_images",
-    "pack_folder",
-    "squirrel_source",
-]
+    "READERS", "ImageNetDataset", "ImageSource", "dali_iterator", "open_images", "pack_folder", "squirrel_source",
+]  # fmt: skip

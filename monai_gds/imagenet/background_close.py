@@ -12,14 +12,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TypeAlias
 
 from monai_gds.process import Owner, PerProcess
 
 __all__ = ["close_when_dropped"]
-
-#: What to close. The only kind of queue that may be put to from a finaliser.
-_Queue: TypeAlias = "SimpleQueue[Callable[[], None]]"
 
 
 def close_when_dropped(owner: object, close: Callable[[], None]) -> None:
@@ -32,21 +28,19 @@ def close_when_dropped(owner: object, close: Callable[[], None]) -> None:
     weakref.finalize(owner, _hand_over, Owner(), _closing_thread(), close).atexit = False
 
 
-def _hand_over(process: Owner, queue: _Queue, close: Callable[[], None]) -> None:
+def _hand_over(process: Owner, queue: SimpleQueue[Callable[[], None]], close: Callable[[], None]) -> None:
     if process.is_this_process():
         queue.put(close)
 
 
 @PerProcess
-def _closing_thread() -> _Queue:
-    queue: _Queue = SimpleQueue()
+def _closing_thread() -> SimpleQueue[Callable[[], None]]:
+    queue: SimpleQueue[Callable[[], None]] = SimpleQueue()  # the only kind that may be put to from a finaliser
     threading.Thread(target=_work, args=(queue,), name="monai-gds-closing", daemon=True).start()
     return queue
 
 
-def _work(queue: _Queue) -> None:
+def _work(queue: SimpleQueue[Callable[[], None]]) -> None:
     while True:
-        close = queue.get()
         with contextlib.suppress(Exception):  # there is nobody left to tell
-            close()
-        del close  # or it would live until the next one
+            queue.get()()

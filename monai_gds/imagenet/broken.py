@@ -6,7 +6,7 @@ were under way are decoded again, one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,9 @@ __all__ = ["BrokenImages", "undecodable"]
 
 
 class BrokenImages:
-    """The broken images of a list, found so far.
+    """The broken images of a list, found so far, and why each cannot be decoded, by path (``reasons``).
 
-    Args:
-        images: the list.
-        skip: replace broken images by others instead of raising an error.
-
-    Attributes:
-        reasons: why each cannot be decoded, by path.
+    With ``skip``, they are replaced by others; otherwise noting one raises BrokenImage.
     """
 
     def __init__(self, images: ImageList, skip: bool) -> None:
@@ -41,15 +36,14 @@ class BrokenImages:
     def replaced(self, indices: np.ndarray) -> np.ndarray:
         """The indices of a batch with broken images replaced: by a good one of the batch, or the next good one.
 
-        Raises:
-            BrokenImage: every image of the list is broken.
+        Raises BrokenImage if every image of the list is broken.
         """
-        broken = [i for i in indices.tolist() if i in self._indices]
-        if not broken:
+        batch = indices.tolist()
+        if self._indices.isdisjoint(batch):
             return indices
-        good = next((i for i in indices.tolist() if i not in self._indices), None)
-        good = self._next_good(broken[0]) if good is None else good
-        return np.asarray([good if i in self._indices else i for i in indices.tolist()])
+        good = next((i for i in batch if i not in self._indices), None)
+        good = self._next_good(batch[0]) if good is None else good
+        return np.asarray([good if i in self._indices else i for i in batch])
 
     def _next_good(self, index: int) -> int:
         count = len(self._images)
@@ -62,13 +56,9 @@ class BrokenImages:
     def note_failure(
         self, error: PipelineFailed, device: torch.device, options: Mapping[str, Any], decodes: bool
     ) -> None:
-        """Notes the images that made a pipeline fail.
+        """Notes the images that made a pipeline, which decodes with ``options``, fail.
 
-        Args:
-            error: the failure, with the batches that were under way.
-            device: the pipeline's.
-            options: for ``fn.decoders.image``, as in the pipeline.
-            decodes: whether the pipeline decodes images. A user's graph may, in which case DALI's error shows it.
+        A user's graph may decode where the pipeline does not (``decodes``): DALI's error shows it.
 
         Raises:
             BrokenImage: an image cannot be decoded, and broken images are not skipped.
@@ -103,37 +93,19 @@ class BrokenImages:
 def undecodable(
     images: Sequence[np.ndarray], device: torch.device, options: Mapping[str, Any]
 ) -> list[tuple[int, str]]:
-    """Decodes images one by one to find those that cannot be decoded.
-
-    Args:
-        images: encoded, 1-D uint8, on the host.
-        device: as in the pipeline that failed.
-        options: for ``fn.decoders.image``.
-
-    Returns:
-        Position and the decoder's message for each image that fails.
-    """
+    """Decodes encoded images one by one. Returns position and the decoder's message for each that fails."""
     decoding = Decoding(options=options)
-    on_gpu = device.type == "cuda"
-    pipe: FedPipeline[int] = FedPipeline(
-        {"image": Input()},
-        lambda nodes: {"image": decoding.graph(nodes["image"], on_gpu)},
-        batch_size=1,
-        device=device,
-        threads=1,
-    )
+    pipe: FedPipeline[np.ndarray] = FedPipeline(
+        {"image": Input()}, lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda")},
+        batch_size=1, device=device, threads=1,
+    )  # fmt: skip
     found = []
     for i, image in enumerate(images):
         try:
-            for _ in pipe.run([i], _feed(image)):
-                pass
+            list(pipe.run([image], lambda one: {"image": [one]}))
         except PipelineFailed as e:
             found.append((i, _reason(str(e))))
     return found
-
-
-def _feed(image: np.ndarray) -> Callable[[int], Mapping[str, Any]]:
-    return lambda _: {"image": [image]}
 
 
 def _reason(message: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from monai_gds.imagenet.packed import PackedImages
 from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, dali
 from monai_gds.imagenet.readers import Batch, ImageReader
 from monai_gds.imagenet.sampling import LastBatch, Sampler
-from monai_gds.imagenet.source import arrays_of, check_reader, list_of, open_images, open_reader
+from monai_gds.imagenet.source import arrays_of, list_of, open_images, open_reader
 from monai_gds.storage import resolve_device
 
 __all__ = ["ImageNetDataset"]
@@ -119,9 +120,12 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self._decode = decode
         self._decoding = Decoding(crop, flip, normalize, decoder or {})
         self._graph = graph
-        self._check()
+        transforms = crop or flip or normalize
+        if graph is not None and transforms:
+            raise ValueError("graph takes the place of crop, flip and normalize: give one or the other")
+        if not decode and (transforms or decoder):
+            raise ValueError("decode=False gives encoded bytes: crop, flip, normalize and decoder need decode=True")
         images = open_images(root)
-        check_reader(reader, images)
         self.images = list_of(images)
         shard_id, num_shards = _shard(shard_id, num_shards)
         self._sampler = Sampler(
@@ -133,15 +137,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self.broken = self._broken.reasons
         self.copied_back = 0
         self._epoch = 0
-        self._running: weakref.ref[Iterator[dict[str, Any]]] | None = None
+        self._running: weakref.ref[Generator[dict[str, Any]]] | None = None
         close_when_dropped(self, self._reader.close)
-
-    def _check(self) -> None:
-        transforms = self._decoding.crop or self._decoding.flip or self._decoding.normalize
-        if self._graph is not None and transforms:
-            raise ValueError("graph takes the place of crop, flip and normalize: give one or the other")
-        if not self._decode and (transforms or self._decoding.options):
-            raise ValueError("decode=False gives encoded bytes: crop, flip, normalize and decoder need decode=True")
 
     def _open_reader(self, images: ImageList | PackedImages, **arguments: Any) -> ImageReader:
         if not self._decode or self.device.type == "cpu":
@@ -206,10 +203,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     def reset(self) -> None:
         """Ends the epoch under way; the next ``iter()`` begins another."""
-        running = self._running() if self._running is not None else None
-        self._running = None
-        if running is not None:
-            running.close()  # type: ignore[attr-defined]  # it is a generator
+        if self._running is not None and (running := self._running()) is not None:
+            running.close()
 
     def close(self) -> None:
         """Frees the pipeline, threads and memory. The dataset can still be iterated again."""
@@ -218,7 +213,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             self._pipe.discard()
         self._reader.close()
 
-    def _run(self, epoch: int) -> Iterator[dict[str, Any]]:
+    def _run(self, epoch: int) -> Generator[dict[str, Any]]:
         batches = self._sampler.epoch(epoch)
         while batches:
             done = 0
@@ -236,8 +231,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     def _loaded(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
         """The batches as the user gets them."""
-        read = self._reader.read([self._broken.replaced(indices) for indices in batches])
-        try:
+        with closing(self._reader.read([self._broken.replaced(indices) for indices in batches])) as read:
             if self._pipe is None:
                 for batch in read:
                     yield {"image": list(batch.images), "label": self._labels(torch.from_numpy(batch.labels))}
@@ -246,18 +240,13 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                 if self._recycles:
                     batch.done()
                 yield {"image": outputs["image"], "label": self._labels(outputs["label"])}
-        finally:
-            read.close()  # type: ignore[attr-defined]  # it is a generator
 
     def _arrays(self, batch: Batch) -> dict[str, Any]:
-        if self._decode and batch.images[0].is_cuda:
-            batch.images = self._copy_back(batch)
+        if self._decode and batch.images[0].is_cuda:  # copied back
+            sizes = [image.numel() for image in batch.images]
+            self.copied_back += sum(sizes)
+            batch.images = torch.split(torch.cat(list(batch.images)).cpu(), sizes)
         return {"image": arrays_of(batch), "label": batch.labels[:, None]}
-
-    def _copy_back(self, batch: Batch) -> Sequence[torch.Tensor]:
-        sizes = [image.numel() for image in batch.images]
-        self.copied_back += sum(sizes)
-        return torch.split(torch.cat(list(batch.images)).cpu(), sizes)
 
     def _labels(self, labels: Any) -> Any:
         """Turns int32 labels of DALI's shape (batch, 1) into int64 (batch,) on the device. Others are a graph's own."""
@@ -267,10 +256,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
 
 def _graph_of(
-    nodes: dict[str, Any],
-    decoding: Decoding | None,
-    on_gpu: bool,
-    graph: Callable[[Any, Any], tuple[Any, Any]] | None,
+    nodes: dict[str, Any], decoding: Decoding | None, on_gpu: bool, graph: Callable[[Any, Any], tuple[Any, Any]] | None
 ) -> dict[str, Any]:
     """The DALI graph. It is no method, so a dropped dataset is not in a cycle and frees GPU memory at once."""
     image, label = nodes["image"], nodes["label"]

@@ -17,14 +17,9 @@ IMAGENET_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 
 @dataclass(frozen=True)
 class Decoding:
-    """How encoded images are decoded and transformed.
+    """How encoded images are decoded and transformed; see :class:`~monai_gds.imagenet.dataset.ImageNetDataset`.
 
-    Attributes:
-        crop: (height, width) of a random resized crop; None for whole images.
-        flip: mirror each image with a probability of one half.
-        normalize: float32 CHW, normalised with ImageNet's mean and deviation or with ``(mean, std)`` for values of 0 to
-            255.
-        options: arguments of ``fn.decoders.image``, such as ``device_memory_padding`` or ``output_type``.
+    ``(mean, std)`` of ``normalize`` are for values of 0 to 255; ``options`` are those of ``fn.decoders.image``.
     """
 
     crop: tuple[int, int] | None = None

@@ -1,12 +1,14 @@
 """All storage calls of the image code: batches of images into reused buffers, and the records of packed folders.
 
-Readers and packing use this file only, so they know nothing of how reads are described or carried out.
+Readers and packing need not know how reads are described or carried out.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,11 @@ from monai_gds.errors import DamagedRecord
 from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import PerProcess
 from monai_gds.storage import ALIGNMENT, Pending, Reads, Storage, open_storage
-from monai_gds.storage.files import check_open
 
-__all__ = ["Fetch", "ImageStorage", "check_size", "load_item", "read_files", "save_item"]
+__all__ = ["Fetch", "ImageStorage", "load_item", "read_files", "save_item"]
 
 
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """Images on their way into one buffer.
 
@@ -38,33 +40,13 @@ class Fetch:
         release: gives the buffer back for reuse. To be called once nothing reads from the images any more.
     """
 
-    __slots__ = ("_pending", "_split", "release")
-
-    def __init__(
-        self,
-        pending: Pending,
-        split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
-        release: Callable[[], None],
-    ) -> None:
-        self._pending, self._split = pending, split
-        self.release = release
-
-    @classmethod
-    def failed(cls, error: Exception) -> Fetch:
-        """A fetch that never began, whose error is raised in its turn."""
-        return cls(Pending.completed([], torch.device("cpu"), error), list, lambda: None)
+    pending: Pending
+    split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = list
+    release: Callable[[], None] = lambda: None
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Waits for the reads, and returns the images.
-
-        Raises:
-            OSError: a file could not be opened or read.
-        """
-        return self._split(self._pending.wait())
-
-    def settle(self) -> None:
-        """Waits for reads whose bytes nobody wants any more, so that they cannot write to a reused buffer."""
-        _ = self._pending.errors
+        """Waits for the reads, and returns the images; raises OSError where a file could not be opened or read."""
+        return self.split(self.pending.wait())
 
 
 class ImageStorage:
@@ -76,14 +58,8 @@ class ImageStorage:
     already reuses them in the order of the streams.
 
     Args:
-        backend: a storage backend's name, or ``auto``.
-        device: where the images go.
+        backend, device, options: as for :func:`monai_gds.open_storage`, which may raise.
         pinned: host buffers are pinned, for a decoder on a GPU.
-        options: for the backend.
-
-    Raises:
-        BackendUnavailable: the backend does not work here.
-        ValueError: no such backend.
     """
 
     def __init__(
@@ -96,31 +72,16 @@ class ImageStorage:
         self._free: deque[torch.Tensor] = deque(maxlen=limits.IMAGE_BUFFERS)
 
     def start_files(self, paths: Sequence[str], sizes: np.ndarray) -> Fetch:
-        """Starts reading whole files, one image each.
-
-        Args:
-            paths: the files.
-            sizes: bytes of each, int64 (files,). A file of another size fails with FileChanged.
-
-        Raises:
-            OSError: by ``wait()``: a file cannot be opened or read.
-        """
+        """Starts reading whole files, one image each. One of another size than given fails with FileChanged."""
         pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte behind each file shows whether it has grown
         ends = np.cumsum(pitch)
         reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
         return self._start(reads, reads.parts)
 
     def start_range(self, path: str, offset: int, sizes: list[int], file_bytes: int) -> Fetch:
-        """Starts reading images that lie back to back in a large file.
+        """Starts reading images of the given sizes that lie back to back in a large file, from ``offset`` on.
 
-        Args:
-            path: the file.
-            offset: where the first image begins.
-            sizes: bytes of each image.
-            file_bytes: size of the file. Another size fails with FileChanged.
-
-        Raises:
-            OSError: by ``wait()``: the file cannot be opened or read.
+        A file that has not ``file_bytes`` bytes fails with FileChanged.
         """
         nbytes = sum(sizes)
         reads = Reads.of(path, [(offset, nbytes)], file_bytes)
@@ -128,14 +89,12 @@ class ImageStorage:
 
     def _start(self, reads: Reads, split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> Fetch:
         if self.device.type == "cuda":  # new memory has no earlier reader: filling one of ours waits for the training
-            return Fetch(self._storage().load(reads), split, lambda: None)
+            return Fetch(self._storage().load(reads), split)
         buffer = self.take(int(reads.sizes[0]))
         return Fetch(self._storage().fill(reads, [buffer]), split, partial(self._give_back, buffer))
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A 1-D uint8 tensor of this many bytes or more."""
-        if self.device.type == "cuda":
-            return self._storage().memory(nbytes)
+        """A 1-D uint8 host tensor of this many bytes or more."""
         memory = self._unused(nbytes)
         if self._pinned:
             return memory
@@ -161,22 +120,12 @@ class ImageStorage:
     def close(self) -> None:
         """Frees unused buffers and the backend's threads. Images handed out stay valid."""
         self._free.clear()
-        storage = self._storage.made()
-        if storage is not None:
+        if storage := self._storage.made():
             storage.close()
 
 
-def check_size(fd: int, size: int, path: str) -> None:
-    """Raises FileChanged where an open file does not have the size it was listed with."""
-    check_open(fd, size, path)
-
-
 def read_files(storage: Storage, paths: Sequence[str], sizes: list[int]) -> torch.Tensor:
-    """Reads whole files back to back into a new 1-D uint8 tensor.
-
-    Raises:
-        OSError: a file cannot be opened or read. FileChanged: it does not have its listed size.
-    """
+    """Reads whole files of the given sizes back to back into a new 1-D uint8 tensor; raises OSError."""
     lengths = np.array(sizes, np.int64)
     reads = Reads.of_files(paths, lengths, np.cumsum(lengths) - lengths, sum(sizes), expected=sizes)
     (data,) = storage.fill(reads, [storage.memory(sum(sizes))]).wait()
@@ -194,17 +143,12 @@ def save_item(storage: Storage, path: Path, item: dict[str, Any]) -> dict[str, i
 def load_item(path: str) -> Any:
     """Reads an item that :func:`save_item` wrote, with all checksums verified.
 
-    Raises:
-        RecordError: the record is damaged or of a newer format.
-        OSError: it cannot be read.
+    Raises RecordError for a record that is damaged or of a newer format.
     """
-    storage = open_storage(device="cpu")
-    try:
+    with closing(open_storage(device="cpu")) as storage:
         record, file, blocks = read_record(path, storage)
         ranges = [(entry.offset, entry.nbytes) for entry in record.tensors.values()]
         raw = storage.load(Reads.of(path, ranges, file)).wait()
-    finally:
-        storage.close()
     tensors = {}
     for (name, entry), data in zip(record.tensors.items(), raw, strict=True):
         if checksum(data) != entry.checksum:

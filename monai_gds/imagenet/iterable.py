@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -91,20 +90,21 @@ class DaliIterator:
         self._pipe: FedPipeline[Any] | None = None
         self._kinds: dict[str, _ArrayKind] = {}
         self._epochs = 0
-        self._running: weakref.ref[Iterator[Any]] | None = None
+        self._running: weakref.ref[Generator[dict[str, Any]]] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begins a new epoch, and ends the one under way if there is one."""
-        running = self._running() if self._running is not None else None
-        if running is not None:
-            running.close()  # type: ignore[attr-defined]  # it is a generator
+        if self._running is not None and (running := self._running()) is not None:
+            running.close()
         run = self._run()
         self._running = weakref.ref(run)
         return run
 
-    def _run(self) -> Iterator[dict[str, Any]]:
+    def _run(self) -> Generator[dict[str, Any]]:
         items = iter(self._source() if callable(self._source) else self._source)
-        batches = items if self._already_batched else self._grouped(items)
+        batches = items
+        if not self._already_batched:
+            batches = iter(lambda: list(islice(items, self._batch_size)), [])
         first = list(islice(batches, 1))
         if not first:
             if self._epochs:
@@ -118,10 +118,6 @@ class DaliIterator:
             self._pipe = self._build(self._columns(first[0]))
         for _, outputs in self._pipe.run(chain(first, batches), self._arrays):
             yield outputs
-
-    def _grouped(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
-        while batch := list(islice(samples, self._batch_size)):
-            yield batch
 
     def _columns(self, batch: Any) -> dict[str, Any]:
         """The batch by key: arrays with a batch axis, or lists of arrays."""
@@ -154,14 +150,15 @@ class DaliIterator:
     def _build(self, columns: Mapping[str, Any]) -> FedPipeline[Any]:
         self._keys = tuple(columns)
         self._kinds = {key: next(_kinds(value)) for key, value in columns.items()}
-        inputs = {
-            key: Input(kind.device, options={"layout": self._layouts[key]} if key in self._layouts else None)
-            for key, kind in self._kinds.items()
-        }
-        there = {key for key, kind in self._kinds.items() if kind.device == "gpu" or self.device.type == "cpu"}
+        inputs = {key: Input(kind.device, layout=self._layouts.get(key, "")) for key, kind in self._kinds.items()}
+        to_copy = {key for key, kind in self._kinds.items() if kind.device == "cpu" and self.device.type == "cuda"}
+
+        def bring_to_device(nodes: dict[str, Any]) -> dict[str, Any]:
+            return {key: node.gpu() if key in to_copy else node for key, node in nodes.items()}
+
         return FedPipeline(
-            inputs, self._graph or partial(_bring_to_device, there=there), batch_size=self._batch_size,
-            device=self.device, threads=self._threads, seed=self._seed,
+            inputs, self._graph or bring_to_device, batch_size=self._batch_size, device=self.device,
+            threads=self._threads, seed=self._seed,
         )  # fmt: skip
 
     def _arrays(self, batch: Any) -> dict[str, Any]:
@@ -173,11 +170,6 @@ class DaliIterator:
                 if kind != self._kinds[key]:
                     raise ValueError(f"{key!r} was {self._kinds[key]} and is now {kind}")
         return columns
-
-
-def _bring_to_device(nodes: dict[str, Any], there: Collection[str]) -> dict[str, Any]:
-    """The graph if the user gives none."""
-    return {key: node if key in there else node.gpu() for key, node in nodes.items()}
 
 
 #: The class is used like a function.
@@ -197,7 +189,8 @@ class _ArrayKind(NamedTuple):
 
 def _kinds(column: Any) -> Iterator[_ArrayKind]:
     """The kind of each sample of a list, or of all samples of an array with a batch axis."""
-    for array, axes in [(a, a.ndim) for a in column] if isinstance(column, list) else [(column, column.ndim - 1)]:
+    samples = [(a, a.ndim) for a in column] if isinstance(column, list) else [(column, column.ndim - 1)]
+    for array, axes in samples:
         yield _ArrayKind("gpu" if hasattr(array, "__cuda_array_interface__") else "cpu", array.dtype, axes)
 
 

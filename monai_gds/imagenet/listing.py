@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from monai_gds.errors import BlockMapError, ImageListError
 
-__all__ = ["EXTENSIONS", "MAX_CLASSES", "ImageList", "check_classes", "list_block_map", "list_folder"]
+__all__ = ["EXTENSIONS", "ImageList", "list_block_map", "list_folder"]
 
 #: Those of ``fn.readers.file`` (the default of its argument ``file_filters`` in DALI 2.4).
 EXTENSIONS = (
@@ -27,9 +27,6 @@ EXTENSIONS = (
 )  # fmt: skip
 
 _SUFFIXES = tuple(os.fsencode(e) for e in EXTENSIONS)
-
-#: Labels are int32, as in DALI, where larger ones silently wrap around.
-MAX_CLASSES = 2**31
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -62,18 +59,6 @@ class ImageList:
         return f"{self.root}/{self.names[index]}"
 
 
-def check_classes(count: int, root: str) -> None:
-    """Checks the number of classes.
-
-    Raises:
-        ImageListError: there is none, or more than int32 labels can number.
-    """
-    if count == 0:
-        raise ImageListError(f"{root} holds no class: images are expected at {root}/<class>/<file>")
-    if count > MAX_CLASSES:
-        raise ImageListError(f"{root} holds {count} classes, more than an int32 label can number ({MAX_CLASSES})")
-
-
 def list_folder(root: StrPath) -> ImageList:
     """Lists ``<root>/<class>/<file>`` with labels and sizes.
 
@@ -85,20 +70,20 @@ def list_folder(root: StrPath) -> ImageList:
     if not os.path.isdir(top):
         raise ImageListError(f"{top} is not a folder")
     with os.scandir(top) as entries:
-        classes = sorted((entry.name for entry in entries if _is_folder(entry)), key=os.fsencode)
-    check_classes(len(classes), top)
+        classes = sorted((entry.name for entry in entries if stat.S_ISDIR(_stat(entry).st_mode)), key=os.fsencode)
+    if not classes:
+        raise ImageListError(f"{top} holds no class: images are expected at {top}/<class>/<file>")
     names: list[str] = []
+    labels: list[int] = []
     sizes: list[int] = []
-    counts: list[int] = []
-    for name in classes:
-        found = sorted(_images_in(f"{top}/{name}"), key=lambda image: os.fsencode(image[0]))
-        names.extend(f"{name}/{file}" for file, _ in found)
-        sizes.extend(size for _, size in found)
-        counts.append(len(found))
+    for label, name in enumerate(classes):
+        for file, size in sorted(_images_in(f"{top}/{name}"), key=lambda image: os.fsencode(image[0])):
+            names.append(f"{name}/{file}")
+            labels.append(label)
+            sizes.append(size)
     if not names:
         raise ImageListError(f"{top} holds no image at {top}/<class>/<file> ({', '.join(EXTENSIONS)})")
-    labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
-    return ImageList(top, classes, names, labels, np.asarray(sizes, dtype=np.int64))
+    return ImageList(top, classes, names, np.asarray(labels, dtype=np.int32), np.asarray(sizes, dtype=np.int64))
 
 
 def list_block_map(file: StrPath) -> ImageList:
@@ -124,7 +109,6 @@ def list_block_map(file: StrPath) -> ImageList:
     (root,) = roots
     folders = [folder.split("/") for folder in blocks.folders]
     classes = sorted({p[1] for p in images} | {p[1] for p in folders if len(p) == 2}, key=os.fsencode)
-    check_classes(len(classes), name)
     label = {name: i for i, name in enumerate(classes)}
     return ImageList(
         root=f"{blocks.origin.parent}/{root}" if blocks.origin else root,
@@ -133,10 +117,6 @@ def list_block_map(file: StrPath) -> ImageList:
         labels=np.asarray([label[p[1]] for p in images], dtype=np.int32),
         sizes=np.asarray([blocks["/".join(p)].size for p in images], dtype=np.int64),
     )
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return stat.S_ISDIR(_stat(entry).st_mode)
 
 
 def _stat(entry: os.DirEntry[str]) -> os.stat_result:
@@ -153,16 +133,14 @@ def is_image(name: str) -> bool:
     return os.fsencode(name).lower().endswith(_SUFFIXES)
 
 
-def _images_in(folder: str) -> list[tuple[str, int]]:
+def _images_in(folder: str) -> Iterator[tuple[str, int]]:
     """(name, bytes) of every image directly in a folder, in any order."""
-    found: list[tuple[str, int]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if not is_image(entry.name):
                 continue
             st = _stat(entry)
             if stat.S_ISREG(st.st_mode):
-                found.append((entry.name, st.st_size))
+                yield entry.name, st.st_size
             elif entry.is_symlink():
                 raise ImageListError(f"{entry.path} is called like an image but leads to no regular file")
-    return found

@@ -9,16 +9,16 @@ record (:mod:`monai_gds.cache.record`) and thus a valid safetensors file:
 * The index holds ``sizes``, ``labels`` and ``names`` of all images in order, ``files`` (I64, one row per file: images,
   bytes of image data, their offset, bytes of the file), and all class names, including classes without images.
 
-Why records and not tar shards with a DALI index: a tar has a 512-byte header before every image, so images cannot be
-read in one piece into a buffer whose slices they are. Its index is a text file that only DALI reads, and labels need
-another file. A record has offsets, labels and names in one place, aligns its data for O_DIRECT, cuFile and NVMe blocks,
-carries checksums, is read by the same backends as everything else here, and opens with any safetensors tool.
+Why not tar shards with a DALI index: a tar has a 512-byte header before every image, so images cannot be read in one
+piece into a buffer whose slices they are, and labels need another file. A record aligns its data for O_DIRECT, cuFile
+and NVMe blocks, carries checksums, and is read by the same backends as everything else here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,13 +30,12 @@ import torch
 from monai_gds import limits
 from monai_gds.errors import BrokenImage, ImageListError, RecordError
 from monai_gds.imagenet.image_storage import load_item, read_files, save_item
-from monai_gds.imagenet.listing import ImageList, StrPath, check_classes
-from monai_gds.storage import Storage, open_storage
+from monai_gds.imagenet.listing import ImageList, StrPath
+from monai_gds.storage import open_storage
 
 __all__ = ["INDEX", "PackedImages", "empty_folder", "is_packed", "open_packed", "pack_folder"]
 
 INDEX = "index.safetensors"
-
 
 _FORMAT = {"format": "monai_gds packed images", "version": 1}
 
@@ -47,7 +46,7 @@ class PackedImages:
 
     Attributes:
         images: its images.
-        files: int64, (files, 4): number of images, bytes of image data, their offset, bytes of the file.
+        files: int64, (files, 4), as in the index.
     """
 
     images: ImageList
@@ -93,7 +92,7 @@ def open_packed(root: StrPath) -> PackedImages:
             raise ImageListError(f"{index} is not a record of packed images")
         if item["version"] > _FORMAT["version"]:
             raise ImageListError(f"{index} has format version {item['version']}: update monai_gds")
-        names = _split_names(item["names"])
+        names = [os.fsdecode(name) for name in item["names"].numpy().tobytes().split(b"\0")[:-1]]
         labels, sizes, files = (item[key].numpy() for key in ("labels", "sizes", "files"))
         images = ImageList(top, item["classes"], names, labels, sizes)
     except (RecordError, KeyError, OSError) as e:
@@ -141,34 +140,27 @@ def pack_folder(
     """
     if file_bytes < 1:
         raise ValueError(f"file_bytes={file_bytes}: must be positive")
-    check_classes(len(images.classes), images.root)
     empty = np.flatnonzero(images.sizes == 0)
     if len(empty):
         raise BrokenImage(images.path(int(empty[0])), "it is empty and cannot be packed")
     top = empty_folder(out)
-    storage = open_storage(device="cpu")
     rows: list[list[int]] = []
-    done = 0
-    try:
+    with closing(open_storage(device="cpu")) as storage:
         for begin, end in _portions(images.sizes, file_bytes):
-            rows.append(_write_file(storage, images, begin, end, top / _file_name(len(rows))))
-            done += end - begin
+            path, sizes = top / _file_name(len(rows)), images.sizes[begin:end].tolist()
+            data = read_files(storage, [images.path(i) for i in range(begin, end)], sizes)
+            offsets = save_item(storage, path, {**_FORMAT, **_describe(images, begin, end), "images": data})
+            rows.append([end - begin, sum(sizes), offsets["images"], path.stat().st_size])
             if progress is not None:
-                progress(done)
+                progress(end)
         index = {**_FORMAT, **_describe(images, 0, len(images)), "files": torch.tensor(rows)}
         save_item(storage, top / f"{INDEX}.tmp", index)
-        os.replace(top / f"{INDEX}.tmp", top / INDEX)
-    finally:
-        storage.close()
+    os.replace(top / f"{INDEX}.tmp", top / INDEX)
     return open_packed(top)
 
 
 def empty_folder(out: StrPath) -> Path:
-    """Returns the empty folder to pack into, created if missing.
-
-    Raises:
-        ImageListError: it is a file, or not empty.
-    """
+    """Returns the empty folder to pack into, created if missing. Raises ImageListError for another."""
     top = Path(out)
     try:
         top.mkdir(parents=True, exist_ok=True)
@@ -202,15 +194,3 @@ def _describe(images: ImageList, begin: int, end: int) -> dict[str, Any]:
         "labels": torch.from_numpy(images.labels[begin:end].copy()),
         "sizes": torch.from_numpy(images.sizes[begin:end].copy()),
     }
-
-
-def _split_names(data: torch.Tensor) -> Sequence[str]:
-    return [os.fsdecode(name) for name in data.numpy().tobytes().split(b"\0")[:-1]]
-
-
-def _write_file(storage: Storage, images: ImageList, begin: int, end: int, path: Path) -> list[int]:
-    """Writes one images file and returns its row of the index."""
-    sizes = images.sizes[begin:end].tolist()
-    data = read_files(storage, [images.path(i) for i in range(begin, end)], sizes)
-    offsets = save_item(storage, path, {**_FORMAT, **_describe(images, begin, end), "images": data})
-    return [end - begin, sum(sizes), offsets["images"], path.stat().st_size]

@@ -1,7 +1,6 @@
 """Runs DALI pipelines that are fed batch by batch: epochs of any length, early ends, recovery from failures.
 
-ImageNetDataset and :func:`monai_gds.imagenet.dali_iterator` both run :class:`FedPipeline`. DALI itself is imported only
-when a pipeline is built.
+ImageNetDataset and :func:`monai_gds.imagenet.dali_iterator` both run :class:`FedPipeline`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ Graph: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def dali() -> Any:
-    """The package ``nvidia.dali``.
-
-    Raises:
-        BackendUnavailable: it is not installed, or does not fit this machine.
-    """
+    """The package ``nvidia.dali``. Raises BackendUnavailable where it cannot be imported."""
     try:
         import nvidia.dali
         import nvidia.dali.fn
@@ -60,22 +55,22 @@ class PipelineFailed(MonaiGdsError, RuntimeError):
 class Input:
     """One input of a pipeline.
 
-    Attributes:
+    Args:
         device: where the fed arrays are, ``"cpu"`` or ``"gpu"``.
         no_copy: DALI reads the fed arrays in place, until the outputs are there.
-        options: further arguments of ``fn.external_source`` (layout, dtype, ndim).
+        layout: DALI's, such as ``"HWC"``; empty for none.
     """
 
     device: str = "cpu"
     no_copy: bool = False
-    options: Mapping[str, Any] | None = None
+    layout: str = ""
 
 
 class FedPipeline(Generic[T]):
     """A DALI pipeline with named inputs and outputs.
 
     Args:
-        inputs: the inputs, by name.
+        inputs: by name.
         graph: a function from input nodes to output nodes, both by name.
         batch_size: maximum number of samples in a batch.
         device: a CUDA device, or the CPU for a pipeline without a GPU.
@@ -84,15 +79,9 @@ class FedPipeline(Generic[T]):
     """
 
     def __init__(
-        self,
-        inputs: Mapping[str, Input],
-        graph: Graph,
-        *,
-        batch_size: int,
-        device: torch.device,
-        threads: int,
+        self, inputs: Mapping[str, Input], graph: Graph, *, batch_size: int, device: torch.device, threads: int,
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._inputs = inputs
         self._graph = graph
         self._arguments = {
@@ -155,7 +144,7 @@ class FedPipeline(Generic[T]):
 
     def _drain(self, pipe: Any) -> None:
         """Takes out what is under way, so that the next run begins with an empty pipeline."""
-        pipe.feeder.stop()
+        pipe.feeder.feeds = iter(())
         try:
             while not pipe.empty():
                 pipe.share_outputs()
@@ -184,8 +173,10 @@ class FedPipeline(Generic[T]):
         fn = dali().fn
         pipe = _pipeline_class()(**self._arguments)
         with pipe:
-            nodes = {name: fn.external_source(name=name, device=i.device, no_copy=i.no_copy, **(i.options or {}))
-                     for name, i in self._inputs.items()}  # fmt: skip
+            nodes = {
+                name: fn.external_source(name=name, device=i.device, no_copy=i.no_copy, layout=i.layout)
+                for name, i in self._inputs.items()
+            }
             outputs = self._graph(nodes)
             self._outputs = list(outputs)
             pipe.set_outputs(*outputs.values())
@@ -197,7 +188,7 @@ class _Feeder(Generic[T]):
     """Feeds a pipeline from an iterator. Its errors wait until everything fed before has come out."""
 
     def __init__(self, feeds: Iterator[T], arrays: Callable[[T], Mapping[str, Any]], under_way: deque[T]) -> None:
-        self._feeds = feeds
+        self.feeds = feeds
         self._arrays = arrays
         self._under_way = under_way
         self.error: Exception | None = None
@@ -205,7 +196,7 @@ class _Feeder(Generic[T]):
 
     def feed(self, pipe: Any) -> None:
         try:
-            feed = next(self._feeds)
+            feed = next(self.feeds)
             arrays = self._arrays(feed)
             self._under_way.append(feed)
             self.refused = True
@@ -217,9 +208,6 @@ class _Feeder(Generic[T]):
         except Exception as e:
             self.error = e
             raise StopIteration from e
-
-    def stop(self) -> None:
-        self._feeds = iter(())
 
 
 def _by_dali(error: Exception) -> bool:
@@ -240,15 +228,12 @@ def _pipeline_class() -> Any:
     return Pipeline
 
 
-def to_torch(outputs: Any, *, dense: bool = True) -> torch.Tensor | list[torch.Tensor]:
+def to_torch(outputs: Any) -> torch.Tensor | list[torch.Tensor]:
     """A DALI TensorList as torch tensors that share its memory and keep it alive.
 
-    Args:
-        outputs: of a pipeline.
-        dense: return one tensor with a leading batch axis where all samples have the same shape. False always returns
-            a list.
+    It is one tensor with a leading batch axis where all samples have the same shape.
     """
-    if dense and outputs.is_dense_tensor():
+    if outputs.is_dense_tensor():
         return from_dlpack(outputs.as_tensor())
     shapes = outputs.shape()
     sizes = [math.prod(shape) for shape in shapes]

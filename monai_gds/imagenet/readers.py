@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,8 +20,10 @@ import torch
 
 from monai_gds import limits
 from monai_gds.errors import BrokenImage, StorageError
-from monai_gds.imagenet.image_storage import Fetch, ImageStorage, check_size
+from monai_gds.imagenet.image_storage import Fetch, ImageStorage
 from monai_gds.imagenet.listing import ImageList
+from monai_gds.storage import Pending
+from monai_gds.storage.files import check_open
 
 if TYPE_CHECKING:
     from monai_gds.imagenet.packed import PackedImages
@@ -28,62 +31,44 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "FileReader", "ImageReader", "PackedReader", "PlainReader"]
 
 
+@dataclass(slots=True)
 class Batch:
     """The encoded images of a batch.
 
-    Attributes:
-        indices: their positions in the list of images, int64, (batch,).
+    Args:
+        indices: positions in the list of images, int64, (batch,).
         images: 1-D uint8 tensors on the reader's device, slices of a shared buffer.
         labels: int32, (batch,).
+        release: gives the images' memory back.
     """
 
-    __slots__ = ("_done", "images", "indices", "labels")
-
-    def __init__(
-        self, indices: np.ndarray, images: Sequence[torch.Tensor], labels: np.ndarray, done: Callable[[], None]
-    ) -> None:
-        self.indices = indices
-        self.images = images
-        self.labels = labels
-        self._done = done
+    indices: np.ndarray
+    images: Sequence[torch.Tensor]
+    labels: np.ndarray
+    release: Callable[[], None]
 
     def done(self) -> None:
         """Gives the memory back to be overwritten. Only for callers that know that nothing reads from it any more."""
         self.images = []
-        self._done()
-
-
-def _nothing() -> None:
-    pass
+        self.release()
 
 
 class ImageReader(ABC):
-    """Reads batches of images.
-
-    Args:
-        images: the images that indices refer to.
-        device: where they go.
-    """
+    """Reads batches of images, given by their indices in a list, to a device."""
 
     def __init__(self, images: ImageList, device: torch.device) -> None:
         self.images = images
         self.device = device
 
     @abstractmethod
-    def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         """Reads the batches of image indices, in order. Closing the iterator ends the reads that are under way.
 
-        Raises:
-            BrokenImage: an image is empty.
-            OSError: a file could not be opened or read; the error names it.
-            FileChanged: a file no longer has its listed size.
+        Raises BrokenImage for an empty image, FileChanged for a file without its listed size, and other OSErrors.
         """
 
     def close(self) -> None:  # noqa: B027 (optional: a reader may hold nothing)
         """Frees threads and memory."""
-
-    def _batch(self, indices: np.ndarray, images: Sequence[torch.Tensor], done: Callable[[], None] = _nothing) -> Batch:
-        return Batch(indices, images, self.images.labels[indices], done)
 
     def _sizes(self, indices: np.ndarray) -> np.ndarray:
         sizes: np.ndarray = self.images.sizes[indices]
@@ -95,83 +80,75 @@ class ImageReader(ABC):
 class PlainReader(ImageReader):
     """``python-file``: ``open`` and read, one file after the other; what the other readers are compared with."""
 
-    def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         for indices in batches:
-            sizes = self._sizes(indices).tolist()
-            yield self._batch(indices, [self._one(int(i), size) for i, size in zip(indices, sizes, strict=True)])
+            paths = [self.images.path(i) for i in indices.tolist()]
+            images = [self._one(path, size) for path, size in zip(paths, self._sizes(indices).tolist(), strict=True)]
+            yield Batch(indices, images, self.images.labels[indices], lambda: None)
 
-    def _one(self, index: int, size: int) -> torch.Tensor:
-        path = self.images.path(index)
+    def _one(self, path: str, size: int) -> torch.Tensor:
         data = np.empty(size, dtype=np.uint8)
         with open(path, "rb") as file:
-            check_size(file.fileno(), size, path)
+            check_open(file.fileno(), size, path)
             if file.readinto(data.data) != size:
                 raise StorageError(errno.EIO, f"it has become shorter than {size} bytes", path)
         return torch.from_numpy(data).to(self.device)
 
 
 class FileReader(ImageReader):
-    """One file per image, through a storage backend.
-
-    Args:
-        images: a folder's.
-        storage: reads them; its device is where the images go.
-    """
+    """One file per image, through a storage backend."""
 
     def __init__(self, images: ImageList, storage: ImageStorage) -> None:
         super().__init__(images, storage.device)
         self._storage = storage
 
-    def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         under_way: deque[tuple[np.ndarray, Fetch]] = deque()
         coming = iter(batches)
         try:
             while True:
                 while len(under_way) <= limits.READ_AHEAD_BATCHES and (indices := next(coming, None)) is not None:
-                    under_way.append((indices, _start(self._begin, indices)))
+                    under_way.append((indices, self._start(indices)))
                 if not under_way:
                     return
                 yield self._finish(*under_way[0])  # no local variable, which would keep the buffer from its next use
                 under_way.popleft()
         finally:
-            for _, fetch in under_way:
-                fetch.settle()
+            _settle(under_way)
 
-    def _begin(self, indices: np.ndarray) -> Fetch:
-        sizes = self._sizes(indices)
+    def _start(self, indices: np.ndarray) -> Fetch:
+        try:
+            sizes = self._sizes(indices)
+        except BrokenImage as e:  # raised by wait(), after the batches before it
+            return Fetch(Pending.completed([], self.device, e))
         return self._storage.start_files([self.images.path(i) for i in indices.tolist()], sizes)
 
     def _finish(self, indices: np.ndarray, fetch: Fetch) -> Batch:
-        return self._batch(indices, fetch.wait(), fetch.release)
+        return Batch(indices, fetch.wait(), self.images.labels[indices], fetch.release)
 
     def close(self) -> None:
         self._storage.close()
 
 
-def _start(begin: Callable[..., Fetch], *args: object) -> Fetch:
-    """What ``begin`` returns. An error it raises is raised by ``wait()`` instead, after the batches before it."""
-    try:
-        return begin(*args)
-    except (BrokenImage, OSError) as e:
-        return Fetch.failed(e)
+def _settle(under_way: Iterable[tuple[object, Fetch]]) -> None:
+    """Waits for reads whose bytes nobody wants any more, so that they cannot write to a reused buffer."""
+    for _, fetch in under_way:
+        _ = fetch.pending.errors
 
 
 class PackedReader(ImageReader):
     """Images of a packed folder. Each large file is read once per epoch, in one go, and kept while batches need it.
 
-    Args:
-        images: a packed folder's.
-        storage: reads them; its device is where the images go.
-        ahead: files read before they are needed.
+    ``ahead`` files are read before they are needed.
     """
 
-    def __init__(self, images: PackedImages, storage: ImageStorage, *, ahead: int = 8) -> None:
+    def __init__(self, images: PackedImages, storage: ImageStorage, *, ahead: int) -> None:
         super().__init__(images.images, storage.device)
         self._packed = images
         self._storage = storage
         self._ahead = ahead
 
-    def read(self, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         coming = deque(_uses(self._packed, batches))
         new_files = np.bincount([use.first for use in coming], minlength=len(batches)).tolist()
         under_way: deque[tuple[_FileUse, Fetch]] = deque()
@@ -179,7 +156,7 @@ class PackedReader(ImageReader):
         try:
             for number, indices in enumerate(batches):
                 while coming and len(under_way) < self._ahead + new_files[number]:
-                    under_way.append((coming[0], _start(self._begin, coming.popleft())))
+                    under_way.append((coming[0], self._start(coming.popleft())))
                 for _ in range(new_files[number]):
                     held[under_way[0][0].file] = _HeldFile(*under_way[0])
                     under_way.popleft()
@@ -190,12 +167,11 @@ class PackedReader(ImageReader):
                     file.users += 1
                 for over in [f for f, file in held.items() if file.use.last == number]:
                     held.pop(over).release()
-                yield self._batch(indices, images, partial(_release, used))
+                yield Batch(indices, images, self.images.labels[indices], partial(_release, used))
         finally:
-            for _, fetch in under_way:
-                fetch.settle()
+            _settle(under_way)
 
-    def _begin(self, use: _FileUse) -> Fetch:
+    def _start(self, use: _FileUse) -> Fetch:
         path, offset, file_bytes = self._packed.place(use.begin)
         return self._storage.start_range(path, offset, self.images.sizes[use.begin : use.end].tolist(), file_bytes)
 

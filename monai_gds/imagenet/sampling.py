@@ -14,11 +14,7 @@ LastBatch: TypeAlias = Literal["fill", "drop", "partial"]
 
 
 def check_int(name: str, value: object) -> None:
-    """Checks that an argument is an integer, possibly NumPy's, so that the error names it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raises a ValueError that names the argument unless it is an integer, possibly NumPy's."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an int, not {value!r}")
 
@@ -35,8 +31,7 @@ class Sampler:
         batch_size: images per batch.
         shuffle: a new order every epoch; otherwise the order of the list.
         seed: of the order, 0 or more. The shards of a run must use the same.
-        shard_id: this shard.
-        num_shards: number of shards.
+        shard_id, num_shards: this shard, and how many there are.
         last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` drops an
             incomplete last batch; ``"partial"`` makes the last batch smaller. (It repeats one image if this shard would
             otherwise have one batch less than another.)
@@ -89,8 +84,11 @@ class Sampler:
         start = self.count * self.shard_id // self.num_shards
         stop = self.count * (self.shard_id + 1) // self.num_shards
         order = self._order(epoch)[start:stop]
-        if self.shuffle and self.bounds is not None:
-            order = self._within_windows(order, epoch)
+        if self.shuffle and self.bounds is not None:  # within windows of whole files, whose images are adjacent
+            random = np.random.default_rng([self.seed, epoch, self.shard_id])
+            file = np.searchsorted(self.bounds, order, side="right")
+            nth_file = np.concatenate([[0], np.cumsum(file[1:] != file[:-1])])
+            order = order[np.lexsort((random.random(len(order)), nth_file // self.window))]
         missing = len(self) * self.batch_size - len(order)
         if self.last_batch == "partial":
             missing = max(0, missing - self.batch_size + 1)
@@ -106,11 +104,3 @@ class Sampler:
             return random.permutation(self.count)
         files = random.permutation(len(self.bounds) - 1)
         return np.concatenate([np.arange(self.bounds[f], self.bounds[f + 1]) for f in files])
-
-    def _within_windows(self, order: np.ndarray, epoch: int) -> np.ndarray:
-        """Shuffles ``order``, in which images of one file are adjacent, within windows of whole files."""
-        assert self.bounds is not None
-        random = np.random.default_rng([self.seed, epoch, self.shard_id])
-        file = np.searchsorted(self.bounds, order, side="right")
-        nth_file = np.concatenate([[0], np.cumsum(file[1:] != file[:-1])])
-        return order[np.lexsort((random.random(len(order)), nth_file // self.window))]

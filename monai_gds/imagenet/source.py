@@ -1,7 +1,4 @@
-"""Opens images and a reader by name, and feeds DALI pipelines with batches of encoded images.
-
-:class:`ImageSource` is for ``fn.external_source`` in a pipeline of your own. ImageNetDataset uses the same parts.
-"""
+"""Opens images and a reader by name, and feeds DALI pipelines with batches of encoded images."""
 
 from __future__ import annotations
 
@@ -22,13 +19,10 @@ from monai_gds.storage.registry import backend_names
 
 __all__ = ["READERS", "ImageSource", "open_images", "open_reader"]
 
-#: Over a packed folder, the backend that ``auto`` chooses.
 _PACKED = "packed"
-
-#: Plain Python instead of a storage backend.
 _PLAIN = "python-file"
 
-#: Names of readers: ``auto``, the storage backends, and two of this package's own.
+#: Names of readers: ``auto``, the storage backends, the one that ``auto`` chooses over a packed folder, plain Python.
 READERS = ("auto", *backend_names(), _PACKED, _PLAIN)
 
 
@@ -59,10 +53,10 @@ def open_reader(
     name: str, images: ImageList | PackedImages, device: torch.device, *, pinned: bool = False, window: int = 8,
     options: Mapping[str, Any] | None = None,
 ) -> ImageReader:  # fmt: skip
-    """Opens a reader.
+    """Opens one of :data:`READERS`.
 
     Args:
-        name: one of :data:`READERS`.
+        name: the reader's.
         images: what to read.
         device: where encoded images go.
         pinned: host buffers are pinned, for a decoder on a GPU.
@@ -73,21 +67,6 @@ def open_reader(
         BackendUnavailable: the reader's backend does not work here. The message says why and what to do.
         ValueError: there is no such reader, or it cannot read these images.
     """
-    check_reader(name, images)
-    if name == _PLAIN:
-        return PlainReader(list_of(images), device)
-    storage = ImageStorage("auto" if name == _PACKED else name, device, pinned=pinned, options=options)
-    if isinstance(images, PackedImages):
-        return PackedReader(images, storage, ahead=window)
-    return FileReader(images, storage)
-
-
-def check_reader(name: str, images: ImageList | PackedImages) -> None:
-    """Refuses a reader that does not exist or does not suit the images.
-
-    Raises:
-        ValueError: names the readers that would do.
-    """
     if name not in READERS:
         raise ValueError(f"reader={name!r} is not known; there are: {', '.join(READERS)}")
     root, packed = list_of(images).root, isinstance(images, PackedImages)
@@ -95,6 +74,12 @@ def check_reader(name: str, images: ImageList | PackedImages) -> None:
         raise ValueError(f"reader={name!r} reads single files, and {root} is packed: use reader={_PACKED!r}")
     if name == _PACKED and not packed:
         raise ValueError(f"reader={name!r}, but {root} is not packed: run `monai-gds pack {root} OUT` and name OUT")
+    if name == _PLAIN:
+        return PlainReader(list_of(images), device)
+    storage = ImageStorage("auto" if name == _PACKED else name, device, pinned=pinned, options=options)
+    if isinstance(images, PackedImages):
+        return PackedReader(images, storage, ahead=window)
+    return FileReader(images, storage)
 
 
 def list_of(images: ImageList | PackedImages) -> ImageList:
@@ -121,7 +106,7 @@ class ImageSource:
     Raises:
         BackendUnavailable: the reader's backend does not work here.
         ImageListError: see :func:`open_images`.
-        ValueError: an argument is wrong; see Sampler.
+        ValueError: an argument is wrong.
 
     Example:
         >>> from pathlib import Path
@@ -158,8 +143,7 @@ class ImageSource:
         self._sampler = Sampler(
             len(self.images), batch_size, shuffle, seed, shard_id, num_shards, last_batch, images.bounds, window
         )
-        self._target = resolve_device(device)
-        self._reader = open_reader(reader, images, self._target, window=window, options=storage_options)
+        self._reader = open_reader(reader, images, resolve_device(device), window=window, options=storage_options)
         self._keep = keep
         self._epoch = 0
 
@@ -168,11 +152,7 @@ class ImageSource:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
-        """One epoch.
-
-        Yields:
-            ``(images, labels)``: 1-D uint8 arrays, and int32 (batch, 1); NumPy on the CPU, torch on a CUDA device.
-        """
+        """One epoch of ``(images, labels)``: 1-D uint8 arrays, and int32 (batch, 1); NumPy, or torch on CUDA."""
         epoch, self._epoch = self._epoch, self._epoch + 1
         return self._batches(epoch)
 
@@ -180,8 +160,8 @@ class ImageSource:
         kept: deque[tuple[Batch, Any]] = deque(maxlen=self._keep)
         for batch in self._reader.read(self._sampler.epoch(epoch)):
             labels: Any = batch.labels[:, None]
-            if self._target.type == "cuda":  # DALI takes all outputs of a source from one kind of memory
-                labels = torch.from_numpy(labels).to(self._target)
+            if self._reader.device.type == "cuda":  # DALI takes all outputs of a source from one kind of memory
+                labels = torch.from_numpy(labels).to(self._reader.device)
             kept.append((batch, labels))
             yield arrays_of(batch), labels
 

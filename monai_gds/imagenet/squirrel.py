@@ -90,8 +90,8 @@ def _pixels(path: str, size: int) -> np.ndarray:
     try:
         with Image.open(path) as image:
             fitted = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
+    except FileNotFoundError:
+        raise
     except OSError as e:
-        if isinstance(e, FileNotFoundError):
-            raise
         raise BrokenImage(path, f"it cannot be decoded: {e}") from e
     return np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1))

@@ -16,19 +16,10 @@ MEAN_BYTES = 110_000
 
 
 def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | None = None, text: str = "") -> bytes:
-    """Makes a JPEG of smooth colours with noise.
+    """Makes a JPEG of smooth colours with noise: ``nbytes`` large within 5%, or without noise if that is None.
 
-    Args:
-        random: source of the content.
-        height: in pixels.
-        width: in pixels.
-        nbytes: size of the file, met within 5%; None for no noise and any size.
-        text: written across the middle, so that a viewer recognises the picture and sees whether it is mirrored.
-
-    Raises:
-        ImportError: Pillow is missing; the message names the extra that installs it.
+    The text across its middle is for the viewer: it shows which picture it is, and whether it is mirrored.
     """
-    _need_pillow()
     from PIL import Image, ImageDraw, ImageFont
 
     small = Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8))
@@ -43,7 +34,7 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
     noise = random.standard_normal((height, width, 1), dtype=np.float32) if nbytes else np.float32(0)
     low, high, data = 0.0, 80.0, b""
     for _ in range(10):  # more noise makes a larger file
-        level = (low + high) / 2 if nbytes else 0.0
+        level = (low + high) / 2
         file = io.BytesIO()
         pixels = np.clip(smooth + level * noise, 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(file, "JPEG", quality=90)
@@ -54,29 +45,14 @@ def jpeg(random: np.random.Generator, height: int, width: int, nbytes: int | Non
     return data
 
 
-def _need_pillow() -> None:
-    try:
-        import PIL  # noqa: F401
-    except ImportError as e:
-        raise ImportError(f"making images needs Pillow ({e}): pip install 'monai_gds[bench]'") from e
-
-
 def write_image_folder(
-    root: Path,
-    count: int,
-    *,
-    seed: int = 0,
-    mean_bytes: int = MEAN_BYTES,
-    per_class: int = 100,
-    progress: Callable[[int], None] | None = None,
+    root: Path, count: int, *, per_class: int = 100, progress: Callable[[int], None] | None = None
 ) -> Path:
     """Writes JPEGs of about 500 by 375 pixels, each showing its name, in classes named like ImageNet's.
 
     Args:
         root: a new folder.
-        count: number of images.
-        seed: equal seeds give equal files.
-        mean_bytes: average size of a file.
+        count: number of images; the same files every time.
         per_class: images per class.
         progress: called with the number of images written so far.
 
@@ -84,14 +60,17 @@ def write_image_folder(
         FileExistsError: ``root`` exists.
         ImportError: Pillow is missing.
     """
-    _need_pillow()
+    try:
+        import PIL  # noqa: F401
+    except ImportError as e:
+        raise ImportError(f"making images needs Pillow ({e}): pip install 'monai_gds[bench]'") from e
     root.mkdir(parents=True)
 
     def write(index: int) -> None:
         number, of_class = divmod(index, per_class)
         name = f"n{1440764 + 3 * number:08d}"
-        random = np.random.default_rng([seed, index])
-        size = int(np.clip(random.normal(1, 0.25), 0.4, 1.8) * mean_bytes)
+        random = np.random.default_rng([0, index])
+        size = int(np.clip(random.normal(1, 0.25), 0.4, 1.8) * MEAN_BYTES)
         height, width = (375, 500) if random.random() < 0.75 else (500, 375)
         folder = root / name
         folder.mkdir(exist_ok=True)

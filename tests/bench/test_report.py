@@ -1,9 +1,10 @@
 """The tables, JSON and plots that the benchmarks share."""
 
+import io
 import json
+from contextlib import redirect_stdout
 
 import pytest
-from rich.console import Console
 
 from monai_gds.bench.report import Report, Row, draw, emit, machine
 from monai_gds.errors import BackendUnavailable
@@ -18,9 +19,9 @@ ABOUT = {"date": "2026-01-01", "cores": 2}
 
 
 def text_of(*reports: Report) -> str:
-    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    emit(reports, as_json=False, plot=None, about=ABOUT, console=console)
-    return console.export_text()
+    with redirect_stdout(io.StringIO()) as out:
+        emit(reports, as_json=False, plot=None, about=ABOUT)
+    return out.getvalue()
 
 
 def line_of(text: str, name: str) -> str:

@@ -108,8 +108,8 @@ def test_says_whether_the_page_cache_was_warm(file: Path, tmp_path: Path) -> Non
 
 
 def test_validate_finds_a_method_that_reads_something_else(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(transfer: tensor.Transfer) -> Any:
-        return lambda: torch.zeros(transfer.nbytes, dtype=torch.uint8)
+    def wrong(path: Path, nbytes: int, device: torch.device) -> Any:
+        return lambda: torch.zeros(nbytes, dtype=torch.uint8)
 
     monkeypatch.setitem(tensor.LOADS, "direct", wrong)
     load(file, CPU, Tensors(["direct"]))
@@ -142,11 +142,11 @@ def test_a_method_that_refuses_this_file_keeps_its_row_and_says_why(
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def growing(transfer: tensor.Transfer) -> Any:
+    def growing(path: Path, nbytes: int, device: torch.device) -> Any:
         def operation() -> torch.Tensor:
-            with open(transfer.path, "ab") as f:
+            with open(path, "ab") as f:
                 f.write(b"more")
-            return torch.zeros(transfer.nbytes, dtype=torch.uint8)
+            return torch.zeros(nbytes, dtype=torch.uint8)
 
         return operation
 
@@ -310,9 +310,12 @@ class TestTune:
                        "--device", "cpu", "--json"))  # fmt: skip
         assert got["deepnvme"]["samples"]
 
-    def test_what_does_not_work_says_why_and_the_rest_is_tried(self, tmp_path: Path) -> None:
+    def test_what_does_not_work_says_why_and_the_rest_is_tried(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         grid = {"block_size": (4096,), "queue_depth": (8, 500_000), "intra_op_parallelism": (1,)}
-        (loads, _), best = tensor.tune(tmp_path, 1 << 20, CPU, 1, lambda *_: None, grid)
+        monkeypatch.setattr(tensor, "TUNING_GRID", grid)
+        (loads, _), best = tensor.tune(tmp_path, 1 << 20, CPU, 1, lambda *_: None)
         assert best["queue_depth"] == 8
         assert [bool(row.samples) for row in loads.rows] == [True, False]
         assert "queue" in loads.rows[1].reason

@@ -111,13 +111,6 @@ def test_a_root_without_classes_or_images_is_refused(tmp_path: Path) -> None:
         list_folder(tmp_path / "absent")
 
 
-def test_more_classes_than_labels_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert listing.MAX_CLASSES == 2**31
-    monkeypatch.setattr(listing, "MAX_CLASSES", 3)
-    with pytest.raises(ImageListError, match="4 classes, more than an int32"):
-        list_folder(folder)
-
-
 def test_a_block_map_lists_what_its_folder_does(folder: Path, tmp_path: Path) -> None:
     files, start = {}, 1 << 20
     for file in folder.rglob("*.JPEG"):

@@ -101,7 +101,7 @@ def to_chw(nodes: dict[str, Any]) -> dict[str, Any]:
 def test_whatever_dali_raises_is_a_failed_pipeline(graph: Any, layout: str, cause: type, message: str) -> None:
     """When it is built, and when it runs; with what DALI raised as the cause."""
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input(options={"layout": layout})}, graph, batch_size=2, device=torch.device("cpu"), threads=1
+        {"x": Input(layout=layout)}, graph, batch_size=2, device=torch.device("cpu"), threads=1
     )
     for _ in range(2):
         with pytest.raises(PipelineFailed, match=message) as e:
