@@ -26,17 +26,17 @@ only strings, as safetensors requires:
 
 A tensor is whole or packed. A packed one is a U8 entry at a multiple of 4096, whose node in the tree describes what it
 holds: ``{"$tensor": {"name", "tiles": {"dtype", "shape", "tile", "filter", "codec", "palette"}}}``. Tiles of the shape
-``tile`` cut the last three axes, in C order, and leading axes into single steps; shapes of fewer axes count as if they
+``tile`` cut the last three axes, in C order, and leading axes into single steps. Shapes of fewer axes count as if they
 began with 1. At the far edges tiles are filled up, so that all have one size. With a ``palette`` of n > 0 values a tile
 holds indices into it, of one byte up to 256 values and of two bytes above; otherwise it holds the elements. Their bytes
-go through the filter, which is ``"shuffle"`` (all first bytes, then all second bytes …), and then through the codec,
-``"lz4"`` or ``"zstd"``, into one LZ4 block or Zstd frame: a stream. It begins at a multiple of 16 in the entry, the first
-at 16, and each at least 4 bytes behind the end of the one before. The entry ends with the last one's room.
+go through the filter, ``"shuffle"`` (all first bytes, then all second bytes …), and then through the codec, ``"lz4"``
+or ``"zstd"``, into one LZ4 block or Zstd frame: a stream. Streams begin at multiples of 16 in the entry, the first at
+16, and each at least 4 bytes behind the end of the one before. The entry ends with the room of the last one.
 
 The table ``__tiles.<name>`` holds for each tile an int32, the size of its stream, then for each a uint32, the CRC-32 of
-its stream, then the palette's values. A stream of a tile's own size is not compressed. A size of -v, at most 0, means no
-stream: each byte of the tile is v, and its CRC-32 counts as 0. Memory for a tile is allocated only after the checksum of
-its table holds.
+its stream, then the palette's values. A stream of a tile's own size is not compressed. A size of -v, at most 0, means
+no stream: each byte of the tile is v, and its CRC-32 counts as 0. Memory for a tile is allocated only after the
+checksum of its table holds.
 
 Refused as damaged: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
 itself uses the last), entries that overlap or leave gaps, sizes that do not match, missing or extra bytes at the end,
