@@ -56,6 +56,7 @@ class Comparison:
         reference: the competitor that the others are compared with.
         cold: each epoch begins with none of the competitor's files in the page cache.
         ceilings: measure the machine's ceilings too.
+        sizes: show how much smaller each cache is than its results.
     """
 
     title: str
@@ -72,6 +73,7 @@ class Comparison:
     reference: str = REFERENCE
     cold: bool = False
     ceilings: bool = True
+    sizes: bool = False
 
     @property
     def batches(self) -> int:
@@ -121,6 +123,8 @@ class Entrant:
     def row(self, comparison: Comparison) -> Row:
         """Its row of the table."""
         notes = {"page cache before": warmth(self.cached) if self.files() else "has no files"} if self.cached else {}
+        if comparison.sizes:
+            notes["size"] = f"÷ {comparison.nbytes / sum(path.stat().st_size for path in self.files()):.1f}"
         if comparison.batch_size is None:
             notes["µs per item"] = f"{1e6 * statistics.median(self.seconds) / len(comparison.items):.0f}"
         return Row(self.name, tuple(comparison.amount / seconds for seconds in self.seconds), notes=notes)

@@ -23,13 +23,15 @@ from monai_gds.loader import GDSDataLoader
 from monai_gds.storage.variants import PAST_PAGE_CACHE
 
 __all__ = [
-    "COMPETITORS", "META", "NO_CACHE", "OURS", "OURS_DIRECT", "OURS_LOADER", "REFERENCE", "Competitor",
-    "competitors_for",
+    "COMPETITORS", "META", "NO_CACHE", "OURS", "OURS_DIRECT", "OURS_LOADER", "OURS_LZ4", "OURS_ZSTD", "REFERENCE",
+    "Competitor", "competitors_for",
 ]  # fmt: skip
 
 OURS = "GDSDataset"
 OURS_LOADER = "GDSDataset, GDSDataLoader"
 OURS_DIRECT = "GDSDataset, direct_io"
+OURS_LZ4 = "GDSDataset, lz4"
+OURS_ZSTD = "GDSDataset, zstd"
 REFERENCE = "PersistentDataset"
 META = "PersistentDataset + meta"
 NO_CACHE = "no cache"
@@ -88,12 +90,15 @@ def _needs(*packages: str, remedy: str = "") -> str:
 
 
 _needs_lmdb = partial(_needs, "lmdb", remedy=": pip install 'monai_gds[bench]'")
+_needs_blosc2 = partial(_needs, "blosc2", remedy=": pip install 'monai_gds[tiles]'")
 _needs_kvikio = partial(_needs, "kvikio", "cupy")
 
 COMPETITORS: dict[str, Competitor] = {
     OURS: Competitor(GDSDataset),
     OURS_LOADER: Competitor(GDSDataset, GDSDataLoader),
     OURS_DIRECT: Competitor(_ours_direct, GDSDataLoader),
+    OURS_LZ4: Competitor(partial(GDSDataset, compression="lz4"), missing=_needs_blosc2),
+    OURS_ZSTD: Competitor(partial(GDSDataset, compression="zstd"), missing=_needs_blosc2),
     REFERENCE: Competitor(lambda items, transform, folder, _: PersistentDataset(items, transform, folder)),
     META: Competitor(
         lambda items, transform, folder, _: PersistentDataset(
@@ -116,5 +121,6 @@ def competitors_for(device: torch.device, *, loader: bool = False, cold: bool = 
 
     With ``loader``, our dataset through our own loader too; if that is ``cold``, also with reads past the page cache.
     """
-    left_out = {NO_CACHE, *([] if loader else [OURS_LOADER]), *([] if loader and cold else [OURS_DIRECT])}
+    left_out = {NO_CACHE, OURS_LZ4, OURS_ZSTD}
+    left_out |= {*([] if loader else [OURS_LOADER]), *([] if loader and cold else [OURS_DIRECT])}
     return [n for n, c in COMPETITORS.items() if n not in left_out and (device.type == "cuda" or not c.cuda_only)]

@@ -23,7 +23,7 @@ __all__ = ["app"]
 app = typer.Typer()
 
 #: The values of ``--only``, in the order they run: populate forks, so it must precede any use of CUDA.
-_WORKLOADS = ("populate", "volumes", "crops", "hits", "small", "first", "memory")
+_WORKLOADS = ("populate", "volumes", "crops", "tiles", "hits", "small", "first", "memory")
 
 #: The default of ``--only``.
 _USUAL = ("volumes", "crops", "hits", "first")
@@ -59,6 +59,7 @@ def dataset(
     \b
     volumes   epochs over whole volumes
     crops     epochs over 4 random crops of 96³ from each volume
+    tiles     epochs over whole volumes of compressed records, CT, MRI and noise
     hits      items of 64 kB, one by one, without a loader
     small     many records of 64 kB, batch 256: plain, and NIfTI MetaTensors
     first     the epoch that fills the cache, and what saving adds to it
@@ -85,12 +86,13 @@ def dataset(
 
 
 def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list[Report]]]:
-    from monai_gds.bench import first_epoch, memory, workloads
+    from monai_gds.bench import first_epoch, memory, tiles, workloads
 
     return {
         "populate": lambda: [first_epoch.filling(work, bars)],
         "volumes": lambda: [workloads.epochs(work, None, bars)],
         "crops": lambda: [workloads.epochs(work, min(96, work.side), bars)],
+        "tiles": lambda: tiles.tiles(work, bars),
         "hits": lambda: [workloads.hits(work, nifti, bars) for nifti in (False, True)],
         "small": lambda: [workloads.small(work, nifti, bars) for nifti in (False, True)],
         "first": lambda: [first_epoch.medium_items(work, bars), first_epoch.large_items(work, bars)],

@@ -47,6 +47,9 @@ TABLE = "__tiles."
 _PAD = "__pad."
 _ALIGNMENT = 4096
 
+#: A longer header is refused, as by the safetensors library: a sparse file of 4 kB can declare one of gigabytes.
+_LONGEST = 100_000_000
+
 #: safetensors' name of a dtype -> torch's name and the element size in bytes.
 DTYPES = {
     "F64": ("float64", 8),
@@ -139,7 +142,7 @@ def header_length(head: bytes, size: int) -> int:
     length = 8 + int.from_bytes(head[:8], "little")
     if len(head) < 8 or head[8 : 8 + len(_PREFIX)] != _PREFIX[: len(head) - 8]:
         raise DamagedRecord("it is not a record of monai_gds")
-    if length % _ALIGNMENT or length > size:
+    if length % _ALIGNMENT or length > min(size, _LONGEST):
         raise DamagedRecord("its header has an impossible length")
     return length
 

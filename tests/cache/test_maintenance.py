@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import zlib
 from dataclasses import replace
 from hashlib import blake2b
@@ -22,7 +23,7 @@ import torch
 from monai.data import PersistentDataset
 from monai.transforms import Compose, EnsureTyped, ScaleIntensityd
 
-from monai_gds.cache import header
+from monai_gds.cache import blosc, header
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.maintenance import (
     Found,
@@ -40,6 +41,8 @@ from monai_gds.dataset import GDSDataset
 from tests.cache.handmade import key_of_version_2, version_2, write
 from tests.commands import run
 from tests.machines import in_child, shared_folder
+
+needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
 
 EARLIER = Compose([EnsureTyped("image")])
 LATER = Compose([EnsureTyped("image"), ScaleIntensityd("image")])
@@ -555,3 +558,47 @@ def test_links_in_circles_and_folders_are_no_records(tmp_path: Path) -> None:
     for i, make in enumerate([lambda p: p.symlink_to(p), Path.mkdir, lambda p: p.symlink_to("nowhere"), os.mkfifo]):
         make(tmp_path / f"{i:032x}.v2.safetensors")
     assert survey(tmp_path) == [] == record_files(tmp_path) == other_files(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compressed records
+
+
+@pytest.fixture
+def compressed(tmp_path: Path) -> Path:
+    """A compressed record of a tensor of 2 MB."""
+    volume = torch.arange(80).float().repeat(80 * 80).view(1, 80, 80, 80)
+    with GDSDataset([{"image": volume}], EARLIER, tmp_path, "cpu", compression="lz4") as dataset:
+        _ = dataset[0]
+    (record,) = records(tmp_path)
+    return record
+
+
+@needs_blosc2
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_compressed_record_is_listed_by_what_is_in_it(compressed: Path, indexed: bool) -> None:
+    if not indexed:
+        shutil.rmtree(compressed.parent / FOLDER)
+    (found,) = survey(compressed.parent)
+    assert found.tensors == (("image", "float32", (1, 80, 80, 80)),)
+    assert found.ratio == 80**3 * 4 / compressed.stat().st_size > 50
+    listed = run("cache", "ls", compressed.parent).stdout
+    assert f"image (1, 80, 80, 80) float32 ÷ {found.ratio:.1f}" in listed
+    (as_json,) = json.loads(run("cache", "ls", compressed.parent, "--json").stdout)["records"]
+    assert as_json["ratio"] == round(found.ratio, 3)
+
+
+@needs_blosc2
+def test_damage_in_tiles_and_in_their_table_is_found(compressed: Path) -> None:
+    sound = check(compressed)
+    assert sound is not None and not sound.problem
+    with compressed.open("rb") as file:
+        read = header.read(file.fileno())
+    for part, name in ((read.tensors["image"], "image"), (read.tiles["image"].table, "__tiles.image")):
+        before = compressed.read_bytes()
+        with compressed.open("r+b") as file:
+            file.seek(part.offset + part.nbytes // 2)
+            file.write(b"\xff\xfe")
+        found = check(compressed)
+        assert found is not None and found.damaged and repr(name) in found.problem
+        compressed.write_bytes(before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,19 @@ def test_every_cut_is_found(path: Path, storage: Storage) -> None:
     for length in sorted(lengths):
         error = _refused(blob[:length], path, storage)
         assert isinstance(error, DamagedRecord), length
+
+
+def test_a_sparse_file_cannot_make_the_reader_take_gigabytes(path: Path, storage: Storage) -> None:
+    blob = bytearray(pack(ITEM)[:4096])
+    length = (8 << 30) - 8
+    blob[:8] = length.to_bytes(8, "little")
+    path.write_bytes(blob)
+    os.truncate(path, 16 << 30)
+    tracemalloc.start()
+    with pytest.raises(DamagedRecord, match="impossible length"):
+        read_record(str(path), storage)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("extra", [1, 7, 4096])
