@@ -150,6 +150,7 @@ class RecordReader:
     def __init__(self, storage: Storage, verify: Verify, form: Form, problems: Problems) -> None:
         self.heads = HeadMemory()
         self._storage = storage
+        self._on_cpu = storage.device.type == "cpu"
         self._verify: Verify = "always" if verify == "first" and not storage.coherent else verify
         self._form = form
         self._problems = problems
@@ -163,8 +164,8 @@ class RecordReader:
             # A record to be verified is read, not mapped: on a failing disk a read raises, touching a mapping kills.
             begin = self._storage.load if verify else self._storage.map
             pending = begin(head.table.reads.at(path, head.file))
-            if self._storage.device.type == "cpu" and pending.done and pending.errors:
-                raise pending.errors[0]
+            if self._on_cpu and pending.done and (errors := pending.errors):
+                raise errors[0]
         except FileNotFoundError:
             return None
         except FileChanged as e:

@@ -132,14 +132,14 @@ class PosixBackend(BlockingBackend):
     def map(self, reads: Reads) -> list[torch.Tensor] | None:
         if self.device.type != "cpu" or self.direct_io:
             return None
-        path, expected = reads.paths[0], reads.expected[0]
+        path, expected, ranges = reads.paths[0], reads.expected[0], reads.ranges
         fd = files.open_file(path, expected)
         try:
             size = expected.size if isinstance(expected, FileId) else os.fstat(fd).st_size
-            for offset, nbytes in reads.ranges:
+            for offset, nbytes in ranges:
                 if nbytes and offset + nbytes > size:  # touching a mapped page beyond the end would kill the process
                     raise StorageError(errno.EIO, f"file ends at byte {size}, before byte {offset + nbytes}", path)
-            return [self._map_one(fd, offset, nbytes, path) for offset, nbytes in reads.ranges]
+            return [self._map_one(fd, offset, nbytes, path) for offset, nbytes in ranges]
         finally:
             os.close(fd)
 

@@ -98,6 +98,7 @@ class Reads:
         zeros = np.zeros_like(offset)
         reads = cls((path,), (expected,), zeros, offset, nbytes, np.arange(len(offset)), zeros, nbytes)
         reads._checked = True
+        reads._ranges = list(zip(offset.tolist(), nbytes.tolist(), strict=True))
         return reads
 
     @classmethod
@@ -172,7 +173,7 @@ class Reads:
         other = Reads.__new__(Reads)  # every hit comes here
         other.paths, other.expected = (path,), (expected,)
         other.file, other.offset, other.nbytes, other.dest = self.file, self.offset, self.nbytes, self.dest
-        other.start, other.sizes, other.room, other._ranges = self.start, self.sizes, self.room, self.ranges
+        other.start, other.sizes, other.room, other._ranges = self.start, self.sizes, self.room, self._ranges
         other._room_is_known, other._checked = self._room_is_known, self._checked
         if self._plans is None:
             self._plans = {}
