@@ -22,7 +22,9 @@ import functools
 import importlib.util
 import os
 import struct
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,8 +104,11 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
         codec: one of :data:`CODECS`.
 
     Raises:
+        ValueError: there are more bytes than that.
         MonaiGdsError: there is no library, or it failed.
     """
+    if blocks.nbytes > MOST_BYTES:
+        raise ValueError(f"{blocks.nbytes} bytes are more than Blosc2 takes at once")
     lib = _library()
     codec_id, level, _ = CODECS[codec]
     count, block_bytes = len(blocks), blocks[0].nbytes
@@ -114,6 +119,8 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
     settings.filters[-1] = _SHUFFLE
     chunk = np.empty(HEADER_BYTES + count * (block_bytes + 8), np.uint8)
     context = lib.blosc2_create_cctx(settings)
+    if not context:
+        raise MemoryError("Blosc2 has no memory to compress with")
     got = lib.blosc2_compress_ctx(context, blocks.data_ptr(), blocks.nbytes, chunk.ctypes.data, chunk.nbytes)
     lib.blosc2_free_ctx(context)
     if got <= 0 or chunk[2] & _STORED_CHUNK:
@@ -152,7 +159,8 @@ def decompress(buffer: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codec:
     first = HEADER_BYTES + 4 * count
     ends = (starts + sizes)[streams]
     fits = not len(ends) or (ends.max() <= len(buffer) and starts[streams].min() >= head_bytes(count) + 4)
-    if not fits or sizes.max(initial=0) > block_bytes or sizes.min(initial=0) < -255:
+    in_range = sizes.max(initial=0) <= block_bytes and sizes.min(initial=0) >= -255
+    if max(len(buffer), out.nbytes) > MOST_BYTES or not fits or not in_range:
         raise DamagedRecord("the sizes of its tiles do not fit its bytes")
     codec_id, _, flag = CODECS[codec]
     struct.pack_into(
@@ -176,9 +184,13 @@ class _Context:
     def __init__(self) -> None:
         self._lib = _library()
         self.address = self._lib.blosc2_create_dctx(_DecompressionSettings(nthreads=1))
+        if not self.address:
+            raise MemoryError("Blosc2 has no memory to decompress with")
 
-    def __del__(self) -> None:
-        self._lib.blosc2_free_ctx(self.address)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter ends, a daemon thread may still be inside the library, with this.
+        if self.address and not is_finalizing():
+            self._lib.blosc2_free_ctx(self.address)
 
 
 _per_thread = threading.local()
@@ -198,7 +210,7 @@ def _library() -> Any:
         raise MonaiGdsError(f"tiles are compressed by Blosc2, which is not installed: {_INSTALL}")
     path = os.path.join(os.path.dirname(spec.origin), "lib", "libblosc2.so")
     try:
-        lib = ctypes.CDLL(path)
+        lib = ctypes.CDLL(path if os.path.exists(path) else "libblosc2.so")
         lib.blosc2_create_cctx.argtypes, lib.blosc2_create_cctx.restype = [_CompressionSettings], ctypes.c_void_p
         lib.blosc2_create_dctx.argtypes, lib.blosc2_create_dctx.restype = [_DecompressionSettings], ctypes.c_void_p
         for function in (lib.blosc2_compress_ctx, lib.blosc2_decompress_ctx):
@@ -206,5 +218,8 @@ def _library() -> Any:
         lib.blosc2_free_ctx.argtypes, lib.blosc2_free_ctx.restype = [ctypes.c_void_p], None
         lib.blosc2_init()
     except (OSError, AttributeError) as e:
-        raise MonaiGdsError(f"Blosc2's library cannot be used ({e}): {_INSTALL}") from e
+        raise MonaiGdsError(
+            f"Blosc2's library cannot be used ({e}): it is neither {path}, as in the wheels of blosc2 4, nor known to "
+            f"the loader as libblosc2.so: {_INSTALL}"
+        ) from e
     return lib

@@ -230,6 +230,8 @@ def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:
         if entries[name].dtype != "uint8" or layout["dtype"] not in DTYPES:
             raise DamagedRecord(f"its packed tensor {name!r} has an impossible dtype")
         shape = tuple(map(_whole, layout["shape"]))
+        if len(shape) > 64 or not 0 < math.prod(shape) < 1 << 48:
+            raise DamagedRecord(f"its packed tensor {name!r} has an impossible shape")
         entries[name] = entries[name]._replace(dtype=DTYPES[layout["dtype"]][0], shape=shape)
     return found
 

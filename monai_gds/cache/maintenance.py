@@ -211,6 +211,7 @@ def _check_bytes(file: BufferedReader, read: Header) -> None:
 
     from monai_gds.cache.checksum import checksum
     from monai_gds.cache.tiles import Layout, Tiles
+    from monai_gds.cache.tiles import check as check_tiles
 
     wrong, tables = [], {}
     for name, tensor in {**read.front(), **read.tensors}.items():
@@ -224,7 +225,8 @@ def _check_bytes(file: BufferedReader, read: Header) -> None:
         elif name.startswith(TABLE):
             tables[name.removeprefix(TABLE)] = flat.numpy()
         elif name in tables:
-            Tiles(Layout.of_node(read.tiles[name].layout), tables[name], tensor.nbytes).check(flat.numpy())
+            found = Tiles(Layout.of_node(read.tiles[name].layout), tables[name], tensor.nbytes)
+            check_tiles(found, tables[name], flat.numpy())
     if wrong:
         raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
     try:

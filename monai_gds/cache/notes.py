@@ -103,7 +103,8 @@ class Notes:
             remove_unfinished(folder)
             names = [name for name in os.listdir(folder) if self._name.fullmatch(name)]
             ended = [name for name in names if _is_abandoned(folder, name)]
-            if len(ended) > limits.NOTE_FILES:
+            nbytes = sum(os.stat(name, dir_fd=folder, follow_symlinks=False).st_size for name in ended)
+            if len(ended) > limits.NOTE_FILES or nbytes > limits.NOTE_BYTES:
                 self._merge(folder, ended, merge)
 
     def _merge(self, folder: int, names: Sequence[str], merge: Callable[[list[bytes]], bytes]) -> None:

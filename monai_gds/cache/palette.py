@@ -64,10 +64,10 @@ class Palette:
         self.values = values
         self.index_dtype = torch.uint8 if len(values) <= 256 else torch.uint16
         known = patterns(values)
-        self._slots = torch.zeros(1 << _SLOT_BITS, dtype=known.dtype)  # a pattern per slot
-        self._ranks = torch.zeros(1 << _SLOT_BITS, dtype=torch.int32)
+        self._slots = torch.zeros(1 << _SLOT_BITS, dtype=known.dtype, device="cpu")  # a pattern per slot
+        self._ranks = torch.zeros(1 << _SLOT_BITS, dtype=torch.int32, device="cpu")
         slots = _slots(known)
-        self._ranks[slots] = torch.arange(len(values), dtype=torch.int32)
+        self._ranks[slots] = torch.arange(len(values), dtype=torch.int32, device="cpu")
         self._slots[slots] = known[self._ranks[slots].to(torch.int64)]  # of several for a slot, torch takes any
         # Values that lost their slot to another are looked up in order. 2,897 values of a million slots lose about 4.
         lost = (self._slots[slots] != known).nonzero().squeeze(1)
@@ -83,7 +83,7 @@ class Palette:
         Returns:
             Tensor of the same shape and of :attr:`index_dtype`.
         """
-        out = torch.empty(tensor.shape, dtype=self.index_dtype)
+        out = torch.empty(tensor.shape, dtype=self.index_dtype, device="cpu")
         flat = out.view(-1)
         for begin in range(0, len(flat), _CHUNK):
             known = patterns(tensor.view(-1)[begin : begin + _CHUNK])
@@ -129,10 +129,10 @@ def _order(values: torch.Tensor) -> torch.Tensor:
 def _distinct(flat: torch.Tensor, most: int) -> torch.Tensor | None:
     """The different patterns of a 1-D tensor in any order, or None if there are more than ``most``."""
     dtype = patterns(flat[:0]).dtype
-    held = torch.zeros(1 << _SLOT_BITS, dtype=dtype)  # the first pattern that came for each slot
+    held = torch.zeros(1 << _SLOT_BITS, dtype=dtype, device="cpu")  # the first pattern that came for each slot
     held[0] = 1  # an empty slot holds a pattern of another slot: 0 belongs to slot 0, and 1 does not
-    filled = torch.zeros(1 << _SLOT_BITS, dtype=torch.bool)
-    lost = torch.empty(0, dtype=dtype)  # patterns whose slot holds another
+    filled = torch.zeros(1 << _SLOT_BITS, dtype=torch.bool, device="cpu")
+    lost = torch.empty(0, dtype=dtype, device="cpu")  # patterns whose slot holds another
     for begin in range(0, len(flat), _CHUNK):
         known = patterns(flat[begin : begin + _CHUNK])
         slots = _slots(known)

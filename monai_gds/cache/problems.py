@@ -49,11 +49,11 @@ class Problems:
         """
         if isinstance(error, NewerRecord):
             self._newer.add(path)
-            advice = "" if isinstance(error, CodecMissing) else "Update monai_gds, or "
+            advice = "Install it, or" if isinstance(error, CodecMissing) else "Update monai_gds, or"
             self.warn(
                 type(error),
                 f"cache record {path} cannot be used and is computed without being replaced: {error}; the same goes "
-                f"for others of its kind. {advice}give this version a cache_dir of its own",
+                f"for others of its kind. {advice} give this version a cache_dir of its own",
             )
             return
         once_for: Any = path

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from monai_gds import limits
@@ -55,7 +56,7 @@ def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, 
     blocks = {}
     for name, entry in front.items():
         blocks[name] = head[entry.offset : entry.offset + entry.nbytes]
-        _check(name, entry.checksum, torch.frombuffer(bytearray(blocks[name]), dtype=torch.uint8))
+        _check(name, entry.checksum, torch.from_numpy(np.frombuffer(bytearray(blocks[name]), np.uint8)))
     return record, file, blocks
 
 

@@ -30,13 +30,14 @@ holds: ``{"$tensor": {"name", "tiles": {"dtype", "shape", "tile", "filter", "cod
 began with 1. At the far edges tiles are filled up, so that all have one size. With a ``palette`` of n > 0 values a tile
 holds indices into it, of one byte up to 256 values and of two bytes above; otherwise it holds the elements. Their bytes
 go through the filter, ``"shuffle"`` (all first bytes, then all second bytes …), and then through the codec, ``"lz4"``
-or ``"zstd"``, into one LZ4 block or Zstd frame: a stream. Streams begin at multiples of 16 in the entry, the first at
-16, and each at least 4 bytes behind the end of the one before. The entry ends with the room of the last one.
+or ``"zstd"``, into one LZ4 block or Zstd frame: a stream. The first stream begins at 16 in the entry, and each other
+one at the first multiple of 16 that is at least 4 bytes behind the end of the one before. There the entry ends, too.
 
 The table ``__tiles.<name>`` holds for each tile an int32, the size of its stream, then for each a uint32, the CRC-32 of
-its stream, then the palette's values. A stream of a tile's own size is not compressed. A size of -v, at most 0, means
-no stream: each byte of the tile is v, and its CRC-32 counts as 0. Memory for a tile is allocated only after the
-checksum of its table holds.
+its stream, then the bit patterns of the palette's values, all little-endian. A stream of a tile's own size went through
+the filter only. A size of -v, at most 0, means no stream and no room: each byte of the tile is v, and its CRC-32 counts
+as 0. A palette has at most 65,536 values, a tile at most 4 MiB, a row of tiles along the last axis at most 2 GiB, and
+no axis 0. Memory is allocated only after the checksum of the table holds.
 
 Refused as damaged: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
 itself uses the last), entries that overlap or leave gaps, sizes that do not match, missing or extra bytes at the end,
@@ -47,6 +48,7 @@ field or codec that a reader does not know. Names that begin with two underscore
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from typing import Any
 
@@ -58,7 +60,7 @@ from monai_gds.cache import tiles
 from monai_gds.cache.codecs import DTYPE_NAMES
 from monai_gds.cache.header import ARRAYS, CRC, TABLE, VERSION, Header, digest_of
 from monai_gds.cache.tree import EncodedItem, tensor_bytes
-from monai_gds.errors import DamagedRecord
+from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
 from monai_gds.storage import ALIGNMENT, Buffer
 
 __all__ = ["LARGE", "check_name", "pack_record"]
@@ -76,9 +78,6 @@ def pack_record(item: EncodedItem, key: dict[str, Any], codec: str | None = None
         item: the item taken apart. Its tensors are not copied and must not change until they are written.
         key: the key's ingredients, JSON-able.
         codec: packs large tensors that get smaller by it, see :func:`tiles.pack`. None leaves all whole.
-
-    Raises:
-        MonaiGdsError: there is no library for the codec.
     """
     layout = _FileLayout()
     packed = {} if codec is None else _packed(item.tensors, codec)
@@ -102,8 +101,18 @@ def pack_record(item: EncodedItem, key: dict[str, Any], codec: str | None = None
 
 
 def _packed(tensors: dict[str, torch.Tensor], codec: str) -> dict[str, tiles.Packed]:
-    tried = {name: tiles.pack(t.cpu(), codec) for name, t in tensors.items() if t.nbytes >= limits.TILED_BYTES}
-    return {name: packed for name, packed in tried.items() if packed is not None}
+    packed = {}
+    for name, tensor in tensors.items():
+        if tensor.nbytes < limits.TILED_BYTES:
+            continue
+        try:
+            found = tiles.pack(tensor.cpu(), codec)
+        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # compression is optional: an epoch must not end by it
+            warnings.warn(f"a tensor is saved uncompressed: {e}", CacheWarning, stacklevel=2)
+            continue
+        if found is not None:
+            packed[name] = found
+    return packed
 
 
 def _with_tiles(node: Any, packed: dict[str, tiles.Packed]) -> Any:

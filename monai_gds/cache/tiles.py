@@ -28,7 +28,7 @@ from monai_gds.cache.codecs import DTYPE_NAMES
 from monai_gds.cache.header import DTYPES
 from monai_gds.errors import DamagedRecord, NewerRecord
 
-__all__ = ["EDGE", "Layout", "Packed", "Tiles", "pack", "tile_shape"]
+__all__ = ["EDGE", "Layout", "Packed", "Tiles", "check", "pack", "tile_shape"]
 
 #: Voxels along each edge of a tile.
 EDGE = 32
@@ -106,6 +106,11 @@ class Layout:
         return math.prod(self.tile) * self.packed_dtype.itemsize
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the tiles along the last axis before compression: the least that goes through the codec at once."""
+        return self.grid[3] * self.tile_bytes
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of the table: size and CRC-32 of each tile, then the palette."""
         return 8 * self.count + self.values * self.dtype.itemsize
@@ -130,6 +135,8 @@ class Layout:
             raise DamagedRecord("the tiles of a tensor are not described as they should be")
         if strange := set(node) - set(known):
             raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
+        if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
+            raise DamagedRecord("the tiles of a tensor are not described as they should be")
         if node["filter"] != _FILTER or node["codec"] not in blosc.CODECS:
             raise NewerRecord(
                 f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version knows "
@@ -137,14 +144,15 @@ class Layout:
             )
         shape, tile, values = node["shape"], node["tile"], node["palette"]
         numbers = [*shape, *tile, values] if type(shape) is list and type(tile) is list else [None]
-        known_dtype = type(node["dtype"]) is str and node["dtype"] in DTYPES
-        sound = known_dtype and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
+        sound = node["dtype"] in DTYPES and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
         if not sound or len(tile) != 3 or not all(tile) or not all(shape):
             raise DamagedRecord("the tiles of a tensor are not described as they should be")
         dtype = getattr(torch, DTYPES[node["dtype"]][0])
         layout = cls(dtype, tuple(shape), (tile[0], tile[1], tile[2]), node["codec"], values)
         if values > palettes.MOST_VALUES or dtype.itemsize not in _PATTERNS or layout.tile_bytes > limits.TILE_BYTES:
             raise DamagedRecord(f"its tiles of {layout.tile_bytes} bytes or palette of {values} values are too large")
+        if layout.row_bytes > blosc.MOST_BYTES:
+            raise DamagedRecord(f"its rows of tiles have {layout.row_bytes} bytes, more than are decompressed at once")
         return layout
 
 
@@ -171,7 +179,8 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
         edge: voxels along each edge of a tile.
 
     Returns:
-        The packed tensor, or None if it is small (:data:`limits.TILED_BYTES`) or would not get 15 % smaller.
+        The packed tensor, or None if it is small (:data:`limits.TILED_BYTES`), would not get 15 % smaller, or has more
+        than :data:`blosc.MOST_BYTES` in a row of tiles.
 
     Raises:
         MonaiGdsError: Blosc2 is missing.
@@ -181,6 +190,8 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
     palette = palettes.find(tensor)
     tile = tile_shape(tuple(tensor.shape), edge)
     layout = Layout(tensor.dtype, tuple(tensor.shape), tile, codec, 0 if palette is None else len(palette.values))
+    if layout.row_bytes > blosc.MOST_BYTES:
+        return None
     whole = tensor.view(_PATTERNS[tensor.element_size()]).view(-1, *_last_three(layout.shape))
     slabs = list(_slabs(layout))
     most = int(tensor.nbytes / _LEAST_GAIN) - layout.table_bytes
@@ -223,9 +234,21 @@ def _align(blocks: blosc.Blocks) -> _Aligned:
     return _Aligned(out, blocks.sizes.astype(np.int32), crcs)
 
 
+def check(tiles: Tiles, table: np.ndarray, streams: np.ndarray) -> None:
+    """Compares every stream with its CRC-32, given the bytes of table and streams.
+
+    Raises:
+        DamagedRecord: one differs.
+    """
+    crcs, starts = table[4 * len(tiles.sizes) : 8 * len(tiles.sizes)].view(np.uint32), tiles.starts
+    for i in (tiles.sizes > 0).nonzero()[0]:
+        if zlib.crc32(streams[starts[i] : starts[i] + tiles.sizes[i]].data) != crcs[i]:
+            raise DamagedRecord(f"tile {i} of {len(tiles.sizes)} does not match its checksum")
+
+
 def _slots(sizes: np.ndarray) -> tuple[np.ndarray, int]:
     """Where each stream begins behind the first one, and the bytes of all, with room for 4 bytes before the next."""
-    step = _STREAM_ALIGNMENT
+    step, sizes = _STREAM_ALIGNMENT, sizes.astype(np.int64)
     slots = np.where(sizes > 0, (sizes + 4 + step - 1) // step * step, 0)
     ends = np.cumsum(slots)
     return ends - slots, int(ends[-1])
@@ -241,9 +264,7 @@ class Tiles:
 
     Attributes:
         layout: as given.
-        sizes: bytes of each stream, int64; at most 0 for a tile without one, each byte of which is ``-size``.
-        starts: where each stream begins, int64.
-        crcs: CRC-32 of each stream, uint32.
+        sizes: bytes of each stream, int32; at most 0 for a tile without one, each byte of which is ``-size``.
         values: the palette, or None.
         nbytes: bytes of memory of these.
 
@@ -256,29 +277,18 @@ class Tiles:
             raise DamagedRecord(f"a table of tiles has {len(table)} bytes instead of {layout.table_bytes}")
         count = layout.count
         self.layout = layout
-        self.sizes = table[: 4 * count].view(np.int32).astype(np.int64)
-        self.crcs = table[4 * count : 8 * count].view(np.uint32)
-        self.starts, total = _slots(self.sizes)
-        self.starts += _STREAM_ALIGNMENT
+        self.sizes = table[: 4 * count].view(np.int32).copy()
         in_range = self.sizes.min() >= -255 and self.sizes.max() <= layout.tile_bytes
-        if not in_range or total + _STREAM_ALIGNMENT != nbytes:
+        if not in_range or _slots(self.sizes)[1] + _STREAM_ALIGNMENT != nbytes:
             raise DamagedRecord("the sizes of its tiles do not add up to its bytes")
         values = torch.from_numpy(table[8 * count :].copy())
         self.values = values.view(layout.dtype) if layout.values else None
-        self.nbytes = self.sizes.nbytes + self.starts.nbytes + len(table) + values.nbytes
+        self.nbytes = self.sizes.nbytes + values.nbytes
 
-    def check(self, streams: np.ndarray) -> None:
-        """Compares every stream with its CRC-32.
-
-        Args:
-            streams: 1-D uint8, all of them.
-
-        Raises:
-            DamagedRecord: one differs.
-        """
-        for i in (self.sizes > 0).nonzero()[0]:
-            if zlib.crc32(streams[self.starts[i] : self.starts[i] + self.sizes[i]].data) != self.crcs[i]:
-                raise DamagedRecord(f"tile {i} of {len(self.sizes)} does not match its checksum")
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each stream begins, int64."""
+        return _slots(self.sizes)[0] + _STREAM_ALIGNMENT
 
     def unpack(self, streams: np.ndarray) -> torch.Tensor:
         """The whole tensor.
@@ -290,17 +300,20 @@ class Tiles:
             CPU tensor of the layout's dtype and shape.
 
         Raises:
-            DamagedRecord: a stream is not what was compressed.
+            DamagedRecord: a stream is not what was compressed, or there is not enough memory for the tensor.
             MonaiGdsError: Blosc2 is missing.
         """
         layout = self.layout
-        out = torch.empty(layout.shape, dtype=layout.dtype)
+        try:
+            out = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
+        except (MemoryError, RuntimeError) as e:  # tiles of equal bytes take no room, so any record can declare this
+            raise DamagedRecord(f"its tensor of shape {layout.shape} does not fit into memory: {e}") from e
         huge_pages.prefer(out)  # 315 MB took 100 ms less
         whole = out.view(_PATTERNS[layout.dtype.itemsize]).view(-1, *_last_three(layout.shape))
-        scratch = _Scratch()
+        starts, scratch = self.starts, _Scratch()
         for slab in _slabs(layout):
             region = slab.of(whole, layout.tile)
-            tiles = self._decompress(streams, slab, scratch)
+            tiles = self._decompress(streams, slab, starts[slab.begin : slab.end], scratch)
             if self.values is None:
                 _place(tiles, region)
             else:
@@ -309,10 +322,10 @@ class Tiles:
                 region.copy_(self._values_of(indices, scratch))
         return out
 
-    def _decompress(self, streams: np.ndarray, slab: _Slab, scratch: _Scratch) -> torch.Tensor:
+    def _decompress(self, streams: np.ndarray, slab: _Slab, starts: np.ndarray, scratch: _Scratch) -> torch.Tensor:
         """The tiles of a slab, ``(1, y, z, *tile)``."""
         layout = self.layout
-        sizes, starts = self.sizes[slab.begin : slab.end], self.starts[slab.begin : slab.end]
+        sizes = self.sizes[slab.begin : slab.end].astype(np.int64)
         head = blosc.head_bytes(len(sizes))
         source = int(starts[0]) - _STREAM_ALIGNMENT
         stop = int((starts + np.maximum(sizes, 0)).max())
@@ -346,7 +359,7 @@ class _Scratch:
         """Memory of any content; the last one of this name is used no more."""
         nbytes = math.prod(shape) * dtype.itemsize
         if name not in self._held or len(self._held[name]) < nbytes:
-            self._held[name] = torch.empty(nbytes, dtype=torch.uint8)
+            self._held[name] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._held[name][:nbytes].view(dtype).view(*shape)
 
 
@@ -395,7 +408,7 @@ def _slabs(layout: Layout) -> Iterator[_Slab]:
 def _cut(region: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
     """The tiles of a region, one per row, filled up with its last voxels."""
     grid = [-(-size // edge) for size, edge in zip(region.shape, tile, strict=True)]
-    tiles = torch.empty(*grid, *tile, dtype=region.dtype)
+    tiles = torch.empty(*grid, *tile, dtype=region.dtype, device="cpu")
     for inside, part in _parts(tiles, region):
         inside.copy_(part)
     for axis, (size, edge) in enumerate(zip(region.shape, tile, strict=True)):

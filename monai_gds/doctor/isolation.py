@@ -135,6 +135,7 @@ def _kill(process: SpawnProcess | ForkServerProcess) -> None:
 
 
 def _last_words(printed: Path) -> str:
-    printed.touch()
+    if not printed.exists():
+        return ""
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
     return f": {' / '.join(lines[-3:])}" if lines else ""

@@ -161,9 +161,11 @@ class Machine:
     @cached_property
     def nvidia_fs(self) -> str | None:
         """Version of the kernel module nvidia-fs ("loaded" if unknown); None if it is not loaded."""
-        if match := re.search(r"\d+(\.\d+)+", self._text("/proc/driver/nvidia-fs/version")):
+        version = self._text("/proc/driver/nvidia-fs/version")
+        if match := re.search(r"\d+(\.\d+)+", version):
             return match[0]
-        return "loaded" if re.search(r"^nvidia_fs\s", self._text("/proc/modules"), re.MULTILINE) else None
+        loaded = version or re.search(r"^nvidia_fs\s", self._text("/proc/modules"), re.MULTILINE)
+        return "loaded" if loaded else None
 
     @cached_property
     def nvidia_fs_nodes(self) -> list[str]:

@@ -197,7 +197,7 @@ class Epoch:
     """
 
     def __init__(self, loader: GDSDataLoader, device: torch.device, workers: CacheWorkers | None) -> None:
-        for left in list(_left):
+        for left in _left - {threading.current_thread()}:  # a transform may begin a loop
             left.join(_LEAVE_SECONDS)
             _left.discard(left)
         batches = _first_drawn(loader.index_batches(), loader.dataset)
@@ -220,7 +220,9 @@ class Epoch:
             raise RuntimeError("this loop was begun before a fork: begin a new one in the child")
         try:
             return self._hand_over.take()
-        except Exception:  # after Ctrl-C the loop may go on
+        except KeyboardInterrupt:  # the loop may go on after it
+            raise
+        except BaseException:
             self.stop()
             raise
 

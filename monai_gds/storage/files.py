@@ -115,9 +115,12 @@ def open_file(path: str, expected: Expected = None) -> int:
 def open_regular(path: str, expected: Expected) -> int:
     """As :func:`open_file`, for a library that would wait for ever to open a FIFO."""
     fd = open_file(path, expected)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise StorageError(errno.EINVAL, "not a regular file", path)
+    except BaseException:
         os.close(fd)
-        raise StorageError(errno.EINVAL, "not a regular file", path)
+        raise
     return fd
 
 

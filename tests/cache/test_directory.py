@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import signal
 import threading
@@ -23,12 +24,14 @@ from monai_gds import limits
 from monai_gds.cache import blosc
 from monai_gds.cache.directory import CacheDirectory, prepare
 from monai_gds.cache.header import SUFFIX
+from monai_gds.cache.maintenance import check, survey
 from monai_gds.cache.temporary import abandoned
 from monai_gds.cache.tree import encode_item
-from monai_gds.errors import CacheWarning, FileChanged
+from monai_gds.errors import CacheWarning, FileChanged, MonaiGdsError
 from monai_gds.storage import Pending, Reads, Storage, open_storage
 from monai_gds.storage.posix import PosixBackend
 from tests.cache.conftest import key
+from tests.cache.test_record import header_of, with_header
 from tests.machines import fork, in_child, mounted_tmpfs, read_only, shared_folder
 
 LARGE = 1 << 20  # bytes that are mapped once they were verified, and read by threads before
@@ -686,3 +689,46 @@ def test_heads_count_the_tables_of_tiles(tmp_path: Path) -> None:
     compressed(cache)
     image_of(cache, "a")
     assert cache._reader.heads.nbytes > 8 * 27 + 400 * 4
+
+
+def _with_tree(blob: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """A compressed record whose description of the tiles was changed, with a right checksum."""
+    found = header_of(blob)
+    tree = json.loads(found["__metadata__"]["tree"])
+    change(tree["image"]["$tensor"]["tiles"])
+    found["__metadata__"]["tree"] = json.dumps(tree)
+    return with_header(blob, found)
+
+
+@needs_blosc2
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codec": []}, {"codec": "new"}, {"shape": [10**400]}, {"shape": [-5, 3]}, {"shape": [1] * 100},
+        {"shape": [1 << 16, 1 << 14, 256], "tile": [128, 64, 128]}, {"palette": 3}, {"dtype": 7}, {"tile": "x"},
+        {"shape": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_hostile_description_of_tiles_ends_no_epoch_and_no_listing(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = compressed(opened(tmp_path, codec="lz4"))
+    path.write_bytes(_with_tree(path.read_bytes(), lambda tiles: tiles.update(change)))
+    with pytest.warns(CacheWarning, match="computed anew|without being replaced"):
+        assert image_of(opened(tmp_path), "a") is None
+    assert len(list(survey(tmp_path))) == 1
+    found = check(path)
+    assert found is not None and (found.problem or "palette" in change)
+
+
+@needs_blosc2
+def test_what_cannot_be_compressed_is_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise MonaiGdsError("Blosc2 could not compress 5 bytes (error -35)")
+
+    monkeypatch.setattr(blosc, "compress", failing)
+    cache = opened(tmp_path, codec="lz4")
+    with pytest.warns(CacheWarning, match=r"saved uncompressed: .*error -35"):
+        path = compressed(cache)
+    assert path.stat().st_size > image().nbytes
+    found = image_of(cache, "a")
+    assert found is not None and torch.equal(found, image())

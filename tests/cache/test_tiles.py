@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from monai_gds import limits
 from monai_gds.cache import blosc
-from monai_gds.cache.tiles import Layout, Packed, Tiles, pack, tile_shape
+from monai_gds.cache.tiles import Layout, Packed, Tiles, check, pack, tile_shape
 from monai_gds.errors import DamagedRecord, NewerRecord
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("blosc2") is None, reason="blosc2 is not installed")
@@ -74,7 +74,7 @@ def test_gives_back_every_bit(
     packed = pack(tensor, codec, edge)
     if packed is not None:
         tiles = read(packed)
-        tiles.check(packed.streams.numpy())
+        check(tiles, packed.table.numpy(), packed.streams.numpy())
         assert same_bits(tiles.unpack(packed.streams.numpy()), tensor)
         assert packed.streams.nbytes + packed.table.nbytes < tensor.nbytes
     else:
@@ -149,9 +149,9 @@ def test_every_flipped_byte_of_a_stream_is_found(codec: str) -> None:
         for at in range(tiles.starts[tile], tiles.starts[tile] + tiles.sizes[tile], 997):
             streams[at] ^= 64
             with pytest.raises(DamagedRecord, match=f"tile {tile} of 8"):
-                tiles.check(streams)
+                check(tiles, packed.table.numpy(), streams)
             streams[at] ^= 64
-    tiles.check(streams)
+    check(tiles, packed.table.numpy(), streams)
 
 
 @given(flips=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=20))
@@ -192,7 +192,8 @@ NODE = Layout(torch.float32, (1, 40, 40, 40), (32, 32, 32), "lz4", 10).to_node()
         {"dtype": "F31"}, {"dtype": 5}, {"dtype": None}, {"shape": [1, 40, 40, -40]}, {"shape": [1, 40, 40, 1.5]},
         {"shape": "40"}, {"shape": [0, 40]}, {"shape": [1 << 41]}, {"shape": [True, 40]}, {"tile": [32, 32]},
         {"tile": [0, 32, 32]}, {"tile": [1 << 12, 1 << 12, 1 << 12]}, {"palette": -1}, {"palette": 65_537},
-        {"palette": None}, {"tile": None},
+        {"palette": None}, {"tile": None}, {"codec": []}, {"codec": {}}, {"filter": None},
+        {"shape": [600 << 22], "tile": [1, 1, 4 << 20], "dtype": "U8", "palette": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -212,6 +213,28 @@ def test_a_layout_of_a_later_version_is_refused_by_name(change: dict[str, Any]) 
 
 def test_small_tensors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pack(torch.zeros(1023), "lz4") is None
+
+
+def test_a_tensor_that_does_not_fit_into_memory_is_damage() -> None:
+    """Tiles of equal bytes take 8 bytes of table each, whatever their size."""
+    layout = Layout.of_node({**NODE, "shape": [1 << 16, 1 << 14, 256], "tile": [128, 64, 128], "palette": 0})
+    table = np.zeros(layout.table_bytes, np.uint8)
+    with pytest.raises(DamagedRecord, match="does not fit into memory"):
+        Tiles(layout, table, 16).unpack(np.zeros(16, np.uint8))
+
+
+def test_rows_of_more_than_two_gigabytes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blosc, "MOST_BYTES", 1 << 18)
+    assert pack(torch.zeros(1 << 19), "lz4") is None
+    assert pack(torch.zeros(64, 64, 64), "lz4") is not None
+
+
+def test_a_default_device_does_not_matter() -> None:
+    tensor = ct()
+    with torch.device("meta"):
+        packed = packed_of(tensor)
+        found = read(packed).unpack(packed.streams.numpy())
+    assert same_bits(found, tensor)
 
 
 def test_huge_declared_shapes_take_no_memory() -> None:
