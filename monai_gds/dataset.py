@@ -144,7 +144,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         compression: ``"lz4"`` or ``"zstd"`` compresses tensors of 1 MiB and more, without loss, if they get at least
             15 % smaller. Images on their native grid and labels hold few different values and get several times
             smaller, resampled images less. The CPU unpacks whole tensors, also for a crop and for a CUDA target, in
-            about a second per GB. None stores tensors as they are. A record is read in whatever form it lies.
+            one to two seconds per GB. None stores tensors as they are. A record is read in whatever form it lies.
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
             computed anew.
