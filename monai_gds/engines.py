@@ -1,7 +1,7 @@
 """Where :mod:`monai_gds.populate` has items computed: in this process, in workers of its own, or over an executor.
 
 An engine's ``submit(index, anyway)`` has the record of an item made, with ``anyway`` even while another process is at
-it. It returns a future of what became of the item and of who saw to it. The future raises NotSaved or PopulateError
+it. It returns a future of the item's outcome and the worker's name. The future raises NotSaved or PopulateError
 where going on is of no use, and anything else if a worker died.
 
 The workers of an executor share the cache directory with this process, whatever host they are on. They read the pickled

@@ -2,7 +2,7 @@
 
 The operations are those of DeepSpeed's DeepNVMe examples
 (https://github.com/deepspeedai/DeepSpeedExamples/tree/master/deepnvme/file_access): load and store, CPU and GPU tensor.
-What the examples prepare outside of their timing (an open storage, a destination) is not timed here either. Methods are
+The examples prepare an open storage and a destination outside of their timing, and so do the methods here. Methods are
 ``python``, ``direct`` (threads over O_DIRECT without any library: what the drive gives) and this package's backends.
 """
 

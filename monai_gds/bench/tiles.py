@@ -1,7 +1,7 @@
 """``monai-gds bench dataset --only tiles``: cached epochs of compressed records, over data of several kinds.
 
-Each kind says what it is: synthetic CT or a real MRI template, on its native grid (few different values) or resampled
-(many), and noise, from which nothing is gained.
+Each kind is named after its data: synthetic CT or a real MRI template, on its native grid (few different values) or
+resampled (many), and noise, from which nothing is gained.
 """
 
 from __future__ import annotations

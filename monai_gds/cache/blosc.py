@@ -4,7 +4,7 @@ Used by :mod:`monai_gds.cache.tiles`. Each block goes through Blosc2's byte shuf
 plain LZ4 block or Zstd frame. Other decoders of these formats read them too, such as nvCOMP on a GPU. A block that does
 not get smaller is stored, shuffled. A block of equal bytes takes no room.
 
-The Python package blosc2 is not imported: that takes a second, and its functions keep the interpreter's lock. Only the
+The Python package blosc2 is not imported: that takes 0.4 s, and its functions keep the interpreter's lock. Only the
 library in its wheel is loaded. Its chunks are specified in C-Blosc2's README_CHUNK_FORMAT.rst:
 
     32 bytes  header: format versions, flags, element size, bytes, block bytes, compressed bytes, filters, codec
@@ -34,8 +34,7 @@ from monai_gds.errors import DamagedRecord, MonaiGdsError
 
 __all__ = ["CODECS", "HEADER_BYTES", "MOST_BYTES", "Blocks", "compress", "decompress", "head_bytes", "why_not"]
 
-#: Codec -> Blosc2's code, compression level, and format code in the header's flags. Decoding speed does not depend on
-#: the level.
+#: Codec -> Blosc2's code, compression level, and format code in the header's flags.
 CODECS = {"lz4": (1, 5, 1), "zstd": (5, 1, 4)}
 
 HEADER_BYTES = 32

@@ -4,8 +4,8 @@ Used by :mod:`monai_gds.cache.tiles`. Whatever pointwise transforms made of a CT
 holds only as many bit patterns as the scanner wrote: 426 to 2,897 in the volumes that were measured. Indices of one or
 two bytes stand for elements of four or eight, and compress better.
 
-Values are compared as bit patterns, so NaNs and -0.0 are kept. Sorting all elements costs 110 to 250 MB/s on one core;
-hashing them, as here, 500 to 900.
+Values are compared as bit patterns, so NaNs and -0.0 are kept. On one core of a 2-core machine ``numpy.unique`` did
+140 to 180 MB/s of float32, and hashing, as here, 400 to 640.
 """
 
 from __future__ import annotations

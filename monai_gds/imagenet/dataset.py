@@ -258,7 +258,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 def _graph_of(
     nodes: dict[str, Any], decoding: Decoding | None, on_gpu: bool, graph: Callable[[Any, Any], tuple[Any, Any]] | None
 ) -> dict[str, Any]:
-    """The DALI graph. It is no method, so a dropped dataset is not in a cycle and frees GPU memory at once."""
+    """The DALI graph. It is not a method, so a dropped dataset is not in a cycle and frees GPU memory at once."""
     image, label = nodes["image"], nodes["label"]
     if decoding is not None:
         image = decoding.graph(image, on_gpu)
