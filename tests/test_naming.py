@@ -94,7 +94,9 @@ def raised(work: Any) -> str:
         try:
             work()
         except Exception as e:
-            return "".join(traceback.format_exception(e)).rstrip()
+            text = "".join(traceback.format_exception(e)).rstrip()
+            traceback.clear_frames(e.__traceback__)  # a loader's workers end here, not in a later test
+            return text
     pytest.fail("no error")
 
 
@@ -107,7 +109,8 @@ def raised(work: Any) -> str:
         lambda d: d.__getitems__([0, 2]),
         lambda d: list(DataLoader(d, batch_size=1, num_workers=0)),
         lambda d: list(DataLoader(d, batch_size=1, num_workers=2)),
-        lambda d: list(DataLoader(d, batch_size=1, num_workers=1, multiprocessing_context="spawn")),
+        # Only the broken item: a spawned worker that ends while torch still pickles a tensor in it may abort.
+        lambda d: list(DataLoader(Subset(d, [2]), batch_size=1, num_workers=1, multiprocessing_context="spawn")),
         lambda d: list(GDSDataLoader(d, batch_size=1)),
         lambda d: list(GDSDataLoader(Subset(d, [3, 2]), batch_size=1)),
         lambda d: list(GDSDataLoader(d, batch_size=1, num_workers=2)),
