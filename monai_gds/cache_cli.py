@@ -70,6 +70,8 @@ def list_records(
 ) -> None:
     """List the records of a cache directory with their pipeline, time, size, tensors and sources.
 
+    "÷ 5.2 (lz4, 32³)" marks a record that is 5.2 times smaller than its tensors, by LZ4 in tiles of that size.
+
     The last lines sum up each pipeline. `prune --pipeline` deletes the records of one that you no longer need.
     """
     records = maintenance.survey(directory, Index(directory))
@@ -104,7 +106,7 @@ def _lines(records: Sequence[Found]) -> list[str]:
     lines = [line("record", "pipeline", "made", "MB", "tensors from sources")]
     for found in records:
         names = ", ".join(os.path.basename(path) or path for path in found.sources)
-        smaller = f" ÷ {found.ratio:.1f}" if found.ratio > 1 else ""
+        smaller = f" {found.packed}" if found.packed else ""
         content = found.problem or _tensors(found.tensors) + smaller + (f" from {names}" if names else "")
         megabytes = f"{found.nbytes / 1e6:.1f}"
         lines.append(line(found.name, _pipeline(found), _time(found), megabytes, content.replace("\n", "\\n")))
@@ -152,6 +154,7 @@ def _as_json(found: Found) -> dict[str, Any]:
         "pipeline": found.pipeline,
         "item": found.item,
         "ratio": round(found.ratio, 3),
+        "form": found.form,
         "tensors": [{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in found.tensors],
         "sources": found.sources,
         "problem": found.problem,
@@ -332,22 +335,32 @@ def warm(
             "must see the cache directory and the data under the same paths, and be able to import the module.",
         ),
     ] = None,
+    convert: Annotated[
+        bool,
+        typer.Option(
+            help="Also write records anew, without computing their items, that are in another form than the dataset's "
+            "compression= and tiles= ask for."
+        ),
+    ] = True,
     progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
 ) -> None:
     """Compute every item of a dataset that is not cached yet. Started again after a kill, it goes on where it was.
 
-    Modules are looked for in the working directory first. Exit code 1 when items failed; they are named.
+    A record that cannot be unpacked here stays as it is. With compression="auto", the default, only records of whole
+    tensors are converted, where tiles suit the dataset better. Modules are looked for in the working directory first.
+    Exit code 1 when items failed; they are named.
     """
     if dask is not None and num_workers:
         raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
     dataset = _dataset_from(function)
     try:
         with _dask_executor(dask) as executor:
-            done = dataset.populate(num_workers, progress, executor=executor)
+            done = dataset.populate(num_workers, progress, executor=executor, convert=convert)
     except KeyboardInterrupt:
         held = len(maintenance.record_files(dataset.cache_dir)) if dataset.cache_dir else 0
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
-    say(f"{done.computed} items computed, {done.cached} were cached already")
+    converted = f", {done.converted} converted to {dataset.record_form()}" if done.converted else ""
+    say(f"{done.computed} items computed, {done.cached} were cached already{converted}")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +21,23 @@ from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
-from monai_gds.cache import blosc
+from monai_gds.cache.compression import Codec, Compression
 from monai_gds.cache.directory import CacheDirectory, folder_named, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index
+from monai_gds.cache.kept import bytes_of
 from monai_gds.cache.key import Key
 from monai_gds.cache.problems import with_advice
 from monai_gds.cache.reading import PendingItem, Verify
+from monai_gds.cache.rounding import check_bits, rounded
 from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
 from monai_gds.cache.sources import Policy, Sources
 from monai_gds.cache.tree import EncodedItem, compile_tree, copy_item, encode_item
 from monai_gds.cache.writer import process_writer
 from monai_gds.describe import describe, explain_item, uncached, why_missed
-from monai_gds.errors import CacheWarning, CodecMissing, FileChanged, NotSaved, UnsupportedType
+from monai_gds.draws import Draws, Turn
+from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
 from monai_gds.item_keys import HashTransform, ItemKeys, MonaiVersion
 from monai_gds.naming import naming
 from monai_gds.populate import Populated, Saved, populate
@@ -54,24 +58,50 @@ _WAYS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
 class Begun:
     """An item that :meth:`GDSDataset.begin` began. Hundreds are in flight."""
 
-    __slots__ = ("_cache", "_dataset", "_index", "_item", "_key", "_pending")
+    __slots__ = ("_cache", "_dataset", "_index", "_item", "_key", "_pending", "_turn")
 
     def __init__(
         self, dataset: GDSDataset, item: Any, index: Any,
         cache: CacheDirectory | None = None, key: Key | None = None, pending: PendingItem | None = None,
+        turn: Turn | None = None,
     ) -> None:  # fmt: skip
         self._dataset, self._item, self._index = dataset, item, index
-        self._cache, self._key, self._pending = cache, key, pending
+        self._cache, self._key, self._pending, self._turn = cache, key, pending, turn
 
     @property
     def cached(self) -> bool:
         """Whether the item has a record."""
-        return self._pending is not None
+        return self._pending is not None or (self._turn is not None and self._turn.lazy is not None)
 
     @property
     def nbytes(self) -> int:
-        """Size of the record that is being read, 0 if there is none."""
-        return 0 if self._pending is None else self._pending.nbytes
+        """Size of what is being read, and of what is unpacked from it; 0 if there is no record.
+
+        It is less once an item is drawn that was waiting for those before it.
+        """
+        if self._pending is not None:
+            return self._pending.nbytes
+        return 0 if self._turn is None else self._turn.nbytes
+
+    @property
+    def waits(self) -> bool:
+        """Whether the item is still to be drawn, after which ``nbytes`` is another."""
+        return self._turn is not None and self._turn.waits
+
+    def end(self) -> Any:
+        """The item behind its random transforms."""
+        turn = self._turn
+        if turn is None:
+            return self._dataset._post_transform(self.finish())
+        split = self._dataset.split()
+        drawn = turn.queue.take(turn) if turn.queue.split is split else None
+        try:
+            if drawn is None:
+                return split.after(self.finish())
+            self._dataset._state.why = []  # not every item is missed
+            return split.after(*drawn)
+        finally:
+            turn.queue.go_on()
 
     def finish(self) -> Any:
         """The item up to its random transforms. If it was not cached, it is computed here and saved."""
@@ -96,6 +126,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     on cached items. On a CPU target tensors and arrays are private mappings of the record: a crop reads only the pages
     it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.) Arrays inside
     metadata keep their type and stay on the CPU, and string arrays stay NumPy.
+
+    Where crops come first among the random transforms and a record is in tiles (see ``compression``), the crops are
+    drawn before anything is read, and only the tiles that they touch are read. Items and random states stay the same.
 
     Any number of processes, runs and experiments may share one ``cache_dir``. An item gets a new record when anything
     changes that it was computed from: the item itself, the transforms with their parameters and code, files that the
@@ -141,19 +174,34 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             every epoch, with one warning; ``"error"`` raises UnsupportedType.
         verify: when checksums are compared: ``"first"`` (once per file and process; at every read with a backend that
             reads behind the file system's back), ``"always"`` or ``"never"``.
-        compression: ``"lz4"`` or ``"zstd"`` compresses tensors of 1 MiB and more, without loss, if they get at least
-            15 % smaller. Images on their native grid and labels hold few different values and get several times
-            smaller, resampled images less. The CPU unpacks whole tensors, also for a crop and for a CUDA target, in
-            one to two seconds per GB. None stores tensors as they are. A record is read in whatever form it lies.
+        compression: how new records are compressed. ``"lz4"`` and ``"zstd"`` cut tensors of 1 MiB and more into tiles
+            and compress these without loss, if the tensor gets at least 15 % smaller. Images on their native grid and
+            labels hold few different values and get several times smaller, resampled images less. ``"bitcomp"`` is
+            nvCOMP's, and readable on a CUDA device only. None stores tensors as they are. ``"auto"`` takes ``"lz4"``
+            where MONAI's own crops come first among the random transforms, and where a CUDA device unpacks tiles, if
+            Blosc2 is installed; otherwise tensors stay whole, which a CPU maps without reading them. None of this is
+            part of the key: a record is read in whatever form it lies, and only ``populate(convert=True)`` and
+            ``monai-gds cache warm`` write an existing one anew.
+        tiles: voxels along each edge of a tile: 16, 32 or 64. Smaller ones cost a crop fewer bytes, and get less small.
+            ``"auto"`` is 32. None is for whole tensors, and goes with ``compression="auto"`` or None.
+        mantissa_bits: rounds the values of float32 and float64 tensors of 1 MiB and more to so many bits of mantissa, 1
+            to 22, so that they compress better. This is lossy, by a relative error of at most ``2 ** -(bits + 1)``: 13
+            bits keep four decimal digits. It is part of the key, holds for hits, misses and items that are not cached,
+            and does not depend on ``compression``. NaN, infinities, integers, smaller tensors and all metadata, such as
+            affines, stay as they are.
+        device_bytes: how much memory of the CUDA device compressed records may occupy, such as ``20e9`` or ``"20GB"``.
+            The first ones that are read stay there, still compressed, and a hit on one of them only unpacks it, once
+            the file's identity is compared. 0 keeps none.
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
             computed anew.
 
     Raises:
         TypeError: ``data`` is not a sequence; ``cache_dir`` is not a path.
-        ValueError: no such device, backend or choice; ``cache_dir`` is a file, or empty; ``root`` is not a folder.
+        ValueError: no such device, backend or choice; choices that contradict each other; ``cache_dir`` is a file, or
+            empty; ``root`` is not a folder.
         BackendUnavailable: the backend named does not work here.
-        CodecMissing: the library for ``compression`` is not installed.
+        CodecMissing: the library of the codec that ``compression`` names is not installed.
         HashingError: a transform, or on access an item, has no stable hash.
         UnsupportedType: on access, with ``unsupported="error"``.
 
@@ -189,16 +237,17 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         arrays: Literal["auto", "numpy", "torch"] = "auto",
         unsupported: Literal["warn", "error"] = "warn",
         verify: Verify = "first",
-        compression: Literal["lz4", "zstd"] | None = None,
+        compression: Literal["auto"] | Codec | None = "auto",
+        tiles: Literal["auto"] | int | None = "auto",
+        mantissa_bits: int | None = None,
+        device_bytes: float | str = 0,
         durable: bool = False,
     ) -> None:
         _check_choice("verify", verify, "first", "always", "never")
         _check_choice("monai_version", monai_version, "exact", "minor", None)
         _check_choice("arrays", arrays, "auto", "numpy", "torch")
         _check_choice("unsupported", unsupported, "warn", "error")
-        _check_choice("compression", compression, *blosc.CODECS, None)
-        if compression is not None and (why := blosc.why_not()):
-            raise CodecMissing(f"compression={compression!r}: {why}")
+        check_bits(mantissa_bits)
         if not callable(sources):
             _check_choice("sources", sources, "content", "stat", "once", None)
         _check_data(data)
@@ -215,6 +264,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             weights_only=weights_only,
         )
         self.device = resolve_device(device)
+        Compression.of(compression, tiles, self.device.type == "cuda", crops=False)  # raises what is wrong with them
         self.backend, self.backend_reason = choose_backend(backend, self.device)
         self.backend_options = dict(backend_options or {})
         self.hash_transform = hash_transform
@@ -227,6 +277,15 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.unsupported = unsupported
         self.verify: Verify = verify
         self.compression = compression
+        self.tiles = tiles
+        self.mantissa_bits = mantissa_bits
+        self.device_bytes = bytes_of(device_bytes, "device_bytes")
+        if self.device_bytes and self.device.type != "cuda":
+            raise ValueError(
+                f"device_bytes={device_bytes!r} is memory of a CUDA device, and items come on {self.device}"
+            )
+        self._saves_in: Compression | None = None  # of a copy that makes records for another process
+        self._converts = False
         self.durable = durable
         self._state = _Runtime()
         self._unmade = False
@@ -260,8 +319,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return
         sources = Sources(self.sources, None if self.cache_dir is None else os.fspath(self.cache_dir))
         self._state.keys = ItemKeys(
-            split, self.hash_func, hash_xform_func, sources, self.root, self.monai_version, self.reset_ops_id
-        )
+            split, self.hash_func, hash_xform_func, sources, self.root, self.monai_version, self.reset_ops_id,
+            self.mantissa_bits,
+        )  # fmt: skip
         self.transform_hash = self._state.keys.transform_hash
 
     def _pre_transform(self, item_transformed: Any) -> Any:
@@ -276,10 +336,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _transform(self, index: int) -> Any:
         if type(self)._cachecheck is not GDSDataset._cachecheck:  # a subclass's own way from an item to its transforms
             return super()._transform(index)
-        return self._post_transform(self._begin([self.data[index]], [index])[0].finish())
+        return self._begin([self.data[index]], [index])[0].end()
 
     def _cachecheck(self, item_transformed: Any) -> Any:
-        return self._begin([item_transformed], [None])[0].finish()
+        return self._begin([item_transformed], [None], whole=True)[0].finish()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A batch for torch's and MONAI's loaders: all reads begin before the first is waited for."""
@@ -300,7 +360,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def end(self, begun: Begun) -> Any:
         """The item on the device, behind its random transforms. If it was not cached, it is computed and saved."""
-        return self._post_transform(begun.finish())
+        return begun.end()
 
     @property
     def caches(self) -> bool:
@@ -317,6 +377,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         world_size: int | None = None,
         *,
         executor: Executor | None = None,
+        convert: bool = False,
     ) -> Populated:
         """Runs the deterministic transforms over every item that is not cached yet.
 
@@ -341,9 +402,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             world_size: how many processes share the items; default: torch.distributed's where it is initialised, else
                 1. With 1 the process waits for no other.
             executor: computes the items in place of ``num_workers``. It is not shut down.
+            convert: writes records anew that are in another form than ``compression`` and ``tiles`` ask for, from their
+                own bytes. With ``compression="auto"`` only records of whole tensors that nobody has tried to compress
+                are converted, so machines that share a cache do not undo each other's work. A damaged record is
+                computed; one that cannot be unpacked here stays as it is.
 
         Returns:
-            How many items were cached already and how many were computed, on all ranks together.
+            How many items were cached already, how many were computed and how many converted, on all ranks together.
 
         Raises:
             PopulateError: items failed, another rank did, or the workers of ``executor`` cannot do the work; all items
@@ -361,10 +426,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return Populated(0, 0)  # the user has been warned of it
         why = self._why_to_populate() if ranks.rank == 0 else []  # before records of this run are in the index
         try:
-            done = populate(self.for_saving(), num_workers, executor, progress, ranks)
+            done = populate(self.for_saving(convert), num_workers, executor, progress, ranks)
         finally:
             self.tidy()
-        if not done.cached:
+        if not done.cached and not done.converted:
             self._warn_of_misses(why, stacklevel=3)
         return done
 
@@ -373,10 +438,14 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if self.cache_dir is not None:
             tidy(self.cache_dir)
 
-    def for_saving(self) -> GDSDataset:
-        """A copy for a process that only makes records, which are equal for all target devices."""
+    def for_saving(self, convert: bool = False) -> GDSDataset:
+        """A copy for a process that only makes records, in the form that this dataset asks for.
+
+        With ``convert``, records in another form count as missing, and are converted.
+        """
         view = copy(self)
         view._computes_under = self._keys().capture()
+        view._saves_in, view._converts = self.record_form(), convert
         if self.device.type != "cpu":
             view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
         return view
@@ -420,9 +489,36 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._state.keys
 
     def holds(self, key: Key) -> bool:
-        """Whether there is a record of a key."""
+        """Whether there is a record of a key; in a copy that converts, one that may stay as it is."""
         cache = self._cache()
-        return cache is not None and cache.holds(key.digest)
+        return cache is not None and cache.holds(key.digest, self._converts)
+
+    def why_unusable(self, key: Key) -> str | None:
+        """Why the record of a key cannot be used here; None if it can, as far as its header shows."""
+        cache = self._cache()
+        return None if cache is None else cache.why_unusable(key.digest)
+
+    def record_form(self) -> Compression:
+        """The form in which records are saved.
+
+        Raises:
+            ValueError: items come on the CPU in this process, and ``compression`` names a codec for GPUs.
+            CodecMissing: the codec's library is not installed.
+        """
+        if self._saves_in is not None:
+            return self._saves_in
+        return Compression.of(self.compression, self.tiles, self.target().type == "cuda", bool(self.split().drawable))
+
+    def read(self, index: int) -> Any:
+        """An item up to its random transforms, as its record holds it; None if there is no usable one."""
+        cache, item = self._cache(), self.data[index]
+        found = None if cache is None else _look(cache, self._key(item), item)
+        return None if found is None else found[0]
+
+    @property
+    def on_values(self) -> Mapping[str, str]:
+        """The random transforms that could not be drawn before anything was read, by name, and why."""
+        return self._state.on_values
 
     def record_path(self, key: Key) -> str:
         """Where the record of a key lies, whether there is one or not."""
@@ -443,16 +539,18 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _save(self, item: Any, index: int, anyway: bool) -> Saved:
         key, cache = self._key(item), self._cache()
         assert cache is not None, "the caller has checked that items are cached"
-        if cache.holds(key.digest):
+        if self.holds(key):
             return Saved("cached", key.digest)
         leases = Leases(cache.path)
         lease = leases.take(key.digest)
         if lease is None and not anyway:
             return Saved("busy")
         with lease or leases.none(key.digest):
-            if cache.holds(key.digest):  # the lease's last holder may have just finished
+            if self.holds(key):  # the lease's last holder may have just finished
                 return Saved("cached", key.digest)
             began = time.perf_counter()
+            if self._converts and (how := self._convert(cache, key)):
+                return Saved(how, key.digest, time.perf_counter() - began)
             encoded, _ = self._compute(item, index, "error")
             seconds = time.perf_counter() - began
             changed = key.changes(self._key(item))
@@ -464,19 +562,55 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {with_advice(e)}") from e
         return Saved("computed", key.digest, seconds)
 
+    def _convert(self, cache: CacheDirectory, key: Key) -> Literal["converted", "cached"] | None:
+        try:
+            return cache.convert(key)
+        except OSError as e:
+            raise NotSaved(
+                f"records in {self.cache_dir} cannot be converted: {with_advice(e)}. They serve as they are: without "
+                "convert=True (cache warm --no-convert) they are left alone"
+            ) from e
+
     # The cache
 
-    def _begin(self, items: Sequence[Any], indices: Sequence[Any]) -> list[Begun]:
+    def _begin(self, items: Sequence[Any], indices: Sequence[Any], whole: bool = False) -> list[Begun]:
         split = self.split()
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         keys = self._state.keys(items)
+        if split.drawable and not whole and self._may_draw():
+            return self._begin_draws(cache, split, items, indices, keys)
         pendings = cache.start_all([key.digest for key in keys])
         return [
             Begun(self, item, index, cache, key, pending)
             for item, index, key, pending in zip(items, indices, keys, pendings, strict=True)
         ]
+
+    def _begin_draws(
+        self, cache: CacheDirectory, split: Split, items: Sequence[Any], indices: Sequence[Any], keys: Sequence[Key]
+    ) -> list[Begun]:
+        queue = self._queue(split)
+        found: list[Begun] = []
+        for item, index, key, started in zip(
+            items, indices, keys, cache.start_all_lazily([key.digest for key in keys]), strict=True
+        ):
+            pending, lazy = (started, None) if isinstance(started, PendingItem) else (None, started)
+            found.append(Begun(self, item, index, cache, key, pending, Turn(queue, lazy, item)))
+        queue.begin([begun._turn for begun in found if begun._turn is not None])
+        return found
+
+    def _may_draw(self) -> bool:
+        """Whether random transforms may run on ghosts: writes into these are not noticed in inference mode."""
+        return not torch.is_inference_mode_enabled() and type(self)._post_transform is GDSDataset._post_transform
+
+    def _queue(self, split: Split) -> Draws:
+        """The queue of this thread's loop. A loop ends when nothing is begun; a loader's has a thread of its own."""
+        local = self._state.local
+        queue: Draws | None = getattr(local, "queue", None)
+        if queue is None or queue.split is not split or queue.idle:
+            queue = local.queue = Draws(split, self.target(), self._state.on_values)
+        return queue
 
     def _only_compute(self, item: Any, index: Any) -> Any:
         encoded, _ = self._compute(item, index, "pass")
@@ -500,6 +634,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 if unsupported == "warn":
                     self._warn_once(UnsupportedType, f"computed in every epoch, since it cannot be cached: {e}")
                 encoded, storable = encode_item(computed, strict=False), False
+        if (bits := self.mantissa_bits) is not None:
+            encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
         pace.note(time.perf_counter() - began)
         return encoded, storable
 
@@ -562,7 +698,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """Why the first item has no record; empty if it has one."""
         try:
             key, cache = self.key(0), self._cache()
-            return [] if cache is None or cache.holds(key.digest) else why_missed(cache, key)
+            return [] if cache is None else why_missed(cache, key)
         except Exception:  # populating raises it again, and notes it
             return []
 
@@ -600,7 +736,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 verify=self.verify,
                 form=self._form(),
                 index=Index(self.cache_dir),
-                codec=self.compression,
+                compression=self.record_form(),
+                device_bytes=self.device_bytes if device.type == "cuda" else 0,
                 unmade=self._unmade,
             )
             state.cache_owner = Owner()
@@ -636,6 +773,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 raise
             if self.cache_dir is not None and (why := uncached(state.split)):
                 warnings.warn(why, CacheWarning, stacklevel=3)
+            if state.cache is not None:
+                state.cache.compression = self.record_form()
         return state.split
 
     # Going to another process
@@ -658,13 +797,18 @@ class _Runtime:
     the transforms that are reachable from here a second time.
     """
 
-    __slots__ = ("cache", "cache_owner", "keys", "misses", "owner", "split", "warned", "warned_of_cpu", "why")
+    __slots__ = (
+        "cache", "cache_owner", "keys", "local", "misses", "on_values", "owner", "split", "warned", "warned_of_cpu",
+        "why",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.owner = self.cache_owner = Owner()
         self.split: Split | None = None
         self.keys: ItemKeys | None = None
         self.cache: CacheDirectory | None = None
+        self.local = threading.local()
+        self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
         self.misses = 0
         self.why: list[str] = []  # what differs from the nearest record, while every item misses
         self.warned: set[type[Exception]] = set()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from monai.transforms import MapTransform
+
+from monai_gds import limits
+from monai_gds.cache import maintenance
 from monai_gds.cache.explain import Nearest, Wanted, nearest
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key
+from monai_gds.errors import MonaiGdsError
+from monai_gds.ghosts import hazard, parts
 from monai_gds.transforms import Split, uncached_behind
 
 if TYPE_CHECKING:
@@ -35,6 +43,12 @@ def describe(dataset: GDSDataset) -> str:
         ("each epoch", _names(split.rest) or "nothing"),
         ("split", _split(split.deterministic, split.rest)),
     ]
+    if drawn := drawn_first(dataset):
+        rows.append(("crops", drawn))
+    if dataset.caches:
+        rows.append(("records", _records(dataset)))
+    if dataset.mantissa_bits is not None:
+        rows.append(("rounded", f"large float tensors, to {dataset.mantissa_bits} bits of mantissa"))
     if len(dataset.data) and split.deterministic:
         rows.append(("sources", _sources(dataset)))
     head = f"{type(dataset).__name__} of {len(dataset.data)} items"
@@ -43,6 +57,13 @@ def describe(dataset: GDSDataset) -> str:
 
 def _names(transforms: Sequence[Callable[..., Any]]) -> str:
     return ", ".join(map(_name_of, transforms))
+
+
+def _records(dataset: GDSDataset) -> str:
+    try:
+        return f"new ones as {dataset.record_form()}"
+    except (MonaiGdsError, ValueError) as e:  # print() must work on a broken dataset
+        return f"none: {e}"
 
 
 def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
@@ -54,6 +75,34 @@ def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
             f"in front of {_name_of(rest[0])}, which is not a Transform of MONAI's; {behind} behind it could be cached"
         )
     return f"in front of {_name_of(rest[0])}, the first random transform"
+
+
+def drawn_first(dataset: GDSDataset) -> str:
+    """Which random transforms are drawn before anything is read, and which are not and why; empty if nothing crops."""
+    split = dataset.split()
+    rest = split.steps()
+    crops = [step for step in rest if any("Crop" in type(part).__name__ for part in parts(step))]
+    if not crops or not dataset.caches:
+        return ""
+    if not split.drawable:
+        name, why = next((_name_of(step), why) for step in rest if (why := hazard(step)))
+        return f"none is drawn before items are read: {name} comes first, and {why}"
+    notes = [f"{name} ran on values: {why}" for name, why in dataset.on_values.items()]
+    return "; ".join([f"{_names(split.drawable)} drawn before anything is read", *notes])
+
+
+def _arrays_read_whole(dataset: GDSDataset, index: int) -> list[str]:
+    """The keys of an item under which crops get NumPy arrays, of which the cache reads all."""
+    steps = dataset.split().drawable
+    keys = {key for step in steps for part in parts(step) if isinstance(part, MapTransform) for key in part.keys}
+    item = dataset.read(index) if keys else None
+    if not isinstance(item, dict):
+        return []
+    return [str(key) for key in item if key in keys and _is_large(item[key])]
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.nbytes >= limits.TILED_BYTES
 
 
 def _sources(dataset: GDSDataset) -> str:
@@ -93,7 +142,7 @@ def explain_item(dataset: GDSDataset, index: int) -> str:
     dataset.flush()
     key = dataset.key(index)
     if dataset.holds(key):
-        lines = [f"item {index} is a hit: {dataset.record_path(key)}"]
+        lines = _hit(dataset, index, key)
     else:
         near = _nearest(Index(dataset.cache_dir), key)
         lines = [f"item {index} is a miss: there is no {dataset.record_path(key)}", *_lines(near)]
@@ -105,6 +154,22 @@ def explain_item(dataset: GDSDataset, index: int) -> str:
     return "\n".join(lines)
 
 
+def _hit(dataset: GDSDataset, index: int, key: Key) -> list[str]:
+    path = dataset.record_path(key)
+    if why := dataset.why_unusable(key):
+        return [f"item {index} is computed at every access: {path} cannot be used here and is not replaced: {why}"]
+    found = maintenance.look(path)
+    packed = f" {found.packed}" if found is not None and found.packed else ""
+    lines = [f"item {index} is a hit: {path}{packed}"]
+    if drawn := drawn_first(dataset):
+        lines.append(f"  crops: {drawn}")
+    for name in _arrays_read_whole(dataset, index):
+        lines.append(
+            f"  {name!r} is an array, so it is read whole for every crop: end the cached part with EnsureTyped"
+        )
+    return lines
+
+
 def _lines(near: Nearest) -> list[str]:
     if near.entry is None:
         return [f"  {'; '.join(near.differences)}"]
@@ -114,8 +179,12 @@ def _lines(near: Nearest) -> list[str]:
 
 
 def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
-    """What differs from the nearest record, before the index has records of this run; empty if none is near."""
-    near = None if cache.index is None else _nearest(cache.index, key)
+    """What differs from the nearest record, before the index has records of this run; empty if none is near.
+
+    Empty too for a key whose record is there: why it is not used is reported when it is read.
+    """
+    there = os.path.exists(cache.record_path(key.digest))
+    near = None if cache.index is None or there else _nearest(cache.index, key)
     return near.differences if near is not None and near.entry is not None else []
 
 

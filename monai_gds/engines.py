@@ -70,12 +70,12 @@ class Saved(NamedTuple):
     """What became of an item that should have a record.
 
     Attributes:
-        how: its record existed, its record was made, or another process is computing it.
+        how: its record existed, was made, was converted into the form asked for, or another process is computing it.
         digest: of the record's key, if there is one.
         seconds: how long computing it took.
     """
 
-    how: Literal["cached", "computed", "busy"]
+    how: Literal["cached", "computed", "converted", "busy"]
     digest: str = ""
     seconds: float = 0.0
 

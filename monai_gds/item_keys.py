@@ -49,17 +49,21 @@ class ItemKeys:
         root: str | None,
         monai_version: MonaiVersion,
         reset_ops_id: bool,
+        mantissa_bits: int | None,
     ) -> None:
         hashed = _hashed(split, hash_transform, root)
         settings = {**split.settings(), "reset_ops_id": reset_ops_id}
         hashed.description.update({f"Compose.{name}": repr(value) for name, value in settings.items()})
         hashed.description.update({f"state.{name}": value for name, value in defaults().items()})
+        hashed.description["state.mantissa_bits"] = "None"
         self.transform_hash = _transform_hash(split, settings, hash_transform, hashed)
         self._hashed = hashed
         named = files_named(hashed.strings) if hash_transform is not None else []
         self._files = tuple(map(absolute, named))
         self._root = root
         self._monai_version: MonaiVersion = monai_version
+        # Beside the settings of the process, not the transforms: it counts even where these do not.
+        self._rounding: State = () if mantissa_bits is None else (("mantissa_bits", str(mantissa_bits)),)
         self._pipelines: dict[tuple[State, str], Pipeline] = {}
         self._logged = False
         self._make = KeyMaker(hash_func, sources, loaded_keys(split.deterministic), root)
@@ -70,7 +74,7 @@ class ItemKeys:
 
     def pipeline(self) -> Pipeline:
         """The part that keys made now have in common. Settings may change between two calls."""
-        state, version = self.capture(), _version(self._monai_version)
+        state, version = (*self.capture(), *self._rounding), _version(self._monai_version)
         known = self._pipelines.get((state, version))
         if known is None:
             known = Pipeline(self.transform_hash, version, state, self._root, self._hashed.description, self._files)

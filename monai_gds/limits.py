@@ -60,6 +60,10 @@ SLOT_BYTES = 16 << 20
 #: Slots per process and device: 256 MiB of pinned memory once all are in use.
 STAGING_SLOTS = 16
 
+#: Streams for work behind the copies, such as decompressing. nvCOMP takes about 2 ms for LZ4 however few tiles a call
+#: has, so several records are decompressed at once.
+SIDE_STREAMS = 8
+
 #: Smaller tensors on a device are fetched whole to be written, without a slot.
 STAGED_WRITE_BYTES = 1 << 20
 
@@ -93,6 +97,11 @@ KVIKIO_LEAST_BYTES = 1 << 20
 HEAD_READ_BYTES = 32 << 10
 HEADER_READ_BYTES = 16 << 10
 
+#: Pinned memory through which the tables of one record in tiles go to a CUDA device, and how many such pieces a process
+#: keeps. Two volumes of 512x512x300 have 82 kB of tables, and a palette up to 256 kB.
+TABLES_BYTES = 128 << 10
+TABLES_KEPT = 64
+
 #: Memory budget for parsed record heads. Once it is full, new heads are not kept: an epoch visits every record exactly
 #: once, so evicting one head for another gains nothing.
 HEADS_BYTES = 32 << 20
@@ -123,7 +132,19 @@ TILE_BYTES = 4 << 20
 
 #: Tiles are packed and unpacked in slabs of about this many bytes before compression: few native calls, and little
 #: memory beside the tensor.
-SLAB_BYTES = 1 << 20
+SLAB_BYTES = 2 << 20
+
+#: What a record's head holds of the runs of a label: how many elements of each value are in each block, of 4 bytes
+#: each. Larger tables have smaller blocks. Of 956,000 runs of 105 values the blocks have 10 kB.
+RUN_COUNTS_BYTES = 32 << 10
+
+#: Voxels whose values are looked up at a time. An index takes eight bytes for that.
+FILL_VOXELS = 1 << 18
+
+#: Memory for parts of tensors in tiles that is kept for the next items: those of four crops of 96³ from an image and a
+#: label of 512 x 512 x 300 float32 span 70 to 200 MB each, since they keep the strides of the whole volume. Blocks have
+#: powers of two, and what is dropped costs a fault per page when it comes back: 0.19 s in some items.
+VOLUME_POOL_BYTES = 1 << 30
 
 # Cache: keys and sources
 

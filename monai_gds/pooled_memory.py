@@ -1,7 +1,7 @@
 """Host memory that is given back when the last tensor over it is gone: to a pool, for instance.
 
 The kernel zeroes fresh memory page by page, which can take longer than filling it. Used for large batches, by
-:mod:`monai_gds.collate`, and by the images for buffers of their own.
+:mod:`monai_gds.collate`, for what is read of tensors in tiles, and by the images for buffers of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from monai_gds import huge_pages, limits
 
-__all__ = ["pooled_empty", "tensor_at"]
+__all__ = ["pooled_empty", "pooled_volume", "tensor_at"]
 
 
 def tensor_at(address: int, nbytes: int, release: Callable[[], object]) -> torch.Tensor:
@@ -52,7 +52,7 @@ class _Block:
     __slots__ = ("memory", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.nbytes = nbytes
         huge_pages.prefer(self.memory)
 
@@ -72,9 +72,10 @@ class _Pool:
         self.blocks: list[_Block] = []
         self._most = most
 
-    def take(self, nbytes: int) -> _Block:
+    def take(self, nbytes: int, most: int) -> _Block:
+        """A kept block of ``nbytes`` up to ``most``, or a new one of ``nbytes``."""
         for block in reversed(self.blocks):
-            if block.nbytes == nbytes:
+            if nbytes <= block.nbytes <= most:
                 try:
                     self.blocks.remove(block)
                 except ValueError:  # another thread has taken it
@@ -91,6 +92,7 @@ class _Pool:
 
 
 _pool = _Pool(limits.POOL_BYTES)
+_volumes = _Pool(limits.VOLUME_POOL_BYTES)
 
 
 def pooled_empty(nbytes: int) -> torch.Tensor:
@@ -102,5 +104,19 @@ def pooled_empty(nbytes: int) -> torch.Tensor:
     Returns:
         A 1-D uint8 CPU tensor on huge pages. Its memory returns to the pool when nothing shares it any more.
     """
-    block = _pool.take(nbytes + -nbytes % huge_pages.HUGE)
-    return tensor_at(block.memory.data_ptr(), nbytes, partial(_pool.give_back, block))
+    size = nbytes + -nbytes % huge_pages.HUGE
+    return _tensor(_pool, _pool.take(size, size), nbytes)
+
+
+def pooled_volume(nbytes: int) -> torch.Tensor:
+    """As :func:`pooled_empty`, for sizes that vary: blocks have powers of two. From a pool of its own, which batches do
+    not use up.
+    """
+    if nbytes > limits.VOLUME_POOL_BYTES:  # it would not be kept
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    size = max(huge_pages.HUGE, 1 << (nbytes - 1).bit_length())
+    return _tensor(_volumes, _volumes.take(size, 2 * size), nbytes)
+
+
+def _tensor(pool: _Pool, block: _Block, nbytes: int) -> torch.Tensor:
+    return tensor_at(block.memory.data_ptr(), nbytes, partial(pool.give_back, block))

@@ -37,10 +37,17 @@ _HOPELESS = 10
 
 @dataclass(frozen=True, slots=True)
 class Populated:
-    """How many items had a record and how many records were made, on all ranks together."""
+    """How many items had a record, and how many records were made and converted, on all ranks together.
+
+    Attributes:
+        cached: items whose record stayed as it was.
+        computed: items whose record was made.
+        converted: items whose record was written anew in the form asked for, with ``convert=True``.
+    """
 
     cached: int
     computed: int
+    converted: int = 0
 
 
 def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, show: bool, ranks: Ranks) -> Populated:
@@ -71,7 +78,11 @@ def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, s
     failed = sorted(failure for tally in tallies for failure in tally.failures)
     if failed:
         raise PopulateError(_name_some(failed, len(dataset.data)), failed)
-    return Populated(sum(tally.cached for tally in tallies), sum(tally.computed for tally in tallies))
+    return Populated(
+        sum(tally.cached for tally in tallies),
+        sum(tally.computed for tally in tallies),
+        sum(tally.converted for tally in tallies),
+    )
 
 
 @dataclass
@@ -80,6 +91,7 @@ class _Tally:
 
     cached: int = 0
     computed: int = 0
+    converted: int = 0
     failures: list[FailedItem] = field(default_factory=list)
 
 
@@ -133,6 +145,7 @@ class _Filling:
             case Saved(how):
                 tally.cached += how == "cached"
                 tally.computed += how == "computed"
+                tally.converted += how == "converted"
             case FailedItem():
                 tally.failures.append(outcome)
             case Exception() if last:

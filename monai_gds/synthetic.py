@@ -39,11 +39,14 @@ def ct_like(size: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     image = np.full(size, -1000, dtype=np.float32)
     for part, hounsfield in ((body, 40), (lung & body, -800), (liver, 110), (lesion & liver, 60), (spine & body, 600)):
         image[part] = hounsfield
-    image += rng.normal(0, 12, size).astype(np.float32)
+    noise = rng.standard_normal(size, dtype=np.float32)
+    noise *= 12
+    image += noise
     label = np.zeros(size, dtype=np.uint8)
     for part, value in ((liver, 1), (lesion & liver, 2), (spine & body, 3)):
         label[part] = value
-    return np.clip(np.rint(image), -1024, 3071).astype(np.int16), label
+    np.rint(image, out=image)
+    return np.clip(image, -1024, 3071, out=image).astype(np.int16), label
 
 
 def write_volumes(folder: str | Path, count: int, size: Sequence[int]) -> list[dict[str, str]]:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, Literal
 
-from monai.transforms import Compose, MapTransform, Transform
+from monai.transforms import Compose, MapTransform, Transform, apply_transform
 from monai.transforms.compose import execute_compose
 from monai.transforms.traits import RandomizableTrait
+
+from monai_gds.ghosts import drawable
 
 __all__ = ["Split", "loaded_keys", "uncached_behind"]
 
@@ -26,6 +28,7 @@ class Split:
         compose: the pipeline.
         deterministic: the transforms before the first random one, flattened.
         rest: what runs in every epoch.
+        drawable: the first steps of it, if they can be drawn before anything is read.
     """
 
     def __init__(self, compose: Compose) -> None:
@@ -33,6 +36,7 @@ class Split:
         names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
         self._settings = {name: getattr(compose, name) for name in names}
         self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
+        self.drawable = drawable(self.steps()) if self.deterministic else []
 
     def settings(self) -> dict[str, Any]:
         """The settings of the pipeline that change the result of the deterministic half."""
@@ -43,9 +47,19 @@ class Split:
         # threading=True copies transforms that are not thread-safe: several threads may load at once.
         return execute_compose(item, self.deterministic, threading=True, **self._settings)
 
-    def after(self, item: Any) -> Any:
-        """Runs everything from the first random transform on."""
-        return execute_compose(item, self.rest, **self._settings) if self.rest else item
+    def steps(self) -> list[Callable[..., Any]]:
+        """What runs in every epoch, one by one: nested ``Compose`` are taken apart where that is equivalent."""
+        return _steps(self.compose, self.rest)
+
+    def step(self, transform: Callable[..., Any], item: Any) -> Any:
+        """Runs one step, as :meth:`after` would."""
+        return apply_transform(transform, item, **{**self._settings, "log_stats": False})
+
+    def after(self, item: Any, done: int = 0) -> Any:
+        """Runs everything from the first random transform on, without the first ``done`` steps."""
+        if not done:
+            return execute_compose(item, self.rest, **self._settings) if self.rest else item
+        return execute_compose(item, _without(self.compose, self.rest, done), **self._settings)
 
 
 def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Literal["all"]:
@@ -114,6 +128,28 @@ def _equivalent(outer: Compose, inner: Compose) -> bool:
     """
     same = outer.map_items == inner.map_items and outer.unpack_items == inner.unpack_items
     return same and outer.lazy is False and inner.lazy is False
+
+
+def _steps(compose: Compose, transforms: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    found: list[Callable[..., Any]] = []
+    for transform in transforms:
+        if isinstance(transform, Compose) and _in_order(transform) and _equivalent(compose, transform):
+            found.extend(_steps(transform, transform.transforms))
+        else:
+            found.append(transform)
+    return found
+
+
+def _without(compose: Compose, transforms: Sequence[Callable[..., Any]], done: int) -> list[Callable[..., Any]]:
+    """Transforms without their first ``done`` steps, nested as they were."""
+    for i, transform in enumerate(transforms):
+        if not done:
+            return list(transforms[i:])
+        inner = _steps(compose, [transform])
+        if len(inner) > done and isinstance(transform, Compose):
+            return [_tail(transform, _without(transform, transform.transforms, done)), *transforms[i + 1 :]]
+        done -= len(inner)
+    return []
 
 
 def _tail(compose: Compose, transforms: list[Callable[..., Any]]) -> Compose:

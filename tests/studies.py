@@ -220,7 +220,7 @@ def _read(study: Study) -> Outcome:
 def _uncached(study: Study, dataset: GDSDataset) -> Any:
     """What MONAI alone makes of the item, in this process as it is now, by new transforms."""
     whole = _living["script"].transform()
-    values = {"track_meta", "arrays", "reset_ops_id"} & study.settings.keys()
+    values = {"track_meta", "arrays", "reset_ops_id", "mantissa_bits"} & study.settings.keys()
     if values:  # of which MONAI's Compose knows nothing
         settings = {name: study.settings[name] for name in values}
         return GDSDataset(deepcopy(dataset.data), whole, None, device="cpu", **settings)[study.index]

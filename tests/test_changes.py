@@ -1917,3 +1917,85 @@ def another_monai_where_it_does_not_count(s: Study) -> Change:
     s.settings = {"monai_version": None}
     yield
     s.code = VERSION.format("2.0.0")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The form of records
+
+
+def with_large_array(s: Study) -> None:
+    """Adds 8 MB that compress well."""
+    with_array(s, "np.arange(1 << 20) % 1000 / 7")
+
+
+def is_whole(path: Path) -> bool:
+    return path.stat().st_size > 8 << 20
+
+
+@hits()
+def compression(s: Study) -> Change:
+    pytest.importorskip("blosc2")
+    with_large_array(s)
+    s.settings = {"compression": None}
+    yield
+    assert is_whole(s.records()[0])
+    s.settings = {"compression": "zstd"}
+
+
+@hits()
+def compressed_records_where_none_are_asked_for(s: Study) -> Change:
+    pytest.importorskip("blosc2")
+    with_large_array(s)
+    s.settings = {"compression": "lz4"}
+    yield
+    assert not is_whole(s.records()[0])
+    s.settings = {"compression": None}
+
+
+@hits()
+def the_size_of_tiles(s: Study) -> Change:
+    pytest.importorskip("blosc2")
+    with_large_array(s)
+    s.settings = {"compression": "lz4"}
+    yield
+    s.settings = {"compression": "lz4", "tiles": 16}
+
+
+@misses()
+def bits_of_mantissa(s: Study) -> Change:
+    with_large_array(s)
+    yield
+    s.settings = {"mantissa_bits": 13}
+
+
+@misses()
+def other_bits_of_mantissa(s: Study) -> Change:
+    with_large_array(s)
+    s.settings = {"mantissa_bits": 13}
+    yield
+    s.settings = {"mantissa_bits": 12}
+
+
+@misses()
+def bits_of_mantissa_where_transforms_do_not_count(s: Study) -> Change:
+    with_large_array(s)
+    s.settings = {"hash_transform": None}
+    yield
+    s.settings = {"hash_transform": None, "mantissa_bits": 13}
+
+
+@hits()
+def bits_of_mantissa_in_another_form(s: Study) -> Change:
+    pytest.importorskip("blosc2")
+    with_large_array(s)
+    s.settings = {"mantissa_bits": 13, "compression": "zstd"}
+    yield
+    s.settings = {"mantissa_bits": 13, "compression": None}
+
+
+@misses()
+def no_bits_of_mantissa(s: Study) -> Change:
+    with_large_array(s)
+    s.settings = {"mantissa_bits": 13}
+    yield
+    s.settings = {}

@@ -10,6 +10,7 @@ import multiprocessing
 import operator
 import os
 import pickle
+import re
 import resource
 import signal
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import monai.transforms as mt
@@ -34,8 +36,9 @@ from torch.utils.data import Subset
 
 import monai_gds
 from monai_gds import CacheWarning, CodecMissing, GDSDataset, HashingError, UnsupportedType
-from monai_gds.cache import blosc
+from monai_gds.cache import blosc, compression
 from monai_gds.cache.directory import CacheDirectory
+from monai_gds.cache.maintenance import survey
 from monai_gds.cache.writer import process_writer
 from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
 from tests.machines import fork, in_child, mounted_tmpfs, python, read_only, shared_folder
@@ -516,7 +519,15 @@ def test_a_function_that_keeps_the_pipeline_from_the_cache_is_named(make: Make) 
         ({"device": True}, "device must be"),
         ({"device": "cpu", "backend": "warp"}, "backend='warp'.*auto, posix"),
         ({"device": "cpu", "verify": "sometimes"}, "verify='sometimes'.*'first'"),
-        ({"device": "cpu", "compression": "gzip"}, "compression='gzip'.*'lz4', 'zstd' or None"),
+        ({"device": "cpu", "compression": "gzip"}, "compression='gzip'.*'auto', 'lz4', 'zstd', 'bitcomp' or None"),
+        ({"device": "cpu", "compression": "bitcomp"}, "unpacked by GPUs only.*use 'lz4' or 'zstd'"),
+        ({"device": "cpu", "compression": "lz4", "tiles": None}, "compression='lz4' packs tiles, and tiles=None"),
+        ({"device": "cpu", "compression": None, "tiles": 32}, "tiles=32 are compressed, and compression=None"),
+        ({"device": "cpu", "tiles": 24}, "tiles=24: use 'auto', None for whole tensors, or the edge.*16, 32 or 64"),
+        ({"device": "cpu", "tiles": True}, "tiles=True"),
+        ({"device": "cpu", "mantissa_bits": 23}, "mantissa_bits=23: use 1 to 22 of float32's 23 bits, or None"),
+        ({"device": "cpu", "mantissa_bits": 0}, "mantissa_bits=0"),
+        ({"device": "cpu", "mantissa_bits": True}, "mantissa_bits=True"),
     ],
 )
 def test_bad_arguments_name_themselves(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -1089,3 +1100,155 @@ def test_compression_without_its_library_says_what_to_install(make: Make, monkey
     with pytest.raises(CodecMissing, match=r"compression='lz4'.*pip install 'monai_gds\[tiles\]'"):
         make(compression="lz4")
     blosc._library.cache_clear()
+
+
+CROPS, FLIPS = mt.RandSpatialCropd("image", 8), mt.RandFlipd("image")
+
+
+def forms(cache_dir: Path) -> list[str]:
+    """The forms of the records, as their headers note them."""
+    process_writer().flush()
+    return sorted(found.form for found in survey(cache_dir))
+
+
+@needs_blosc2
+def test_auto_writes_tiles_where_the_first_random_transform_crops(make: Make, cache_dir: Path) -> None:
+    items = [{"n": n} for n in range(4)]
+    written: list[str] = []
+    for n, (random, settings, form) in enumerate(
+        [
+            ([CROPS, FLIPS], {}, "lz4 32"), ([FLIPS, CROPS], {}, ""), ([CROPS], {"tiles": 16}, "lz4 16"),
+            ([CROPS], {"compression": None}, ""),
+        ]
+    ):  # fmt: skip
+        make(mt.Compose([mt.Lambda(_volume), *random]), [items[n]], **settings)[0]
+        written = sorted([*written, form])
+        assert forms(cache_dir) == written
+    dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), items)
+    assert all(dataset.is_cached(n) for n in range(4)), "one key, whatever the form"
+
+
+@needs_blosc2
+def test_the_form_follows_a_pipeline_that_is_assigned(make: Make, cache_dir: Path) -> None:
+    dataset = make(mt.Compose([mt.Lambda(_volume), FLIPS]), [{"n": 1}, {"n": 2}])
+    dataset[0]
+    dataset.transform = mt.Compose([mt.Lambda(_volume), CROPS])
+    dataset[1]
+    assert forms(cache_dir) == ["", "lz4 32"]
+
+
+@needs_blosc2
+def test_workers_write_the_form_that_the_dataset_asks_for(make: Make, cache_dir: Path) -> None:
+    dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), [{"n": n} for n in range(2)])
+    dataset.populate(2)
+    assert forms(cache_dir) == ["lz4 32"] * 2
+
+
+def test_auto_without_blosc2_writes_whole_tensors_and_only_print_says_why(
+    make: Make, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blosc, "why_not", lambda: "Blosc2 is not installed: pip install 'monai_gds[tiles]'")
+    dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), VOLUMES)
+    dataset[0]
+    assert forms(cache_dir) == [""]
+    assert "pip install 'monai_gds[tiles]'" in str(dataset)
+
+
+@needs_blosc2
+def test_the_form_is_told(make: Make) -> None:
+    dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), VOLUMES, mantissa_bits=9)
+    assert "new ones as lz4, in tiles of 32³ (crops come first)" in str(dataset)
+    assert "to 9 bits of mantissa" in str(dataset)
+    dataset[0]
+    assert re.match(r"item 0 is a hit: .*\.safetensors ÷ \d+\.\d \(lz4, 32³\)\n", dataset.explain(0))
+    assert "mantissa_bits 9 → None" in make(mt.Compose([mt.Lambda(_volume)]), VOLUMES).explain(0)
+    assert "whole tensors" in str(make(mt.Compose([mt.Lambda(_volume)]), VOLUMES))
+    assert "records:" not in str(make(mt.Compose([mt.Lambda(_volume)]), VOLUMES, None))
+
+
+@needs_blosc2
+def test_workers_make_the_records_that_the_gpu_asks_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "why_not_on_gpu", lambda: None)
+    dataset = make(mt.Compose([mt.Lambda(_volume)]), VOLUMES)
+    assert dataset.for_saving().record_form().codec is None
+    dataset.device = torch.device("cuda", 0)
+    view = dataset.for_saving()
+    assert (view.target().type, view.record_form().codec) == ("cpu", "lz4")
+    assert pickle.loads(pickle.dumps(view)).record_form() == view.record_form()
+
+
+def test_a_codec_for_gpus_is_refused_in_workers_that_return_items(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = make(mt.Compose([mt.Lambda(_volume)]), VOLUMES)
+    dataset.device, dataset.compression = torch.device("cuda", 0), "bitcomp"
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
+    with pytest.raises(
+        ValueError, match=r"compression='bitcomp' is unpacked by GPUs only, .* worker that returns items"
+    ):
+        dataset[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rounding
+
+
+def _many_kinds(item: dict[str, Any]) -> dict[str, Any]:
+    """Large floats as MetaTensor, array and tensor; and what is never rounded."""
+    values = torch.rand(1, 80, 80, 80, generator=torch.Generator().manual_seed(item["n"]))
+    affine = torch.full((4, 4), 0.123456789, dtype=torch.float64)
+    return {
+        "image": MetaTensor(values, affine=affine, meta={"spacing": np.full(3, 0.123456789)}),
+        "array": values[0].numpy() + np.float32(1),
+        "double": values.double() / 3,
+        "small": torch.full((10,), 0.123456789),
+        "label": (values * 1e6).int(),
+    }
+
+
+ROUNDED = ("image", "array", "double")
+
+
+@pytest.mark.parametrize("compression", [None, pytest.param("lz4", marks=needs_blosc2)])
+@pytest.mark.parametrize("bits", [3, 13])
+def test_rounded_items_are_the_same_as_hits_and_misses(make: Make, bits: int, compression: Any) -> None:
+    transform = mt.Compose([mt.Lambda(_many_kinds)])
+    exact = make(transform, VOLUMES, None)[0]
+    expected = make(transform, VOLUMES, None, mantissa_bits=bits)[0]
+    for name in ROUNDED:
+        off = np.abs(np.asarray(expected[name], np.float64) / np.asarray(exact[name], np.float64) - 1).max()
+        assert 0 < off <= 2 ** -(bits + 1)
+    assert_same({**exact, **{name: expected[name] for name in ROUNDED}}, expected)
+    assert_same(expected["image"].affine, exact["image"].affine)
+    with make(transform, VOLUMES, compression=compression, mantissa_bits=bits) as dataset:
+        assert_same(dataset[0], expected)
+    for again in (dataset, make(transform, VOLUMES, mantissa_bits=bits)):
+        assert again.is_cached(0)
+        assert_same(again[0], expected)
+    other = make(transform, VOLUMES)
+    assert not other.is_cached(0)
+    assert_same(other[0], exact)
+    assert not make(transform, VOLUMES, mantissa_bits=bits + 1).is_cached(0)
+
+
+def test_rounding_counts_where_transforms_do_not(make: Make) -> None:
+    transform = mt.Compose([mt.Lambda(_many_kinds)])
+    for settings in ({}, {"mantissa_bits": 5}):
+        dataset = make(transform, VOLUMES, hash_transform=None, **settings)
+        assert not dataset.is_cached(0)
+        with dataset:
+            dataset[0]
+
+
+@needs_blosc2
+def test_rounded_values_compress_better(make: Make, cache_dir: Path) -> None:
+    transform = mt.Compose([mt.Lambda(_many_kinds)])
+    for settings in ({}, {"mantissa_bits": 7}):
+        with make(transform, VOLUMES, compression="zstd", **settings) as dataset:
+            dataset[0]
+    rounded, exact = sorted(path.stat().st_size for path in records(cache_dir))
+    assert rounded < 0.8 * exact
+
+
+def test_a_transform_keeps_the_tensor_that_it_returned(make: Make) -> None:
+    volume = torch.full((1, 80, 80, 80), 0.1)
+    _ = make(mt.Compose([mt.Lambda(lambda item: {"image": volume})]), VOLUMES, mantissa_bits=5)[0]
+    assert bool((volume == 0.1).all())

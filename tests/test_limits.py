@@ -24,7 +24,12 @@ ALLOWED = {
     ("cache/header.py", "_LONGEST"): "safetensors'",
     ("cache/codecs.py", "MAX_DEPTH"): "nesting that a record may have",
     ("cache/single_flight.py", "_MOST_BYTES"): "more than a lease has",
+    ("cache/rounding.py", "ROUNDED_BYTES"): "decides values of items, so it belongs to the key",
+    ("cache/rounding.py", "_CHUNK"): "fits the processor's cache",
+    ("cache/rounding.py", "_MOST"): "of float32's bits",
     ("cache/palette.py", "MOST_VALUES"): "what indices of two bytes tell apart",
+    ("cache/runs.py", "_MOST_VALUES"): "what indices of one byte tell apart",
+    ("cache/runs.py", "_CHUNK"): "fits the processor's cache",
     ("cache/palette.py", "_CHUNK"): "fits the processor's cache",
     ("cache/blosc.py", "HEADER_BYTES"): "Blosc2's",
     # interfaces of the kernel and of the processor

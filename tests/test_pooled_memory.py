@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import torch
 
-from monai_gds import pooled_memory
+from monai_gds import limits, pooled_memory
 from monai_gds.huge_pages import HUGE
-from monai_gds.pooled_memory import pooled_empty, tensor_at
+from monai_gds.pooled_memory import pooled_empty, pooled_volume, tensor_at
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +139,33 @@ def test_the_memory_lives_as_long_as_the_tensor() -> None:
     assert not any(other.any() for other in others)
     with pytest.raises(RuntimeError, match="resiz"):
         tensor.resize_(6 << 20)
+
+
+@pytest.fixture
+def empty_volumes() -> Iterator[list[object]]:
+    pooled_memory._volumes.blocks.clear()
+    yield pooled_memory._volumes.blocks
+    pooled_memory._volumes.blocks.clear()
+
+
+def test_volumes_of_similar_sizes_share_memory(empty_volumes: list[object]) -> None:
+    first = pooled_volume(33 * HUGE)
+    address = first.data_ptr()
+    del first
+    for nbytes in (60 * HUGE + 5, 33 * HUGE, 40 * HUGE):
+        again = pooled_volume(nbytes)
+        assert (again.data_ptr(), again.shape) == (address, (nbytes,))
+        del again
+    assert pooled_volume(3 * HUGE).data_ptr() != address  # else the next large one would find none
+
+
+def test_the_volumes_kept_are_bounded_and_leave_batches_alone(empty_volumes: list[object]) -> None:
+    batch = pooled_empty(3 * HUGE)
+    address = batch.data_ptr()
+    del batch
+    held = [pooled_volume(limits.VOLUME_POOL_BYTES // 2) for _ in range(4)]
+    large = pooled_volume(limits.VOLUME_POOL_BYTES + 1)
+    assert large.numel() == limits.VOLUME_POOL_BYTES + 1
+    del held, large
+    assert len(empty_volumes) == 2
+    assert pooled_empty(3 * HUGE).data_ptr() == address

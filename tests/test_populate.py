@@ -10,25 +10,32 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import monai.transforms as mt
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from monai.data import MetaTensor
 
 from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied, console
+from monai_gds.cache import blosc
+from monai_gds.cache.maintenance import survey
 from monai_gds.cache.writer import process_writer
 from monai_gds.populate import Populated
 from tests.commands import run
 from tests.fixtures_nifti import pipeline, write_volumes
-from tests.machines import ROOT, in_child, mounted_tmpfs
+from tests.machines import ROOT, in_child, mounted_tmpfs, read_only
 from tests.same import assert_same
+
+needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
 
 
 class Make(mt.Transform):
@@ -362,6 +369,165 @@ GDSDataset(data, mt.Compose([Make(Path({str(log)!r}))]), {str(tmp_path / "cache"
     finished = dataset.populate(2)
     assert finished.cached >= len(done) - 2
     assert finished.cached + finished.computed == 30
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Converting
+
+
+class Volume(mt.Transform):
+    """An image that compresses, an affine, and a value that only this run knows; notes each call."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = str(log)
+
+    def __cache_key__(self) -> str:
+        return "volume"
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+        with open(f"{self.log}/{data['n']}.{os.getpid()}", "a") as f:
+            f.write("x")
+        steps = torch.arange(80).repeat(80 * 80).view(1, 80, 80, 80) + data["n"]
+        return {"image": MetaTensor(steps / 7, meta={"n": data["n"], "sizes": np.array([0.5, 2.0])})}
+
+
+@pytest.fixture
+def volumes(tmp_path: Path, log: Path) -> Callable[..., GDSDataset]:
+    def make_dataset(count: int = 3, random: Sequence[Any] = (), **settings: Any) -> GDSDataset:
+        transform = mt.Compose([Volume(log), *random])
+        return GDSDataset([{"n": n} for n in range(count)], transform, tmp_path / "cache", device="cpu", **settings)
+
+    return make_dataset
+
+
+def forms(folder: Path) -> list[str]:
+    """The forms of the records in the cache folder."""
+    return sorted(found.form for found in survey(folder / "cache"))
+
+
+@needs_blosc2
+@pytest.mark.parametrize("workers", [0, 2])
+def test_converts_only_when_asked_and_runs_no_transform(volumes: Any, tmp_path: Path, log: Path, workers: int) -> None:
+    plain = volumes(compression=None)
+    plain.populate()
+    expected = [plain[i] for i in range(3)]
+    before = made(log)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for settings, form in (
+            ({"compression": "lz4"}, "lz4 32"), ({"compression": "lz4", "tiles": 16}, "lz4 16"),
+            ({"compression": "zstd"}, "zstd 32"), ({"compression": None}, ""),
+        ):  # fmt: skip
+            dataset = volumes(**settings)
+            assert dataset.populate(workers) == Populated(cached=3, computed=0)
+            assert forms(tmp_path) != [form] * 3
+            assert dataset.populate(workers, convert=True) == Populated(cached=0, computed=0, converted=3)
+            assert forms(tmp_path) == [form] * 3
+            assert dataset.populate(workers, convert=True) == Populated(cached=3, computed=0)
+            assert_same([dataset[i] for i in range(3)], expected)
+            assert_same([plain[i] for i in range(3)], expected)
+    assert made(log) == before
+
+
+@needs_blosc2
+def test_auto_converts_whole_records_where_it_chooses_tiles_and_nothing_else(volumes: Any, tmp_path: Path) -> None:
+    crops, flips = mt.RandSpatialCropd("image", 8), mt.RandFlipd("image")
+    volumes(compression=None).populate()
+    assert volumes(random=[flips]).populate(convert=True) == Populated(3, 0)
+    assert volumes(random=[crops]).populate(convert=True) == Populated(0, 0, 3)
+    assert forms(tmp_path) == ["lz4 32"] * 3
+    for settings in ({}, {"random": [flips]}, {"random": [crops]}, {"random": [crops], "tiles": 16}):
+        assert volumes(**settings).populate(convert=True) == Populated(3, 0)
+    volumes(compression="zstd").populate(convert=True)
+    assert volumes(random=[crops]).populate(convert=True) == Populated(3, 0)
+    assert forms(tmp_path) == ["zstd 32"] * 3
+
+
+@needs_blosc2
+def test_a_damaged_record_is_computed_where_it_was_to_be_converted(volumes: Any, tmp_path: Path, log: Path) -> None:
+    volumes(compression=None).populate()
+    before = made(log)
+    record = sorted((tmp_path / "cache").glob("*.safetensors"))[1]
+    with record.open("r+b") as file:
+        file.seek(-9000, os.SEEK_END)
+        file.write(b"\x00\xff\xff")
+    dataset = volumes(compression="lz4")
+    with pytest.warns(CacheWarning, match=f"{record.name} cannot be used and is computed anew"):
+        assert dataset.populate(convert=True) == Populated(cached=0, computed=1, converted=2)
+    assert forms(tmp_path) == ["lz4 32"] * 3
+    calls = sum(len((log / name).read_text()) for name in os.listdir(log))
+    assert calls == sum(map(len, before.values())) + 1
+    assert_same(dataset[1], volumes(compression=None)[1])
+
+
+@needs_blosc2
+def test_records_that_cannot_be_unpacked_here_are_kept(
+    volumes: Any, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volumes(compression="lz4").populate()
+    files = {path: path.read_bytes() for path in (tmp_path / "cache").glob("*.safetensors")}
+    monkeypatch.setattr(blosc, "why_not", lambda: "Blosc2 is not installed: pip install it")
+    dataset = volumes(compression=None)
+    with pytest.warns(CacheWarning, match="without being replaced: Blosc2 is not installed") as given:
+        assert dataset.populate(convert=True) == Populated(3, 0)
+    with pytest.warns(CacheWarning, match="without being replaced") as again:
+        assert float(dataset[1]["image"][0, 0, 0, 0]) == np.float32(1 / 7)
+        assert_same(dataset[1], dataset[1])
+    assert len(given) == len(again) == 1
+    assert {path: path.read_bytes() for path in files} == files
+    assert dataset.explain(1).startswith("item 1 is computed at every access: ")
+    assert "pip install it" in dataset.explain(1)
+
+
+@needs_blosc2
+def test_a_folder_that_cannot_be_written_is_told_from_one_without_anything_to_do(volumes: Any, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "cache", 64 << 20) as folder:
+        volumes(compression="lz4").populate()
+        read_only(folder)
+        assert volumes(compression="lz4").populate(convert=True) == Populated(3, 0)
+        assert volumes(compression="zstd").populate() == Populated(3, 0)
+        with pytest.raises(NotSaved, match=r"records in .* cannot be converted: .*mount it writable"):
+            volumes(compression="zstd").populate(convert=True)
+        assert forms(tmp_path) == ["lz4 32"] * 3
+
+
+@needs_blosc2
+def test_two_processes_that_convert_to_two_forms_come_to_an_end(volumes: Any, tmp_path: Path, log: Path) -> None:
+    plain = volumes(12, compression=None)
+    plain.populate()
+    expected, before = [plain[i] for i in range(12)], made(log)
+    datasets = [volumes(12, compression=codec) for codec in ("lz4", "zstd")]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda one: in_child(lambda: one.populate(convert=True, progress=False)), datasets))
+    for one in done:
+        assert one.cached + one.converted == 12 and one.computed == 0
+    assert 12 <= sum(one.converted for one in done) <= 24
+    assert set(forms(tmp_path)) <= {"lz4 32", "zstd 32"}
+    assert_same([datasets[0][i] for i in range(12)], expected)
+    assert made(log) == before
+    assert os.listdir(tmp_path / "cache" / ".tmp") == []
+
+
+@needs_blosc2
+def test_cache_warm_converts_unless_told_not_to(
+    volumes: Any, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volumes(compression=None).populate()
+    name = f"converting_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    module = ModuleType(name)
+    module.make = lambda: volumes(4, compression="zstd", tiles=16)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    done = run("cache", "warm", f"{name}:make", "--no-convert")
+    assert done.stdout == "1 items computed, 3 were cached already\n", done.stderr
+    assert forms(tmp_path) == ["", "", "", "zstd 16"]
+    done = run("cache", "warm", f"{name}:make")
+    assert done.stdout == (
+        "0 items computed, 1 were cached already, 3 converted to zstd, in tiles of 16³ (compression='zstd')\n"
+    ), done.stderr
+    assert forms(tmp_path) == ["zstd 16"] * 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------

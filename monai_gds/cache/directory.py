@@ -18,21 +18,24 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from monai_gds.cache import temporary
-from monai_gds.cache.header import SUFFIX
+from monai_gds.cache.compression import WHOLE, Compression
+from monai_gds.cache.conversion import read_whole
+from monai_gds.cache.header import SUFFIX, parse
 from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.key import Key
 from monai_gds.cache.problems import Problems, with_advice
-from monai_gds.cache.reading import PendingItem, RecordReader, Verify
+from monai_gds.cache.reading import LazyItem, PendingItem, RecordReader, Verify
 from monai_gds.cache.record import pack_record
 from monai_gds.cache.single_flight import Leases
 from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.cache.tree import EncodedItem
 from monai_gds.cache.writer import process_writer
-from monai_gds.errors import CacheWarning
-from monai_gds.storage import Storage
+from monai_gds.errors import CacheWarning, FileChanged, NewerRecord, RecordError
+from monai_gds.storage import Buffer, FileId, Storage
 
 __all__ = ["CacheDirectory", "folder_named", "prepare", "tidy"]
 
@@ -48,7 +51,8 @@ class CacheDirectory:
         verify: see :data:`~monai_gds.cache.reading.Verify`.
         form: the form in which items come out of records.
         index: where published records are noted, or None.
-        codec: what new records are compressed with, see :data:`blosc.CODECS`, or None.
+        device_bytes: budget for packed records that stay in the memory of a CUDA device.
+        compression: the form of new records; may be assigned anew.
         unmade: :func:`prepare` has warned that the directory cannot be made, so nothing is reported until it exists.
     """
 
@@ -61,16 +65,17 @@ class CacheDirectory:
         verify: Verify = "first",
         form: Form = Form(),  # noqa: B008 (immutable)
         index: Index | None = None,
-        codec: str | None = None,
+        device_bytes: int = 0,
+        compression: Compression = WHOLE,
         unmade: bool = False,
     ) -> None:
         self.path = os.path.abspath(path)
         self.index = index
+        self.compression = compression
         self._storage = storage
         self._durable = durable
-        self._codec = codec
         self._problems = Problems(self.path, unmade)
-        self._reader = RecordReader(storage, verify, form, self._problems)
+        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes)
 
     def record_path(self, digest: str) -> str:
         """Where the record of a key lies, whether there is one or not."""
@@ -87,6 +92,20 @@ class CacheDirectory:
         process_writer().wait_for(path)
         return self._reader.start(path)
 
+    def start_lazily(self, digest: str) -> LazyItem | None:
+        """As :meth:`start`, but of tensors in tiles only the boxes are read that are asked for later."""
+        path = self.record_path(digest)
+        process_writer().wait_for(path)
+        return self._reader.start_lazily(path)
+
+    def start_all_lazily(self, digests: Sequence[str]) -> list[LazyItem | PendingItem | None]:
+        """As :meth:`start_all`, but of tensors in tiles only the boxes are read that are asked for later."""
+        paths = [self.record_path(digest) for digest in digests]
+        writer = process_writer()
+        for path in paths:
+            writer.wait_for(path)
+        return self._reader.start_all_lazily(paths)
+
     def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
         """As :meth:`start`, for several records; small ones are read together."""
         if len(digests) == 1:  # reading one record "together" costs 5 us
@@ -97,32 +116,79 @@ class CacheDirectory:
             writer.wait_for(path)
         return self._reader.start_all(paths)
 
-    def holds(self, digest: str) -> bool:
+    def holds(self, digest: str, converted: bool = False) -> bool:
         """Whether there is a record with a sound header. Its data are not read; a damaged header is reported.
 
-        A record of a newer version counts: it is not replaced.
+        A record of a newer version counts, as does one that cannot be unpacked here: it is reported, and not replaced.
+
+        Args:
+            digest: of the record's key.
+            converted: others count only if :meth:`convert` would leave them as they are.
         """
-        return self._reader.is_sound(self.record_path(digest), digest)
+        return self._reader.is_sound(self.record_path(digest), digest, self.compression.suits if converted else None)
+
+    def why_unusable(self, digest: str) -> str | None:
+        """Why the record of a key cannot be used here; None if it can, as far as its header shows."""
+        try:
+            self._reader.examine(self.record_path(digest), digest)
+        except (RecordError, OSError) as e:
+            return str(e)
+        return None
 
     # Writing
 
-    def save(self, key: Key, item: EncodedItem) -> None:
+    def save(self, key: Key, item: EncodedItem, over: FileId | None = None) -> None:
         """Writes a record and makes it visible whole. A failure leaves nothing behind.
 
+        Args:
+            key: the item's key.
+            item: the item.
+            over: the file that the record is to replace; any by default.
+
         Raises:
+            FileChanged: that file is not there any more.
             OSError: disk full, read-only, no permission, input/output error; ``.tmp`` is a link.
         """
         path = self.record_path(key.digest)
-        buffers = pack_record(item, key.ingredients(), self._codec)
+        buffers = pack_record(item, key.ingredients(), self.compression)
         try:
             with temporary.being_written(self.path, key.digest, path) as unfinished:
                 self._storage.write(unfinished, buffers, durable=self._durable)
+                if over is not None and not _is_there(path, over):
+                    raise FileChanged(f"{path} was replaced or removed")
             if self._durable:
                 _sync_directory(self.path)
         finally:  # the record may be there even so, if only syncing its directory failed
             self._reader.forget(path)
         if self.index is not None:
-            _note(self.index, path, key, item)
+            head = buffers[0] if self.compression.codec else b""
+            _note(self.index, path, key, item, head)
+
+    def convert(self, key: Key) -> Literal["converted", "cached"] | None:
+        """Writes a record anew in the form asked for, from its own bytes, and makes it visible whole.
+
+        Readers are served by the old file or by the new one. A record that another process replaced meanwhile stays,
+        whatever its form, so two processes never take turns at replacing one.
+
+        Returns:
+            ``"converted"``; ``"cached"`` if the record stays as it is; None if there is no usable record.
+
+        Raises:
+            OSError: as by :meth:`save`; the record stays as it is.
+        """
+        path = self.record_path(key.digest)
+        try:
+            file, item = read_whole(path, key.digest)
+        except FileNotFoundError:
+            return None
+        except (RecordError, OSError) as e:
+            self._reader.report_unusable(path, e)
+            return "cached" if isinstance(e, NewerRecord) else None
+        try:
+            self.save(key, item, over=file)
+        except FileChanged:
+            return "cached" if self.holds(key.digest) else None
+        return "converted"
 
     def publish(self, key: Key, item: EncodedItem) -> bool:
         """As :meth:`save`, but a failure is only reported, once per kind. Returns whether the record is there now."""
@@ -143,15 +209,26 @@ class CacheDirectory:
         process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
 
 
-def _note(index: Index, path: str, key: Key, item: EncodedItem) -> None:
-    """Notes a record that was just written in the index, if possible."""
-    with contextlib.suppress(OSError):  # pruned already
+def _is_there(path: str, file: FileId) -> bool:
+    try:
+        return FileId.of(path) == file
+    except FileNotFoundError:
+        return False
+
+
+def _note(index: Index, path: str, key: Key, item: EncodedItem, head: Buffer) -> None:
+    """Notes a record that was just written in the index, if possible.
+
+    ``head`` is its header if packing was tried, else empty: only that tells whether it succeeded.
+    """
+    with contextlib.suppress(OSError, RecordError):  # pruned or replaced already
         st = os.stat(path)
         tensors = tuple((name, str(t.dtype)[6:], tuple(t.shape)) for name, t in item.tensors.items())
         pipeline = key.pipeline.digest
         index.describe_pipeline(pipeline, key.pipeline.describe())
+        form = parse(bytes(head), st.st_size).form if head else ""
         index.note_record(
-            IndexEntry(key.digest, key.item, pipeline, st.st_size, st.st_mtime_ns, tensors, dict(key.sources))
+            IndexEntry(key.digest, key.item, pipeline, st.st_size, st.st_mtime_ns, tensors, dict(key.sources), form)
         )
 
 

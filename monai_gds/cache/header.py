@@ -19,13 +19,16 @@ from monai_gds.errors import DamagedRecord, NewerRecord
 
 __all__ = [
     "ARRAYS",
+    "BLOCKS",
     "CRC",
     "DTYPES",
+    "RUNS",
     "SUFFIX",
     "VERSION",
     "Header",
     "SourceState",
     "Tensor",
+    "bytes_of",
     "digest_in",
     "digest_of",
     "header_length",
@@ -44,6 +47,11 @@ ARRAYS = "__arrays"
 
 #: The entry of a packed tensor's table: this and the tensor's name.
 TABLE = "__tiles."
+
+#: The entries of a packed tensor's runs, their table and their blocks: these and the tensor's name.
+RUNS = "__runs."
+BLOCKS = "__run_blocks."
+_RESERVED = "__"
 _PAD = "__pad."
 _ALIGNMENT = 4096
 
@@ -72,6 +80,11 @@ DTYPES = {
     "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
 }
 
+_ITEM_BYTES = dict(DTYPES.values())
+
+#: A form that a record was asked for.
+_FORM = re.compile(r"[a-z][a-z0-9]{0,15} [1-9][0-9]{0,3}")
+
 _NAME = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}")
 _PREFIX = b'{"__metadata__":{"header_crc32":"'
 
@@ -97,6 +110,14 @@ class Tiled(NamedTuple):
 
     layout: dict[str, Any]  # as the tree describes it, unchecked
     table: Tensor  # where its table lies
+    uses: frozenset[str]  # what else the tree has about it: "numpy" for an array, and so on
+
+
+class RunEntries(NamedTuple):
+    """Where the runs of a packed tensor lie."""
+
+    table: Tensor
+    blocks: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +129,19 @@ class Header:
     arrays: Tensor | None  # where the packed small arrays lie, if there are any
     tensors: dict[str, Tensor]  # the item's tensors by name, in the order of the file
     tiles: dict[str, Tiled]  # of those that are packed
+    runs: dict[str, RunEntries]  # of those packed ones that have any
+    form: str  # that large tensors were tried to be packed in, codec and edge; empty if they were not
 
     def front(self) -> dict[str, Tensor]:
         """The entries behind the header that are not tensors of the item, by name."""
         arrays = {} if self.arrays is None else {ARRAYS: self.arrays}
-        return {**arrays, **{TABLE + name: tiled.table for name, tiled in self.tiles.items()}}
+        tables = {TABLE + name: tiled.table for name, tiled in self.tiles.items()}
+        return {**arrays, **tables, **{RUNS + name: runs.table for name, runs in self.runs.items()}}
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor of the item, which may be packed."""
+    return math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
 
 
 def digest_in(name: str) -> str | None:
@@ -173,8 +202,14 @@ def parse(head: bytes, size: int) -> Header:
         key, tree = json.loads(metadata["key"]), json.loads(metadata["tree"])
         if not isinstance(key, dict):
             raise DamagedRecord("its key is not a JSON object")
+        runs = _runs(entries)
         tiles = _tiles(tree, entries) if '"tiles":' in metadata["tree"] else {}
-        return Header(key, tree, entries.pop(ARRAYS, None), entries, tiles)
+        arrays = entries.pop(ARRAYS, None)
+        if not tiles.keys() >= runs.keys():
+            raise DamagedRecord("it has runs of a tensor that is not packed")
+        if strange := [name for name in entries if name.startswith(_RESERVED)]:
+            raise NewerRecord(f"it has the entry {strange[0]!r:.40}, which this version does not know")
+        return Header(key, tree, arrays, entries, tiles, runs, _form(metadata))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
         if isinstance(e, (DamagedRecord, NewerRecord)):
             raise
@@ -208,6 +243,12 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
     return found
 
 
+def _runs(entries: dict[str, Tensor]) -> dict[str, RunEntries]:
+    """The runs of packed tensors. Their tables and blocks leave the entries."""
+    names = [name.removeprefix(RUNS) for name in entries if name.startswith(RUNS)]
+    return {name: RunEntries(entries.pop(RUNS + name), entries.pop(BLOCKS + name)) for name in names}
+
+
 def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:
     """The packed tensors. Their tables leave the entries, which get the dtype and shape of what is packed."""
     tables = {name.removeprefix(TABLE): entries.pop(name) for name in list(entries) if name.startswith(TABLE)}
@@ -220,13 +261,14 @@ def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:
             if isinstance(tensor, dict) and "tiles" in tensor:
                 if tensor["name"] not in tables:
                     raise NewerRecord(f"its tensor {tensor['name']!r:.40} has tiles without a table, which is unknown")
-                found[tensor["name"]] = Tiled(tensor["tiles"], tables[tensor["name"]])
+                uses = frozenset(tensor) - {"name", "tiles"}
+                found[tensor["name"]] = Tiled(tensor["tiles"], tables[tensor["name"]], uses)
             nodes.extend(node.values())
         elif isinstance(node, list):
             nodes.extend(node)
     if found.keys() != tables.keys():
         raise DamagedRecord("it has tables of tiles that no tensor uses")
-    for name, (layout, _) in found.items():
+    for name, (layout, _, _) in found.items():
         if entries[name].dtype != "uint8" or layout["dtype"] not in DTYPES:
             raise DamagedRecord(f"its packed tensor {name!r} has an impossible dtype")
         shape = tuple(map(_whole, layout["shape"]))
@@ -234,6 +276,14 @@ def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:
             raise DamagedRecord(f"its packed tensor {name!r} has an impossible shape")
         entries[name] = entries[name]._replace(dtype=DTYPES[layout["dtype"]][0], shape=shape)
     return found
+
+
+def _form(metadata: dict[str, Any]) -> str:
+    if "form" not in metadata:
+        return ""
+    if not _FORM.fullmatch(metadata["form"]):
+        raise DamagedRecord(f"it was asked for the form {metadata['form']!r:.40}, which is none")
+    return str(metadata["form"])
 
 
 def _whole(value: Any) -> int:

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.cache import blosc
-from monai_gds.cache.header import ARRAYS, TABLE, Header
-from monai_gds.cache.tiles import Layout, Tiles
+from monai_gds.cache import blosc, device_tiles
+from monai_gds.cache.header import ARRAYS, RUNS, TABLE, Header
+from monai_gds.cache.runs import RunTable
+from monai_gds.cache.tiles import BITCOMP, Layout, Tiles
 from monai_gds.cache.tree import Recipe, TreePlan, compile_tree
 from monai_gds.errors import CodecMissing
 from monai_gds.storage import FileId, Reads
 
-__all__ = ["Form", "HeadMemory", "RecordHead", "TensorTable"]
+__all__ = ["Form", "HeadMemory", "RecordHead", "TensorForm", "TensorTable", "check_codecs"]
 
 
 # Bytes of memory, measured. Per head besides its recipe and its path: ids, slots in dicts. Per table: the arrays of its
@@ -35,6 +36,13 @@ class Form(NamedTuple):
     track_meta: bool = True  # False returns MetaTensors as plain tensors
     numpy: bool = False  # True returns arrays as NumPy arrays, False as tensors
     root: str | None = None  # the data root that paths in records are relative to, or None
+
+
+class TensorForm(NamedTuple):
+    """What a tensor is, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class TensorTable:
@@ -60,32 +68,71 @@ class RecordHead(NamedTuple):
     table: TensorTable  # where its tensors lie
     checksums: tuple[int, ...]  # of the bytes of each tensor in the file
     tiles: dict[str, Tiles]  # of packed tensors, by name
+    tiled: dict[str, TensorForm]  # those of them that may be read box by box: they come as plain tensors
+    rest: TensorTable  # where all others lie; the same as ``table`` if none may
+    runs: dict[str, tuple[RunTable, int]]  # of some of these, by name: their table, and where their blocks begin
 
     @classmethod
-    def of(cls, record: Header, file: FileId, blocks: dict[str, bytes], form: Form) -> RecordHead:
+    def of(cls, record: Header, file: FileId, blocks: dict[str, bytes], form: Form, on_gpu: bool) -> RecordHead:
         """The head of a record.
 
         Args:
             record: its header.
             file: the identity of its file.
-            blocks: its packed small arrays and its tables of tiles, by the names of their entries.
+            blocks: its packed small arrays and its tables of tiles and runs, by the names of their entries.
             form: the form of items.
+            on_gpu: whether items come on a CUDA device.
 
         Raises:
-            RecordError: its tree or its tiles are damaged, or of a newer version.
+            RecordError: its tree, its tiles or its runs are damaged, or of a newer version.
             CodecMissing: its tiles cannot be unpacked here.
         """
         recipe = compile_tree(record.tree, blocks.get(ARRAYS, b""), record.tensors, **form._asdict())
         tiles = {}
-        for name, (layout, _) in record.tiles.items():
+        for name, (layout, _, _) in record.tiles.items():
             table_bytes = np.frombuffer(blocks[TABLE + name], np.uint8)
             tiles[name] = Tiles(Layout.of_node(layout), table_bytes, record.tensors[name].nbytes)
-        if tiles and (why := blosc.why_not()):
-            raise CodecMissing(why)
+        check_codecs(record, on_gpu)
         entries = record.tensors.values()
         tensors = tuple([(name, getattr(torch, e.dtype), e.shape) for name, e in record.tensors.items()])
-        table = _shared_table(tensors, tuple([(e.offset, e.nbytes) for e in entries]))
-        return cls(file, recipe, table, tuple([e.checksum for e in entries]), tiles)
+        ranges = tuple([(e.offset, e.nbytes) for e in entries])
+        table = _shared_table(tensors, ranges)
+        kept = {"numpy"} if form.numpy else set()
+        tiled = {
+            name: TensorForm(tiles[name].layout.dtype, tiles[name].layout.shape)
+            for name, (_, _, uses) in record.tiles.items() if not uses & {"complex", "requires_grad", *kept}
+        }  # fmt: skip
+        others = [i for i, (name, _, _) in enumerate(tensors) if name not in tiled]
+        rest = TensorTable(tuple([tensors[i] for i in others]), tuple([ranges[i] for i in others])) if tiled else table
+        return cls(
+            file, recipe, table, tuple([e.checksum for e in entries]), tiles, tiled, rest, _runs(record, tiled, blocks)
+        )
+
+
+def _runs(record: Header, tiled: dict[str, TensorForm], blocks: dict[str, bytes]) -> dict[str, tuple[RunTable, int]]:
+    found = {}
+    for name, (_, at) in record.runs.items():
+        if name in tiled:
+            table = RunTable(
+                tiled[name].shape, tiled[name].dtype, np.frombuffer(blocks[RUNS + name], np.uint8), at.nbytes
+            )
+            found[name] = table, at.offset
+    return found
+
+
+def check_codecs(record: Header, on_gpu: bool) -> None:
+    """Checks that the tiles of a record can be unpacked here, by the CPU or, for items on a CUDA device, there.
+
+    Raises:
+        RecordError: their description is damaged, or of a newer version.
+        CodecMissing: a library is missing, or the CPU cannot unpack them.
+    """
+    for node, *_ in record.tiles.values():
+        codec = Layout.of_node(node).codec
+        no_gpu = device_tiles.why_not() if on_gpu else "items do not come on a GPU here"
+        no_cpu = f"{codec} is unpacked by GPUs only" if codec == BITCOMP else blosc.why_not()
+        if no_gpu and no_cpu:
+            raise CodecMissing(f"{no_cpu}, and {no_gpu}" if codec == BITCOMP else no_cpu)
 
 
 class HeadMemory:
@@ -131,5 +178,6 @@ class HeadMemory:
 
 def _own_bytes(path: str, head: RecordHead) -> int:
     """Estimated bytes of memory of a head, without what it shares with others."""
-    tiles = sum(tiles.nbytes for tiles in head.tiles.values())
-    return _HEAD_BYTES + len(path) + head.recipe.nbytes + _CHECKSUM_BYTES * len(head.checksums) + tiles
+    tiles = sum(tiles.nbytes for tiles in head.tiles.values()) + (head.rest.nbytes if head.tiled else 0)
+    runs = sum(table.nbytes for table, _ in head.runs.values())
+    return _HEAD_BYTES + len(path) + head.recipe.nbytes + _CHECKSUM_BYTES * len(head.checksums) + tiles + runs

@@ -40,6 +40,7 @@ class IndexEntry(NamedTuple):
     mtime_ns: int
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, dtype (``"float32"``) and shape of each
     sources: dict[str, SourceState]  # size and identity of each source by its absolute path
+    form: str = ""  # as in the record's header: codec and edge of its tiles
 
     @property
     def name(self) -> str:
@@ -138,7 +139,7 @@ class Index:
 def _line(entry: IndexEntry) -> bytes:
     """Encodes a fact. The tensors are JSON within JSON: most records have the same, whose text is parsed only once."""
     tensors = json.dumps([[name, dtype, list(shape)] for name, dtype, shape in entry.tensors], separators=(",", ":"))
-    fact = ["record", *entry[:5], tensors, entry.sources]
+    fact = ["record", *entry[:5], tensors, entry.sources, entry.form]
     text = json.dumps(fact, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
@@ -156,10 +157,10 @@ def _facts(text: bytes) -> Iterator[IndexEntry]:
 
 
 def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
-    kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources = fact
+    kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources, form = fact
     if kind != "record" or not (type(digest) is type(item) is type(pipeline) is str and _DIGEST.fullmatch(digest)):
         raise TypeError("not a fact of this version")
-    if type(nbytes) is not int or type(mtime_ns) is not int:
+    if type(nbytes) is not int or type(mtime_ns) is not int or type(form) is not str:
         raise TypeError("not a fact of this version")
     layout = layouts.get(tensors)
     if layout is None:
@@ -168,7 +169,7 @@ def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
         if type(size) is not int or type(identity) is not str:
             raise TypeError("not a fact of this version")
         sources[path] = size, identity
-    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layout, sources)
+    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layout, sources, form)
 
 
 def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:

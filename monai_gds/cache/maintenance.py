@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.cache import header, temporary
-from monai_gds.cache.header import DTYPES, TABLE, Header, SourceState
+from monai_gds.cache.header import BLOCKS, DTYPES, RUNS, TABLE, Header, SourceState
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 
@@ -27,6 +27,7 @@ __all__ = [
     "SHOWN",
     "Found",
     "check",
+    "look",
     "other_files",
     "pipeline_of",
     "prunable",
@@ -65,6 +66,7 @@ class Found:
     # A hash that is equal for records of which the newest supersedes the others; empty if the header was not read.
     same: str = ""
     inode: int = 0  # its inode number; 0 if the file could not be opened
+    form: str = ""  # codec and edge of its tiles, as its header notes them; empty if no packing was tried
 
     @property
     def path(self) -> Path:
@@ -75,6 +77,13 @@ class Found:
         """Bytes of the item's tensors per byte of the file; 0 if they are not known."""
         bits = dict(DTYPES.values())
         return sum(bits[dtype] * math.prod(shape) for _, dtype, shape in self.tensors) / max(self.nbytes, 1)
+
+    @property
+    def packed(self) -> str:
+        """How much smaller the record is than its tensors, and by which codec; empty if it is not."""
+        codec, _, edge = self.form.partition(" ")
+        by = f" ({codec}, {edge}³)" if codec else ""
+        return f"÷ {self.ratio:.1f}{by}" if self.ratio > 1 else ""
 
     @property
     def name(self) -> str:
@@ -147,13 +156,19 @@ def _as_noted(file: str, entry: IndexEntry) -> Found:
         pipeline=entry.pipeline,
         sources=entry.sources,
         tensors=entry.tensors,
+        form=entry.form,
     )
 
 
 def _to_note(found: Found) -> IndexEntry:
     digest = found.name.partition(".")[0]
-    facts = (found.item, found.pipeline, found.nbytes, found.mtime_ns, found.tensors, found.sources)
+    facts = (found.item, found.pipeline, found.nbytes, found.mtime_ns, found.tensors, found.sources, found.form)
     return IndexEntry(digest, *facts)
+
+
+def look(path: str | os.PathLike[str]) -> Found | None:
+    """What the header of a record tells. None if there is no such file."""
+    return _look(os.fspath(path))
 
 
 def check(path: str | os.PathLike[str]) -> Found | None:
@@ -176,7 +191,8 @@ def _look(path: str, more: Callable[[BufferedReader, Header], None] | None = Non
         return None
     except (RecordError, OSError) as e:
         return replace(file, problem=str(e), damaged=_is_damage(e))
-    return replace(file, tensors=tuple((name, t.dtype, t.shape) for name, t in read.tensors.items()), **facts)
+    tensors = tuple((name, t.dtype, t.shape) for name, t in read.tensors.items())
+    return replace(file, tensors=tensors, form=read.form, **facts)
 
 
 def _facts(key: dict[str, Any], name: str) -> dict[str, Any]:
@@ -210,11 +226,14 @@ def _check_bytes(file: BufferedReader, read: Header) -> None:
     from safetensors import SafetensorError, safe_open
 
     from monai_gds.cache.checksum import checksum
+    from monai_gds.cache.runs import RunTable
+    from monai_gds.cache.runs import check as check_runs
     from monai_gds.cache.tiles import Layout, Tiles
     from monai_gds.cache.tiles import check as check_tiles
 
     wrong, tables = [], {}
-    for name, tensor in {**read.front(), **read.tensors}.items():
+    blocks = {BLOCKS + name: entries.blocks for name, entries in read.runs.items()}
+    for name, tensor in {**read.front(), **read.tensors, **blocks}.items():
         data = bytearray(tensor.nbytes)
         file.seek(tensor.offset)
         if file.readinto(data) != tensor.nbytes:
@@ -222,11 +241,14 @@ def _check_bytes(file: BufferedReader, read: Header) -> None:
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         if checksum(flat) != tensor.checksum:
             wrong.append(name)
-        elif name.startswith(TABLE):
-            tables[name.removeprefix(TABLE)] = flat.numpy()
-        elif name in tables:
-            found = Tiles(Layout.of_node(read.tiles[name].layout), tables[name], tensor.nbytes)
-            check_tiles(found, tables[name], flat.numpy())
+        elif name.startswith((TABLE, RUNS)):
+            tables[name] = flat.numpy()
+        elif TABLE + name in tables:
+            found = Tiles(Layout.of_node(read.tiles[name].layout), tables[TABLE + name], tensor.nbytes)
+            check_tiles(found, flat.numpy())
+        elif name in blocks and RUNS + (of := name.removeprefix(BLOCKS)) in tables:
+            layout = Layout.of_node(read.tiles[of].layout)
+            check_runs(RunTable(layout.shape, layout.dtype, tables[RUNS + of], tensor.nbytes), flat.numpy())
     if wrong:
         raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
     try:

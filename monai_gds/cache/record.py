@@ -8,9 +8,11 @@ file is named after its key, ``<digest>.v2.safetensors``.
     data      in this order, without gaps (safetensors allows none):
               __arrays        U8     the small arrays of the item tree, packed together (see monai_gds.cache.tree)
               __tiles.<name>  U8     the tables of packed tensors, see below
+              __runs.<name>   U8     the tables of the runs of packed tensors, see below
               small tensors   each under 64 KiB, largest element size first, so that each is aligned to its own
               __pad.0         U8     zeros up to a multiple of 4096
-              a tensor of 64 KiB or more, then __pad.1 up to the next multiple of 4096, and so on to the end of the file
+              a tensor of 64 KiB or more, then __pad.1 up to the next multiple of 4096, and so on
+              __run_blocks.<name>  U8  the blocks of those runs, each then padded to a multiple of 4096, to the end
 
 The header is ``{"__metadata__": {...}, "<tensor>": {"dtype", "shape", "data_offsets"}, ...}``. ``__metadata__`` holds
 only strings, as safetensors requires:
@@ -23,6 +25,9 @@ only strings, as safetensors requires:
     key            JSON: the key's ingredients (monai_gds.cache.key). The digest in the file's name was made from
                    ``parts``, and a reader computes it again. The rest serves maintenance and is never compared.
     tree           JSON: the item tree (monai_gds.cache.tree)
+    form           only where tensors were to be packed and all were tried: the codec and the edge of tiles that were
+                   asked for, as in "lz4 32". Tensors that would not get smaller are whole all the same, so this tells
+                   whether packing them is worth trying. It says nothing about what is in the file.
 
 A tensor is whole or packed. A packed one is a U8 entry at a multiple of 4096, whose node in the tree describes what it
 holds: ``{"$tensor": {"name", "tiles": {"dtype", "shape", "tile", "filter", "codec", "palette"}}}``. Tiles of the shape
@@ -39,10 +44,21 @@ the filter only. A size of -v, at most 0, means no stream and no room: each byte
 as 0. A palette has at most 65,536 values, a tile at most 4 MiB, a row of tiles along the last axis at most 2 GiB, and
 no axis 0. Memory is allocated only after the checksum of the table holds.
 
+A packed tensor of at most 256 different bit patterns, whose first of two axes or more is 1, may also have runs. A run
+is a stretch, in C order, of elements with equal bits. Runs follow one another in blocks of R, of which the last may
+have fewer. A block is 5 R bytes: all first bytes of the lengths, which are uint32, then all second, third and fourth
+bytes, then for each run the index of its value, one byte. What a last block lacks is zeros. Blocks go through ``zstd``
+as tiles do, without the filter, into streams that follow one another in ``__run_blocks.<name>`` without gaps. The table
+``__runs.<name>`` holds three uint32, which are the number of runs, R, and the number of values; then for each block an
+int32, the size of its stream, with -v as in the tables of tiles; for each block a uint32, the CRC-32 of its stream; for
+each block and each value, values of a block together, a uint32, how many elements of the block have that value; and the
+bit patterns of the values. 5 R is at most 4 MiB, and the counts add up to the elements of the tensor.
+
 Refused as damaged: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
 itself uses the last), entries that overlap or leave gaps, sizes that do not match, missing or extra bytes at the end,
 and a record whose parts do not yield its name. Refused by name and never overwritten: a newer version, and any tag,
-field or codec that a reader does not know. Names that begin with two underscores are reserved for the format.
+field, codec or reserved name that a reader does not know. Names that begin with two underscores are reserved for the
+format.
 """
 
 from __future__ import annotations
@@ -54,16 +70,16 @@ from typing import Any
 
 import torch
 
-from monai_gds import limits
 from monai_gds.cache import checksum as _checksum
-from monai_gds.cache import tiles
+from monai_gds.cache import runs, tiles
 from monai_gds.cache.codecs import DTYPE_NAMES
-from monai_gds.cache.header import ARRAYS, CRC, TABLE, VERSION, Header, digest_of
+from monai_gds.cache.compression import WHOLE, Compression, tileable
+from monai_gds.cache.header import ARRAYS, BLOCKS, CRC, RUNS, TABLE, VERSION, Header, digest_of
 from monai_gds.cache.tree import EncodedItem, tensor_bytes
 from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
 from monai_gds.storage import ALIGNMENT, Buffer
 
-__all__ = ["LARGE", "check_name", "pack_record"]
+__all__ = ["LARGE", "check_name", "pack_record", "without_tiles"]
 
 PAD = "__pad."
 
@@ -71,20 +87,23 @@ PAD = "__pad."
 LARGE = 64 << 10
 
 
-def pack_record(item: EncodedItem, key: dict[str, Any], codec: str | None = None) -> list[Buffer]:
+def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression = WHOLE) -> list[Buffer]:
     """Lays out a record as buffers that are written back to back.
 
     Args:
         item: the item taken apart. Its tensors are not copied and must not change until they are written.
         key: the key's ingredients, JSON-able.
-        codec: packs large tensors that get smaller by it, see :func:`tiles.pack`. None leaves all whole.
+        compression: how large tensors are packed that get smaller by it, see :func:`tiles.pack`.
     """
     layout = _FileLayout()
-    packed = {} if codec is None else _packed(item.tensors, codec)
+    packed, form = _packed(item.tensors, compression)
+    found = _runs({name: item.tensors[name] for name in packed})
     if item.arrays:
         layout.add(ARRAYS, torch.uint8, [len(item.arrays)], torch.frombuffer(item.arrays, dtype=torch.uint8))
     for name, (_, table, _) in packed.items():
         layout.add(f"{TABLE}{name}", torch.uint8, [len(table)], table)
+    for name, (table, _) in found.items():
+        layout.add(f"{RUNS}{name}", torch.uint8, [len(table)], table)
     small = [(name, t) for name, t in item.tensors.items() if t.nbytes < LARGE]
     for name, tensor in sorted(small, key=lambda nt: -nt[1].element_size()):
         layout.align(tensor.element_size())
@@ -96,23 +115,43 @@ def pack_record(item: EncodedItem, key: dict[str, Any], codec: str | None = None
         elif tensor.nbytes >= LARGE:
             layout.align(ALIGNMENT)
             layout.add(name, tensor.dtype, list(tensor.shape), tensor_bytes(tensor))
+    for name, (_, blocks) in found.items():
+        layout.align(ALIGNMENT)
+        layout.add(f"{BLOCKS}{name}", torch.uint8, [len(blocks)], blocks)
     layout.align(ALIGNMENT)
-    return [_pack_header(layout, _with_tiles(item.tree, packed), key), *layout.buffers]
+    return [_pack_header(layout, _with_tiles(item.tree, packed), key, form), *layout.buffers]
 
 
-def _packed(tensors: dict[str, torch.Tensor], codec: str) -> dict[str, tiles.Packed]:
-    packed = {}
-    for name, tensor in tensors.items():
-        if tensor.nbytes < limits.TILED_BYTES:
-            continue
+def _packed(tensors: dict[str, torch.Tensor], compression: Compression) -> tuple[dict[str, tiles.Packed], str]:
+    """The packed tensors, and the form to note: none where there is nothing to pack, or packing failed."""
+    packed: dict[str, tiles.Packed] = {}
+    large = [name for name, tensor in tensors.items() if tileable(tensor.nbytes)]
+    if compression.codec is None or not large:
+        return packed, ""
+    form = compression.text
+    for name in large:
         try:
-            found = tiles.pack(tensor.cpu(), codec)
+            found = tiles.pack(tensors[name].cpu(), compression.codec, compression.edge)
         except (MonaiGdsError, MemoryError, RuntimeError) as e:  # compression is optional: an epoch must not end by it
             warnings.warn(f"a tensor is saved uncompressed: {e}", CacheWarning, stacklevel=2)
+            form = ""
             continue
         if found is not None:
             packed[name] = found
-    return packed
+    return packed, form
+
+
+def _runs(tensors: dict[str, torch.Tensor]) -> dict[str, runs.Packed]:
+    found = {}
+    for name, tensor in tensors.items():
+        try:
+            packed = runs.pack(tensor.cpu())
+        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # they save time, and an epoch must not end by them
+            warnings.warn(f"a tensor is saved without the runs of its values: {e}", CacheWarning, stacklevel=2)
+            continue
+        if packed is not None:
+            found[name] = packed
+    return found
 
 
 def _with_tiles(node: Any, packed: dict[str, tiles.Packed]) -> Any:
@@ -127,6 +166,25 @@ def _with_tiles(node: Any, packed: dict[str, tiles.Packed]) -> Any:
     if isinstance(tensor, dict) and tensor["name"] in packed:
         return {"$tensor": {**tensor, "tiles": packed[tensor["name"]].layout.to_node()}}
     return {key: _with_tiles(value, packed) for key, value in node.items()}
+
+
+def without_tiles(node: Any) -> Any:
+    """A copy of a record's tree in which no tensor is packed. Raises DamagedRecord if it is nested too deeply."""
+    try:
+        return _without_tiles(node)
+    except RecursionError as e:
+        raise DamagedRecord("its tree is nested too deeply") from e
+
+
+def _without_tiles(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_without_tiles(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    tensor = node.get("$tensor")
+    if isinstance(tensor, dict):
+        return {"$tensor": {key: value for key, value in tensor.items() if key != "tiles"}}
+    return {key: _without_tiles(value) for key, value in node.items()}
 
 
 class _FileLayout:
@@ -154,7 +212,7 @@ class _FileLayout:
         self.end += nbytes
 
 
-def _pack_header(layout: _FileLayout, tree: Any, key: dict[str, Any]) -> bytes:
+def _pack_header(layout: _FileLayout, tree: Any, key: dict[str, Any], form: str) -> bytes:
     metadata = {
         "header_crc32": "00000000",
         "format": "monai_gds",
@@ -163,6 +221,7 @@ def _pack_header(layout: _FileLayout, tree: Any, key: dict[str, Any]) -> bytes:
         "checksums": _dumps(layout.checksums),
         "key": _dumps(key),
         "tree": _dumps(tree),
+        **({"form": form} if form else {}),
     }
     text = bytearray(_dumps({"__metadata__": metadata, **layout.entries}).encode("ascii"))
     text.extend(b" " * (-(8 + len(text)) % ALIGNMENT))

@@ -62,11 +62,12 @@ def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> Saved:
 class _Upcoming:
     """One item of a batch on its way."""
 
-    __slots__ = ("begun", "dataset", "index", "saved")
+    __slots__ = ("begun", "dataset", "index", "nbytes", "saved")
 
     def __init__(self, dataset: GDSDataset, index: int) -> None:
         self.dataset, self.index = dataset, index
         self.begun: Begun | Exception | None = None  # what the dataset began, or what went wrong then
+        self.nbytes = 0  # of what was begun, as they are counted
         self.saved: Future[Saved] | None = None  # when its record is there, if a worker computes it
 
 
@@ -94,6 +95,7 @@ class ReadAhead:
         self._workers = workers
         self._drawn: deque[list[_Upcoming]] = deque()
         self._waiting: deque[_Upcoming] = deque()  # the drawn ones that are not begun
+        self._undecided: list[_Upcoming] = []  # those whose bytes are not known yet
         self._error: Exception | None = None  # behind the drawn ones
         # Records and bytes: begun, finished, taken by the consumer. In flight is what was begun and not taken. No lock:
         # each is written by one thread.
@@ -118,8 +120,11 @@ class ReadAhead:
             if upcoming.begun is None:  # without room too: the batch has to be completed
                 self._begin(1)
             begun = self._arrived(upcoming)
-            nbytes += begun.nbytes
             items.append(upcoming.dataset.end(begun))
+            self._count(0, begun.nbytes, upcoming)
+            nbytes += upcoming.nbytes
+            del begun  # its item alone keeps the memory
+            self._decide()
         self.finished = records + len(items), nbytes
         return items
 
@@ -129,7 +134,7 @@ class ReadAhead:
         if upcoming.saved is not None:
             upcoming.saved.result().note()
             begun = upcoming.dataset.begin([upcoming.index])[0]
-            self._count(0, begun.nbytes)
+            self._count(0, begun.nbytes, upcoming)
         if isinstance(begun, Exception):
             raise begun
         assert begun is not None, "the caller has begun it"
@@ -145,10 +150,24 @@ class ReadAhead:
         fit = (self._most_bytes - nbytes) // self._last if self._last else 1
         return max(min(self._most_records - records, fit), 0 if records else 1)
 
-    def _count(self, records: int, nbytes: int) -> None:
+    def _count(self, records: int, nbytes: int, upcoming: _Upcoming) -> None:
+        """Counts records, and bytes of one in place of those that were counted for it."""
         self._records += records
-        self._nbytes += nbytes
+        self._nbytes += nbytes - upcoming.nbytes
+        upcoming.nbytes = nbytes
         self._last = nbytes or self._last
+
+    def _decide(self) -> None:
+        """Counts the bytes of items that were waiting to be drawn."""
+        left = []
+        for upcoming in self._undecided:
+            begun = upcoming.begun
+            if begun is None or isinstance(begun, Exception):
+                continue
+            self._count(0, begun.nbytes, upcoming)
+            if begun.waits:
+                left.append(upcoming)
+        self._undecided = left
 
     def _begin(self, count: int) -> None:
         """Begins the first of those that wait, all of one dataset at once."""
@@ -158,9 +177,11 @@ class ReadAhead:
             for upcoming, begun in zip(together, _begin_all(dataset, [u.index for u in together]), strict=True):
                 upcoming.begun = begun
                 if isinstance(begun, Exception):
-                    self._count(1, 0)
+                    self._count(1, 0, upcoming)
                     continue
-                self._count(1, begun.nbytes)
+                self._count(1, begun.nbytes, upcoming)
+                if begun.waits:
+                    self._undecided.append(upcoming)
                 if self._workers is not None and not begun.cached:
                     upcoming.saved = self._workers.save(dataset, upcoming.index)
 

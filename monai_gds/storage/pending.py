@@ -110,13 +110,15 @@ class Pending:
                 del self  # else the error holds its traceback, that holds this frame, and that the error
         return self._tensors
 
-    def then(self, step: Then) -> Pending:
+    def then(self, step: Then, *, aside: bool = False) -> Pending:
         """Adds a step that runs once when all reads are over, in the thread and on the stream that copied.
 
         Args:
             step: see :data:`Then`. On a CUDA target it runs on the copy stream, behind the copies, and its results are
                 handed out like destinations; it must allocate on the stream that is current. It must not read from the
                 same storage, since it may run in the thread that does: there a queue raises RuntimeError.
+            aside: on a CUDA target, the step runs on one of several other streams, so that later copies do not wait for
+                it. For work that takes longer than a copy.
 
         Returns:
             Pending of the tensors that ``step`` returns. An exception in ``step`` fails every file.
@@ -125,14 +127,20 @@ class Pending:
 
         def run() -> None:
             after._errors.update(self._errors)  # a step that stumbles over what was not read does not hide why
+            behind = None
             try:
-                with staging.on_copy_stream(self._device):
-                    after._tensors = step(self._tensors, self._errors)
+                if aside and self._device.type == "cuda":
+                    with staging.on_side_stream(self._tensors, self._device, self._arrived):
+                        after._tensors = step(self._tensors, self._errors)
+                        behind = staging.current_stream(self._device).record_event()
+                else:
+                    with staging.on_copy_stream(self._device):
+                        after._tensors = step(self._tensors, self._errors)
             except Exception as e:
                 # As text, since its frames would keep tensors alive until the garbage collector runs.
                 e.add_note("".join(traceback.format_tb(e.__traceback__)))
                 after.fail_all(e.with_traceback(None))
-            after.finish()
+            after.finish(behind)
 
         self._follow(run)
         return after
@@ -263,11 +271,11 @@ class Unpacked(Pending):
     def done(self) -> bool:
         return self._block is None or self._block.done
 
-    def then(self, step: Then) -> Pending:
+    def then(self, step: Then, *, aside: bool = False) -> Pending:
         block = self._block
         if block is None:  # the tensors have been made
             return Pending.completed(step(self.tensors, self._errors), self._device)
-        return block.then(lambda blocks, errors: step(self._take_apart(blocks[0]), errors))
+        return block.then(lambda blocks, errors: step(self._take_apart(blocks[0]), errors), aside=aside)
 
     def _take_apart(self, block: torch.Tensor) -> list[torch.Tensor]:
         parts = self._reads.parts([block])

@@ -22,6 +22,7 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.cache import blosc
+from monai_gds.cache.compression import Compression
 from monai_gds.cache.directory import CacheDirectory, prepare
 from monai_gds.cache.header import SUFFIX
 from monai_gds.cache.maintenance import check, survey
@@ -78,8 +79,9 @@ def temporaries(folder: Path) -> list[str]:
     return os.listdir(folder / ".tmp") if (folder / ".tmp").exists() else []
 
 
-def opened(path: Path, **settings: Any) -> CacheDirectory:
-    return CacheDirectory(path, open_storage("posix", "cpu"), **settings)
+def opened(path: Path, codec: str | None = None, **settings: Any) -> CacheDirectory:
+    compression = Compression(codec)
+    return CacheDirectory(path, open_storage("posix", "cpu"), compression=compression, **settings)
 
 
 @pytest.fixture

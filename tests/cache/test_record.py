@@ -19,11 +19,12 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.cache import blosc, checksum
+from monai_gds.cache.compression import WHOLE, Compression
 from monai_gds.cache.header import ARRAYS, digest_of, parse
 from monai_gds.cache.reading import read_record
 from monai_gds.cache.record import LARGE, check_name, pack_record
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
-from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
+from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError, NewerRecord, RecordError
 from monai_gds.storage import ALIGNMENT, Reads, Storage, open_storage
 
 ITEM = {
@@ -357,7 +358,7 @@ needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not i
 @needs_blosc2
 @pytest.mark.parametrize("codec", blosc.CODECS)
 def test_a_packed_record_is_a_valid_safetensors_file_laid_out_as_specified(path: Path, codec: str) -> None:
-    buffers = pack_record(encode_item(packed_item()), {}, codec)
+    buffers = pack_record(encode_item(packed_item()), {}, Compression(codec, 32))
     path.write_bytes(b"".join(b.numpy().tobytes() if isinstance(b, torch.Tensor) else bytes(b) for b in buffers))
     header = header_of(path.read_bytes())
     entries = {k: v for k, v in header.items() if not k.startswith(("__metadata__", "__pad."))}
@@ -374,7 +375,76 @@ def test_a_packed_record_is_a_valid_safetensors_file_laid_out_as_specified(path:
 
 
 @needs_blosc2
+@pytest.mark.parametrize("codec", blosc.CODECS)
+def test_runs_of_a_label_lie_as_specified(path: Path, codec: str) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    label = torch.zeros(1, 80, 80, 60)
+    label[0, 10:50, 20:70, 5:40], label[0, 30:35] = 2, float("nan")
+    buffers = pack_record(encode_item({**packed_item(), "label": label}), {}, Compression(codec))
+    blob = b"".join(b.numpy().tobytes() if isinstance(b, torch.Tensor) else bytes(b) for b in buffers)
+    entries = {k: v for k, v in header_of(blob).items() if not k.startswith(("__metadata__", "__pad."))}
+    assert list(entries)[:4] == ["__arrays", "__tiles.image", "__tiles.label", "__runs.label"]
+    assert list(entries)[-1] == "__run_blocks.label"
+    data = blob[8 + int.from_bytes(blob[:8], "little") :]
+    table, blocks = (data[slice(*entries[f"__{which}.label"]["data_offsets"])] for which in ("runs", "run_blocks"))
+    assert entries["__run_blocks.label"]["data_offsets"][0] % ALIGNMENT == 0
+
+    count, per_block, values = np.frombuffer(table, "<u4", 3).tolist()
+    number = -(-count // per_block)
+    sizes, crcs = np.frombuffer(table, "<i4", number, 12), np.frombuffer(table, "<u4", number, 12 + 4 * number)
+    counts = np.frombuffer(table, "<u4", number * values, 12 + 8 * number)
+    patterns = np.frombuffer(table, "<f4", values, 12 + 8 * number + 4 * number * values)
+    found, begin = [], 0
+    for block, size in enumerate(sizes):
+        stream = blocks[begin : begin + size]
+        assert zlib.crc32(stream) == crcs[block]
+        planes = zstandard.ZstdDecompressor().decompress(stream, max_output_size=5 * per_block)
+        rows = np.frombuffer(planes, np.uint8).reshape(5, per_block)
+        lengths = sum(rows[i].astype(np.int64) << 8 * i for i in range(4))
+        of_values = np.bincount(rows[4], weights=lengths, minlength=values)
+        assert of_values.tolist() == counts[block * values : (block + 1) * values].tolist()
+        found.append(np.repeat(patterns[rows[4]], lengths))
+        begin += size
+    assert begin == len(blocks)
+    assert np.concatenate(found).tobytes() == label.numpy().tobytes()
+
+
+@needs_blosc2
 def test_without_a_codec_or_large_tensors_a_record_is_what_it_was() -> None:
-    item = encode_item({"a": torch.zeros(1000), "b": torch.randn(1 << 18)})
-    plain, asked = (pack_record(item, {}, codec) for codec in (None, "lz4"))
+    item = encode_item({"a": torch.zeros(1000), "b": torch.randn((1 << 18) - 1)})
+    plain, asked = (pack_record(item, {}, Compression(codec)) for codec in (None, "lz4"))
     assert plain[0] == asked[0]
+
+
+@needs_blosc2
+def test_a_record_notes_the_form_that_it_was_asked_for_where_there_was_something_to_pack() -> None:
+    noise, zeros = ({"a": tensor} for tensor in (torch.randn(1 << 18), torch.zeros(1 << 18)))
+    for item, compression, form, is_packed in (
+        (noise, Compression("lz4", 16), "lz4 16", False),
+        (zeros, Compression("lz4", 16), "lz4 16", True),
+        (zeros, Compression("zstd"), "zstd 32", True),
+        (zeros, WHOLE, "", False),
+    ):
+        buffers = pack_record(encode_item(item), {}, compression)
+        header = parse(bytes(buffers[0]), sum(len(b) for b in buffers))
+        assert (header.form, bool(header.tiles)) == (form, is_packed)
+
+
+@needs_blosc2
+def test_what_could_not_be_packed_notes_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise MonaiGdsError("Blosc2 failed")
+
+    monkeypatch.setattr(blosc, "compress", failing)
+    with pytest.warns(CacheWarning, match="saved uncompressed"):
+        buffers = pack_record(encode_item({"a": torch.zeros(1 << 18)}), {}, Compression("lz4"))
+    assert parse(bytes(buffers[0]), sum(len(b) for b in buffers)).form == ""
+
+
+@pytest.mark.parametrize("form", ["lz4", "lz4 032", "LZ4 32", " ", "lz4 32 ", "x" * 20 + " 3", 7, [], None, ""])
+def test_a_form_that_nobody_writes_is_damage(path: Path, form: Any) -> None:
+    header = header_of(pack(ITEM))
+    header["__metadata__"]["form"] = form
+    blob = with_header(pack(ITEM), header)
+    with pytest.raises(DamagedRecord):
+        parse(blob, len(blob))

@@ -18,6 +18,7 @@ from monai.data import MetaTensor, ThreadDataLoader
 from monai.utils import set_determinism
 
 from monai_gds import GDSDataLoader, GDSDataset, available_backends
+from monai_gds.cache import device_tiles
 from monai_gds.cache.writer import process_writer
 from tests.machines import ROOT, in_child
 from tests.same import assert_same
@@ -38,15 +39,23 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=[None, "lz4"])
+def compression(request: pytest.FixtureRequest) -> Any:
+    if request.param is not None and (why := device_tiles.why_not()):
+        pytest.skip(f"compressed records are not unpacked by this machine's GPU: {why}")
+    return request.param
+
+
 @pytest.fixture
-def make(tmp_path: Path, backend: str) -> Make:
+def make(tmp_path: Path, backend: str, compression: Any) -> Make:
     """A dataset of ``COUNT`` items, the number of each in every element of its tensor; filled and verified."""
 
     def make_dataset(*random: Any, size: int = SIZE, fill: bool = True) -> GDSDataset:
         numbered = mt.Lambda(lambda n: {"x": MetaTensor(torch.full((1, size), float(n))), "n": n})
         dataset = GDSDataset(
-            list(range(COUNT)), mt.Compose([numbered, *random]), tmp_path / "cache", 0, backend=backend
-        )
+            list(range(COUNT)), mt.Compose([numbered, *random]), tmp_path / "cache", 0, backend=backend,
+            compression=compression,
+        )  # fmt: skip
         for i in range(COUNT if fill else 0):
             dataset.begin([i])[0].finish()
         dataset.flush()

@@ -34,13 +34,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_a_thread_without_a_context_gets_one_and_its_copy_is_made(driver: SimpleNamespace) -> None:
     driver.answers = [INVALID_CONTEXT, 0]
-    staging._copy_to_device(1, 2, 3, 4)
+    staging.copy_to_device(1, 2, 3, 4)
     assert driver.copies == [(1, 2, 3, 4)] * 2
     assert driver.runtime_calls == 1
 
 
 def test_a_thread_with_a_context_copies_once(driver: SimpleNamespace) -> None:
-    staging._copy_to_device(1, 2, 3, 4)
+    staging.copy_to_device(1, 2, 3, 4)
     assert driver.copies == [(1, 2, 3, 4)]
     assert driver.runtime_calls == 0
 
@@ -48,8 +48,8 @@ def test_a_thread_with_a_context_copies_once(driver: SimpleNamespace) -> None:
 @pytest.mark.parametrize("answers", [[700], [INVALID_CONTEXT, INVALID_CONTEXT]])
 def test_what_cuda_refuses_is_an_error_with_its_number(driver: SimpleNamespace, answers: list[int]) -> None:
     driver.answers = list(answers)
-    with pytest.raises(RuntimeError, match=f"copy of 3 bytes to the device: error {answers[-1]} of cuMemcpyHtoDAsync"):
-        staging._copy_to_device(1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match=f"cuMemcpyHtoDAsync_v2: error {answers[-1]}"):
+        staging.copy_to_device(1, 2, 3, 4)
 
 
 def test_a_tensor_leaves_the_device_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:

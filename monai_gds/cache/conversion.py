@@ -1,0 +1,64 @@
+"""Reads a record whole, as it was before it was laid out, so that it can be written anew in another form.
+
+Used by :class:`monai_gds.cache.directory.CacheDirectory` for ``monai-gds cache warm``. No transform runs and no item is
+assembled: what comes out is what :func:`monai_gds.cache.record.pack_record` was given. Every byte was checked.
+"""
+
+from __future__ import annotations
+
+from io import BufferedReader
+
+import torch
+
+from monai_gds.cache import header
+from monai_gds.cache.checksum import checksum
+from monai_gds.cache.header import ARRAYS, TABLE
+from monai_gds.cache.heads import check_codecs
+from monai_gds.cache.record import check_name, without_tiles
+from monai_gds.cache.tiles import Layout, Tiles
+from monai_gds.cache.tree import EncodedItem, tensor_of
+from monai_gds.cache.unpacking import unpack
+from monai_gds.errors import DamagedRecord
+from monai_gds.storage import FileId
+
+__all__ = ["read_whole"]
+
+
+def read_whole(path: str, digest: str) -> tuple[FileId, EncodedItem]:
+    """Reads the record of a key.
+
+    Returns:
+        The identity of its file, and the item taken apart, its tensors on the CPU.
+
+    Raises:
+        RecordError: damaged, of a newer version, or packed by a codec that is missing here.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        identity = FileId.of(file.fileno())
+        record = header.read(file.fileno())
+        check_name(record, digest)
+        check_codecs(record, on_gpu=False)
+        front = {name: _bytes(file, name, entry) for name, entry in record.front().items()}
+        tensors = {}
+        for name, entry in record.tensors.items():
+            data = _bytes(file, name, entry)
+            if name in record.tiles:
+                table = front[TABLE + name].numpy()
+                tiles = Tiles(Layout.of_node(record.tiles[name].layout), table, entry.nbytes)
+                tensors[name] = unpack(tiles, data.numpy())
+            else:
+                tensors[name] = tensor_of(data, getattr(torch, entry.dtype), entry.shape)
+    arrays = bytearray(front[ARRAYS].numpy()) if ARRAYS in front else bytearray()
+    return identity, EncodedItem(without_tiles(record.tree), tensors, arrays)
+
+
+def _bytes(file: BufferedReader, name: str, entry: header.Tensor) -> torch.Tensor:
+    """The bytes of an entry, 1-D uint8. Raises DamagedRecord if they do not match their checksum."""
+    data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+    file.seek(entry.offset)
+    if file.readinto(data.numpy().data) != entry.nbytes:
+        raise DamagedRecord("it was cut off while it was read")
+    if checksum(data) != entry.checksum:
+        raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
+    return data

@@ -1,0 +1,95 @@
+"""Packed records that stay in the memory of a CUDA device: a hit on one of them is decoded, without a read or a copy.
+
+Used by :mod:`monai_gds.cache.reading`. An epoch comes by every record once, so the first that come are kept and none is
+replaced by another.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from monai_gds.storage import FileId
+
+__all__ = ["KeptRecords", "bytes_of"]
+
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def bytes_of(size: float | str, argument: str) -> int:
+    """The number of bytes that a user's argument names.
+
+    Args:
+        size: a number, or one with a unit.
+        argument: its name, for errors.
+
+    Raises:
+        ValueError: it is neither, or negative.
+
+    Example:
+        >>> bytes_of("20GB", "device_bytes"), bytes_of(1e9, "device_bytes")
+        (20000000000, 1000000000)
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(size) if isinstance(size, str) else f"{size:.0f}")
+    try:
+        if found is None:
+            raise ValueError
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{argument}={size!r}: it must be a number of bytes, or one with a unit: 20e9, '20GB' or '18GiB'"
+        ) from None
+
+
+class KeptRecords:
+    """What was read of records, by path, within a budget. Thread-safe.
+
+    Args:
+        budget: bytes on the device.
+
+    Attributes:
+        nbytes: bytes kept now.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.nbytes = 0
+        self._budget = budget
+        self._records: dict[str, tuple[FileId, Sequence[torch.Tensor]]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> Sequence[torch.Tensor] | None:
+        """What was kept of the file that is at a path now.
+
+        Raises:
+            OSError: there is no file any more.
+        """
+        found = self._records.get(path)
+        if found is None:
+            return None
+        file, raw = found
+        if FileId.of(path) == file:
+            return raw
+        self.drop(path)
+        return None
+
+    def has_room(self, path: str, nbytes: int) -> bool:
+        """Whether a record of so many bytes would be kept. Of several threads that ask, not all may be right."""
+        return path in self._records or self.nbytes + nbytes <= self._budget
+
+    def keep(self, path: str, file: FileId, raw: Sequence[torch.Tensor]) -> None:
+        """Keeps what was read of a file, if there is room. Nobody else may write to it."""
+        nbytes = sum(tensor.nbytes for tensor in raw)
+        with self._lock:
+            if path not in self._records and self.nbytes + nbytes <= self._budget:
+                self._records[path] = file, raw
+                self.nbytes += nbytes
+
+    def drop(self, path: str) -> None:
+        """Gives up what was kept of a path, if anything."""
+        with self._lock:
+            found = self._records.pop(path, None)
+            if found is not None:
+                self.nbytes -= sum(tensor.nbytes for tensor in found[1])

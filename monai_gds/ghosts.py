@@ -1,0 +1,349 @@
+"""Ghosts: tensors of torch's ``meta`` device, which have shape, strides and metadata but no values.
+
+Used by :mod:`monai_gds.draws`. A random crop that is run on a ghost gives a view of it, whose offset and shape tell
+which voxels the crop holds. Only those are read then, and the views are laid over what was read. The transforms are
+MONAI's own, unchanged, so what they draw, trace and name is what they would on the volumes themselves.
+
+A ghost hides whatever a transform does to values: a write into it is lost, and a result computed from it has no values.
+So only the types of :data:`SEES_GHOSTS` see ghosts, and only with nothing but MONAI, torch and NumPy in their
+attributes. After each transform every tensor of its result must be real, or a view of a ghost that a crop can make.
+Otherwise :class:`NotOnGhosts` is raised, and the caller runs the transform on the values.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import monai.transforms as mt
+import numpy as np
+import torch
+from monai.data import MetaTensor
+
+if TYPE_CHECKING:
+    from monai_gds.cache.boxes import Box
+    from monai_gds.cache.reading import Volume
+
+__all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "hazard", "parts"]
+
+#: The transforms that may see ghosts, by name. tests/test_ghosts.py generates and proves this list.
+SEES_GHOSTS = (
+    "CenterScaleCrop",
+    "CenterScaleCropd",
+    "CenterSpatialCrop",
+    "CenterSpatialCropd",
+    "Compose",
+    "Cropd",
+    "DivisiblePad",
+    "DivisiblePadd",
+    "EnsureType",
+    "EnsureTyped",
+    "OneOf",
+    "RandCropByLabelClasses",
+    "RandCropByLabelClassesd",
+    "RandCropByPosNegLabel",
+    "RandCropByPosNegLabeld",
+    "RandCropd",
+    "RandScaleCrop",
+    "RandScaleCropd",
+    "RandSpatialCrop",
+    "RandSpatialCropSamples",
+    "RandSpatialCropSamplesd",
+    "RandSpatialCropd",
+    "RandWeightedCrop",
+    "RandWeightedCropd",
+    "RandomOrder",
+    "ResizeWithPadOrCrop",
+    "ResizeWithPadOrCropd",
+    "SomeOf",
+    "SpatialCrop",
+    "SpatialCropd",
+    "SpatialPad",
+    "SpatialPadd",
+)
+
+_TYPES = frozenset(getattr(mt, name) for name in SEES_GHOSTS if hasattr(mt, name))
+
+#: Values without parts.
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, slice, range, np.generic, torch.Tensor, torch.dtype,
+    torch.device, np.dtype, enum.Enum, threading.local,
+)  # fmt: skip
+
+_LIBRARIES = ("monai", "torch", "numpy")
+_ORIGINS = (*_LIBRARIES, "builtins", "_thread")
+
+
+class NotOnGhosts(Exception):
+    """A transform cannot be run on ghosts; the message says why, as the end of a sentence."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which transforms see ghosts
+
+
+def drawable(steps: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """The leading transforms that may see ghosts, up to the last one that may crop; empty if the first may not."""
+    found = 0
+    for i, step in enumerate(steps):
+        if hazard(step):
+            break
+        if any("Crop" in type(part).__name__ for part in parts(step)):
+            found = i + 1
+    return list(steps[:found])
+
+
+def hazard(transform: Callable[..., Any]) -> str:
+    """Why a transform must not see ghosts; empty if it may."""
+    for part in parts(transform):
+        if type(part) in _TYPES or (isinstance(part, _PLAIN) and _origin(type(part)) in _ORIGINS):
+            continue
+        if isinstance(part, np.random.RandomState):
+            if type(part) is not np.random.RandomState or type(part._bit_generator) is not np.random.MT19937:
+                return "it draws from a generator of another kind"
+        elif isinstance(part, np.ndarray):
+            if part.dtype.hasobject:
+                return "an array of objects belongs to it"
+        elif isinstance(part, (types.FunctionType, types.BuiltinFunctionType, type)):
+            if not _is_a_librarys(part):
+                return f"{getattr(part, '__qualname__', part)} may do anything"
+        elif type(part) not in (list, tuple, dict, set, frozenset, torch.Size):
+            return f"{type(part).__name__} may use values"
+    return ""
+
+
+def parts(transform: Any) -> Iterator[Any]:
+    """A transform and everything below it, each once: attributes of transforms, and members of containers."""
+    seen: set[int] = set()
+    left = [transform]
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(part, (mt.Transform, mt.Randomizable)):
+            left.extend(vars(part).values())
+            if isinstance(part, mt.Randomizable):
+                left.append(part.R)
+        elif isinstance(part, dict):
+            left.extend(part.keys())
+            left.extend(part.values())
+        elif isinstance(part, (list, tuple, set, frozenset)):
+            left.extend(part)
+
+
+def _is_a_librarys(value: Any) -> bool:
+    """Whether a function or class is found under its own name in MONAI, torch or NumPy."""
+    if _origin(value) not in _LIBRARIES:
+        return value in (bool, int, float, complex)
+    found: Any = sys.modules.get(value.__module__)
+    for attribute in value.__qualname__.split("."):
+        found = getattr(found, attribute, None)
+    return found is value
+
+
+def _origin(value: Any) -> str:
+    """The package that a function or class is from."""
+    return str(getattr(value, "__module__", "")).partition(".")[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ghosts of an item
+
+
+class Ghosts:
+    """The ghosts that stand for the tensors of one item.
+
+    Args:
+        forms: dtype and shape of each tensor, by its name in the record.
+
+    Attributes:
+        tensors: the ghosts by name.
+    """
+
+    __slots__ = ("_names", "_real", "tensors")
+
+    def __init__(self, forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        self.tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in forms.items()}
+        self._names = {ghost.untyped_storage()._cdata: name for name, ghost in self.tensors.items()}
+        self._real: list[tuple[torch.Tensor, int]] = []
+
+    def enter(self, item: Any) -> None:
+        """Takes an item whose tensors are ghosts of these, or real.
+
+        Raises:
+            NotOnGhosts: a ghost is where its values cannot be put in its place.
+        """
+        with _plainly():
+            found = self._check(item)
+            if missing := self.tensors.keys() - found:
+                raise NotOnGhosts(f"the tensor {min(missing)!r} of the record is not within dicts and lists")
+            self._real = [(t, t._version) for t, _ in _tensors(item) if t.device.type != "meta"]
+
+    def run(self, step: Callable[..., Any], apply: Callable[[Any, Any], Any], item: Any) -> Any:
+        """Runs a transform.
+
+        Args:
+            step: the transform.
+            apply: runs a transform on an item.
+            item: what it gets. If this raises, it may have been changed, and so may random states.
+
+        Raises:
+            NotOnGhosts: the transform may not see ghosts, raised something, or used values.
+        """
+        if why := hazard(step):
+            raise NotOnGhosts(why)
+        try:
+            out = apply(step, item)
+        except Exception as e:
+            raise NotOnGhosts(_reason(e)) from e
+        with _plainly():
+            self._check(out)
+        return out
+
+    def spoilt(self) -> bool:
+        """Whether a transform wrote into a real tensor."""
+        with _plainly():
+            return any(tensor._version != version for tensor, version in self._real)
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name in the record of the tensor that this is a view of, if it is one."""
+        with _plainly():
+            return self._names.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
+
+    def boxes(self, item: Any) -> dict[str, list[Box]]:
+        """The voxels that the views in an item cover, by the names of the tensors."""
+        found: dict[str, dict[Any, Box]] = {}
+        with _plainly():
+            for tensor, _ in _tensors(item):
+                if tensor.device.type == "meta" and tensor.numel():
+                    name, starts, sizes = self._place(tensor)
+                    place = ((0, 1), (0, 1), *zip(starts, sizes, strict=True))[-3:]
+                    a, b, c = (slice(start, start + size) for start, size in place)
+                    found.setdefault(name, {})[place] = (a, b, c)
+        return {name: list(boxes.values()) for name, boxes in found.items()}
+
+    def realize(self, item: Any, volumes: Mapping[str, Volume], device: torch.device) -> Any:
+        """The item with the same views of the volumes in place of the views of the ghosts; dicts and lists stay."""
+        made: dict[int, torch.Tensor] = {}
+
+        def real(ghost: torch.Tensor) -> torch.Tensor:
+            if id(ghost) not in made:
+                made[id(ghost)] = self._realized(ghost, volumes, device)
+            return made[id(ghost)]
+
+        with _plainly():
+            return _replaced(item, real)
+
+    def _realized(self, ghost: torch.Tensor, volumes: Mapping[str, Volume], device: torch.device) -> torch.Tensor:
+        name = self._names[ghost.untyped_storage()._cdata]
+        if ghost.numel():
+            plain = volumes[name].view(ghost.shape, ghost.stride(), int(ghost.storage_offset()))
+        else:
+            plain = torch.empty_strided(ghost.shape, ghost.stride(), dtype=ghost.dtype, device=device)
+        if type(ghost) is torch.Tensor:
+            return plain
+        out = plain.as_subclass(type(ghost))
+        out.__dict__ = ghost.__dict__
+        return out
+
+    def _check(self, item: Any) -> set[str]:
+        """Checks every tensor of a result. Returns the names of the tensors that it has ghosts of."""
+        found = set()
+        for tensor, hidden in _tensors(item):
+            if tensor.device.type != "meta":
+                continue
+            if hidden:
+                raise NotOnGhosts("it put a volume into metadata")
+            name, _, _ = self._place(tensor)
+            if tensor._version or self.tensors[name]._version:
+                raise NotOnGhosts("it writes in place")
+            found.add(name)
+        if any(ghost._version for ghost in self.tensors.values()):
+            raise NotOnGhosts("it writes in place")
+        return found
+
+    def _place(self, view: torch.Tensor) -> tuple[str, list[int], list[int]]:
+        """The name of the tensor that a view is of, and where along its axes the view begins and how far it goes."""
+        name = self._names.get(view.untyped_storage()._cdata)
+        if name is None:
+            raise NotOnGhosts("it makes a tensor of its own")
+        ghost = self.tensors[name]
+        if view.dtype != ghost.dtype or type(view) not in (torch.Tensor, MetaTensor) or view.requires_grad:
+            _not_plain()
+        axes = {stride: axis for axis, stride in enumerate(ghost.stride()) if ghost.shape[axis] > 1}
+        starts, offset = [], int(view.storage_offset())
+        for stride in ghost.stride():
+            start, offset = divmod(offset, stride)
+            starts.append(start)
+        sizes = [1] * ghost.dim()
+        for size, stride in zip(view.shape, view.stride(), strict=True):
+            if size == 1 or not view.numel():
+                continue
+            axis = axes.pop(stride, None)
+            if axis is None:
+                _not_plain()
+            sizes[axis] = size
+        if view.numel() and any(start + size > n for start, size, n in zip(starts, sizes, ghost.shape, strict=True)):
+            _not_plain()
+        return name, starts, sizes
+
+
+#: In its ``with`` block MetaTensors are asked as plain tensors are: their own way takes 10 us for each question.
+_plainly = torch._C.DisableTorchFunctionSubclass
+
+
+def _not_plain() -> NoReturn:
+    raise NotOnGhosts("it makes a view that no crop makes")
+
+
+def _reason(error: BaseException) -> str:
+    """An error of a transform in one line, without MONAI's wrapping."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).partition("\n")[0]
+    return f"it raised {type(error).__name__}{f': {text[:100]}' if text else ''}"
+
+
+def _tensors(item: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Every tensor of a tree, and whether it is within metadata, an array, or a container that cannot be put together.
+
+    Other objects are not looked into: no transform that sees ghosts makes any.
+    """
+    left: list[tuple[Any, bool]] = [(item, False)]
+    while left:
+        value, hidden = left.pop()
+        if isinstance(value, torch.Tensor):
+            yield value, hidden
+            if isinstance(value, MetaTensor):
+                left.extend([(part, True) for part in vars(value).values() if isinstance(part, (dict, list))])
+        elif isinstance(value, dict):
+            left.extend([(part, hidden) for part in value.values() if not isinstance(part, _ATOMS)])
+        elif isinstance(value, (list, tuple)):
+            within = hidden or type(value) not in (list, tuple)
+            left.extend([(part, within) for part in value if not isinstance(part, _ATOMS)])
+        elif isinstance(value, (set, frozenset)) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
+            left.extend([(part, True) for part in (value.flat if isinstance(value, np.ndarray) else value)])
+
+
+_ATOMS = (str, int, float, bytes, type(None))
+
+
+def _replaced(value: Any, real: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tree with other tensors in place of its ghosts. Dicts and lists are changed, so they stay what they are."""
+    if isinstance(value, torch.Tensor):
+        return real(value) if value.device.type == "meta" else value
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(part, _ATOMS):
+                value[key] = _replaced(part, real)
+    elif isinstance(value, list):
+        value[:] = [_replaced(part, real) for part in value]
+    elif type(value) is tuple:
+        return tuple(_replaced(part, real) for part in value)
+    return value

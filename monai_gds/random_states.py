@@ -1,0 +1,143 @@
+"""What transforms draw from, and what a draw leaves behind: taken, put back, and followed to where a draw led.
+
+Used by :mod:`monai_gds.draws`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from monai.transforms import Randomizable, Transform
+
+from monai_gds.ghosts import parts
+
+__all__ = ["GlobalStates", "States", "generators"]
+
+
+def generators(transforms: Iterable[Callable[..., Any]]) -> set[int]:
+    """The identities of all generators that belong to transforms, but for the one of unseeded transforms."""
+    return {
+        id(part)
+        for transform in transforms
+        for part in parts(transform)
+        if isinstance(part, np.random.RandomState) and part is not Randomizable.R
+    }
+
+
+class States:
+    """What transforms would draw now: the states of their generators, and their attributes.
+
+    Generators are told apart by identity, since several transforms may hold one. An unseeded transform has no ``R`` of
+    its own and draws from its class's. Attributes are what a draw leaves behind, such as the centre of the last crop.
+    """
+
+    __slots__ = ("_held", "_owners")
+
+    def __init__(self, transforms: Iterable[Callable[..., Any]]) -> None:
+        found = (p for transform in transforms for p in parts(transform) if isinstance(p, (Transform, Randomizable)))
+        unique = {id(part): part for part in found}
+        self._owners = [(owner, dict(vars(owner)), getattr(owner, "R", None)) for owner in unique.values()]
+        self._held = {id(generator): generator.get_state() for generator in self._generators()}
+
+    def generators(self) -> list[Any]:
+        """The states, in the order in which the transforms hold them."""
+        return [self._held[id(generator)] for _, _, generator in self._owners if generator is not None]
+
+    def put_back(self) -> None:
+        """Gives the transforms these attributes, with their generators in these states."""
+        for owner, attributes, _ in self._owners:
+            now = vars(owner)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
+        for generator in self._generators():
+            generator.set_state(self._held[id(generator)])
+
+    def are_those_of(self, other: States) -> bool:
+        """Whether the same transforms would draw the same now and then."""
+        pairs = list(zip(self._owners, other._owners, strict=False))
+        return (
+            len(self._owners) == len(other._owners)
+            and all(a[0] is b[0] and _alike(a[1], b[1]) for a, b in pairs)
+            and self._sharing() == other._sharing()
+            and all(map(_equal, self.generators(), other.generators()))
+        )
+
+    def follow(self, before: States) -> None:
+        """Takes the transforms from a state like ``before`` to this one, as what led here would have."""
+        old = {id(owner): attributes for owner, attributes, _ in before._owners}
+        for owner, attributes, generator in self._owners:
+            now, was = vars(owner), old.get(id(owner), {})
+            for name in was.keys() - attributes.keys():
+                now.pop(name, None)
+            now.update({name: value for name, value in attributes.items() if value is not was.get(name, self)})
+            if generator is not None:
+                owner.R.set_state(self._held[id(generator)])
+
+    def moved_unseeded(self, since: States) -> bool:
+        """Whether the generator of all unseeded transforms was drawn from."""
+        state = since._held.get(id(Randomizable.R))
+        return state is not None and not _equal(state, Randomizable.R.get_state())
+
+    def _generators(self) -> list[Any]:
+        return list({id(g): g for _, _, g in self._owners if g is not None}.values())
+
+    def _sharing(self) -> list[int]:
+        """For each transform, the first one that has the same generator."""
+        first: dict[int, int] = {}
+        return [first.setdefault(id(generator), i) for i, (_, _, generator) in enumerate(self._owners)]
+
+
+def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether attributes are the same, or equal. Generators are compared elsewhere."""
+    return a.keys() == b.keys() and all(
+        a[name] is b[name] or isinstance(a[name], np.random.RandomState) or _same(a[name], b[name]) for name in a
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return isinstance(a, (bool, int, float, str, slice, type(None))) and a == b
+
+
+class GlobalStates:
+    """The states of the generators of Python, NumPy and torch."""
+
+    __slots__ = ("_cpu", "_cuda", "_numpy", "_python")
+
+    def __init__(self) -> None:
+        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def moved(self) -> bool:
+        """Whether one was drawn from since."""
+        now = GlobalStates()
+        return not (
+            self._python == now._python
+            and _equal(self._numpy, now._numpy)
+            and torch.equal(self._cpu, now._cpu)
+            and len(self._cuda) == len(now._cuda)
+            and all(map(torch.equal, self._cuda, now._cuda))
+        )
+
+    def put_back(self) -> None:
+        """Puts them back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two states of NumPy's legacy generators are equal: name, key, position, and a number kept for later."""
+    return a[0] == b[0] and a[2:] == b[2:] and bool(np.array_equal(a[1], b[1]))
