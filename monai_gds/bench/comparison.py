@@ -13,7 +13,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rich.progress import Progress
 
 from monai_gds.bench.ceilings import Ceilings
 from monai_gds.bench.competitors import COMPETITORS, NO_CACHE, REFERENCE, Competitor
+from monai_gds.bench.costs import Costs, per_item, sizes, spent
 from monai_gds.bench.pagecache import drop, warmth
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, StorageError
@@ -57,6 +58,8 @@ class Comparison:
         cold: each epoch begins with none of the competitor's files in the page cache.
         ceilings: measure the machine's ceilings too.
         sizes: show how much smaller each cache is than its results.
+        costs: show processor time and, if ``cold``, bytes from the disk. Then batches are consumed in one thread, since
+            torch's threads spin while they wait for one another, which counts as processor time.
     """
 
     title: str
@@ -74,6 +77,7 @@ class Comparison:
     cold: bool = False
     ceilings: bool = True
     sizes: bool = False
+    costs: bool = False
 
     @property
     def batches(self) -> int:
@@ -96,6 +100,7 @@ class Entrant:
     folder: Path
     seconds: list[float] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
+    costs: list[Costs] = field(default_factory=list)
 
     def epoch(self, comparison: Comparison) -> Iterator[Iterator[torch.Tensor]]:
         """The tensors of each batch of an epoch, without the competitor's warnings.
@@ -124,7 +129,9 @@ class Entrant:
         """Its row of the table."""
         notes = {"page cache before": warmth(self.cached) if self.files() else "has no files"} if self.cached else {}
         if comparison.sizes:
-            notes["size"] = f"÷ {comparison.nbytes / sum(path.stat().st_size for path in self.files()):.1f}"
+            notes |= sizes(self.files(), comparison.keys, comparison.nbytes)
+        if comparison.costs:
+            notes |= per_item(self.costs, len(comparison.items), comparison.cold)
         if comparison.batch_size is None:
             notes["µs per item"] = f"{1e6 * statistics.median(self.seconds) / len(comparison.items):.0f}"
         return Row(self.name, tuple(comparison.amount / seconds for seconds in self.seconds), notes=notes)
@@ -171,7 +178,9 @@ def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
             for entrant in entrants:
                 if comparison.cold:
                     entrant.cached.append(drop(entrant.files()))
+                before = spent()
                 entrant.seconds.append(epoch(entrant, comparison))
+                entrant.costs.append(spent() - before)
                 progress.advance(task)
             if ceilings is not None:
                 ceilings.sample()
@@ -184,11 +193,22 @@ def epoch(entrant: Entrant, comparison: Comparison) -> float:
     """Seconds of one epoch in which every batch is consumed on the target."""
     start = time.perf_counter()
     for tensors in entrant.epoch(comparison):
-        for tensor in tensors:
-            tensor.to(comparison.device).as_subclass(torch.Tensor).sum()
+        with _one_thread() if comparison.costs else nullcontext():
+            for tensor in tensors:
+                tensor.to(comparison.device).as_subclass(torch.Tensor).sum()
     if comparison.device.type == "cuda":
         torch.cuda.synchronize(comparison.device)
     return time.perf_counter() - start
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def checksums(entrant: Entrant, comparison: Comparison) -> list[int]:

@@ -17,24 +17,56 @@ from monai.data import CacheDataset, Dataset, LMDBDataset, PersistentDataset, Th
 from monai.data import GDSDataset as MonaiGDSDataset
 from monai.transforms import Compose
 
+from monai_gds.bench.blosc2_reader import NNUNetDataset
 from monai_gds.dataset import GDSDataset
 from monai_gds.errors import BackendUnavailable
 from monai_gds.loader import GDSDataLoader
 from monai_gds.storage.variants import PAST_PAGE_CACHE
 
 __all__ = [
-    "COMPETITORS", "META", "NO_CACHE", "OURS", "OURS_DIRECT", "OURS_LOADER", "OURS_LZ4", "OURS_ZSTD", "REFERENCE",
-    "Competitor", "competitors_for",
+    "COMPETITORS",
+    "META",
+    "MONAIS",
+    "NNUNET",
+    "NO_CACHE",
+    "OURS",
+    "OURS_BITCOMP_LOADER",
+    "OURS_DIRECT",
+    "OURS_KEPT_LOADER",
+    "OURS_LOADER",
+    "OURS_LZ4",
+    "OURS_LZ4_LOADER",
+    "OURS_WHOLE",
+    "OURS_WHOLE_LOADER",
+    "OURS_ZSTD",
+    "OURS_ZSTD_LOADER",
+    "REFERENCE",
+    "Competitor",
+    "competitors_for",
 ]  # fmt: skip
 
 OURS = "GDSDataset"
 OURS_LOADER = "GDSDataset, GDSDataLoader"
 OURS_DIRECT = "GDSDataset, direct_io"
+OURS_WHOLE = "GDSDataset, not compressed"
 OURS_LZ4 = "GDSDataset, lz4"
 OURS_ZSTD = "GDSDataset, zstd"
+OURS_WHOLE_LOADER = "GDSDataset, not compressed, GDSDataLoader"
+OURS_LZ4_LOADER = "GDSDataset, lz4, GDSDataLoader"
+OURS_ZSTD_LOADER = "GDSDataset, zstd, GDSDataLoader"
+OURS_BITCOMP_LOADER = "GDSDataset, bitcomp, GDSDataLoader"
+OURS_KEPT_LOADER = "GDSDataset, lz4, device_bytes, GDSDataLoader"
+MONAIS = "monai GDSDataset, 16 thr."
 REFERENCE = "PersistentDataset"
+NNUNET = "blosc2, as nnU-Net v2"
 META = "PersistentDataset + meta"
 NO_CACHE = "no cache"
+
+#: Compared with each other by :mod:`monai_gds.bench.tiles`, and nowhere else.
+_OF_TILES = (
+    OURS_WHOLE, OURS_WHOLE_LOADER, OURS_LZ4, OURS_LZ4_LOADER, OURS_ZSTD, OURS_ZSTD_LOADER, OURS_BITCOMP_LOADER,
+    OURS_KEPT_LOADER, NNUNET,
+)  # fmt: skip
 
 #: Makes a dataset of items and a transform, with a folder of its own for the cache and the target device.
 Make: TypeAlias = "Callable[[Sequence[Any], Compose, Path, torch.device], Dataset]"
@@ -97,9 +129,23 @@ COMPETITORS: dict[str, Competitor] = {
     OURS: Competitor(GDSDataset),
     OURS_LOADER: Competitor(GDSDataset, GDSDataLoader),
     OURS_DIRECT: Competitor(_ours_direct, GDSDataLoader),
+    OURS_WHOLE: Competitor(partial(GDSDataset, compression=None)),
+    OURS_WHOLE_LOADER: Competitor(partial(GDSDataset, compression=None), GDSDataLoader),
     OURS_LZ4: Competitor(partial(GDSDataset, compression="lz4"), missing=_needs_blosc2),
     OURS_ZSTD: Competitor(partial(GDSDataset, compression="zstd"), missing=_needs_blosc2),
+    OURS_LZ4_LOADER: Competitor(partial(GDSDataset, compression="lz4"), GDSDataLoader, missing=_needs_blosc2),
+    OURS_ZSTD_LOADER: Competitor(partial(GDSDataset, compression="zstd"), GDSDataLoader, missing=_needs_blosc2),
+    OURS_BITCOMP_LOADER: Competitor(partial(GDSDataset, compression="bitcomp"), GDSDataLoader, cuda_only=True),
+    OURS_KEPT_LOADER: Competitor(
+        partial(GDSDataset, compression="lz4", device_bytes="100GB"),
+        GDSDataLoader,
+        missing=_needs_blosc2,
+        cuda_only=True,
+    ),
     REFERENCE: Competitor(lambda items, transform, folder, _: PersistentDataset(items, transform, folder)),
+    NNUNET: Competitor(
+        lambda items, transform, folder, _: NNUNetDataset(items, transform, folder), missing=_needs_blosc2
+    ),
     META: Competitor(
         lambda items, transform, folder, _: PersistentDataset(
             items, transform, folder, track_meta=True, weights_only=False
@@ -111,7 +157,7 @@ COMPETITORS: dict[str, Competitor] = {
     "CacheDataset": Competitor(lambda items, transform, *_: CacheDataset(items, transform, progress=False)),
     # As shipped it reads with KvikIO's default of one thread, which our own dataset raises for the whole process.
     "monai GDSDataset": Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=1),
-    "monai GDSDataset, 16 thr.": Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=16),
+    MONAIS: Competitor(_monais, missing=_needs_kvikio, cuda_only=True, kvikio_threads=16),
     NO_CACHE: Competitor(lambda items, transform, *_: Dataset(items, transform)),
 }
 
@@ -121,6 +167,6 @@ def competitors_for(device: torch.device, *, loader: bool = False, cold: bool = 
 
     With ``loader``, our dataset through our own loader too; if that is ``cold``, also with reads past the page cache.
     """
-    left_out = {NO_CACHE, OURS_LZ4, OURS_ZSTD}
+    left_out = {NO_CACHE, *_OF_TILES}
     left_out |= {*([] if loader else [OURS_LOADER]), *([] if loader and cold else [OURS_DIRECT])}
     return [n for n, c in COMPETITORS.items() if n not in left_out and (device.type == "cuda" or not c.cuda_only)]

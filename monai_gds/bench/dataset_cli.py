@@ -59,7 +59,8 @@ def dataset(
     \b
     volumes   epochs over whole volumes
     crops     epochs over 4 random crops of 96³ from each volume
-    tiles     epochs over whole volumes of compressed records, CT, MRI and noise
+    tiles     compressed records of CT, MRI and noise: epochs over whole volumes
+              and over 4 random crops of 96³, also beside nnU-Net's way
     hits      items of 64 kB, one by one, without a loader
     small     many records of 64 kB, batch 256: plain, and NIfTI MetaTensors
     first     the epoch that fills the cache, and what saving adds to it
