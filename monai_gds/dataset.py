@@ -28,8 +28,9 @@ from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index
 from monai_gds.cache.kept import bytes_of
 from monai_gds.cache.key import Key
+from monai_gds.cache.pending_item import PendingItem
 from monai_gds.cache.problems import with_advice
-from monai_gds.cache.reading import PendingItem, Verify
+from monai_gds.cache.reading import Verify
 from monai_gds.cache.rounding import check_bits, rounded
 from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
 from monai_gds.cache.sources import Policy, Sources

@@ -31,7 +31,7 @@ from monai_gds.random_states import GlobalStates, States, generators
 from monai_gds.transforms import Split
 
 if TYPE_CHECKING:
-    from monai_gds.cache.reading import LazyItem, Volume, Volumes
+    from monai_gds.cache.lazy_item import LazyItem, Volume, Volumes
     from monai_gds.cache.runs import Runs
 
 __all__ = ["Draws", "Turn"]

@@ -26,7 +26,7 @@ from monai.data import MetaTensor
 
 if TYPE_CHECKING:
     from monai_gds.cache.boxes import Box
-    from monai_gds.cache.reading import Volume
+    from monai_gds.cache.lazy_item import Volume
 
 __all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "hazard", "parts"]
 

@@ -20,7 +20,7 @@ from monai.data import DataLoader, Dataset, ThreadDataLoader
 from torch.utils.data import ConcatDataset
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
-from monai_gds.cache.reading import LazyItem, Volumes
+from monai_gds.cache.lazy_item import LazyItem, Volumes
 from monai_gds.dataset import Begun
 from monai_gds.ghosts import Ghosts, parts
 from monai_gds.random_states import GlobalStates, States

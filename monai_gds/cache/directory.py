@@ -27,8 +27,10 @@ from monai_gds.cache.header import SUFFIX, parse
 from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.key import Key
+from monai_gds.cache.lazy_item import LazyItem
+from monai_gds.cache.pending_item import PendingItem
 from monai_gds.cache.problems import Problems, with_advice
-from monai_gds.cache.reading import LazyItem, PendingItem, RecordReader, Verify
+from monai_gds.cache.reading import RecordReader, Verify
 from monai_gds.cache.record import pack_record
 from monai_gds.cache.single_flight import Leases
 from monai_gds.cache.source_memo import SourceMemo

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from monai_gds import limits
 from monai_gds.cache import device_tiles
-from monai_gds.cache.boxes import Arrangement, Box, arrange, last_three, whole_box
-from monai_gds.cache.checksum import checksum
 from monai_gds.cache.device_tiles import Unpacking
 from monai_gds.cache.header import SUFFIX, Header, header_length, parse
-from monai_gds.cache.heads import Form, HeadMemory, RecordHead, TensorForm, TensorTable, check_codecs
+from monai_gds.cache.heads import Form, HeadMemory, RecordHead, TensorTable, check_codecs
 from monai_gds.cache.kept import KeptRecords
+from monai_gds.cache.lazy_item import LazyItem, Part, reads_of
+from monai_gds.cache.pending_item import Begun, PendingItem, check_entry
 from monai_gds.cache.problems import Problems
 from monai_gds.cache.record import check_name
-from monai_gds.cache.runs import Runs
-from monai_gds.cache.tiles import PATTERNS, Selection, Tiles
-from monai_gds.cache.tree import tensor_of
-from monai_gds.cache.unpacking import unpack, unpack_boxes
-from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord, RecordError
+from monai_gds.cache.tiles import Selection, Tiles
+from monai_gds.errors import FileChanged, NewerRecord, RecordError
 from monai_gds.pooled_memory import pooled_volume
 from monai_gds.storage import FileId, Pending, Reads, Storage
 from monai_gds.storage.files import check_identity
 
-__all__ = ["LazyItem", "PendingItem", "RecordReader", "Verify", "Volume", "Volumes", "read_record"]
+__all__ = ["RecordReader", "Verify", "read_record"]
 
 T = TypeVar("T")
 
@@ -69,300 +63,8 @@ def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, 
     blocks = {}
     for name, entry in front.items():
         blocks[name] = head[entry.offset : entry.offset + entry.nbytes]
-        _check(name, entry.checksum, torch.from_numpy(np.frombuffer(bytearray(blocks[name]), np.uint8)))
+        check_entry(name, entry.checksum, torch.from_numpy(np.frombuffer(bytearray(blocks[name]), np.uint8)))
     return record, file, blocks
-
-
-def _check(name: str, expected: int, data: torch.Tensor) -> None:
-    if checksum(data) != expected:
-        raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
-
-
-class PendingItem:
-    """An item being read from a record of ``nbytes`` bytes."""
-
-    __slots__ = (
-        "_file", "_first", "_head", "_path", "_pending", "_reader", "_tries", "_unpacking", "_verify", "nbytes",
-    )  # fmt: skip
-
-    def __init__(
-        self, reader: RecordReader, path: str, head: RecordHead, verify: bool, tries: int, pending: Pending,
-        unpacking: Unpacking | None = None, file: int = 0, first: int = 0,
-    ) -> None:  # fmt: skip
-        self._reader, self._path, self._tries = reader, path, tries
-        self._head, self._verify = head, verify
-        self._pending, self._unpacking, self._file, self._first = pending, unpacking, file, first
-        self.nbytes = head.file.size
-
-    def wait(self, item: Any = None) -> Any:
-        """Waits for the reads. The item's tensors may be used at once on the current CUDA stream.
-
-        Args:
-            item: the dataset's own item, from which values are taken that no record can store.
-
-        Returns:
-            ``(item,)``, since an item may itself be None; or None if the record turned out to be unusable, which has
-            been reported.
-        """
-        head = self._head
-        try:
-            errors, raw = self._pending.errors, self._pending.tensors
-            if errors and self._file in errors:
-                raise errors[self._file]
-            if len(raw) != len(head.checksums):  # it was read together with others
-                raw = raw[self._first : self._first + len(head.checksums)]
-            if self._unpacking is not None:
-                self._unpacking.check()
-            if self._verify:
-                _verify_all(head, head.table, raw, self._unpacking)
-                self._reader.mark_verified(self._path, head.file)
-        except FileChanged as e:  # replaced by another process while it was read
-            again = self._reader.start_again(self._path, self._tries, e)
-            return None if again is None else again.wait(item)
-        except FileNotFoundError:  # deleted by another process
-            return None
-        except (RecordError, OSError) as e:
-            self._reader.report_unusable(self._path, e)
-            return None
-        try:
-            return (head.recipe(_tensors(head, head.table, raw, self._unpacking), item),)
-        except RecordError as e:
-            self._reader.report_unusable(self._path, e)
-            return None
-
-
-def _verify_all(head: RecordHead, table: TensorTable, raw: Sequence[torch.Tensor], unpacking: Unpacking | None) -> None:
-    """Compares the checksums of what was read. Unpacking on a device has compared those of each tile."""
-    checksums = dict(zip((name for name, _, _ in head.table.tensors), head.checksums, strict=True))
-    for (name, _, _), data in zip(table.tensors, raw, strict=True):
-        if unpacking is None or name not in head.tiles:
-            _check(name, checksums[name], data)
-
-
-def _tensors(
-    head: RecordHead, table: TensorTable, raw: Sequence[torch.Tensor], unpacking: Unpacking | None
-) -> dict[str, torch.Tensor]:
-    parts = zip(table.tensors, raw, strict=True)
-    if not head.tiles:
-        return {name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in parts}
-    tensors = {}
-    for (name, dtype, shape), data in parts:
-        tiles = head.tiles.get(name)
-        if tiles is None:
-            tensors[name] = tensor_of(data, dtype, shape)
-        else:
-            tensors[name] = _unpacked(tiles, data) if unpacking is None else data
-    return tensors
-
-
-def _unpacked(tiles: Tiles, streams: torch.Tensor) -> torch.Tensor:
-    """A packed tensor on the device of its streams."""
-    return unpack(tiles, streams.cpu().numpy()).to(streams.device)
-
-
-class LazyItem:
-    """A record whose tensors in tiles are read box by box, once it is known which boxes are needed.
-
-    Attributes:
-        tiled: dtype and shape of each tensor in tiles that comes as a tensor, by name. What comes as a NumPy array, is
-            complex or requires a gradient is not among them: it is read whole, with all that is not in tiles.
-        nbytes: bytes of the reads begun so far, and of the memory of what they are unpacked to.
-    """
-
-    __slots__ = ("_error", "_head", "_path", "_reader", "_rest", "_verify", "nbytes", "tiled")
-
-    def __init__(self, reader: RecordReader, path: str, begun: _Begun) -> None:
-        self._reader, self._path, self._head, self._verify = reader, path, begun.head, begun.verify
-        self._rest: tuple[Pending, Unpacking | None] | None = begun.pending, begun.unpacking
-        self.tiled: Mapping[str, TensorForm] = begun.head.tiled
-        self.nbytes = begun.head.rest.reads.total
-        self._error: Exception | None = None  # of its runs
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`assemble` has nothing to wait for."""
-        return self._rest is None or self._rest[0].done
-
-    def assemble(self, tensors: Mapping[str, torch.Tensor], item: Any = None) -> Any:
-        """Puts the item together, after waiting for the tensors that are not in :attr:`tiled`.
-
-        Args:
-            tensors: in place of those in :attr:`tiled`, by name.
-            item: the dataset's own item, from which values are taken that no record can store.
-
-        Returns:
-            ``(item,)``, which shares nothing with that of another call; or None if the record turned out to be
-            unusable, which has been reported, or was replaced or deleted.
-        """
-        return self._reader.usable(self._path, lambda: (self._head.recipe({**self._others(), **tensors}, item),))
-
-    def _others(self) -> dict[str, torch.Tensor]:
-        head = self._head
-        begun, self._rest = self._rest, None
-        if begun is None:  # somebody may have changed the tensors of the first call
-            pending, unpacking, self._verify = self._reader.begin(self._path, head, head.rest)
-        else:
-            pending, unpacking = begun
-        raw = pending.wait()[: len(head.rest.tensors)]  # where there are none, one read of nothing
-        if unpacking is not None:
-            unpacking.check()
-        if self._verify:
-            _verify_all(head, head.rest, raw, unpacking)
-            self._reader.mark_verified(self._path, head.file, head.rest is head.table)
-        return _tensors(head, head.rest, raw, unpacking)
-
-    @property
-    def runs(self) -> Mapping[str, Runs]:
-        """The runs of those labels in :attr:`tiled` that have any, by name. Finding an element reads a few kB, at once.
-
-        Where that raises, what :meth:`read` returns afterwards comes to nothing, and the record is reported.
-        """
-        return {name: Runs(table, partial(self._run_block, name)) for name, (table, _) in self._head.runs.items()}
-
-    def _run_block(self, name: str, block: int) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            return self._reader.run_block(self._path, self._head, name, block)
-        except (RecordError, OSError) as e:
-            self._error = e
-            raise
-
-    def read(self, boxes: Mapping[str, Sequence[Box]]) -> Volumes:
-        """Starts reading boxes of tensors in :attr:`tiled`.
-
-        Args:
-            boxes: which voxels, by the name of the tensor; none of them empty.
-        """
-        if self._error is not None:
-            return Volumes(self._reader, self._path, self._head, [], self._reader.failed(self._error), None)
-        on_device = self._reader.unpacks_there()
-        parts = [_part(name, self._head, wanted, on_device) for name, wanted in boxes.items() if wanted]
-        pending, unpacking = self._reader.begin_boxes(self._path, self._head, parts)
-        self.nbytes += sum(part.selection.nbytes + part.nbytes for part in parts)
-        return Volumes(self._reader, self._path, self._head, parts, pending, unpacking)
-
-
-class Volume(NamedTuple):
-    """Voxels of a tensor in boxes that were read. All else in its memory is anything.
-
-    Attributes:
-        data: the memory, 1-D, of the tensor's dtype.
-        arrangement: where the boxes lie in it.
-    """
-
-    data: torch.Tensor
-    arrangement: Arrangement
-
-    def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
-        """A view within the boxes, given as one of the whole tensor, contiguous and at the front of its memory.
-
-        Views share memory if those of the whole tensor did. A view has the strides that it would have there.
-
-        Args:
-            size: of the view.
-            stride: of the view, in elements.
-            offset: of its first element.
-
-        Raises:
-            ValueError: its first element is in no box.
-        """
-        if 0 in size:
-            return self.data.new_empty(0).as_strided(size, stride)
-        return self.data.as_strided(size, stride, self.arrangement.place(offset))
-
-    def whole(self) -> torch.Tensor:
-        """The whole tensor, contiguous, if it was read as one box.
-
-        Raises:
-            ValueError: it was not.
-        """
-        if not self.arrangement.is_whole:
-            raise ValueError(f"only boxes of this tensor of shape {self.arrangement.shape} were read: take views")
-        return self.data.view(self.arrangement.shape)
-
-
-class _Part(NamedTuple):
-    """What is read of one tensor."""
-
-    name: str
-    entry: int  # which of the record's tensors
-    tiles: Tiles
-    boxes: Sequence[Box]
-    arrangement: Arrangement
-    selection: Selection
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory of the boxes."""
-        return self.arrangement.numel * self.tiles.layout.dtype.itemsize
-
-
-def _part(name: str, head: RecordHead, boxes: Sequence[Box], on_device: bool) -> _Part:
-    tiles = head.tiles[name]
-    entry = next(i for i, (other, _, _) in enumerate(head.table.tensors) if other == name)
-    shape = tiles.layout.shape
-    # On a device tiles are placed whole, and memory that was not touched before costs nothing.
-    arrangement = arrange(shape, tiles.layout.dtype.itemsize, [whole_box(shape)] if on_device else boxes)
-    return _Part(name, entry, tiles, boxes, arrangement, tiles.select(tiles.touched(boxes)))
-
-
-class Volumes:
-    """Boxes being read of the tensors of a record."""
-
-    def __init__(
-        self, reader: RecordReader, path: str, head: RecordHead, parts: Sequence[_Part], pending: Pending,
-        unpacking: Unpacking | None,
-    ) -> None:  # fmt: skip
-        self._reader, self._path, self._head, self._parts = reader, path, head, parts
-        self._unpacking = unpacking
-        self._pending: Pending | None = pending
-        self._found: dict[str, Volume] | None = None
-        self._lock = threading.Lock()
-
-    def wait(self) -> dict[str, Volume] | None:
-        """Waits for the reads, and unpacks what was read on the CPU. Tensors may be used on the current stream at once.
-
-        Returns:
-            By name, memory of the tensor's dtype on the target device. None if the record turned out to be unusable,
-            which has been reported, or was replaced or deleted meanwhile: compute the item, or start anew.
-        """
-        with self._lock:
-            if self._pending is not None:
-                self._found = self._reader.usable(self._path, self._unpacked)
-                self._pending = None
-            return self._found
-
-    def _unpacked(self) -> dict[str, Volume]:
-        assert self._pending is not None
-        raw = self._pending.wait()
-        if self._unpacking is not None:
-            self._unpacking.check()
-            return {
-                part.name: Volume(data.view(-1), part.arrangement) for part, data in zip(self._parts, raw, strict=True)
-            }
-        found = {}
-        for part, data in zip(self._parts, raw, strict=True):
-            self._reader.check_tiles(self._path, self._head, part.tiles, part.selection, data.numpy())
-            volume = _unpacked_boxes(part, data.numpy())
-            found[part.name] = volume._replace(data=volume.data.to(self._reader.device))
-        return found
-
-
-def _unpacked_boxes(part: _Part, streams: np.ndarray) -> Volume:
-    layout, arrangement = part.tiles.layout, part.arrangement
-    try:
-        flat = pooled_volume(part.nbytes).view(PATTERNS[layout.dtype.itemsize])
-    except (MemoryError, RuntimeError) as e:  # tiles of equal bytes take no room, so any record can declare this
-        raise DamagedRecord(f"boxes of its tensor of shape {layout.shape} do not fit into memory: {e}") from e
-    volume = math.prod(last_three(layout.shape))
-    strides = arrangement.strides
-    regions = []
-    for box in part.boxes:
-        size = [axis.stop - axis.start for axis in box]
-        first = sum(axis.start * stride for axis, stride in zip(box, strides, strict=True))
-        steps = (volume, *strides)
-        regions.append(flat.as_strided((layout.grid[0], *size), steps, arrangement.place(first)))
-    unpack_boxes(part.tiles, part.selection, streams, part.boxes, regions)
-    return Volume(flat.view(layout.dtype), arrangement)
 
 
 def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list[tuple[int, RecordHead, bool]]]:
@@ -377,31 +79,6 @@ def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list
         nbytes += size
     if group:
         yield group
-
-
-def _reads_of(path: str, head: RecordHead, parts: Sequence[_Part]) -> Reads:
-    """The reads of the tiles of some tensors, each into a buffer as :meth:`Tiles.select` lays it out."""
-    chosen = [part.selection for part in parts]
-    if not any(len(s.offset) for s in chosen):  # no tile has a stream: a read of nothing, which opens the file
-        sizes = np.array([s.nbytes for s in chosen], np.int64)
-        none = np.zeros(1, np.int64)
-        return Reads((path,), (head.file,), none, none, none, none, none, sizes)
-    entries = [head.table.reads.offset[part.entry] for part in parts]
-    offset = np.concatenate([s.offset + at for s, at in zip(chosen, entries, strict=True)])
-    length, start = (np.concatenate([getattr(s, which) for s in chosen]) for which in ("length", "dest"))
-    dest = np.repeat(np.arange(len(chosen)), [len(s.offset) for s in chosen])
-    sizes = np.array([s.nbytes for s in chosen], np.int64)
-    return Reads((path,), (head.file,), np.zeros_like(offset), offset, length, dest, start, sizes)
-
-
-class _Begun(NamedTuple):
-    """Reads of a record that were begun."""
-
-    head: RecordHead
-    verify: bool  # whether checksums are to be compared
-    tries: int  # left
-    pending: Pending
-    unpacking: Unpacking | None
 
 
 class RecordReader:
@@ -422,23 +99,21 @@ class RecordReader:
     def start(self, path: str, tries: int = _TRIES) -> PendingItem | None:
         """Starts reading a record; None if there is no usable one."""
         begun = self._start(path, tries, lazily=False)
-        if begun is None:
-            return None
-        return PendingItem(self, path, begun.head, begun.verify, begun.tries, begun.pending, begun.unpacking)
+        return None if begun is None else PendingItem(self, path, begun)
 
     def start_lazily(self, path: str) -> LazyItem | None:
         """As :meth:`start`, but of tensors in tiles only what is asked for later."""
         begun = self._start(path, _TRIES, lazily=True)
         return None if begun is None else LazyItem(self, path, begun)
 
-    def _start(self, path: str, tries: int, lazily: bool) -> _Begun | None:
+    def _start(self, path: str, tries: int, lazily: bool) -> Begun | None:
         while True:
             try:
                 head = self._head(path)
                 pending, unpacking, verify = self.begin(path, head, head.rest if lazily else head.table)
                 if self._on_cpu and pending.done and (errors := pending.errors):
                     raise errors[0]
-                return _Begun(head, verify, tries, pending, unpacking)
+                return Begun(head, verify, tries, pending, unpacking)
             except FileNotFoundError:
                 return None
             except FileChanged as e:
@@ -495,12 +170,12 @@ class RecordReader:
             self._problems.warn("tiles", f"compressed records are unpacked by the CPU, which is slow: {why}")
         return why is None
 
-    def begin_boxes(self, path: str, head: RecordHead, parts: Sequence[_Part]) -> tuple[Pending, Unpacking | None]:
+    def begin_boxes(self, path: str, head: RecordHead, parts: Sequence[Part]) -> tuple[Pending, Unpacking | None]:
         """Begins to read the streams of boxes, as :meth:`Tiles.select` lays them out."""
         try:
             if not self.unpacks_there():
                 into = [pooled_volume(part.selection.nbytes) for part in parts]
-                return self._storage.fill(_reads_of(path, head, parts), into), None
+                return self._storage.fill(reads_of(path, head, parts), into), None
             ids = [part.selection.tiles.astype(np.int32) for part in parts]
             if self._stays(path, head):
                 wanted: list[Any] = [None] * len(head.table.tensors)
@@ -508,7 +183,7 @@ class RecordReader:
                     wanted[part.entry] = part.tiles, part.tiles.starts[some], some
                 return self._begin_kept(path, head, wanted, [part.entry for part in parts])
             unpacking = Unpacking([(p.tiles, p.selection.starts, some) for p, some in zip(parts, ids, strict=True)])
-            return self._storage.load(_reads_of(path, head, parts)).then(unpacking, aside=True), unpacking
+            return self._storage.load(reads_of(path, head, parts)).then(unpacking, aside=True), unpacking
         except OSError as e:
             return Pending.completed([], self._storage.device, e), None
 
@@ -536,10 +211,6 @@ class RecordReader:
         self._storage.fill(Reads.of(path, [(at + begin, nbytes)], head.file), [stream]).wait()
         return table.decode(block, stream.numpy())
 
-    def failed(self, error: Exception) -> Pending:
-        """Reads of a record that has failed already."""
-        return Pending.completed([], self._storage.device, error)
-
     def usable(self, path: str, get: Callable[[], T]) -> T | None:
         """What ``get`` reads of a record; None if the record is unusable, which is reported, or there no more."""
         try:
@@ -566,7 +237,7 @@ class RecordReader:
             reads = Reads.join([head.table.reads.at(paths[i], head.file) for i, head, _ in group])
             pending, first = self._storage.load(reads), 0
             for file, (i, head, verify) in enumerate(group):
-                found[i] = PendingItem(self, paths[i], head, verify, _TRIES, pending, None, file, first)
+                found[i] = PendingItem(self, paths[i], Begun(head, verify, _TRIES, pending, None), file, first)
                 first += len(head.table.reads)
         return found
 
@@ -583,9 +254,7 @@ class RecordReader:
             if begun is not None and begun.head.tiled:
                 found[i] = LazyItem(self, path, begun)
             elif begun is not None:  # all of it is being read
-                found[i] = PendingItem(
-                    self, path, begun.head, begun.verify, begun.tries, begun.pending, begun.unpacking
-                )
+                found[i] = PendingItem(self, path, begun)
         for i, pending in zip(others, self.start_all([paths[i] for i in others]), strict=True):
             found[i] = pending
         return found

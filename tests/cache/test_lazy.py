@@ -21,7 +21,7 @@ from monai_gds.cache.boxes import Box
 from monai_gds.cache.compression import Compression
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.heads import Form, TensorForm
-from monai_gds.cache.reading import LazyItem, Volume
+from monai_gds.cache.lazy_item import LazyItem, Volume
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning
 from monai_gds.storage import open_storage

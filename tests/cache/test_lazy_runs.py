@@ -13,8 +13,8 @@ import torch
 
 from monai_gds.cache import blosc, header, runs
 from monai_gds.cache.heads import Form, HeadMemory
+from monai_gds.cache.lazy_item import LazyItem
 from monai_gds.cache.maintenance import check
-from monai_gds.cache.reading import LazyItem
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged
 from tests.cache.conftest import key
