@@ -4,7 +4,9 @@
 # make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too)
 # make test-package  sdist and wheel, built, installed into an environment of their own, and tried there
 # make notebooks  executes tutorials/ and saves the outputs in them (NOTEBOOKS="block_map tensor_io": only these)
-# make lint   ruff and mypy
+# make docs   builds the site into build/site, and opens every page in headless Chromium where there is one
+# make release  sdist and wheel in dist/, checked; nothing is uploaded
+# make lint   ruff, mypy and codespell
 
 PYTHON ?= python3
 # One environment for each set of extras, since they need different builds of torch.
@@ -24,7 +26,7 @@ comma := ,
 bin := $(VENV)/bin
 pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: demo test test-long test-nvme test-package notebooks lint clean
+.PHONY: demo test test-long test-nvme test-package notebooks docs release lint clean
 
 demo: $(VENV)/.core
 	$(bin)/monai-gds demo $(DEMO)
@@ -44,8 +46,14 @@ test-package: $(VENV)/.test
 notebooks: $(VENV)/.test
 	$(bin)/python tools/notebooks.py $(NOTEBOOKS)
 
+docs: $(VENV)/.test
+	$(bin)/python tools/docs.py --check
+
+release: $(VENV)/.test
+	rm -rf dist && $(bin)/python -m build && $(bin)/twine check --strict dist/*
+
 lint: $(VENV)/.test
-	$(bin)/ruff check . && $(bin)/ruff format --check . && $(bin)/mypy
+	$(bin)/ruff check . && $(bin)/ruff format --check . && $(bin)/mypy && $(bin)/codespell
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 …")'

@@ -102,32 +102,36 @@ class Report:
 
     def table(self) -> Table:
         """The figures as a table."""
-        headings = list(dict.fromkeys(heading for row in self.rows for heading in row.notes))
         table = Table(title=escape(self.title), title_justify="left")
         if self.reference is not None:
             table.caption = escape(f"ratio: to {self.reference}")
-        table.add_column("", no_wrap=True)
-        table.add_column(f"median {self.unit}", justify="right")
-        table.add_column("range", justify="right")
-        if self.reference is not None:
-            table.add_column("ratio", justify="right")
-        for heading in headings:
-            table.add_column(heading)
+        figures = len(self.titles()) - len(self._headings())
+        for column, title in enumerate(self.titles()):
+            table.add_column(title, no_wrap=not column, justify="right" if 0 < column < figures else "left")
         for row in self.rows:
-            table.add_row(*self._cells(row, headings))
+            table.add_row(*map(escape, self.cells(row)))
         table.add_section()
         for row in self.ceilings:
-            table.add_row(*self._cells(row, headings), style="dim")
+            table.add_row(*map(escape, self.cells(row)), style="dim")
         return table
 
-    def _cells(self, row: Row, headings: Sequence[str]) -> list[str]:
+    def titles(self) -> list[str]:
+        """The titles of the table's columns; the first is empty."""
+        figures = [f"median {self.unit}", "range", *(["ratio"] if self.reference is not None else [])]
+        return ["", *figures, *self._headings()]
+
+    def _headings(self) -> list[str]:
+        return list(dict.fromkeys(heading for row in self.rows for heading in row.notes))
+
+    def cells(self, row: Row) -> list[str]:
+        """A row of the table, one text per column of :meth:`titles`."""
         figures = ["", ""]
         if row.median is not None:
             figures = [_figure(row.median), f"{_figure(min(row.samples))} to {_figure(max(row.samples))}"]
         if self.reference is not None:
             ratio = self.ratio(row)
             figures.append("" if ratio is None else f"{ratio:.2f}")
-        return [escape(row.name), *figures, *(escape(row.notes.get(heading, "")) for heading in headings)]
+        return [row.name, *figures, *(row.notes.get(heading, "") for heading in self._headings())]
 
 
 def _figure(value: float) -> str:

@@ -74,12 +74,16 @@ def main() -> None:
         (sdist,) = (work / "dist").glob("*.tar.gz")
         (wheel,) = (work / "dist").glob("*.whl")
         check_contents(sdist, wheel)
+        run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
         run(sys.executable, "-m", "venv", work / "clean")
         python = work / "clean/bin/python"
         constraints = os.environ.get("CONSTRAINTS", str(ROOT / "constraints.txt"))
         pinned = ["-c", constraints] if constraints else []
         run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pinned, wheel)
         run(python, "-m", "pip", "check", "--disable-pip-version-check")
+        # In a folder of its own, so that mypy reads the package that is installed and not this checkout.
+        shutil.copy(ROOT / "tests/package/user.py", work / "clean")
+        run(sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "user.py", cwd=work / "clean")
         print(run(python, "-I", ROOT / "tests/package/smoke.py", cwd=work))
         print(f"{sdist.name} and {wheel.name} are correct")
 

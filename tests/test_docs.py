@@ -1,0 +1,191 @@
+"""README.md and the pages of docs/: links lead somewhere, examples run, figures are those of saved runs."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import monai_gds
+from monai_gds.storage import Reads, Storage
+from monai_gds.synthetic import write_volumes
+from tests.machines import ROOT
+
+DOCS = ROOT / "docs"
+GENERATED = DOCS / "generated"
+PAGES = [*ROOT.glob("*.md"), *(page for page in DOCS.rglob("*.md") if GENERATED not in page.parents)]
+
+each = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+#: What the reader has: a page's examples define everything else.
+READERS_OWN = {"items", "transform", "dataset", "local_rank", "ranks_per_node"}
+
+
+def examples(page: Path) -> list[str]:
+    """The Python code of a page, also where it is indented in a list."""
+    found = re.findall(r"^( *)```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return ["".join(line.removeprefix(indent) for line in code.splitlines(True)) for indent, code in found]
+
+
+def undefined(code: str) -> set[str]:
+    """Names that this code uses and neither imports nor sets."""
+    nodes = list(ast.walk(ast.parse(code)))
+    known = {
+        alias.asname or alias.name for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names
+    }
+    known |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    known |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    names = [n for n in nodes if isinstance(n, ast.Name)]
+    known |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    return {n.id for n in names} - known - set(dir(builtins)) - {"__name__"}
+
+
+@each
+def test_the_examples_import_what_they_use(page: Path) -> None:
+    assert undefined("".join(examples(page))) - READERS_OWN == set()
+
+
+@each
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        if "generated/" not in link:  # made when the site is built, which finds those
+            assert (page.parent / " ".join(link.split())).exists(), link
+
+
+def test_every_public_name_has_a_place_in_the_reference() -> None:
+    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    shown = set(re.findall(r"auto(?:class|function):: (?:monai_gds\.)?(\w+)$", text, re.MULTILINE))
+    in_errors = {name for name in monai_gds.__all__ if hasattr(monai_gds.errors, name)}
+    assert "automodule:: monai_gds.errors" in text
+    assert set(monai_gds.__all__) - shown - in_errors == {"__version__"}
+
+
+def test_every_saved_run_is_shown_and_nothing_else_is() -> None:
+    shown = re.findall(r"{benchmark} (\S+)", (DOCS / "benchmarks.md").read_text())
+    saved = sorted(str(path.relative_to(ROOT / "benchmarks")) for path in (ROOT / "benchmarks").rglob("*.json"))
+    assert sorted(shown) == saved
+
+
+def test_the_figures_in_front_are_those_of_the_saved_run() -> None:
+    (report,) = json.loads((ROOT / "benchmarks/h100/volumes.json").read_text())["reports"]
+    medians = {row["name"]: row["median"] for row in (*report["rows"], *report["ceilings"])}
+    words = (
+        r"PersistentDataset (\S+), CacheDataset (\S+), monai.data.GDSDataset (\S+), "
+        r"monai_gds (\S+); a pinned copy gives (\d+)"
+    )
+    said = re.search(words, (ROOT / "README.md").read_text())
+    names = (
+        "PersistentDataset", "CacheDataset", "monai GDSDataset", "GDSDataset, GDSDataLoader", "pinned copy to the GPU",
+    )  # fmt: skip
+    assert said is not None
+    for figure, name in zip(said.groups(), names, strict=True):
+        assert float(figure) == round(medians[name], len(figure.partition(".")[2])), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The examples run
+
+
+@pytest.fixture
+def volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Two volumes under the names that the examples use, in the working directory."""
+    items = []
+    for number, item in enumerate(write_volumes(tmp_path / "made", 2, (48, 48, 40)), 1):
+        items.append(
+            {key: str(tmp_path / f"{short}_{number}.nii.gz") for key, short in (("image", "ct"), ("label", "seg"))}
+        )
+        for key, path in items[-1].items():
+            Path(item[key]).rename(path)
+    monkeypatch.chdir(tmp_path)
+    return items
+
+
+def run(code: str, folder: Path, **names: Any) -> dict[str, Any]:
+    """Executes an example whose cache is below ``folder``."""
+    names = {"__name__": "example", **names}
+    exec(f"from __future__ import annotations\n{code}".replace("/nvme/cache", str(folder / "cache")), names)
+    return names
+
+
+def test_the_first_example_runs_and_is_short_enough_to_paste(
+    tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = examples(ROOT / "README.md")
+    assert code == examples(DOCS / "start.md")[0]
+    assert len(code.strip().splitlines()) <= 15
+    run(code, tmp_path)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert all(line.startswith("torch.Size([1, 1, ") for line in printed)
+
+
+def transform_of(folder: Path) -> Any:
+    """What the examples call ``transform``."""
+    names = run("".join(examples(DOCS / "start.md")[0].partition("data = ")[0]), folder)
+    return names["Compose"](names["steps"])
+
+
+def test_patches(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = examples(DOCS / "howto/patches.md")
+    run(code, tmp_path, items=volumes)
+    assert capsys.readouterr().out.count("torch.Size([4, 1, 32, 32, 32])") == 2
+
+
+def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = examples(DOCS / "howto/moving.md")
+    dataset = run(code, tmp_path, items=volumes * 2, transform=transform_of(tmp_path))["dataset"]
+    (code,) = examples(DOCS / "howto/misses.md")
+    run(code, tmp_path, dataset=dataset)
+    assert "Spacingd" in capsys.readouterr().out
+
+
+def test_lightning(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
+    pytest.importorskip("lightning", reason="this machine has no Lightning")
+    (code,) = examples(DOCS / "howto/lightning.md")
+    names = run(code, tmp_path, items=volumes, transform=transform_of(tmp_path))
+    assert names["trainer"].global_step == 4  # two items, two epochs
+
+
+@pytest.mark.long
+def test_ddp(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
+    script, _ = examples(DOCS / "howto/ddp.md")
+    steps = examples(DOCS / "start.md")[0].partition("data = ")[0]
+    (tmp_path / "training.py").write_text(f"{steps}\nitems = {volumes!r}\ntransform = Compose(steps)\n")
+    (tmp_path / "train.py").write_text(script.replace("/nvme/cache", str(tmp_path / "cache")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "(1, 1, " in line]
+    assert sorted(line[0] for line in lines) == ["0", "0", "1", "1"]
+
+
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("nvidia.dali", reason="this machine has no DALI")
+    from monai_gds.imagenet.synthetic import write_image_folder
+
+    write_image_folder(tmp_path / "imagenet/train", 64)
+    monkeypatch.chdir(tmp_path)
+    (code,) = examples(DOCS / "howto/images.md")
+    run(code, tmp_path)
+    assert "torch.Size([64, 224, 224, 3])" in capsys.readouterr().out
+
+
+def test_the_backend_of_ones_own_reads(tmp_path: Path) -> None:
+    code, contract = examples(DOCS / "howto/backend.md")
+    names = run(f"{code}\n{contract}", tmp_path)
+    (tmp_path / "file.bin").write_bytes(bytes(range(100)))
+    storage = Storage(names["MyDriveBackend"](torch.device("cpu")))
+    (tensor,) = storage.load(Reads.of(str(tmp_path / "file.bin"), [(10, 5)])).wait()
+    assert tensor.tolist() == [10, 11, 12, 13, 14]
