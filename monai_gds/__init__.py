@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from monai_gds.imagenet import ImageNetDataset
     from monai_gds.loader import GDSDataLoader
+    from monai_gds.patching import patch
     from monai_gds.storage import available_backends, open_storage
     from monai_gds.storage.xnvme.block_map import BlockMap
 
@@ -64,6 +65,7 @@ __all__ = [
     "__version__",
     "available_backends",
     "open_storage",
+    "patch",
     "register_type",
 ]
 
@@ -75,6 +77,7 @@ _HOMES = {
     "ImageNetDataset": "imagenet",
     "available_backends": "storage",
     "open_storage": "storage",
+    "patch": "patching",
     "register_type": "cache.tree",
 }
 

@@ -5,8 +5,10 @@ Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage, 130 stoppe
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,10 +111,23 @@ def demo(
     raise typer.Exit(0 if same else 1)
 
 
+def _sizes_apart(arguments: Sequence[str]) -> list[str]:
+    """``--size 64,64,32`` and ``--size=64,64,32`` as ``--size 64 64 32``, the way in which options take numbers."""
+    found: list[str] = []
+    for argument in arguments:
+        option, _, value = argument.rpartition("=")
+        numbers = re.fullmatch(r"(\d+),(\d+),(\d+)", value)
+        if numbers and (option or (found and found[-1].startswith("--"))):
+            found += [*([option] if option else []), *numbers.groups()]
+        else:
+            found.append(argument)
+    return found
+
+
 def main() -> None:
     """Entry point: expected errors become one line and exit code 1 instead of a traceback."""
     try:
-        app(prog_name="monai-gds")  # also for python -m monai_gds
+        app(_sizes_apart(sys.argv[1:]), prog_name="monai-gds")  # also for python -m monai_gds
     except (MonaiGdsError, OSError, ValueError, ImportError) as e:
         say(f"monai-gds: {in_words(e)}", stderr)
         sys.exit(1)

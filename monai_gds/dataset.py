@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import torch
 from monai.data import PersistentDataset
@@ -46,6 +46,7 @@ from monai_gds.process import Owner
 from monai_gds.ranks import Ranks
 from monai_gds.state import State, applied, apply, capture_all
 from monai_gds.storage import choose_backend, open_storage, resolve_device
+from monai_gds.storage.registry import check_options
 from monai_gds.transforms import Split
 
 __all__ = ["GDSDataset"]
@@ -54,6 +55,19 @@ _log = logging.getLogger("monai_gds")
 
 #: Methods through which an item is made.
 _WAYS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
+
+
+class OfCacheDataset(TypedDict, total=False):
+    """Arguments of MONAI's ``CacheDataset`` that have no meaning here: everything is cached, on disk."""
+
+    cache_num: int
+    cache_rate: float
+    num_workers: int | None
+    progress: bool
+    copy_cache: bool
+    as_contiguous: bool
+    hash_as_key: bool
+    runtime_cache: bool | str | Sequence[Any]
 
 
 class Begun:
@@ -196,9 +210,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
             computed anew.
+        of_cache_dataset: arguments of MONAI's ``CacheDataset``, such as ``cache_rate``. They have no effect, of which
+            one warning tells.
 
     Raises:
-        TypeError: ``data`` is not a sequence; ``cache_dir`` is not a path.
+        TypeError: ``data`` is not a sequence; ``cache_dir`` is not a path; the backend takes no such option.
         ValueError: no such device, backend or choice; choices that contradict each other; ``cache_dir`` is a file, or
             empty; ``root`` is not a folder.
         BackendUnavailable: the backend named does not work here.
@@ -243,7 +259,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         mantissa_bits: int | None = None,
         device_bytes: float | str = 0,
         durable: bool = False,
+        **of_cache_dataset: Unpack[OfCacheDataset],
     ) -> None:
+        """Makes the dataset, and hashes its transforms. The class says what the arguments mean."""
+        _check_unused(of_cache_dataset)
         _check_choice("verify", verify, "first", "always", "never")
         _check_choice("monai_version", monai_version, "exact", "minor", None)
         _check_choice("arrays", arrays, "auto", "numpy", "torch")
@@ -268,6 +287,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Compression.of(compression, tiles, self.device.type == "cuda", crops=False)  # raises what is wrong with them
         self.backend, self.backend_reason = choose_backend(backend, self.device)
         self.backend_options = dict(backend_options or {})
+        check_options(self.backend, self.backend_options, self.device)
         self.hash_transform = hash_transform
         self.sources: Policy = sources
         self.root = None if root is None else _root_named(root)
@@ -816,8 +836,21 @@ class _Runtime:
         self.warned_of_cpu = False
 
 
+def _check_unused(given: Mapping[str, Any]) -> None:
+    """Warns of arguments that only ``CacheDataset`` has, and refuses all others."""
+    wrong = sorted(given.keys() - OfCacheDataset.__annotations__.keys())
+    if wrong:
+        raise TypeError(f"GDSDataset has no argument {wrong[0]!r}: help(GDSDataset) lists those it has")
+    if given:
+        names = ", ".join(sorted(given))
+        told = f"{names}: of no effect in a GDSDataset, which caches every item, on disk; leave it out"
+        warnings.warn(told, CacheWarning, stacklevel=3)
+
+
 def _check_data(data: Any) -> None:
     """Refuses what has no items by number. A mapping has them by key, and the items of a text are its letters."""
+    if type(data).__name__ == "DataFrame":  # of pandas or polars: [i] is a column there
+        raise TypeError("data is a DataFrame: give its rows as dicts, such as data.to_dict('records') in pandas")
     by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if not by_number or isinstance(data, (Mapping, str, bytes)):
         raise TypeError(f"data is a {type(data).__name__}: give a sequence of items, such as a list of dicts")

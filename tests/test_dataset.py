@@ -1252,3 +1252,40 @@ def test_a_transform_keeps_the_tensor_that_it_returned(make: Make) -> None:
     volume = torch.full((1, 80, 80, 80), 0.1)
     _ = make(mt.Compose([mt.Lambda(lambda item: {"image": volume})]), VOLUMES, mantissa_bits=5)[0]
     assert bool((volume == 0.1).all())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What people try who come from elsewhere
+
+
+def test_arguments_of_cache_dataset_are_accepted_and_warned_of_once(tmp_path: Path) -> None:
+    with pytest.warns(CacheWarning, match="cache_num, cache_rate, runtime_cache: of no effect") as said:
+        GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", cache_num=5, cache_rate=0.5, runtime_cache=True)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    with pytest.raises(TypeError, match="GDSDataset has no argument 'cache_rat'"):
+        GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", cache_rat=0.5)  # type: ignore[call-arg, unused-ignore]
+
+
+def test_options_that_a_backend_does_not_take_fail_at_once_and_those_it_takes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"backend 'posix' has no option 'thread': it takes .*threads"):
+        GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", backend="posix", backend_options={"thread": 3})
+
+
+@pytest.mark.parametrize("argument", ["cache_dir", "root"])
+def test_a_url_is_no_folder(argument: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"cache_dir": tmp_path, argument: "s3://bucket/cache"}
+    with pytest.raises(ValueError, match=f"{argument}='s3://bucket/cache' is a URL, and records are files"):
+        GDSDataset([1], [mt.Identity()], device="cpu", **arguments)
+
+
+def test_a_table_is_told_to_give_its_rows(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="this machine has no pandas")
+    table = pandas.DataFrame({"image": ["a.nii", "b.nii"]})
+    with pytest.raises(TypeError, match=r"data.to_dict\('records'\)"):
+        GDSDataset(table, [mt.Identity()], tmp_path, device="cpu")
+    assert len(GDSDataset(table.to_dict("records"), [mt.Identity()], tmp_path, device="cpu")) == 2
+
+
+def test_help_is_about_this_class() -> None:
+    assert "PersistentDataset" not in (GDSDataset.__init__.__doc__ or "PersistentDataset")

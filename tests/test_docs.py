@@ -141,7 +141,8 @@ def test_patches(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.C
 
 
 def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = examples(DOCS / "howto/moving.md")
+    code, patched = examples(DOCS / "howto/moving.md")
+    run(patched, tmp_path)
     dataset = run(code, tmp_path, items=volumes * 2, transform=transform_of(tmp_path))["dataset"]
     (code,) = examples(DOCS / "howto/misses.md")
     run(code, tmp_path, dataset=dataset)

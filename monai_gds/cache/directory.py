@@ -247,12 +247,14 @@ def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> P
 
     Raises:
         TypeError: it is not a path.
-        ValueError: it is empty.
+        ValueError: it is empty, or a URL.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{argument}={path!r} is not a path: name a folder, or give None for none")
     if not os.fspath(path):
         raise ValueError(f"{argument}='' does not name a folder: name one, or give None for none")
+    if "://" in os.fspath(path):
+        raise ValueError(f"{argument}={os.fspath(path)!r} is a URL, and records are files: name a folder")
     return Path(os.path.expanduser(path))
 
 

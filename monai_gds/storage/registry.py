@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -126,6 +127,19 @@ def backend_options(name: str, device: torch.device) -> frozenset[str]:
     """The keyword arguments that a backend takes, or the one that ``auto`` chooses for ``device``."""
     chosen, _ = choose_backend(name, device) if name == "auto" else (name, "")
     return frozenset(inspect.signature(_backend(chosen)).parameters) - {"device"}
+
+
+def check_options(name: str, options: Mapping[str, Any], device: torch.device) -> None:
+    """Refuses options that a backend does not take.
+
+    Raises:
+        TypeError: it takes no such option; the message names those it takes.
+    """
+    takes = backend_options(name, device)
+    wrong = sorted(options.keys() - takes)
+    if wrong:
+        has = f"it takes {', '.join(sorted(takes))}" if takes else "it takes none"
+        raise TypeError(f"backend {name!r} has no option {wrong[0]!r}: {has}")
 
 
 def probe_backend(name: str, device: int | str | torch.device | None = None) -> Availability:
