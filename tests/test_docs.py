@@ -19,6 +19,7 @@ import monai_gds
 from monai_gds.storage import Reads, Storage
 from monai_gds.synthetic import write_volumes
 from tests.machines import ROOT
+from tests.tools import load_tool
 
 DOCS = ROOT / "docs"
 GENERATED = DOCS / "generated"
@@ -89,6 +90,33 @@ def test_the_figures_in_front_are_those_of_the_saved_run() -> None:
     assert said is not None
     for figure, name in zip(said.groups(), names, strict=True):
         assert float(figure) == round(medians[name], len(figure.partition(".")[2])), name
+
+
+def test_a_browser_finds_what_is_wrong_with_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("playwright", reason="this machine has no playwright")
+    tool = load_tool("browse")
+    if tool.chromium() is None:
+        pytest.skip("this machine has no Chromium")
+    head = '<meta name="viewport" content="width=device-width">'
+    hits = '<li><a href="reference/datasets.html">1</a><a href="howto/cleaning.html">2</a></li>'
+    (tmp_path / "search.html").write_text(f'{head}<ul id="search-results">{hits}</ul>')
+    for name in ("reference/datasets.html", "howto/cleaning.html"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(f'{head}<p id="here">fine</p>')
+    page = tmp_path / "index.html"
+    page.write_text(f'{head}<a href="howto/cleaning.html#here">good</a><a href="https://example.org">not looked at</a>')
+    assert tool.browse(tmp_path) == 0
+    page.write_text(
+        f'{head}<a href="nowhere.html">a</a><a href="howto/cleaning.html#nope">b</a><img src="none.png">'
+        '<div style="width: 900px">wide</div><script>undefinedFunction()</script>'
+    )
+    assert tool.browse(tmp_path) == 1
+    said = capsys.readouterr().out
+    for what in (
+        "nowhere.html leads nowhere", "cleaning.html#nope leads nowhere", "none.png does not load",
+        "none.png has no alternative text", "undefinedFunction is not defined", "pixels wide, and a phone has 390",
+    ):  # fmt: skip
+        assert what in said
 
 
 # ---------------------------------------------------------------------------------------------------------------------

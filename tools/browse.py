@@ -27,8 +27,9 @@ FACTS = """() => ({
   silent: [...document.images].filter(i => !i.alt).map(i => i.src),
 })"""
 
-#: By how many pixels the page is wider than the window.
-OVERFLOW = "() => document.documentElement.scrollWidth - window.innerWidth"
+#: Width of a phone, in CSS pixels, and how wide a page is. (``window.innerWidth`` grows with a page that is too wide.)
+PHONE = 390
+WIDTH = "() => document.documentElement.scrollWidth"
 
 
 def chromium() -> str | None:
@@ -57,7 +58,7 @@ def browse(site: Path, pictures: Path | None = None) -> int:
         context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
         pages = sorted(site.rglob("*.html"))
         wrong = [*_look(context.new_page(), site, pages), *_search(context.new_page(), site)]
-        phone = browser.new_context(viewport={"width": 390, "height": 844}, is_mobile=True, offline=True)
+        phone = browser.new_context(viewport={"width": PHONE, "height": 844}, is_mobile=True, offline=True)
         wrong += _widths(phone.new_page(), site, pages)
         if pictures is not None:
             for name, where in (("desktop", context), ("phone", phone)):
@@ -106,9 +107,8 @@ def _search(page: Any, site: Path) -> Iterator[str]:
 def _widths(page: Any, site: Path, pages: list[Path]) -> Iterator[str]:
     for path in pages:
         page.goto(path.as_uri())
-        over = page.evaluate(OVERFLOW)
-        if over > 0:
-            yield f"{path.relative_to(site)}: {over} pixels wider than a phone"
+        if (width := page.evaluate(WIDTH)) > PHONE:
+            yield f"{path.relative_to(site)}: {width} pixels wide, and a phone has {PHONE}"
 
 
 def _take(page: Any, site: Path, pictures: Path, name: str) -> None:
