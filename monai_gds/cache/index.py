@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from monai_gds.cache.header import SUFFIX, SourceState
+from monai_gds.cache.header import DTYPES, SUFFIX, SourceState
 from monai_gds.cache.notes import Notes, open_folder, publish, read, remove_unfinished
 
 __all__ = ["Index", "IndexEntry"]
@@ -157,10 +158,11 @@ def _facts(text: bytes) -> Iterator[IndexEntry]:
 
 
 def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
+    """A fact, strictly: whoever may write to the folder wrote it, and ``ls`` and ``explain`` calculate with it."""
     kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources, form = fact
     if kind != "record" or not (type(digest) is type(item) is type(pipeline) is str and _DIGEST.fullmatch(digest)):
         raise TypeError("not a fact of this version")
-    if type(nbytes) is not int or type(mtime_ns) is not int or type(form) is not str:
+    if not (_is_whole(nbytes, 0) and _is_whole(mtime_ns) and type(form) is str and _HEX.fullmatch(pipeline)):
         raise TypeError("not a fact of this version")
     layout = layouts.get(tensors)
     if layout is None:
@@ -175,12 +177,22 @@ def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
 def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(text))
     for name, dtype, shape in layout:
-        if type(name) is not str or type(dtype) is not str or not all(type(side) is int for side in shape):
+        if type(name) is not str or dtype not in _DTYPES or not all(_is_whole(side, 0) for side in shape):
             raise TypeError("not a fact of this version")
+        if math.prod(shape) >= _MOST:
+            raise ValueError("no file holds a tensor of this size")
     return layout
 
 
+def _is_whole(value: Any, least: int = -(1 << 63)) -> bool:
+    """Whether a value is a whole number that a file system could have given."""
+    return type(value) is int and least <= value < _MOST
+
+
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_HEX = re.compile(r"[0-9a-f]*")
+_DTYPES = frozenset(dtype for dtype, _ in DTYPES.values())
+_MOST = 1 << 63
 
 
 def _keep_newest(entries: dict[str, IndexEntry], entry: IndexEntry) -> None:
