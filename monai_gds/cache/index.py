@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from monai_gds.cache.header import DTYPES, SUFFIX, SourceState
 from monai_gds.cache.notes import Notes, open_folder, publish, read, remove_unfinished
+from monai_gds.cache.permissions import ANY
 
 __all__ = ["Index", "IndexEntry"]
 
@@ -53,6 +54,7 @@ class Index:
 
     Args:
         directory: the cache directory. Nothing is created in it before something is noted.
+        file_mode: permissions that files have at most.
 
     Example:
         >>> index = Index(directory)
@@ -61,9 +63,9 @@ class Index:
         ['abababababababababababababababab.v2.safetensors']
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], file_mode: int = ANY) -> None:
         self.directory = os.path.abspath(directory)
-        self._notes = Notes(directory, "facts", lambda lines: lines.rfind(b"\n") + 1)
+        self._notes = Notes(directory, "facts", lambda lines: lines.rfind(b"\n") + 1, file_mode)
         self._entries: dict[str, IndexEntry] = {}
         self._described: set[str] = set()
 
@@ -90,7 +92,12 @@ class Index:
             open_folder(_PIPELINES, above, True) as folder,
         ):
             if not _description(folder, pipeline):
-                publish(folder, f"{pipeline}.json", json.dumps(dict(description), indent=0).encode())
+                publish(
+                    folder,
+                    f"{pipeline}.json",
+                    json.dumps(dict(description), indent=0).encode(),
+                    self._notes.file_mode,
+                )
 
     # Reading
 
