@@ -211,8 +211,14 @@ def verify(
 ) -> None:
     """Check every byte of every record; exit code 1 if one is damaged or cannot be read.
 
-    A record under another record's name counts as damaged.
+    A record under another record's name counts as damaged. In a folder that `monai-gds pack` wrote, the files of packed
+    images are checked.
     """
+    if not maintenance.record_files(directory) and maintenance.other_files(directory):
+        from monai_gds.imagenet.packed import is_packed
+
+        if is_packed(directory):
+            _verify_packed(directory, summary, as_json)
     records = []
     for found in _checked(maintenance.record_files(directory)):
         records.append(found)
@@ -232,6 +238,23 @@ def verify(
                 f"To delete them now: monai-gds cache prune --damaged {directory}"
             )
     raise typer.Exit(1 if damaged or unread else 0)
+
+
+def _verify_packed(directory: Path, summary: bool, as_json: bool) -> None:
+    """Checks the files of packed images, and ends the command."""
+    from monai_gds.imagenet.packed import packed_files, verify_packed
+
+    files = packed_files(directory)
+    with progress_bar("checking", len(files)) as progress:
+        wrong = verify_packed(directory, progress)
+    if as_json:
+        problems = [{"path": path, "problem": problem} for path, problem in wrong.items()]
+        found = {} if summary else {"problems": problems}
+        _print_json({"directory": str(directory), **found, "packed_files": len(files), "damaged": len(wrong)})
+    else:
+        say_lines([] if summary else (f"{path}: {problem}" for path, problem in wrong.items()))
+        say(f"{len(files)} files of packed images, {len(wrong)} damaged")
+    raise typer.Exit(1 if wrong else 0)
 
 
 def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
