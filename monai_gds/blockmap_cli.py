@@ -83,8 +83,8 @@ def show_map(
     origin = blocks.origin
     if origin is not None:
         table.add_row("made in", escape(origin.parent))
-        table.add_row("file system", f"{origin.kind}, UUID {origin.uuid}, from byte {origin.start} of the disk")
-        table.add_row("disk", f"{origin.disk.path}, {origin.disk.number}, {origin.disk.nbytes / 1e9:.1f} GB")
+        table.add_row("file system", escape(f"{origin.kind}, UUID {origin.uuid}, from byte {origin.start} of the disk"))
+        table.add_row("disk", escape(f"{origin.disk.path}, {origin.disk.number}, {origin.disk.nbytes / 1e9:.1f} GB"))
     else:
         table.add_row("format", "plain: without sizes, disk and file system")
     table.add_row("block", f"{blocks.block_size} bytes")

@@ -211,8 +211,14 @@ def verify(
 ) -> None:
     """Check every byte of every record; exit code 1 if one is damaged or cannot be read.
 
-    A record under another record's name counts as damaged.
+    A record under another record's name counts as damaged. In a folder that `monai-gds pack` wrote, the files of packed
+    images are checked.
     """
+    if not maintenance.record_files(directory) and maintenance.other_files(directory):
+        from monai_gds.imagenet.packed import is_packed
+
+        if is_packed(directory):
+            _verify_packed(directory, summary, as_json)
     records = []
     for found in _checked(maintenance.record_files(directory)):
         records.append(found)
@@ -232,6 +238,23 @@ def verify(
                 f"To delete them now: monai-gds cache prune --damaged {directory}"
             )
     raise typer.Exit(1 if damaged or unread else 0)
+
+
+def _verify_packed(directory: Path, summary: bool, as_json: bool) -> None:
+    """Checks the files of packed images, and ends the command."""
+    from monai_gds.imagenet.packed import packed_files, verify_packed
+
+    files = packed_files(directory)
+    with progress_bar("checking", len(files)) as progress:
+        wrong = verify_packed(directory, progress)
+    if as_json:
+        problems = [{"path": path, "problem": problem} for path, problem in wrong.items()]
+        found = {} if summary else {"problems": problems}
+        _print_json({"directory": str(directory), **found, "packed_files": len(files), "damaged": len(wrong)})
+    else:
+        say_lines([] if summary else (f"{path}: {problem}" for path, problem in wrong.items()))
+        say(f"{len(files)} files of packed images, {len(wrong)} damaged")
+    raise typer.Exit(1 if wrong else 0)
 
 
 def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
@@ -274,7 +297,7 @@ def prune(
     """Delete temporary files of killed writers, unreadable records, and superseded records.
 
     Records of a pipeline that you changed or no longer need are kept, since another run may use them, until you name
-    the pipeline with --pipeline. Other files are left alone.
+    the pipeline with --pipeline. Other files are left alone. Exit code 1 when a file cannot be deleted.
     """
     records = maintenance.survey(directory)
     try:
@@ -294,7 +317,8 @@ def prune(
         gone = {found.file for found in doomed}
         doomed += [found for found in _checked([r.file for r in records if r.file not in gone]) if found.damaged]
     quiet = summary or as_json
-    deleted = doomed if dry_run else list(_deleted(doomed, quiet))
+    refused: list[str] = []
+    deleted = doomed if dry_run else list(_deleted(doomed, quiet, refused))
     if dry_run and not quiet:
         say_lines(f"{found.file}: {found.problem}" for found in doomed)
     if not dry_run:
@@ -303,20 +327,31 @@ def prune(
         files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
         totals = {"count": len(deleted), "bytes": sum(found.nbytes for found in deleted)}
         shown = {} if summary else {"files": files}
-        _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals})
-        return
-    verb = "to delete" if dry_run else "deleted"
-    say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}")
+        _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals, "refused": len(refused)})
+    else:
+        verb = "to delete" if dry_run else "deleted"
+        kept = f", {len(refused)} that cannot be deleted" if refused else ""
+        say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}{kept}")
+    raise typer.Exit(1 if refused else 0)
 
 
-def _deleted(doomed: Sequence[Found], quiet: bool) -> Iterator[Found]:
-    """Deletes files and prints each, so that an interrupted run shows what it deleted."""
+def _deleted(doomed: Sequence[Found], quiet: bool, refused: list[str]) -> Iterator[Found]:
+    """Deletes files and prints each, so that an interrupted run shows what it deleted.
+
+    One that the system refuses to delete, such as another user's in a shared folder, joins ``refused``.
+    """
     for found in doomed:
-        removed = maintenance.remove(found)
-        if removed:
-            yield found
+        outcome = found.problem
+        try:
+            if maintenance.remove(found):
+                yield found
+            else:
+                outcome = "kept, since it was replaced or removed meanwhile"
+        except OSError as e:
+            refused.append(found.file)
+            outcome = f"cannot be deleted: {e.strerror or e}"
         if not quiet:
-            say(f"{found.file}: {found.problem if removed else 'kept, since it was replaced or removed meanwhile'}")
+            say(f"{found.file}: {outcome}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,43 +1,46 @@
-"""Printing for people: tables, lines, progress bars and errors in words. Knows rich, and nothing of this package."""
+"""Printing for people: tables, lines, progress bars and errors in words. Knows rich, and nothing of this package.
+
+Whatever is printed through :data:`stdout` or :data:`stderr`, lines as well as tables, cannot drive the terminal.
+"""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segments
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["in_words", "printable", "progress", "progress_bar", "say", "say_lines", "show", "stderr", "stdout"]
+from monai_gds.printable import printable
+
+__all__ = ["in_words", "progress", "progress_bar", "say", "say_lines", "show", "stderr", "stdout"]
 
 #: Width of a table that goes to a pipe: wide enough that no cell is cut or wrapped.
 _UNLIMITED = 100_000
 
-#: Control characters other than tab and newline, line separators, bidirectional overrides, lone surrogates.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+class _Screen(Console):
+    """A console that shows control characters instead of obeying them: in lines, in tables, in their titles."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(printable(text), **how)
+
 
 #: For results.
-stdout = Console()
+stdout = _Screen()
 
 #: For everything else.
-stderr = Console(stderr=True)
-
-
-def printable(text: str) -> str:
-    r"""Escapes control characters, which could drive the terminal, as ``\x1b``. Tabs and newlines stay.
-
-    Lone surrogates, which names of files that are not UTF-8 contain, are escaped too: they cannot be encoded.
-    """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+stderr = _Screen(stderr=True)
 
 
 def say(line: str, to: Console = stdout) -> None:
     """Prints a line verbatim: no markup, no highlighting, no wrapping."""
-    to.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+    to.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def say_lines(lines: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ from monai_gds.cache.index import Index
 from monai_gds.cache.kept import bytes_of
 from monai_gds.cache.key import Key
 from monai_gds.cache.pending_item import PendingItem
+from monai_gds.cache.permissions import ANY
 from monai_gds.cache.problems import with_advice
 from monai_gds.cache.reading import Verify
 from monai_gds.cache.rounding import check_bits, rounded
@@ -210,6 +211,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
             computed anew.
+        file_mode: the permissions that records have at most, such as ``0o600`` for yourself alone. By default they
+            have the group and mode of ``cache_dir``, so that a folder shared by a group is a shared cache:
+            ``mkdir /nvme/cache; chgrp lab /nvme/cache; chmod 2775 /nvme/cache``.
         of_cache_dataset: arguments of MONAI's ``CacheDataset``, such as ``cache_rate``. They have no effect, of which
             one warning tells.
 
@@ -259,6 +263,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         mantissa_bits: int | None = None,
         device_bytes: float | str = 0,
         durable: bool = False,
+        file_mode: int | None = None,
         **of_cache_dataset: Unpack[OfCacheDataset],
     ) -> None:
         """Makes the dataset, and hashes its transforms. The class says what the arguments mean."""
@@ -308,6 +313,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self._saves_in: Compression | None = None  # of a copy that makes records for another process
         self._converts = False
         self.durable = durable
+        self.file_mode = _checked_mode(file_mode)
         self._state = _Runtime()
         self._unmade = False
         self._computes_under: State | None = None  # of a copy that computes in another process
@@ -756,8 +762,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 durable=self.durable,
                 verify=self.verify,
                 form=self._form(),
-                index=Index(self.cache_dir),
+                index=Index(self.cache_dir, self.file_mode),
                 compression=self.record_form(),
+                file_mode=self.file_mode,
                 device_bytes=self.device_bytes if device.type == "cuda" else 0,
                 unmade=self._unmade,
             )
@@ -865,6 +872,17 @@ def _look(cache: CacheDirectory, key: Key, item: Any) -> Any:
 def _check_choice(name: str, value: Any, *choices: str | None) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+
+
+def _checked_mode(file_mode: int | None) -> int:
+    """The permissions that records have at most."""
+    if file_mode is None:
+        return ANY
+    if not isinstance(file_mode, int):
+        raise TypeError(f"file_mode={file_mode!r} are not permissions: give an octal number, such as 0o640")
+    if not 0o600 <= file_mode <= 0o777 or file_mode & 0o600 != 0o600:
+        raise ValueError(f"file_mode={file_mode:#o}: it must let you read and write, as 0o600 and 0o640 do")
+    return file_mode & ANY
 
 
 def _root_named(root: str | os.PathLike[str]) -> str:

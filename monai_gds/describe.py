@@ -17,6 +17,7 @@ from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key
 from monai_gds.errors import MonaiGdsError
 from monai_gds.ghosts import hazard, parts
+from monai_gds.printable import printable
 from monai_gds.transforms import Split, uncached_behind
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def describe(dataset: GDSDataset) -> str:
     if len(dataset.data) and split.deterministic:
         rows.append(("sources", _sources(dataset)))
     head = f"{type(dataset).__name__} of {len(dataset.data)} items"
-    return "\n".join([head, *(f"  {name + ':':<12}{text}" for name, text in rows)])
+    return printable("\n".join([head, *(f"  {name + ':':<12}{text}" for name, text in rows)]))
 
 
 def _names(transforms: Sequence[Callable[..., Any]]) -> str:
@@ -151,7 +152,7 @@ def explain_item(dataset: GDSDataset, index: int) -> str:
     lines.extend(
         f"  source {path}: {identity.size} bytes, {identity.content}" for path, identity in key.sources.items()
     )
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _hit(dataset: GDSDataset, index: int, key: Key) -> list[str]:

@@ -1,5 +1,7 @@
 """The errors and warnings of the package. Importing this file imports no library.
 
+They name files, and names come from anywhere: the text of an error or warning cannot drive the terminal that shows it.
+
 Each error also derives from the built-in exception that a caller would expect (``TypeError``, ``OSError``…), so that
 code unaware of this package can handle it.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from monai_gds.printable import printable
 
 __all__ = [
     "BackendUnavailable",
@@ -43,6 +47,9 @@ class MonaiGdsError(Exception):
         ...     print(type(e).__name__)
         BackendUnavailable
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class BackendUnavailable(MonaiGdsError, RuntimeError):
@@ -292,3 +299,6 @@ class CacheWarning(UserWarning):
         >>> told[0].category is CacheWarning, str(told[0].message)[:18]
         (True, 'nothing is cached:')
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())

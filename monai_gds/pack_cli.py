@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from monai_gds.console import progress_bar
+from monai_gds.console import progress_bar, say
 
 __all__ = ["app"]
 
@@ -53,4 +53,4 @@ def pack(
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     counts = (len(images), "image", "s"), (len(images.classes), "class", "es"), (len(files), "file", "s")
     found, classes, written = (f"{count} {what}{plural * (count != 1)}" for count, what, plural in counts)
-    print(f"{found} of {classes} in {written}, {megabytes:.1f} MB: {out}")
+    say(f"{found} of {classes} in {written}, {megabytes:.1f} MB: {out}")

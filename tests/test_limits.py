@@ -23,6 +23,7 @@ ALLOWED = {
     ("cache/record.py", "LARGE"): "which tensors are aligned",
     ("cache/header.py", "_LONGEST"): "safetensors'",
     ("cache/codecs.py", "MAX_DEPTH"): "nesting that a record may have",
+    ("cache/index.py", "_MOST"): "what a file system counts up to",
     ("cache/single_flight.py", "_MOST_BYTES"): "more than a lease has",
     ("cache/rounding.py", "ROUNDED_BYTES"): "decides values of items, so it belongs to the key",
     ("cache/rounding.py", "_CHUNK"): "fits the processor's cache",

@@ -29,6 +29,7 @@ from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.key import Key
 from monai_gds.cache.lazy_item import LazyItem
 from monai_gds.cache.pending_item import PendingItem
+from monai_gds.cache.permissions import ANY
 from monai_gds.cache.problems import Problems, with_advice
 from monai_gds.cache.reading import RecordReader, Verify
 from monai_gds.cache.record import pack_record
@@ -55,6 +56,7 @@ class CacheDirectory:
         index: where published records are noted, or None.
         device_bytes: budget for packed records that stay in the memory of a CUDA device.
         compression: the form of new records; may be assigned anew.
+        file_mode: permissions that records have at most. They have those of the directory otherwise.
         unmade: :func:`prepare` has warned that the directory cannot be made, so nothing is reported until it exists.
     """
 
@@ -69,6 +71,7 @@ class CacheDirectory:
         index: Index | None = None,
         device_bytes: int = 0,
         compression: Compression = WHOLE,
+        file_mode: int = ANY,
         unmade: bool = False,
     ) -> None:
         self.path = os.path.abspath(path)
@@ -76,6 +79,7 @@ class CacheDirectory:
         self.compression = compression
         self._storage = storage
         self._durable = durable
+        self._file_mode = file_mode
         self._problems = Problems(self.path, unmade)
         self._reader = RecordReader(storage, verify, form, self._problems, device_bytes)
 
@@ -154,7 +158,7 @@ class CacheDirectory:
         path = self.record_path(key.digest)
         buffers = pack_record(item, key.ingredients(), self.compression)
         try:
-            with temporary.being_written(self.path, key.digest, path) as unfinished:
+            with temporary.being_written(self.path, key.digest, path, self._file_mode) as unfinished:
                 self._storage.write(unfinished, buffers, durable=self._durable)
                 if over is not None and not _is_there(path, over):
                     raise FileChanged(f"{path} was replaced or removed")

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from monai_gds.cache.header import SUFFIX, SourceState
+from monai_gds.cache.header import DTYPES, SUFFIX, SourceState
 from monai_gds.cache.notes import Notes, open_folder, publish, read, remove_unfinished
+from monai_gds.cache.permissions import ANY
 
 __all__ = ["Index", "IndexEntry"]
 
@@ -52,6 +54,7 @@ class Index:
 
     Args:
         directory: the cache directory. Nothing is created in it before something is noted.
+        file_mode: permissions that files have at most.
 
     Example:
         >>> index = Index(directory)
@@ -60,9 +63,9 @@ class Index:
         ['abababababababababababababababab.v2.safetensors']
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], file_mode: int = ANY) -> None:
         self.directory = os.path.abspath(directory)
-        self._notes = Notes(directory, "facts", lambda lines: lines.rfind(b"\n") + 1)
+        self._notes = Notes(directory, "facts", lambda lines: lines.rfind(b"\n") + 1, file_mode)
         self._entries: dict[str, IndexEntry] = {}
         self._described: set[str] = set()
 
@@ -89,7 +92,12 @@ class Index:
             open_folder(_PIPELINES, above, True) as folder,
         ):
             if not _description(folder, pipeline):
-                publish(folder, f"{pipeline}.json", json.dumps(dict(description), indent=0).encode())
+                publish(
+                    folder,
+                    f"{pipeline}.json",
+                    json.dumps(dict(description), indent=0).encode(),
+                    self._notes.file_mode,
+                )
 
     # Reading
 
@@ -157,10 +165,11 @@ def _facts(text: bytes) -> Iterator[IndexEntry]:
 
 
 def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
+    """A fact, strictly: whoever may write to the folder wrote it, and ``ls`` and ``explain`` calculate with it."""
     kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources, form = fact
     if kind != "record" or not (type(digest) is type(item) is type(pipeline) is str and _DIGEST.fullmatch(digest)):
         raise TypeError("not a fact of this version")
-    if type(nbytes) is not int or type(mtime_ns) is not int or type(form) is not str:
+    if not (_is_whole(nbytes, 0) and _is_whole(mtime_ns) and type(form) is str and _HEX.fullmatch(pipeline)):
         raise TypeError("not a fact of this version")
     layout = layouts.get(tensors)
     if layout is None:
@@ -175,12 +184,22 @@ def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
 def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(text))
     for name, dtype, shape in layout:
-        if type(name) is not str or type(dtype) is not str or not all(type(side) is int for side in shape):
+        if type(name) is not str or dtype not in _DTYPES or not all(_is_whole(side, 0) for side in shape):
             raise TypeError("not a fact of this version")
+        if math.prod(shape) >= _MOST:
+            raise ValueError("no file holds a tensor of this size")
     return layout
 
 
+def _is_whole(value: Any, least: int = -(1 << 63)) -> bool:
+    """Whether a value is a whole number that a file system could have given."""
+    return type(value) is int and least <= value < _MOST
+
+
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_HEX = re.compile(r"[0-9a-f]*")
+_DTYPES = frozenset(dtype for dtype, _ in DTYPES.values())
+_MOST = 1 << 63
 
 
 def _keep_newest(entries: dict[str, IndexEntry], entry: IndexEntry) -> None:

@@ -376,10 +376,10 @@ def remove(found: Found) -> bool:
     if temporary.is_temporary(found.path.name):
         return temporary.remove(found.path.parent.parent, found.path.name)
     try:
-        st = os.stat(found.file)
-        if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):
-            return False
-        os.unlink(found.file)
+        seen = os.lstat(found.file)  # first: what comes later is compared with it
+        st = os.stat(found.file)  # of a link, judged was what it leads to
     except FileNotFoundError:
         return False
-    return True
+    if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):
+        return False
+    return temporary.remove_record(found.file, seen)

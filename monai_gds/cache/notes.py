@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from monai_gds import limits
+from monai_gds.cache.permissions import ANY, share_file, share_folder
 from monai_gds.cache.process_names import FOREIGN_SECONDS, PATTERN, still_runs, this_process
 from monai_gds.process import PerProcess
 
@@ -45,10 +46,14 @@ class Notes:
         directory: the cache directory. Nothing is created in it before something is noted.
         kind: suffix of the files.
         whole: how many of these bytes are whole notes. The rest, a note that is being written, is read later.
+        file_mode: permissions that files have at most.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], kind: str, whole: Callable[[bytes], int]) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], kind: str, whole: Callable[[bytes], int], file_mode: int = ANY
+    ) -> None:
         self.directory = os.path.abspath(directory)
+        self.file_mode = file_mode
         self._kind, self._whole = kind, whole
         self._name = re.compile(rf"{PATTERN}\.[0-9]+\.{kind}")
         self._own = PerProcess(lambda: _new_name(kind))
@@ -63,6 +68,8 @@ class Notes:
             fd = os.open(self._own(), _APPEND, 0o666, dir_fd=folder)
             try:
                 before = os.fstat(fd).st_size
+                if not before:
+                    share_file(fd, os.fstat(folder), self.file_mode)
                 if os.write(fd, notes) < len(notes):  # a full disk cut a note off
                     os.ftruncate(fd, before)
             finally:
@@ -109,7 +116,7 @@ class Notes:
 
     def _merge(self, folder: int, names: Sequence[str], merge: Callable[[list[bytes]], bytes]) -> None:
         merged: dict[str, bytes] = {}
-        total = 0
+        total, file_mode = 0, self.file_mode
         stats = [(os.stat(name, dir_fd=folder, follow_symlinks=False), name) for name in names]
         for st, name in sorted(stats, key=lambda found: -found[0].st_mtime):
             total += st.st_size
@@ -118,9 +125,10 @@ class Notes:
             elif st.st_size < limits.NOTE_UNMERGED_BYTES:
                 with contextlib.suppress(OSError):
                     merged[name] = read(folder, name)
+                    file_mode &= st.st_mode  # what one user keeps from others stays so
         notes = merge(list(merged.values()))
         if notes:
-            publish(folder, _new_name(self._kind), notes)
+            publish(folder, _new_name(self._kind), notes, file_mode)
         for name, data in merged.items():
             with contextlib.suppress(OSError):
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size == len(data):  # else it was appended to
@@ -156,7 +164,7 @@ def open_folder(name: str, above: int, make: bool = False) -> Iterator[int]:
     folder = os.open(name, _FOLDER_FLAGS, dir_fd=above)
     try:
         if made:
-            os.fchmod(folder, stat.S_IMODE(os.fstat(above).st_mode))
+            share_folder(folder, os.fstat(above))
         yield folder
     finally:
         os.close(folder)
@@ -174,12 +182,13 @@ def read(folder: int, name: str, begin: int = 0) -> bytes:
         os.close(fd)
 
 
-def publish(folder: int, name: str, data: bytes) -> None:
-    """Writes a file atomically."""
+def publish(folder: int, name: str, data: bytes, file_mode: int = ANY) -> None:
+    """Writes a file atomically. It has the folder's group and mode, and no permissions besides ``file_mode``."""
     unfinished = "." + _new_name("new")
     fd = os.open(unfinished, _CREATE, 0o666, dir_fd=folder)
     try:
         try:
+            share_file(fd, os.fstat(folder), file_mode)
             while data:
                 data = data[os.write(fd, data) :]
             os.fsync(fd)

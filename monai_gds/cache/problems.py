@@ -13,8 +13,10 @@ from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord
 
 __all__ = ["Problems", "with_advice"]
 
-#: Errors that concern the directory rather than one file in it.
-_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
+#: Errors that concern the directory, its disk or this process rather than one file: hundreds of records have the same.
+_SHARED = (
+    errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+)  # fmt: skip
 
 _ADVICE: dict[Any, str] = {
     errno.ENOSPC: "free some space, or move cache_dir",
@@ -22,6 +24,10 @@ _ADVICE: dict[Any, str] = {
     errno.EROFS: "mount it writable, or move cache_dir",
     errno.EACCES: "give yourself permission, or move cache_dir",
     errno.EPERM: "give yourself permission, or move cache_dir",
+    errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move cache_dir",
+    errno.ESTALE: "the file server has lost it: mount it anew",
+    errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
+    errno.ENFILE: "this machine has too many files open: raise fs.file-max",
 }
 
 
@@ -58,8 +64,8 @@ class Problems:
             return
         once_for: Any = path
         reason = str(error)
-        if isinstance(error, OSError) and error.errno in _NO_ACCESS:
-            once_for, reason = error.errno, with_advice(error)
+        if isinstance(error, OSError) and error.errno in _SHARED:
+            once_for, reason = error.errno, f"{with_advice(error)}; the same goes for others, without another warning"
         self.warn(once_for, f"cache record {path} cannot be used and is computed anew: {reason}")
 
     def unwritable(self, error: OSError) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
+from monai_gds.cache.permissions import share_file
 from monai_gds.cache.process_names import still_runs, this_process
 from monai_gds.cache.temporary import opened, server_time
 from monai_gds.process import PerProcess
@@ -117,6 +118,7 @@ class Lease:
             self._mark = None
             return False
         try:
+            share_file(file, os.fstat(fd))
             os.write(file, self._mark)
             self._written = True
         finally:

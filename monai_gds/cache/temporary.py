@@ -22,6 +22,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from monai_gds.cache.permissions import ANY, share_file, share_folder
 from monai_gds.cache.process_names import FOREIGN_SECONDS, PATTERN, still_runs, this_process
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "is_temporary",
     "opened",
     "remove",
+    "remove_record",
     "server_time",
     "tidy",
 ]
@@ -56,7 +58,8 @@ class Abandoned(NamedTuple):
 def opened(directory: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
     """Opens the ``.tmp`` of a cache directory for ``dir_fd=``, never following a link.
 
-    With ``create``, a missing folder is made, and so is the cache directory.
+    With ``create``, a missing folder is made, and so is the cache directory. One of this user's own is given the group
+    and mode of the cache directory, so that whoever may add files there may add records.
 
     Raises:
         FileNotFoundError: it is missing, and not to be created.
@@ -74,6 +77,8 @@ def opened(directory: str | os.PathLike[str], create: bool = False) -> Iterator[
             os.mkdir(path)
         folder = _open_folder(path)
     try:
+        if create:
+            share_folder(folder, os.stat(directory))
         yield folder
     finally:
         os.close(folder)
@@ -95,8 +100,10 @@ def _open_folder(path: str) -> int:
 
 
 @contextlib.contextmanager
-def being_written(directory: str, digest: str, target: str) -> Iterator[str]:
+def being_written(directory: str, digest: str, target: str, at_most: int = ANY) -> Iterator[str]:
     """Provides the path of a temporary file, which is renamed to ``target`` at the end of the block.
+
+    The file gets the group and mode of the directory, but no permissions besides ``at_most``, before it is renamed.
 
     After an error nothing is left of it. A ``.tmp`` that is a link is an error before anything is written. Storage
     backends take paths, so the file is created and renamed by path. No other process uses this name, and the file must
@@ -110,11 +117,21 @@ def being_written(directory: str, digest: str, target: str) -> Iterator[str]:
         path = os.path.join(directory, FOLDER, name)
         try:
             yield path
+            with contextlib.suppress(OSError):  # it is a record all the same
+                _share(folder, name, os.stat(directory), at_most)
             os.rename(path, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
             raise
+
+
+def _share(folder: int, name: str, above: os.stat_result, at_most: int) -> None:
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        share_file(file, above, at_most)
+    finally:
+        os.close(file)
 
 
 def _new_name(digest: str) -> str:
@@ -144,6 +161,50 @@ def abandoned(directory: str | os.PathLike[str]) -> list[Abandoned]:
     except OSError:
         return []
     return [Abandoned(os.path.join(directory, FOLDER, name), st.st_size) for name, st in found]
+
+
+def remove_record(path: str, seen: os.stat_result) -> bool:
+    """Deletes a record if it is the file that was seen; one that was put in its place at this very moment stays.
+
+    It is moved into ``.tmp`` first, where nobody replaces it. Whoever looks for the record meanwhile computes the item.
+
+    Args:
+        path: of the record.
+        seen: of its directory entry, by ``os.lstat``.
+
+    Returns:
+        Whether it was deleted.
+
+    Raises:
+        OSError: no permission, read-only.
+    """
+    directory, name = os.path.split(path)
+    try:
+        with opened(directory, create=True) as folder:
+            aside = _new_name(name[:32])
+            os.rename(path, aside, dst_dir_fd=folder)
+            moved = os.stat(aside, dir_fd=folder, follow_symlinks=False)
+            same = _which(moved) == _which(seen)
+            if not same:
+                _put_back(folder, aside, path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(aside, dir_fd=folder)
+            return same
+    except FileNotFoundError:
+        return False
+
+
+def _put_back(folder: int, name: str, path: str) -> None:
+    try:
+        os.link(name, path, src_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:  # yet another one is there by now
+        pass
+    except OSError:  # a file system without hard links
+        os.rename(name, path, src_dir_fd=folder)
+
+
+def _which(st: os.stat_result) -> tuple[int, int, int]:
+    return st.st_ino, st.st_size, st.st_mtime_ns
 
 
 def remove(directory: str | os.PathLike[str], name: str) -> bool:

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from monai_gds.console import say, stderr, stdout
+from monai_gds.console import say, say_lines, stderr, stdout
 from monai_gds.doctor import Diagnosis, Finding, NoSuchDevice, Status, examine
 from monai_gds.options import JsonOption, one_of
 
@@ -66,7 +66,7 @@ def _build(backend: str, as_json: bool) -> None:
 
     one_of(diagnosis.BUILDABLE, [backend], "--build")
     built = [str(path) for path in diagnosis.build(backend, lambda line: say(line, stderr))]
-    print(json.dumps({"built": built}, indent=2) if as_json else "\n".join(built))
+    say_lines([json.dumps({"built": built}, indent=2)] if as_json else built)
 
 
 def show(report: Diagnosis) -> None:

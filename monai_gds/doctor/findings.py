@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from monai_gds.doctor.isolation import Answer
-from monai_gds.doctor.machine import UDEV_PROPERTIES, Machine, Place
+from monai_gds.doctor.machine import UDEV_PROPERTIES, Access, Machine, Place
 
 __all__ = ["Finding", "Status", "collect"]
 
@@ -69,6 +70,7 @@ def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -
         gpu(machine, answers),
         torch(answers),
         directory(place, unwritable),
+        sharing(place),
         *_direct_storage(machine, place, answers),
         io_uring(machine, answers),
         libxnvme(answers),
@@ -181,6 +183,34 @@ def _advice_on(place: Place) -> str:
     if place.free_bytes < 1 << 30:
         return "it is nearly full: items that do not fit are computed again each time"
     return ""
+
+
+def sharing(place: Place) -> Finding:
+    """Who can read the records of the cache directory, and who can add some: its own mode decides for all in it."""
+    access = place.access
+    mode = stat.S_IMODE(access.mode)
+    can_read, can_add = _who(access, mode >> 2 & mode), _who(access, mode >> 1 & mode)
+    words = [f"{can_read} can read records, {can_add} can add some"]
+    if can_add == can_read:
+        words = [f"{can_read} can read and add records"]
+    if mode & stat.S_ISVTX and mode & 0o022:
+        words.append("only who made a record can delete or replace it (sticky bit)")
+    if not access.is_there:
+        words.append("so your umask would have it made")
+    details = {"owner": access.owner, "group": access.group, "mode": f"{mode:04o}", "exists": access.is_there}
+    if not access.narrower:
+        return Finding("sharing", Status.OK, "; ".join(words), details=details)
+    folders = " ".join(access.narrower)
+    words.append(f"but fewer can write to {folders}, where records begin: the others save nothing")
+    remedy = f"as its owner: chmod {mode:o} {folders}"
+    return Finding("sharing", Status.NOTE, "; ".join(words), remedy, {**details, "narrower": list(access.narrower)})
+
+
+def _who(access: Access, bits: int) -> str:
+    """The users that a bit, at the place of "others may enter", is set for."""
+    if bits & 0o001:
+        return "everybody"
+    return f"{access.owner} and the group {access.group}" if bits & 0o010 else f"{access.owner} alone"
 
 
 def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterator[Finding]:

@@ -9,18 +9,22 @@ names in libcufile 1.20.
 
 from __future__ import annotations
 
+import grp
 import os
 import platform
+import pwd
 import re
 import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from monai_gds.mounts import Mount, mounts
 
-__all__ = ["Drive", "Driver", "Machine", "Place"]
+__all__ = ["Access", "Drive", "Driver", "Machine", "Place"]
 
 #: Properties of a block device that libcufile looks up in udev's database.
 UDEV_PROPERTIES = ("ID_FS_TYPE", "ID_FS_USAGE")
@@ -55,6 +59,25 @@ class Drive:
 
 
 @dataclass(frozen=True)
+class Access:
+    """Who may use a folder.
+
+    Attributes:
+        owner: the user it belongs to.
+        group: its group.
+        mode: its permissions, with the bits above them.
+        is_there: whether it exists; else these are what it would be made with.
+        narrower: folders of a cache in it that fewer users can write to.
+    """
+
+    owner: str
+    group: str
+    mode: int
+    is_there: bool
+    narrower: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Place:
     """The cache directory.
 
@@ -65,6 +88,7 @@ class Place:
         drive: the disk below; None if there is none.
         free_bytes: bytes that a user may still fill.
         nbytes: bytes of the whole file system.
+        access: who may use the cache directory.
     """
 
     asked: Path
@@ -73,6 +97,7 @@ class Place:
     drive: Drive | None
     free_bytes: int
     nbytes: int
+    access: Access
 
     @property
     def number(self) -> str:
@@ -105,7 +130,25 @@ class Machine:
         mount = max(reversed(above), key=lambda one: len(one.point), default=None)  # the later of two at one point
         drive = self._drive(mount.number) if mount else None
         usage = shutil.disk_usage(folder)
-        return Place(directory, folder, mount, drive, usage.free, usage.total)
+        return Place(directory, folder, mount, drive, usage.free, usage.total, self._access(path, folder))
+
+    def _access(self, path: Path, folder: Path) -> Access:
+        st = folder.stat()
+        if path == folder:
+            inside = [folder / name for name in (".tmp", ".index")]
+            narrower = [str(one) for one in inside if _writers(st) & ~_writers(_stat(one) or st)]
+            return Access(
+                _name(pwd.getpwuid, st.st_uid), _name(grp.getgrgid, st.st_gid), st.st_mode, True, tuple(narrower)
+            )
+        inherited = st.st_mode & stat.S_ISGID
+        group = st.st_gid if inherited else os.getegid()
+        mode = stat.S_IFDIR | inherited | 0o777 & ~self._umask
+        return Access(_name(pwd.getpwuid, os.geteuid()), _name(grp.getgrgid, group), mode, False, ())
+
+    @property
+    def _umask(self) -> int:
+        found = re.search(r"^Umask:\s*([0-7]+)", self._text("/proc/self/status"), re.MULTILINE)
+        return int(found[1], 8) if found else 0o022
 
     @cached_property
     def _mounts(self) -> list[Mount]:
@@ -213,6 +256,25 @@ class Machine:
             return True
         settings = re.sub(r"//.*", "", self._text(self._cufile_json))  # NVIDIA's own file is full of comments
         return bool(re.search(r'"use_pci_p2pdma"\s*:\s*true', settings))
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _writers(st: os.stat_result) -> int:
+    return st.st_mode & 0o022
+
+
+def _name(look_up: Callable[[int], Any], number: int) -> str:
+    """The name of a user or group, or its number: those of another machine or container have no name here."""
+    try:
+        return str(look_up(number)[0])
+    except (KeyError, OverflowError):
+        return str(number)
 
 
 def _text(file: Path) -> str:

@@ -78,8 +78,9 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         ImageListError: no class, no image, a dead link, or a packed folder with a missing file.
         ValueError: an argument is wrong, or ``last_batch="drop"`` leaves no batch.
 
-    While iterating: BrokenImage names an image that is empty or cannot be decoded, OSError a file that is gone. The
-    dataset can be iterated again after an error.
+    While iterating: BrokenImage names an image that is empty or cannot be decoded, DamagedRecord a file of a packed
+    folder whose bytes do not match their checksum (compared the first time it is read), OSError a file that is gone.
+    The dataset can be iterated again after an error.
 
     Example:
         >>> from pathlib import Path

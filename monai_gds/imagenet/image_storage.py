@@ -18,14 +18,15 @@ import torch
 
 from monai_gds import limits
 from monai_gds.cache.checksum import checksum
-from monai_gds.cache.header import ARRAYS, parse
+from monai_gds.cache.header import ARRAYS, Header, parse
 from monai_gds.cache.reading import read_record
 from monai_gds.cache.record import pack_record
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
 from monai_gds.errors import DamagedRecord
 from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import PerProcess
-from monai_gds.storage import ALIGNMENT, Pending, Reads, Storage, open_storage
+from monai_gds.storage import ALIGNMENT, FileId, Pending, Reads, Storage, open_storage
+from monai_gds.storage.pending import Then
 
 __all__ = ["Fetch", "ImageStorage", "load_item", "read_files", "save_item"]
 
@@ -78,20 +79,58 @@ class ImageStorage:
         reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
         return self._start(reads, reads.parts)
 
-    def start_range(self, path: str, offset: int, sizes: list[int], file_bytes: int) -> Fetch:
+    def start_range(
+        self,
+        path: str,
+        offset: int,
+        sizes: list[int],
+        file: FileId,
+        verify: Callable[[torch.Tensor], None] | None = None,
+    ) -> Fetch:
         """Starts reading images of the given sizes that lie back to back in a large file, from ``offset`` on.
 
-        A file that has not ``file_bytes`` bytes fails with FileChanged.
+        Args:
+            path: of the file.
+            offset: of the first image.
+            sizes: of the images.
+            file: the file's identity; another one fails with FileChanged.
+            verify: called with the bytes of all the images once they have arrived, in the thread that read them. What
+                it raises fails the read.
         """
         nbytes = sum(sizes)
-        reads = Reads.of(path, [(offset, nbytes)], file_bytes)
-        return self._start(reads, lambda filled: torch.split(filled[0][:nbytes], sizes))
+        reads = Reads.of(path, [(offset, nbytes)], file)
 
-    def _start(self, reads: Reads, split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> Fetch:
+        def verified(filled: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
+            if verify is not None and not errors:
+                verify(filled[0][:nbytes])
+            return filled
+
+        return self._start(
+            reads, lambda filled: torch.split(filled[0][:nbytes], sizes), None if verify is None else verified
+        )
+
+    def _start(
+        self, reads: Reads, split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], step: Then | None = None
+    ) -> Fetch:
+        buffer = None
         if self.device.type == "cuda":  # new memory has no earlier reader: filling one of ours waits for the training
-            return Fetch(self._storage().load(reads), split)
-        buffer = self.take(int(reads.sizes[0]))
-        return Fetch(self._storage().fill(reads, [buffer]), split, partial(self._give_back, buffer))
+            pending = self._storage().load(reads)
+        else:
+            buffer = self.take(int(reads.sizes[0]))
+            pending = self._storage().fill(reads, [buffer])
+        if step is not None:
+            pending = pending.then(step)
+        return Fetch(pending, split) if buffer is None else Fetch(pending, split, partial(self._give_back, buffer))
+
+    def head(self, path: str) -> tuple[Header, FileId]:
+        """Reads the header of a record, and the identity of its file. Raises RecordError, OSError."""
+        record, file, _ = read_record(path, self._storage())
+        return record, file
+
+    @property
+    def coherent(self) -> bool:
+        """Whether reads see what the file system sees, so that a file's identity tells whether it has changed."""
+        return self._storage().coherent
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A 1-D uint8 host tensor of this many bytes or more."""

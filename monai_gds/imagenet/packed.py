@@ -9,6 +9,8 @@ record (:mod:`monai_gds.cache.record`) and thus a valid safetensors file:
 * The index holds ``sizes``, ``labels`` and ``names`` of all images in order, ``files`` (I64, one row per file: images,
   bytes of image data, their offset, bytes of the file), and all class names, including classes without images.
 
+A reader compares the checksum of a file's images once per file and process, in the thread that read them.
+
 Why not tar shards with a DALI index: a tar has a 512-byte header before every image, so images cannot be read in one
 piece into a buffer whose slices they are, and labels need another file. A record aligns its data for O_DIRECT, cuFile
 and NVMe blocks, carries checksums, and is read by the same backends as everything else here.
@@ -17,6 +19,7 @@ and NVMe blocks, carries checksums, and is read by the same backends as everythi
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -28,12 +31,19 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.errors import BrokenImage, ImageListError, RecordError
+from monai_gds.cache.checksum import checksum
+from monai_gds.cache.header import Header
+from monai_gds.cache.reading import read_record
+from monai_gds.cache.tree import tensor_bytes
+from monai_gds.errors import BrokenImage, DamagedRecord, ImageListError, RecordError
 from monai_gds.imagenet.image_storage import load_item, read_files, save_item
 from monai_gds.imagenet.listing import ImageList, StrPath
-from monai_gds.storage import open_storage
+from monai_gds.storage import Reads, open_storage
 
-__all__ = ["INDEX", "PackedImages", "empty_folder", "is_packed", "open_packed", "pack_folder"]
+__all__ = [
+    "INDEX", "PackedImages", "damaged", "empty_folder", "is_packed", "open_packed", "pack_folder",
+    "packed_files", "verify_packed",
+]  # fmt: skip
 
 INDEX = "index.safetensors"
 
@@ -66,16 +76,48 @@ class PackedImages:
         """The numbers of the files that hold these images."""
         return np.searchsorted(self.bounds, indices, side="right") - 1
 
-    def place(self, index: int) -> tuple[str, int, int]:
-        """Where an image begins: the path of its file, the offset within it, and the bytes of the whole file."""
+    def path(self, file: int) -> str:
+        """The path of a file, by its number."""
+        return f"{self.images.root}/{_file_name(file)}"
+
+    def place(self, index: int) -> int:
+        """Where an image begins within its file."""
         file = int(self.file_of(np.asarray(index)))
-        skip = self.offsets[index] - self.offsets[self.bounds[file]]
-        return f"{self.images.root}/{_file_name(file)}", int(self.files[file, 2] + skip), int(self.files[file, 3])
+        return int(self.files[file, 2] + self.offsets[index] - self.offsets[self.bounds[file]])
+
+    def check_head(self, file: int, record: Header, nbytes: int) -> int:
+        """Compares the header of a file with the index.
+
+        Args:
+            file: its number.
+            record: its header.
+            nbytes: its size.
+
+        Returns:
+            The checksum of its image data.
+
+        Raises:
+            DamagedRecord: it is another file than the index describes: one of another folder, or two were swapped.
+        """
+        begin, end = self.bounds[file : file + 2].tolist()
+        told = _describe(self.images, begin, end)
+        expected = {name: checksum(tensor_bytes(told[name])) for name in ("names", "labels", "sizes")}
+        found = {name: record.tensors[name].checksum for name in expected if name in record.tensors}
+        data = record.tensors.get("images")
+        if data is None or found != expected or [data.nbytes, data.offset, nbytes] != self.files[file, 1:].tolist():
+            raise DamagedRecord("it holds other images than the index tells")
+        return data.checksum
 
 
 def is_packed(root: StrPath) -> bool:
     """Whether a folder is packed."""
     return os.path.isfile(os.path.join(root, INDEX))
+
+
+def packed_files(root: StrPath) -> list[str]:
+    """The paths of the index and of the files of packed images that are in a folder, in order."""
+    files = sorted(name for name in os.listdir(root) if _FILE.fullmatch(name))
+    return [os.path.join(root, name) for name in [INDEX, *files]]
 
 
 def open_packed(root: StrPath) -> PackedImages:
@@ -106,6 +148,51 @@ def open_packed(root: StrPath) -> PackedImages:
         if found != nbytes:
             raise ImageListError(f"{path} has {found} bytes instead of {nbytes}: copy it again")
     return PackedImages(images, files)
+
+
+def damaged(path: str, why: object) -> DamagedRecord:
+    """The error for a file of packed images that is not as it was written."""
+    return DamagedRecord(f"{path} is damaged: {why}; copy it again, or pack the folder again")
+
+
+def verify_packed(root: StrPath, progress: Callable[[int], None] | None = None) -> dict[str, str]:
+    """Reads every byte of a packed folder and compares it with the checksums.
+
+    Args:
+        root: a packed folder.
+        progress: called with the number of files read so far, of :func:`packed_files`.
+
+    Returns:
+        What is wrong, by path; empty if nothing is.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from monai_gds.imagenet import open_images
+        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> packed = pack_folder(open_images(write_image_folder(Path("images"), 3)), "packed")
+        >>> verify_packed("packed")
+        {}
+    """
+    try:
+        packed = open_packed(root)
+    except ImageListError as e:
+        return {os.path.join(root, INDEX): str(e)}
+    wrong = {}
+    with closing(open_storage(device="cpu")) as storage:
+        for file in range(len(packed.files)):
+            path = packed.path(file)
+            try:
+                record, identity, _ = read_record(path, storage)
+                expected = packed.check_head(file, record, identity.size)
+                ranges = [(entry.offset, entry.nbytes) for entry in record.tensors.values()]
+                found = [checksum(data) for data in storage.load(Reads.of(path, ranges, identity)).wait()]
+                if found != [entry.checksum for entry in record.tensors.values()] or expected not in found:
+                    raise DamagedRecord("its bytes do not match their checksums")
+            except (RecordError, OSError) as e:
+                wrong[path] = str(damaged(path, e))
+            if progress is not None:
+                progress(file + 2)
+    return wrong
 
 
 def pack_folder(
@@ -170,6 +257,9 @@ def empty_folder(out: StrPath) -> Path:
     if any(top.iterdir()):
         raise ImageListError(f"{top} is not empty: choose another folder to pack into")
     return top
+
+
+_FILE = re.compile(r"images-[0-9]{5,}\.safetensors")
 
 
 def _file_name(number: int) -> str:

@@ -11,22 +11,21 @@ import errno
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.errors import BrokenImage, StorageError
+from monai_gds.cache.checksum import checksum
+from monai_gds.errors import BrokenImage, FileChanged, RecordError, StorageError
 from monai_gds.imagenet.image_storage import Fetch, ImageStorage
 from monai_gds.imagenet.listing import ImageList
-from monai_gds.storage import Pending
+from monai_gds.imagenet.packed import PackedImages, damaged
+from monai_gds.storage import FileId, Pending
 from monai_gds.storage.files import check_open
-
-if TYPE_CHECKING:
-    from monai_gds.imagenet.packed import PackedImages
 
 __all__ = ["Batch", "FileReader", "ImageReader", "PackedReader", "PlainReader"]
 
@@ -64,7 +63,8 @@ class ImageReader(ABC):
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         """Reads the batches of image indices, in order. Closing the iterator ends the reads that are under way.
 
-        Raises BrokenImage for an empty image, FileChanged for a file without its listed size, and other OSErrors.
+        Raises BrokenImage for an empty image, FileChanged for a file without its listed size, DamagedRecord for a
+        packed file whose bytes do not match their checksum, and other OSErrors.
         """
 
     def close(self) -> None:  # noqa: B027 (optional: a reader may hold nothing)
@@ -139,7 +139,8 @@ def _settle(under_way: Iterable[tuple[object, Fetch]]) -> None:
 class PackedReader(ImageReader):
     """Images of a packed folder. Each large file is read once per epoch, in one go, and kept while batches need it.
 
-    ``ahead`` files are read before they are needed.
+    ``ahead`` files are read before they are needed. The first time a file is read, it is read whole and its checksum is
+    compared, in the thread that read it; at every epoch where the storage bypasses the file system.
     """
 
     def __init__(self, images: PackedImages, storage: ImageStorage, *, ahead: int) -> None:
@@ -147,6 +148,7 @@ class PackedReader(ImageReader):
         self._packed = images
         self._storage = storage
         self._ahead = ahead
+        self._verified: dict[int, FileId] = {}  # files whose images matched their checksum, by number
 
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         coming = deque(_uses(self._packed, batches))
@@ -158,7 +160,7 @@ class PackedReader(ImageReader):
                 while coming and len(under_way) < self._ahead + new_files[number]:
                     under_way.append((coming[0], self._start(coming.popleft())))
                 for _ in range(new_files[number]):
-                    held[under_way[0][0].file] = _HeldFile(*under_way[0])
+                    held[under_way[0][0].file] = self._held(*under_way[0])
                     under_way.popleft()
                 files = self._packed.file_of(indices).tolist()
                 images = [held[f].image(i) for f, i in zip(files, indices.tolist(), strict=True)]
@@ -172,8 +174,39 @@ class PackedReader(ImageReader):
             _settle(under_way)
 
     def _start(self, use: _FileUse) -> Fetch:
-        path, offset, file_bytes = self._packed.place(use.begin)
-        return self._storage.start_range(path, offset, self.images.sizes[use.begin : use.end].tolist(), file_bytes)
+        path = self._packed.path(use.file)
+        identity = self._verified.get(use.file)
+        if identity is not None and self._storage.coherent:
+            sizes = self.images.sizes[use.begin : use.end].tolist()
+            return self._storage.start_range(path, self._packed.place(use.begin), sizes, identity)
+        try:
+            return self._start_verified(use, path)
+        except RecordError as e:  # raised by wait(), after the batches before it
+            return Fetch(Pending.completed([], self.device, damaged(path, e)))
+        except OSError as e:
+            return Fetch(Pending.completed([], self.device, e))
+
+    def _start_verified(self, use: _FileUse, path: str) -> Fetch:
+        """Starts reading a whole file, whose checksum is compared. It is cut to what is needed when it has arrived."""
+        record, identity = self._storage.head(path)
+        expected = self._packed.check_head(use.file, record, identity.size)
+        begin, end = self._packed.bounds[use.file : use.file + 2].tolist()
+
+        def verify(data: torch.Tensor) -> None:
+            if checksum(data) != expected:
+                raise damaged(path, "the bytes of its images do not match their checksum")
+            self._verified[use.file] = identity
+
+        sizes = self.images.sizes[begin:end].tolist()
+        fetch = self._storage.start_range(path, self._packed.place(begin), sizes, identity, verify)
+        return replace(fetch, split=lambda filled: fetch.split(filled)[use.begin - begin : use.end - begin])
+
+    def _held(self, use: _FileUse, fetch: Fetch) -> _HeldFile:
+        try:
+            return _HeldFile(use, fetch)
+        except FileChanged:  # it was copied anew: so it is verified anew
+            self._verified.pop(use.file, None)
+        return _HeldFile(use, self._start(use))
 
     def close(self) -> None:
         self._storage.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from monai_gds.errors import BackendUnavailable, BrokenImage
+from monai_gds.errors import BackendUnavailable, BrokenImage, ImageListError
 from monai_gds.imagenet.iterable import Items
 from monai_gds.imagenet.listing import ImageList, StrPath
 from monai_gds.imagenet.packed import empty_folder
@@ -19,6 +19,10 @@ __all__ = ["squirrel_source", "write_store"]
 
 def squirrel_source(source: Any, **options: Any) -> Items:
     """A Squirrel driver or stream as the source of :func:`~monai_gds.imagenet.iterable.dali_iterator`.
+
+    Squirrel unpickles arrays of Python objects, so whoever wrote a Messagepack store can run code where it is read.
+    Samples of a driver that is given here are refused with ImageListError if they hold any, and nothing is run. Those of
+    a stream that you make yourself with ``driver.get_iter()`` are not: make one of stores that you trust only.
 
     Args:
         source: a driver (anything with ``get_iter``, which is called for every epoch), a function that returns a
@@ -36,10 +40,37 @@ def squirrel_source(source: Any, **options: Any) -> Items:
         [[0, 1], [2, 3]]
     """
     if hasattr(source, "get_iter"):
-        return partial(source.get_iter, **options)
+        return partial(source.get_iter, **_without_objects(source, options))
     if options:
         raise TypeError(f"{', '.join(options)}: only a driver takes options, not a {type(source).__name__}")
     return source  # type: ignore[no-any-return]
+
+
+def _without_objects(driver: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a driver of Messagepack, with which it refuses arrays of Python objects; else the same."""
+    try:
+        from squirrel.serialization import MessagepackSerializer
+    except ImportError:  # a driver of something else
+        return options
+    if not isinstance(getattr(driver, "serializer", None), MessagepackSerializer):
+        return options
+    given = dict(options.get("get_kwargs") or {})
+    unpacker = {"object_hook": partial(_decode, getattr(driver, "url", "")), **(given.get("unpacker_kwargs") or {})}
+    return {**options, "get_kwargs": {**given, "unpacker_kwargs": unpacker}}
+
+
+def _decode(store: str, found: dict[Any, Any]) -> Any:
+    """An array or number out of what Messagepack holds, as Squirrel decodes it, but none of Python objects."""
+    import msgpack_numpy
+
+    decoded = None if found.get(b"kind") == b"O" else msgpack_numpy.decode(found)  # which would be unpickled
+    if decoded is None or (isinstance(decoded, np.ndarray) and decoded.dtype.hasobject):
+        raise ImageListError(
+            f"a sample of the store {store} holds an array of Python objects, and reading it could run code that came "
+            "with the store: write the store anew with arrays of numbers; or, if you trust it, give "
+            "squirrel_source(driver.get_iter) in place of the driver"
+        )
+    return decoded
 
 
 def write_store(

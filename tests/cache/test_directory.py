@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -308,6 +309,44 @@ def test_input_output_errors_are_reported_and_cost_the_cache_only(
         assert get(cache, "a") is None
         assert get(cache, "a") is None
     assert len(caught) == 1
+
+
+def test_a_failing_disk_is_reported_once_and_not_once_per_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "abcd"
+    for name in names:
+        put(opened(tmp_path), name, 1)
+
+    def broken(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    cache = opened(tmp_path)
+    with pytest.warns(CacheWarning, match=r"the disk fails.*the same goes for others") as caught:
+        assert [get(cache, name) for name in names] == [None] * 4
+    assert len(caught) == 1
+
+
+def test_too_many_open_files_are_reported_once_with_the_remedy(tmp_path: Path) -> None:
+    names = "abcd"
+    for name in names:
+        put(opened(tmp_path), name, 1)
+
+    def without_descriptors() -> tuple[list[Any], list[str], list[Any]]:
+        cache = opened(tmp_path)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            found = [get(cache, name) for name in names]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return found, [str(one.message) for one in caught], [get(cache, name) for name in names]
+
+    found, (said,), later = in_child(without_descriptors)
+    assert found == [None] * 4
+    assert "too many files open: raise the limit (ulimit -n)" in said
+    assert later == [1] * 4
 
 
 @pytest.mark.parametrize(("verify", "noticed"), [("first", [0]), ("always", [0, 1]), ("never", [])])

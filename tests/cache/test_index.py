@@ -257,25 +257,40 @@ def test_a_changed_byte_costs_its_line_only(
     "fact",
     [
         None, 1, "record", [], {}, ["record"], ["other", *entry(0)[1:]],
-        ["record", "../x", "i", "p", 1, 1, "[]", {}],
-        ["record", D, 1, "p", 1, 1, "[]", {}],
-        ["record", D, "i", "p", "1", 1, "[]", {}],
-        ["record", D, "i", "p", 1, True, "[]", {}],
-        ["record", D, "i", "p", float("nan"), 1, "[]", {}],
-        ["record", D, "i", "p", 1, 1, [], {}],
-        ["record", D, "i", "p", 1, 1, "[", {}],
-        ["record", D, "i", "p", 1, 1, "[[1,2,[3]]]", {}],
-        ["record", D, "i", "p", 1, 1, "[]", []],
-        ["record", D, "i", "p", 1, 1, "[]", {"/a": 1}],
-        ["record", D, "i", "p", 1, 1, "[]", {"/a": [1.5, "x"]}],
-        ["record", D, "i", "p", 1, 1, "[]", {"/a": [1, ["x"]]}],
-        ["record", D, "i", "p", 1, 1, "[]", {}, 2],
+        ["record", "../x", "i", "ab", 1, 1, "[]", {}, ""],
+        ["record", D, 1, "ab", 1, 1, "[]", {}, ""],
+        ["record", D, "i", "\x1b", 1, 1, "[]", {}, ""],
+        ["record", D, "i", "ab", "1", 1, "[]", {}, ""],
+        ["record", D, "i", "ab", 1, True, "[]", {}, ""],
+        ["record", D, "i", "ab", float("nan"), 1, "[]", {}, ""],
+        ["record", D, "i", "ab", -1, 1, "[]", {}, ""],
+        ["record", D, "i", "ab", 1, 10**30, "[]", {}, ""],
+        ["record", D, "i", "ab", 1, 1, [], {}, ""],
+        ["record", D, "i", "ab", 1, 1, "[", {}, ""],
+        ["record", D, "i", "ab", 1, 1, "[[1,2,[3]]]", {}, ""],
+        ["record", D, "i", "ab", 1, 1, '[["x","float33",[3]]]', {}, ""],
+        ["record", D, "i", "ab", 1, 1, '[["x","float32",[-3]]]', {}, ""],
+        ["record", D, "i", "ab", 1, 1, '[["x","float32",[NaN]]]', {}, ""],
+        ["record", D, "i", "ab", 1, 1, f'[["x","float32",[{10**400}]]]', {}, ""],
+        ["record", D, "i", "ab", 1, 1, f'[["x","float32",{[2] * 2000}]]', {}, ""],
+        ["record", D, "i", "ab", 1, 1, "[]", [], ""],
+        ["record", D, "i", "ab", 1, 1, "[]", {"/a": 1}, ""],
+        ["record", D, "i", "ab", 1, 1, "[]", {"/a": [1.5, "x"]}, ""],
+        ["record", D, "i", "ab", 1, 1, "[]", {"/a": [1, ["x"]]}, ""],
+        ["record", D, "i", "ab", 1, 1, "[]", {}, 2],
+        ["record", D, "i", "ab", 1, 1, "[]", {}],
     ],
 )  # fmt: skip
 def test_a_fact_of_another_kind_is_passed_over(tmp_path: Path, text: bytes, fact: Any) -> None:
     odd = json.dumps(fact).encode()
     place(tmp_path, b"%08x %s\n" % (zlib.crc32(odd), odd) + text)
     assert numbers(Index(tmp_path)) == {0, 1, 2}
+
+
+def test_a_fact_of_this_version_counts_though_it_is_odd(tmp_path: Path, text: bytes) -> None:
+    odd = json.dumps(["record", D, "i", "", 0, -(1 << 62), '[["x","float8_e5m2",[0, 3]]]', {}, ""]).encode()
+    place(tmp_path, b"%08x %s\n" % (zlib.crc32(odd), odd) + text)
+    assert numbers(Index(tmp_path)) == {0, 1, 2, int(D, 16)}
 
 
 def test_behind_a_line_that_a_full_disk_cut_off_a_new_one_begins(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import grp
+import os
+import pwd
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +42,62 @@ def test_a_spinning_disk_is_told_and_a_virtual_one_is_not_believed(laid: Laid, n
     laid.drive("8:0", name, rotates=True)
     assert advice in laid.findings(answers())["directory"].remedy
     assert bool(laid.findings(answers())["directory"].remedy) == bool(advice)
+
+
+# Sharing.
+
+
+@pytest.mark.parametrize(
+    ("mode", "found"),
+    [
+        (0o700, "OWNER alone can read and add records"),
+        (0o755, "everybody can read records, OWNER alone can add some"),
+        (0o750, "OWNER and the group GROUP can read records, OWNER alone can add some"),
+        (0o2770, "OWNER and the group GROUP can read and add records"),
+        (0o2775, "everybody can read records, OWNER and the group GROUP can add some"),
+        (0o777, "everybody can read and add records"),
+        (0o1777, "everybody can read and add records; only who made a record can delete or replace it (sticky bit)"),
+        (0o764, "OWNER alone can read and add records"),  # who may not enter a folder opens nothing in it
+    ],
+)
+def test_who_can_read_and_who_can_add(laid: Laid, mode: int, found: str) -> None:
+    laid.cache.chmod(mode)
+    row = laid.findings(answers())["sharing"]
+    st = laid.cache.stat()
+    owner, group = pwd.getpwuid(st.st_uid).pw_name, grp.getgrgid(st.st_gid).gr_name
+    assert row.found == found.replace("OWNER", owner).replace("GROUP", group)
+    assert (row.status, row.remedy, row.details["mode"]) == (Status.OK, "", f"{mode:04o}")
+
+
+def test_a_folder_inside_that_fewer_can_write_to_is_named_with_the_remedy(laid: Laid) -> None:
+    laid.cache.chmod(0o2775)
+    (laid.cache / ".tmp").mkdir()
+    (laid.cache / ".tmp").chmod(0o755)
+    row = laid.findings(answers())["sharing"]
+    assert row.status is Status.NOTE
+    assert f"fewer can write to {laid.cache}/.tmp" in row.found
+    assert row.remedy == f"as its owner: chmod 2775 {laid.cache}/.tmp"
+    (laid.cache / ".tmp").chmod(0o2775)
+    assert laid.findings(answers())["sharing"].remedy == ""
+
+
+@pytest.mark.parametrize(
+    ("umask", "found"), [("0077", "alone can read and add"), ("0022", "everybody can read records")]
+)
+def test_who_will_be_able_to_once_it_is_made(laid: Laid, umask: str, found: str) -> None:
+    laid.file("proc/self/status", f"Name:\tpython\nUmask:\t{umask}\n")
+    laid.cache = laid.cache / "not yet"
+    row = laid.findings(answers())["sharing"]
+    assert found in row.found
+    assert row.found.endswith("so your umask would have it made")
+
+
+def test_users_without_a_name_here_are_told_by_their_numbers(laid: Laid) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving files to others needs root, which this process is not")
+    os.chown(laid.cache, 61001, 61100)
+    laid.cache.chmod(0o770)
+    assert laid.findings(answers())["sharing"].found == "61001 and the group 61100 can read and add records"
 
 
 # The GPU.

@@ -288,6 +288,57 @@ def test_options_reach_the_driver(driver: Any) -> None:
         squirrel_source([], max_workers=1)
 
 
+class Attack:
+    """What runs code when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_workers": 1}, {"get_kwargs": {"unpacker_kwargs": {"use_list": True}}}])
+def test_a_store_runs_no_code(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Squirrel itself unpickles arrays of objects."""
+    module = pytest.importorskip("squirrel.driver", reason="squirrel-core is not installed")
+    driver = module.MessagepackDriver(str(tmp_path / "store"))
+    proof = tmp_path / "proof"
+    driver.store.set([{"image": np.array([Attack(proof)], dtype=object)}], key="0")
+    with pytest.raises(ImageListError, match=r"store holds an array of Python objects.*write the store anew"):
+        list(loader(squirrel_source(driver, **options)))
+    assert not proof.exists()
+    with pytest.raises(TypeError, match="not an array of numbers"):
+        list(loader(squirrel_source(driver.get_iter)))
+    assert proof.exists(), "the attack works where nothing refuses it"
+
+
+@pytest.mark.parametrize("kind", [b"", b"V"])
+def test_addresses_in_a_store_are_not_taken_for_objects(tmp_path: Path, kind: bytes) -> None:
+    """NumPy makes an array of objects over any bytes: touching one would read any memory."""
+    module = pytest.importorskip("squirrel.driver", reason="squirrel-core is not installed")
+    driver = module.MessagepackDriver(str(tmp_path / "store"))
+    dtype: Any = [("a", "O")] if kind else "O"
+    array = {b"nd": True, b"type": dtype, b"kind": kind, b"shape": [1], b"data": b"\x01" * 8}
+    driver.store.set([{"image": array}], key="0")
+    with pytest.raises(ImageListError, match="an array of Python objects"):
+        list(loader(squirrel_source(driver)))
+
+
+def test_other_drivers_and_structured_arrays_are_read_as_before(tmp_path: Path) -> None:
+    module = pytest.importorskip("squirrel.driver", reason="squirrel-core is not installed")
+    driver = module.MessagepackDriver(str(tmp_path / "store"))
+    structured = np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")])
+    driver.store.set([{"plain": np.arange(3), "number": np.float32(2), "structured": structured, "text": "O"}], key="0")
+    (found,) = squirrel_source(driver)()  # type: ignore[operator, misc]
+    assert found["plain"].tolist() == [0, 1, 2]
+    assert (found["number"], found["text"]) == (2, "O")
+    assert found["structured"].tobytes() == structured.tobytes()
+    jsonl = module.JsonlDriver(str(tmp_path / "lines"))
+    jsonl.store.set([{"label": 3}], key="0")
+    assert list(squirrel_source(jsonl)()) == [{"label": 3}]  # type: ignore[operator]
+
+
 def test_a_store_needs_an_empty_folder_and_whole_images(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("squirrel", reason="squirrel-core is not installed")
     with pytest.raises(ImageListError, match="not empty"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +14,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from monai_gds.cache.checksum import checksum
 from monai_gds.cli import app
-from monai_gds.errors import BrokenImage, ImageListError
-from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
+from monai_gds.errors import BrokenImage, DamagedRecord, ImageListError
+from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder, readers
 from monai_gds.imagenet.image_storage import Fetch, ImageStorage
 from monai_gds.imagenet.packed import INDEX, PackedImages, open_packed
 from monai_gds.imagenet.readers import PackedReader
 from monai_gds.storage import Storage
 from monai_gds.storage.posix import PosixBackend
+from tests.commands import run
 from tests.imagenet.conftest import COUNT
 
 pytest.importorskip("PIL", reason="Pillow is not installed on this machine")
@@ -62,9 +66,9 @@ class Counting(ImageStorage):
         super().__init__("posix", torch.device("cpu"))
         self.reads: list[int] = []
 
-    def start_range(self, path: str, offset: int, sizes: list[int], file_bytes: int) -> Fetch:
+    def start_range(self, path: str, offset: int, sizes: list[int], *others: Any) -> Fetch:
         self.reads.append(sum(sizes))
-        return super().start_range(path, offset, sizes, file_bytes)
+        return super().start_range(path, offset, sizes, *others)
 
 
 def packed_reader(packed: Path, ahead: int = 2) -> tuple[PackedReader, Counting, PackedImages]:
@@ -82,8 +86,13 @@ def test_every_file_is_read_once_in_one_piece(packed: Path, ahead: int) -> None:
 
 
 def test_a_shard_reads_its_share_only(packed: Path) -> None:
+    """Once the files that it lies in are verified, for which each of them is read whole."""
     reader, storage, images = packed_reader(packed)
-    list(reader.read([np.arange(8, 12), np.arange(12, 15)]))
+    wanted = [np.arange(8, 12), np.arange(12, 15)]
+    first = [bytes(image.numpy()) for batch in reader.read(wanted) for image in batch.images]
+    assert sum(storage.reads) == images.files[np.unique(images.file_of(np.arange(8, 15))), 1].sum()
+    storage.reads.clear()
+    assert [bytes(image.numpy()) for batch in reader.read(wanted) for image in batch.images] == first
     assert sum(storage.reads) == images.images.sizes[8:15].sum()
 
 
@@ -167,13 +176,13 @@ def test_an_empty_image_and_a_full_folder_are_refused(copy_of: Callable[[], Path
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:
-    run = CliRunner()
-    done = run.invoke(app, ["pack", str(folder), str(tmp_path / "out"), "--file-mb", "1"])
+    runner = CliRunner()
+    done = runner.invoke(app, ["pack", str(folder), str(tmp_path / "out"), "--file-mb", "1"])
     assert done.exit_code == 0, done.output
     assert "23 images of 4 classes in 2 files" in done.output
     assert len(open_packed(tmp_path / "out").images) == COUNT
-    assert run.invoke(app, ["pack", str(tmp_path / "absent"), str(tmp_path / "x")]).exit_code == 2
-    assert run.invoke(app, ["pack", str(folder), str(tmp_path / "x"), "--file-mb", "0"]).exit_code == 2
+    assert runner.invoke(app, ["pack", str(tmp_path / "absent"), str(tmp_path / "x")]).exit_code == 2
+    assert runner.invoke(app, ["pack", str(folder), str(tmp_path / "x"), "--file-mb", "0"]).exit_code == 2
 
 
 def test_the_command_writes_a_squirrel_store(folder: Path, tmp_path: Path) -> None:
@@ -184,3 +193,161 @@ def test_the_command_writes_a_squirrel_store(folder: Path, tmp_path: Path) -> No
     samples = driver.MessagepackDriver(str(out)).get_iter().collect()
     assert {sample["image"].shape for sample in samples} == {(3, 16, 16)}
     assert len(samples) == COUNT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+def flipped(file: Path, at: int, bit: int = 0) -> None:
+    """Flips a bit, as a failing disk does: size and time stay."""
+    st = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0] ^ 1 << bit
+        opened.seek(at)
+        opened.write(bytes([byte]))
+    os.utime(file, ns=(st.st_atime_ns, st.st_mtime_ns))
+
+
+@pytest.fixture
+def copy(packed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(packed, tmp_path / "copy"))
+
+
+def test_no_flipped_bit_gives_other_bytes(folder: Path, copy: Path) -> None:
+    """Of 200 bits all over the folder: each is an error that names the file and the remedy, or changes nothing."""
+    images = open_images(folder)
+    expected = [Path(images.path(i)).read_bytes() for i in range(COUNT)]  # type: ignore[union-attr]
+    random = np.random.default_rng(0)
+    files = sorted(copy.glob("*.safetensors"))
+    sizes = np.array([file.stat().st_size for file in files])
+    outcomes = []
+    for _ in range(200):
+        place, bit = int(random.integers(sizes.sum())), int(random.integers(8))
+        number = int(np.searchsorted(np.cumsum(sizes), place, side="right"))
+        file, at = files[number], place - int(sizes[:number].sum())
+        flipped(file, at, bit)
+        try:
+            reader = PackedReader(open_packed(copy), Counting(), ahead=2)
+            read = [bytes(image.numpy()) for batch in reader.read([np.arange(COUNT)]) for image in batch.images]
+        except (DamagedRecord, ImageListError) as e:
+            assert file.name in str(e)
+            assert "pack the folder again" in str(e)
+            outcomes.append("told")
+        else:
+            assert read == expected
+            outcomes.append("harmless")
+        flipped(file, at, bit)
+    assert outcomes.count("told") > 100
+
+
+@pytest.mark.parametrize("batch", [1, COUNT])
+def test_damage_is_an_error_behind_the_batches_before_it(copy: Path, batch: int) -> None:
+    packed = open_packed(copy)
+    flipped(copy / "images-00001.safetensors", int(packed.files[1, 2]))
+    reader = PackedReader(packed, Counting(), ahead=2)
+    seen = 0
+    with pytest.raises(DamagedRecord, match=r"images-00001.*pack the folder again"):
+        for found in reader.read(np.array_split(np.arange(COUNT), COUNT // batch)):
+            seen += len(found.indices)
+    assert seen == (packed.bounds[1] if batch == 1 else 0)
+
+
+def test_damage_outside_of_a_shard_is_found_where_its_file_is_read(copy: Path) -> None:
+    """The checksum is that of all images of the file."""
+    packed = open_packed(copy)
+    begin, end = packed.bounds[:2].tolist()
+    assert end - begin > 1
+    flipped(copy / "images-00000.safetensors", packed.place(end - 1))
+    with pytest.raises(DamagedRecord, match="images-00000"):
+        list(PackedReader(packed, Counting(), ahead=1).read([np.arange(begin, begin + 1)]))
+
+
+def test_checksums_are_compared_in_the_first_epoch_only(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(readers, "checksum", lambda data: (compared.append(data.numel()), checksum(data))[1])
+    images = open_packed(packed)
+    reader = PackedReader(images, Counting(), ahead=2)
+    for epoch in range(3):
+        list(reader.read(np.array_split(np.arange(COUNT), 5)))
+        assert compared == images.files[:, 1].tolist(), f"after epoch {epoch}"
+
+
+def test_where_storage_bypasses_the_file_system_they_are_compared_in_every_epoch(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(readers, "checksum", lambda data: (compared.append(data.numel()), checksum(data))[1])
+    monkeypatch.setattr(Counting, "coherent", False)
+    images = open_packed(packed)
+    reader = PackedReader(images, Counting(), ahead=2)
+    for _ in range(2):
+        list(reader.read([np.arange(COUNT)]))
+    assert compared == 2 * images.files[:, 1].tolist()
+
+
+def test_a_file_that_is_replaced_between_epochs_is_verified_anew(packed: Path, copy: Path) -> None:
+    images = open_packed(copy)
+    reader = PackedReader(images, Counting(), ahead=2)
+    first = [bytes(image.numpy()) for batch in reader.read([np.arange(COUNT)]) for image in batch.images]
+    file = copy / "images-00001.safetensors"
+    file.unlink()
+    shutil.copyfile(packed / file.name, file)
+    assert [bytes(image.numpy()) for batch in reader.read([np.arange(COUNT)]) for image in batch.images] == first
+    file.unlink()
+    shutil.copyfile(packed / file.name, file)
+    flipped(file, int(images.files[1, 2]))
+    with pytest.raises(DamagedRecord, match="images-00001"):
+        list(reader.read([np.arange(COUNT)]))
+
+
+def test_files_that_were_swapped_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Two of the same size: their images would get each other's labels."""
+    same = tmp_path / "same"
+    for name in ("a", "b"):
+        (same / name).mkdir(parents=True)
+        (same / name / "image.JPEG").write_bytes(name.encode() * 5000)
+    pack_folder(open_images(same), tmp_path / "out", file_bytes=1)  # type: ignore[arg-type]
+    one, other = (tmp_path / "out" / f"images-{i:05d}.safetensors" for i in range(2))
+    assert one.stat().st_size == other.stat().st_size
+    one.rename(tmp_path / "x")
+    other.rename(one)
+    (tmp_path / "x").rename(other)
+    with pytest.raises(DamagedRecord, match=r"images-00000.*other images than the index tells"):
+        list(PackedReader(open_packed(tmp_path / "out"), Counting(), ahead=1).read([np.arange(2)]))
+
+
+def test_a_damaged_file_ends_an_epoch_of_the_dataset_with_its_name(copy: Path) -> None:
+    flipped(copy / "images-00002.safetensors", int(open_packed(copy).files[2, 2]))
+    for reader in ("auto", "posix"):
+        with pytest.raises(DamagedRecord, match="images-00002"):
+            list(ImageNetDataset(copy, 4, reader, device="cpu", decode=False))
+
+
+@pytest.mark.parametrize("options", [[], ["--summary"], ["--json"]])
+def test_cache_verify_checks_packed_images(copy: Path, options: list[str]) -> None:
+    count = len(list(copy.glob("*.safetensors")))
+    done = run("cache", "verify", *options, copy)
+    assert done.exit_code == 0
+    if options == ["--json"]:
+        assert json.loads(done.stdout) == {
+            "directory": str(copy), "problems": [], "packed_files": count, "damaged": 0,
+        }  # fmt: skip
+    else:
+        assert done.stdout == f"{count} files of packed images, 0 damaged\n"
+    flipped(copy / "images-00001.safetensors", int(open_packed(copy).files[1, 2]) + 100)
+    flipped(copy / "images-00002.safetensors", 100)
+    done = run("cache", "verify", *options, copy)
+    assert done.exit_code == 1
+    if options == ["--json"]:
+        assert [Path(one["path"]).name for one in json.loads(done.stdout)["problems"]] == [
+            "images-00001.safetensors", "images-00002.safetensors",
+        ]  # fmt: skip
+    else:
+        assert done.stdout.endswith(f"{count} files of packed images, 2 damaged\n")
+        assert ("images-00001" in done.stdout) == (options == [])
+    (copy / "images-00000.safetensors").unlink()
+    done = run("cache", "verify", copy)
+    assert done.exit_code == 1
+    assert "images-00000.safetensors is missing" in done.stdout

@@ -29,6 +29,7 @@ import errno
 import json
 import mmap
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -120,11 +121,13 @@ class FileBlocks(NamedTuple):
         """Reads an entry of a saved map. One that is malformed raises KeyError, TypeError or ValueError."""
         runs = entry["extents"] if "extents" in entry else [[0, entry["startblock"], entry["endblock"]]]
         extents = tuple(
-            Extent(int(offset) * block, int(first) * block, (int(last) + 1 - int(first)) * block)
+            Extent(_whole(offset) * block, _whole(first) * block, (_whole(last) + 1 - first) * block)
             for offset, first, last in runs
         )
-        size = entry.get("size", sum(e.nbytes for e in extents))
-        return cls(int(size), extents, entry.get("inode"), entry.get("mtime_ns"))
+        size = _whole(entry.get("size", sum(e.nbytes for e in extents)))
+        if "inode" not in entry:
+            return cls(size, extents)
+        return cls(size, extents, _whole(entry["inode"]), _whole(entry["mtime_ns"]))
 
 
 @dataclass(frozen=True)
@@ -265,22 +268,31 @@ class BlockMap(Mapping[str, FileBlocks]):
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> BlockMap:
-        """Reads a map that :meth:`save` wrote, or a plain one. Raises BlockMapError if it is no map, or a newer one."""
+        """Reads a map that :meth:`save` wrote, or a plain one.
+
+        Whoever wrote it decides which blocks are read, and nothing else: the disk it names lies in ``/dev``, and its
+        paths lead nowhere but below the folder that they are relative to.
+
+        Raises:
+            BlockMapError: it is not a map, has a newer format, or contradicts itself.
+            OSError: it cannot be read.
+        """
         try:
             entries = json.loads(Path(file).read_bytes())
             header = entries.pop(HEADER, None)
             if header is None:
-                return cls({path: FileBlocks.from_json(entry, PLAIN_BLOCK) for path, entry in entries.items()})
+                return cls(_files(entries, PLAIN_BLOCK))
             if header["version"] > VERSION:
                 raise BlockMapError(f"it has format {header['version']}, newer than {VERSION}: update monai_gds")
             origin, folders = _origin(header), header.get("folders", [])
-            if not all(isinstance(folder, str) for folder in folders):
+            if not isinstance(folders, list):
                 raise TypeError("its folders are not a list of paths")
-            block = origin.disk.block_size
-            return cls({p: FileBlocks.from_json(entry, block) for p, entry in entries.items()}, origin, folders)
+            return cls(_files(entries, origin.disk.block_size), origin, map(_below, folders))
         except BlockMapError as e:
             raise BlockMapError(f"{file}: {e}") from e
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except RecursionError as e:
+            raise BlockMapError(f"{file} is not a block map: it is nested too deeply") from e
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             raise BlockMapError(f"{file} is not a block map: {type(e).__name__}: {e}") from e
 
     # Is it still true?
@@ -434,11 +446,43 @@ def _plain(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: entry[key] for key in ("startblock", "endblock")}
 
 
+def _files(entries: Mapping[str, Any], block: int) -> dict[str, FileBlocks]:
+    return {_below(path): FileBlocks.from_json(entry, block) for path, entry in entries.items()}
+
+
+def _below(path: Any) -> str:
+    """A path of a saved map, which must not lead out of the folder that it is relative to."""
+    if _text(path).startswith("/") or ".." in path.split("/") or "\0" in path:
+        raise ValueError(f"{path!r:.200} is not a path below the folder")
+    return str(path)
+
+
 def _origin(header: Mapping[str, Any]) -> Origin:
     disk = Disk(**header["disk"])
-    if disk.block_size not in (512, 1024, 2048, 4096) or header["block_size"] != disk.block_size:
+    if not re.fullmatch(r"[A-Za-z0-9][\w!:.-]*", _text(disk.name), re.ASCII):
+        raise ValueError(f"{disk.name!r:.100} is not the name of a disk in /dev")
+    if not re.fullmatch(r"[0-9]+:[0-9]+", _text(disk.number), re.ASCII):
+        raise ValueError(f"{disk.number!r:.100} is not the number of a disk")
+    if _whole(disk.block_size) not in (512, 1024, 2048, 4096) or header["block_size"] != disk.block_size:
         raise BlockMapError(f"blocks of {header['block_size']} bytes on a disk with blocks of {disk.block_size}")
-    return Origin(header["parent"], header["kind"], header["uuid"], header["start"], disk)
+    if _whole(disk.nbytes) < 1 or _whole(disk.max_transfer) < disk.block_size:
+        raise ValueError("its disk is empty, or takes commands of less than a block")
+    start = _whole(header["start"])
+    if not 0 <= start < disk.nbytes:
+        raise ValueError(f"its file system begins at byte {start} of a disk of {disk.nbytes} bytes")
+    return Origin(_text(header["parent"]), _text(header["kind"]), _text(header["uuid"]), start, disk)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not text")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) >= 1 << 63:
+        raise TypeError(f"{value!r:.40} is not a whole number that a disk has")
+    return value
 
 
 def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:

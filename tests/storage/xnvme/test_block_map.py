@@ -381,6 +381,20 @@ class TestFile:
             ('{"a/b": {"extents": [[0, 5, 9], [3, 50, 51]]}}', "overlap or are out of order"),
             ('{"__blockmap__": {"version": 2}, "a/b": {}}', "newer than 1: update monai_gds"),
             ('{"__blockmap__": {"version": 1}, "a/b": {}}', "not a block map"),
+            ("[" * 200_000, "nested too deeply"),
+            ('{"a":' * 100_000, "nested too deeply"),
+            ('{"a/b": {"startblock": 1e400, "endblock": 5}}', "not a whole number"),
+            ('{"a/b": {"startblock": 1, "endblock": 1e400}}', "not a whole number"),
+            ('{"a/b": {"startblock": 1.5, "endblock": 5}}', "not a whole number"),
+            ('{"a/b": {"startblock": "1", "endblock": "5"}}', "not a whole number"),
+            ('{"a/b": {"startblock": true, "endblock": 5}}', "not a whole number"),
+            (f'{{"a/b": {{"startblock": 1, "endblock": {10**400}}}}}', "not a whole number"),
+            ('{"a/b": {"extents": [[0, 5, 9]], "size": Infinity}}', "not a whole number"),
+            ('{"a/b": {"extents": [[0, 5, 9]], "size": 5, "inode": "1", "mtime_ns": 1}}', "not a whole number"),
+            ('{"../../etc/shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
+            ('{"a/../../b": {"startblock": 1, "endblock": 5}}', "not a path below"),
+            ('{"/etc/shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
+            ('{"a/\\u0000": {"startblock": 1, "endblock": 5}}', "not a path below"),
         ],
     )
     def test_what_is_not_a_map_is_refused(self, tmp_path: Path, text: str, match: str) -> None:
@@ -389,6 +403,55 @@ class TestFile:
         with pytest.raises(BlockMapError, match=match) as caught:
             BlockMap.load(file)
         assert str(file) in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            *(
+                ({"disk": {"name": name}}, "not the name of a disk")
+                for name in ("../etc/shadow", "/etc/shadow", "..", "")
+            ),
+            *(({"disk": {"name": name}}, "not the name of a disk") for name in ("a/../../b", "a\0", "-x", "nvme0n1\n")),
+            ({"disk": {"name": None}}, "not text"),
+            ({"disk": {"number": 7}}, "not text"),
+            ({"disk": {"number": "../../x"}}, "not the number of a disk"),
+            ({"disk": {"nbytes": float("inf")}}, "not a whole number"),
+            ({"disk": {"nbytes": 0}}, "its disk is empty"),
+            ({"disk": {"max_transfer": 0}}, "less than a block"),
+            ({"disk": {"max_transfer": None}}, "not a whole number"),
+            ({"disk": {"block_size": 512.0}, "block_size": 512.0}, "not a whole number"),
+            ({"parent": 5}, "not text"),
+            ({"uuid": []}, "not text"),
+            ({"kind": None}, "not text"),
+            ({"start": "x"}, "not a whole number"),
+            ({"start": -512}, "begins at byte -512"),
+            ({"folders": "abc"}, "not a list"),
+            ({"folders": [5]}, "not text"),
+            ({"folders": ["../x"]}, "not a path below"),
+        ],
+    )
+    def test_a_header_that_no_map_has_is_refused(self, tmp_path: Path, change: dict[str, Any], match: str) -> None:
+        disk = {"name": "loop0", "number": "7:0", "block_size": 512, "nbytes": 1 << 20, "max_transfer": 1 << 20}
+        known = {
+            "version": 1,
+            "block_size": 512,
+            "parent": "/d",
+            "kind": "ext4",
+            "uuid": "u",
+            "start": 0,
+            "folders": [],
+        }
+        entry = {"startblock": 1, "endblock": 1, "size": 5, "inode": 1, "mtime_ns": 1}
+        file = tmp_path / "map.json"
+
+        def saved(change: dict[str, Any]) -> Path:
+            header = {**known, **change, "disk": {**disk, **change.get("disk", {})}}
+            file.write_text(json.dumps({"__blockmap__": header, "a/b": entry}))
+            return file
+
+        assert len(BlockMap.load(saved({}))) == 1
+        with pytest.raises(BlockMapError, match=match):
+            BlockMap.load(saved(change))
 
     def test_an_extent_beyond_the_disk_is_refused(self) -> None:
         origin = Origin("/", "ext4", "", 0, Disk("loop0", "7:0", 512, 1 << 20, 1 << 20))

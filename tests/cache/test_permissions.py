@@ -1,0 +1,187 @@
+"""A cache directory that several users share: who can read its records, and who can add some."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from monai.transforms import Compose, EnsureTyped
+
+from monai_gds.cache import maintenance, notes
+from monai_gds.cache.index import Index
+from monai_gds.cache.permissions import share_file
+from monai_gds.dataset import GDSDataset
+from tests.commands import run
+from tests.machines import in_child, shared_folder
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becoming other users needs root, which this process is not")
+
+#: Users of the group that shares the cache, and that group. None of them need exist.
+ANNA, BEN, LAB = 61001, 61002, 61100
+STRANGER = 61999
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with shared_folder() as path:
+        yield path / "cache"
+
+
+def shared(folder: Path, mode: int, group: int = LAB, owner: int = ANNA) -> Path:
+    folder.mkdir()
+    os.chown(folder, owner, group)
+    folder.chmod(mode)
+    return folder
+
+
+def by(user: int, work: Callable[[], Any], *, umask: int = 0o022, groups: tuple[int, ...] = (LAB,)) -> Any:
+    """What ``work`` returns, done by a user whose own group is named as the user is."""
+
+    def as_user() -> Any:
+        os.umask(umask)
+        os.setgroups(list(groups))
+        os.setgid(user)
+        os.setuid(user)
+        return work()
+
+    return in_child(as_user)
+
+
+def save(folder: Path, value: float, **choices: Any) -> int:
+    """Has an item cached, and returns how many records there are."""
+    data = [{"image": torch.full((1, 8, 8), value)}]
+    with GDSDataset(data, Compose([EnsureTyped("image")]), folder, "cpu", **choices) as dataset:
+        _ = dataset[0]
+    return len(maintenance.record_files(folder))
+
+
+def readable(folder: Path) -> int:
+    """How many records this user can read."""
+    return sum(not found.problem for found in maintenance.survey(folder))
+
+
+def modes(files: list[Path]) -> set[tuple[int, int]]:
+    return {(stat.S_IMODE(file.stat().st_mode), file.stat().st_gid) for file in files}
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o2770, 0o775, 0o1777, 0o777])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_users_of_one_folder_add_records_and_read_each_others(folder: Path, mode: int, umask: int) -> None:
+    shared(folder, mode)
+    assert by(ANNA, lambda: save(folder, 1), umask=umask) == 1
+    assert by(BEN, lambda: save(folder, 2), umask=umask) == 2
+    assert by(ANNA, lambda: save(folder, 3), umask=umask) == 3
+    for user in (ANNA, BEN):
+        assert by(user, lambda: readable(folder)) == 3
+    assert modes([folder / ".tmp", folder / notes.FOLDER]) == {(mode, LAB)}
+    written = modes([*maintenance.record_files(folder), *(folder / notes.FOLDER).glob("*.facts")])
+    assert written == {(0o644 if mode & stat.S_ISVTX else mode & 0o666, LAB)}
+    assert list((folder / ".tmp").iterdir()) == []
+
+
+def test_who_may_not_enter_the_folder_reads_nothing(folder: Path) -> None:
+    shared(folder, 0o2750)
+    by(ANNA, lambda: save(folder, 1))
+    (record,) = maintenance.record_files(folder)
+    assert modes([record]) == {(0o640, LAB)}
+    with pytest.raises(AssertionError, match="PermissionError"):
+        by(STRANGER, lambda: record.read_bytes(), groups=())
+
+
+def test_a_choice_makes_records_stricter_and_what_is_noted_of_them(folder: Path) -> None:
+    shared(folder, 0o2775)
+    by(ANNA, lambda: save(folder, 1, file_mode=0o640))
+    by(BEN, lambda: save(folder, 2, file_mode=0o600))
+    assert modes(maintenance.record_files(folder)) == {(0o640, LAB), (0o600, LAB)}
+    assert modes(list((folder / notes.FOLDER).glob("*.facts"))) == {(0o640, LAB), (0o600, LAB)}
+    assert by(ANNA, lambda: readable(folder)) == 1
+    assert by(ANNA, lambda: save(folder, 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("0o600", TypeError), (640, ValueError), (0o400, ValueError), (0o1777, ValueError), (-1, ValueError)],
+)
+def test_what_are_no_permissions_is_refused(folder: Path, mode: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="file_mode"):
+        GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=mode)
+
+
+def test_the_folder_of_an_earlier_version_is_opened_by_the_user_whose_it_is(folder: Path) -> None:
+    shared(folder, 0o2775)
+    by(ANNA, lambda: (folder / ".tmp").mkdir(mode=0o755))
+    (folder / ".tmp").chmod(0o755)
+    with pytest.raises(AssertionError, match="CacheWarning"):
+        by(BEN, lambda: failing_on_warnings(folder))
+    by(ANNA, lambda: save(folder, 1))
+    assert by(BEN, lambda: save(folder, 2)) == 2
+
+
+def failing_on_warnings(folder: Path) -> int:
+    import warnings
+
+    warnings.simplefilter("error")
+    return save(folder, 2)
+
+
+def test_merging_what_was_noted_shows_nobody_what_was_kept_from_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from monai_gds import limits
+
+    monkeypatch.setattr(limits, "NOTE_FILES", 1)
+    shared(folder, 0o2775)
+    for value in (1, 2, 3):
+        by(ANNA, lambda value=value: save(folder, value, file_mode=0o600))
+    by(ANNA, lambda: Index(folder).tidy())
+    (merged,) = (folder / notes.FOLDER).glob("*.facts")
+    assert modes([merged]) == {(0o600, LAB)}
+
+
+def test_in_a_folder_of_ones_own_nothing_changes(folder: Path) -> None:
+    shared(folder, 0o755, group=ANNA)
+    by(ANNA, lambda: save(folder, 1))
+    assert modes(maintenance.record_files(folder)) == {(0o644, ANNA)}
+    assert modes([folder / ".tmp"]) == {(0o755, ANNA)}
+
+
+def test_prune_goes_on_past_what_is_somebody_elses(folder: Path) -> None:
+    """In a folder with the sticky bit: BEN may not delete what ANNA left there."""
+    shared(folder, 0o1777, owner=0)
+    by(ANNA, lambda: save(folder, 1))
+    by(BEN, lambda: save(folder, 2))
+    for record in maintenance.record_files(folder):
+        record.write_bytes(b"damaged")
+    done = by(BEN, lambda: run("cache", "prune", folder))
+    assert done.exit_code == 1
+    assert "cannot be deleted: Operation not permitted" in done.stdout
+    assert done.stdout.endswith("1 files, 0.0 MB deleted, 1 that cannot be deleted\n")
+    (left,) = maintenance.record_files(folder)
+    assert left.stat().st_uid == ANNA
+
+
+@pytest.mark.parametrize("kind", ["another users", "a second name", "a folder"])
+def test_what_is_not_ones_own_file_keeps_its_permissions(folder: Path, kind: str) -> None:
+    shared(folder, 0o2777)
+    file = folder / "file"
+    if kind == "a folder":
+        file.mkdir()
+    else:
+        file.touch()
+    os.chown(file, BEN if kind == "another users" else ANNA, 0)
+    file.chmod(0o700 if kind == "a folder" else 0o604)
+    before = modes([file])
+    if kind == "a second name":
+        os.link(file, folder / "other")
+
+    def try_it() -> None:
+        fd = os.open(file, os.O_RDONLY)
+        share_file(fd, os.stat(folder))
+
+    by(ANNA, try_it)
+    assert modes([file]) == before
