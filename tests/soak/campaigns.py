@@ -19,6 +19,7 @@ __all__ = ["CAMPAIGNS", "tally_of"]
 CAMPAIGNS = {
     "kills": "processes killed, stopped, interrupted at every place",
     "damage": "records flipped, cut, spliced, and replaced by every kind of file",
+    "hostile": "records, packed images and block maps written on purpose, whose checksums hold",
 }
 
 
