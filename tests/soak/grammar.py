@@ -158,8 +158,13 @@ class Parts:
         data = {n: blob[start + e["data_offsets"][0] : start + e["data_offsets"][1]] for n, e in header.items()}
         return cls(metadata, header, data)
 
-    def to_bytes(self, relaid: bool = True) -> bytes:
-        """The record, all of whose checksums hold. Entries are laid out anew, or stay where they say they are."""
+    def to_bytes(self, relaid: bool = True, last: tuple[str, dict[str, Any], int] | None = None) -> bytes:
+        """The record, all of whose checksums hold.
+
+        Args:
+            relaid: whether entries are laid out anew. Otherwise they stay where they say they are.
+            last: the name, the entry and the bytes of one that is to follow, whose checksum is a wrong one.
+        """
         entries, blob = copy.deepcopy(self.entries), b""
         for name, entry in entries.items():
             data = self.data.get(name, b"")
@@ -167,6 +172,10 @@ class Parts:
                 entry["data_offsets"] = [len(blob), len(blob) + len(data)]
             blob += data
         metadata = {"header_crc32": "00000000", **self.metadata}
+        if last is not None:
+            name, entry, nbytes = last
+            entries[name] = {**entry, "data_offsets": [len(blob), len(blob) + nbytes]}
+            metadata["checksums"] = {**metadata["checksums"], name: "0" * 16}
         if isinstance(metadata.get("checksums"), dict):
             known = {name: f"{_sum(data):016x}" for name, data in self.data.items() if not name.startswith("__pad.")}
             metadata["checksums"] = {**known, **{k: v for k, v in metadata["checksums"].items() if k not in known}}

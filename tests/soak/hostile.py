@@ -7,6 +7,7 @@ accepted record holds is its writer's business, so values are not compared here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import resource
 import time
@@ -34,7 +35,7 @@ from monai_gds.storage import open_storage
 from monai_gds.storage.xnvme.block_map import HEADER, BlockMap
 from tests import commands
 from tests.soak.damage import put, record_in
-from tests.soak.grammar import dumps, mutated, records
+from tests.soak.grammar import Parts, dumps, mutated, records
 from tests.soak.made import TINY, Reader, enter, warned, write_sources
 from tests.soak.soak import Progress, Soak
 from tests.soak.tally import Tally
@@ -44,6 +45,9 @@ __all__ = ["run"]
 #: Memory that a trial may take, beside a multiple of the file's own and what its tiles unpack to.
 _SPARE_BYTES = 128 << 20
 
+#: Bytes that sparse files declare.
+HUGE = [1 << 29, 1 << 32, 1 << 40]
+
 #: Seconds of processor time that a trial may take.
 _SECONDS = 10.0
 
@@ -52,6 +56,7 @@ def run(soak: Soak) -> None:
     """Records for most of the time, then folders as the command sees them, packed images, block maps."""
     for number, form in enumerate(("whole", "lz4", "zstd"), 1):
         soak.in_turn(hostile_records, soak.folder / form, form, soak.random.random(), end=soak.share(number / 5))
+    soak.call(sparse_records, soak.folder / "sparse", timeout=120)
     soak.in_turn(hostile_folders, soak.folder / "folder", soak.random.random(), end=soak.share(0.7))
     soak.in_turn(hostile_packed, soak.folder / "packed", soak.random.random(), end=soak.share(0.85))
     soak.in_turn(hostile_maps, soak.folder / "maps", soak.random.random(), end=soak.share(1.0))
@@ -79,27 +84,23 @@ def examples(
 ) -> int:
     """Has ``work`` try what a strategy gives, for so long. Returns the number of the next job."""
     end, done = time.monotonic() + seconds, first
+    phases, checks = [Phase.generate], list(HealthCheck)
+    while time.monotonic() < end:
 
-    @seed(f"{number} {first}")
-    @settings(
-        max_examples=10_000,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(example=strategy)
-    def attempt(example: Any) -> None:
-        nonlocal done
-        if time.monotonic() < end:
-            done += 1
-            tally.trials += 1
-            try:
-                work(done, example)
-            except Exception:  # of the campaign's own; hypothesis would try to make it smaller
-                tally.found("other", traceback.format_exc()[-1500:])
+        @seed(f"{number} {done}")
+        @settings(max_examples=40, deadline=None, database=None, phases=phases, suppress_health_check=checks)
+        @given(example=strategy)
+        def attempt(example: Any) -> None:
+            nonlocal done
+            if time.monotonic() < end:
+                done += 1
+                tally.trials += 1
+                try:
+                    work(done, example)
+                except Exception:  # of the campaign's own; hypothesis would try to make it smaller
+                    tally.found("other", traceback.format_exc()[-1500:])
 
-    attempt()
+        attempt()
     return done
 
 
@@ -167,6 +168,34 @@ def hostile_records(
         following = examples(records(sound), number, first, seconds, tally, attempt)
     put(path, sound)
     return following, tally
+
+
+def sparse_records(folder: Path) -> Tally:
+    """Records of a few kB that declare gigabytes: what is not allocated on the disk may not be in memory."""
+    enter()
+    tally = Tally()
+    items = write_sources(folder, 1)
+    Reader(items, folder / "cache", "lz4", False, TINY).check_all(tally)
+    path = record_in(folder / "cache")
+    sound = path.read_bytes()
+    with bounded(), warned():
+        for name, nbytes in itertools.product(("noise", "__arrays", "image", "__tiles.image", "other"), HUGE):
+            parts = Parts.of(sound)
+            entry = parts.entries.pop(name, {"dtype": "U8", "shape": []})
+            parts.data.pop(name, None)
+            blob = parts.to_bytes(last=(name, {**entry, "dtype": "U8", "shape": [nbytes]}, nbytes))
+            put(path, blob)
+            with path.open("r+b") as file:
+                file.truncate(len(blob) + nbytes)
+            tally.trials += 1
+            with Meter() as meter:
+                for way, read in WAYS.items():
+                    try:
+                        read(path)
+                    except Exception:
+                        tally.found("lost", f"{name}, {nbytes}, {way}: {traceback.format_exc()[-1200:]}")
+            meter.judge(_SPARE_BYTES + 8 * len(blob), tally, f"a sparse record, {name} of {nbytes} bytes")
+    return tally
 
 
 def unpacked_bytes(blob: bytes) -> int:
