@@ -20,6 +20,7 @@ CAMPAIGNS = {
     "kills": "processes killed, stopped, interrupted at every place",
     "damage": "records flipped, cut, spliced, and replaced by every kind of file",
     "hostile": "records, packed images and block maps written on purpose, whose checksums hold",
+    "disks": "disks that are full, read-only, failing, coarse in time, or gone",
 }
 
 
