@@ -21,6 +21,10 @@ CAMPAIGNS = {
     "damage": "records flipped, cut, spliced, and replaced by every kind of file",
     "hostile": "records, packed images and block maps written on purpose, whose checksums hold",
     "disks": "disks that are full, read-only, failing, coarse in time, or gone",
+    "crowd": "eight processes that fill, read, verify and prune; four ranks",
+    "endurance": "thousands of epochs, after which nothing has grown",
+    "power": "copies of ext4 and XFS in the middle of writing",
+    "fuzz": "readers fuzzed by coverage, where atheris is installed",
 }
 
 
