@@ -70,8 +70,8 @@ def fuzz(soak: Soak, reader: str, seconds: float) -> None:
         done = subprocess.run(
             [
                 sys.executable, "-W", "ignore", "-m", "tests.soak.fuzz", reader, str(folder / "files"),
-                f"-max_total_time={left}", "-timeout=20", "-rss_limit_mb=6000", "-max_len=40000", "-print_final_stats=1",
-                f"-artifact_prefix={folder}/found/", str(folder / "corpus"),
+                f"-max_total_time={left}", "-timeout=20", "-rss_limit_mb=6000", "-max_len=40000",
+                "-print_final_stats=1", f"-artifact_prefix={folder}/found/", str(folder / "corpus"),
             ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=left + 120,
@@ -81,12 +81,13 @@ def fuzz(soak: Soak, reader: str, seconds: float) -> None:
                 soak.tally.trials += int(line.split()[-1])
         if done.returncode == 0:
             return
-        where = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith('File "')][-1:]
+        said = done.stdout.partition("Uncaught Python exception")[2]
+        where = [line.strip() for line in said.splitlines() if line.strip().startswith('File "')][-1:]
         new = set((folder / "found").iterdir()) - before
         kind = "hangs" if any("timeout" in path.name for path in new) else "lost" if where else "crashes"
         if (place := f"{kind} {where}") not in seen:
             seen.add(place)
-            soak.tally.found(kind, f"{reader}: {done.stderr[-2500:]}")
+            soak.tally.found(kind, f"{reader}: {said[-2500:] or done.stderr[-1500:]}")
             for path in new:
                 if os.environ.get("SOAK_KEEP"):
                     (Path(os.environ["SOAK_KEEP"]) / f"{reader}-{path.name}").write_bytes(path.read_bytes())

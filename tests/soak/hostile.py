@@ -236,6 +236,9 @@ def read_boxes(path: Path) -> None:
     found = _opened(path, "first").start_lazily(str(digest_in(path.name)))
     if not isinstance(found, LazyItem):
         return
+    if not found.tiled:
+        found.assemble({})
+        return
     boxes = {}
     for name, form in found.tiled.items():
         shape = (1, 1, 1, *form.shape)[-3:]

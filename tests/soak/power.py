@@ -118,7 +118,7 @@ def look(folder: Path, cache: Path, form: str, crops: bool, saved: list[int]) ->
                 tally.found("wrong", f"the durable record of item {index} of {len(saved)} is not there")
             elif (found := check(record)) is None or found.problem:
                 tally.found("wrong", f"the durable record of item {index}: {found and found.problem}")
-        for index in range(0, min(COUNT, len(there) + 5)):
+        for index in range(min(COUNT, len(there) + 5)):
             reader.check(index, tally)
         reader.dataset.flush()
     return tally
