@@ -25,13 +25,15 @@ NOBODY = 65534
 
 
 @contextmanager
-def mounted_tmpfs(where: Path, size: int) -> Iterator[Path]:
-    """A file system in memory of ``size`` bytes."""
+def mounted_tmpfs(where: Path, size: int, options: str = "") -> Iterator[Path]:
+    """A file system in memory of ``size`` bytes, with further mount options."""
     if os.geteuid() != 0:
         pytest.skip("mounting a file system needs root, which this process is not")
     where.mkdir(exist_ok=True)
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", where], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}{options and ','}{options}", "none", where],
+        capture_output=True,
+        text=True,
     )
     if mount.returncode:
         pytest.skip(f"this machine does not mount file systems: {mount.stderr.strip()}")

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from monai_gds.cache import single_flight
 from monai_gds.cache.directory import tidy
 from monai_gds.cache.process_names import this_process
 from monai_gds.cache.single_flight import Lease, Leases, Pace, take_turn
+from tests import interrupts
 from tests.loopdisk import loop_disk
 from tests.machines import ROOT, in_child, mounted_tmpfs, read_only
 
@@ -455,34 +455,9 @@ def test_a_dropped_lease_is_released(tmp_path: Path) -> None:
     assert freed(tmp_path)
 
 
-class _Interrupts:
-    """Raises KeyboardInterrupt at the n-th bytecode instruction that is run in single_flight.py."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != single_flight.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-
 def interrupted(work: Callable[[], Any], at: int) -> bool:
-    """Whether the n-th instruction was reached."""
-    tracer, before = _Interrupts(at), sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        work()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return tracer.left <= 0
+    """Whether Ctrl-C struck at the n-th instruction in single_flight.py."""
+    return interrupts.interrupted(at, work, [single_flight.__file__])
 
 
 # Both in a process of their own: an exception between any two instructions may leave the interpreter itself with one

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from monai_gds.cache import writer as module
 from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.tree import EncodedItem
 from monai_gds.cache.writer import Writer, process_writer
+from tests import interrupts
 from tests.machines import ROOT, in_child
 
 
@@ -289,32 +289,8 @@ def in_time(work: Callable[[], object]) -> None:
 
 
 def interrupted(n: int, work: Callable[[], object]) -> bool:
-    """Does it with Ctrl-C before the n-th operation of the interpreter in the writer; False if there are fewer.
-
-    What the writer calls of ``threading`` counts, what the tests' disk calls does not.
-    """
-    operations = itertools.count(1)
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        called: FrameType | None = frame
-        while called is not None and called.f_code.co_filename == threading.__file__:
-            called = called.f_back
-        if called is None or called.f_code.co_filename != module.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and next(operations) == n:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    """Does it with Ctrl-C before the n-th operation in the writer. What the tests' disk calls does not count."""
+    return interrupts.interrupted(n, work, [module.__file__])
 
 
 class Session:
