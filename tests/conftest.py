@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.fresh import Interpreter
 
 # The profile sets how many examples a property test runs. `make test-long` loads the long one. Both run the same
-# examples every time, so that a change is not blamed for what chance finds. To look further: --hypothesis-profile=random.
+# examples every time, so that a change is not blamed for what chance finds. --hypothesis-profile=random looks further.
 SLOW_OR_LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "quick", max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW_OR_LARGE

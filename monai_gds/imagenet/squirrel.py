@@ -21,8 +21,8 @@ def squirrel_source(source: Any, **options: Any) -> Items:
     """A Squirrel driver or stream as the source of :func:`~monai_gds.imagenet.iterable.dali_iterator`.
 
     Squirrel unpickles arrays of Python objects, so whoever wrote a Messagepack store can run code where it is read.
-    Samples of a driver that is given here are refused with ImageListError if they hold any, and nothing is run. Those of
-    a stream that you make yourself with ``driver.get_iter()`` are not: make one of stores that you trust only.
+    Samples of a driver that is given here are refused with ImageListError if they hold any, and nothing is run. Those
+    of a stream that you make yourself with ``driver.get_iter()`` are not: make one of stores that you trust only.
 
     Args:
         source: a driver (anything with ``get_iter``, which is called for every epoch), a function that returns a
