@@ -5,6 +5,7 @@ Neither ``ls`` nor anything imported here imports torch or MONAI, which would ta
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -40,9 +41,7 @@ app = typer.Typer(
 )
 
 CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
-DatasetFunction = Annotated[
-    str, typer.Argument(help="module:function. The function takes no arguments and returns a GDSDataset.")
-]
+DatasetFunction = Annotated[str, typer.Argument(help="module:function. The function returns a GDSDataset.")]
 
 
 class Order(StrEnum):
@@ -358,9 +357,12 @@ def _deleted(doomed: Sequence[Found], quiet: bool, refused: list[str]) -> Iterat
 # warm and explain
 
 
-@app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset --num-workers 8")
+@app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset fold=3 --num-workers 8")
 def warm(
     function: DatasetFunction,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The function's arguments, such as fold=3.", metavar="KEY=VALUE")
+    ] = None,
     num_workers: Annotated[int, typer.Option(min=0, help="Processes that compute items; 0: this one alone.")] = 0,
     dask: Annotated[
         str | None,
@@ -377,6 +379,8 @@ def warm(
             "compression= and tiles= ask for."
         ),
     ] = True,
+    rank: Annotated[int | None, typer.Option(min=0, help="Compute this share of the items, of --world-size.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="How many shares there are.")] = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
 ) -> None:
     """Compute every item of a dataset that is not cached yet. Started again after a kill, it goes on where it was.
@@ -387,10 +391,14 @@ def warm(
     """
     if dask is not None and num_workers:
         raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
-    dataset = _dataset_from(function)
+    if (rank is None) != (world_size is None):
+        raise typer.BadParameter("--rank and --world-size go together: give both", param_hint="--rank")
+    dataset = _dataset_from(function, arguments or [])
     try:
         with _dask_executor(dask) as executor:
-            done = dataset.populate(num_workers, progress, executor=executor, convert=convert)
+            done = dataset.populate(
+                num_workers, progress, executor=executor, convert=convert, rank=rank, world_size=world_size
+            )
     except KeyboardInterrupt:
         held = len(maintenance.record_files(dataset.cache_dir)) if dataset.cache_dir else 0
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
@@ -411,12 +419,16 @@ def _dask_executor(address: str | None) -> Iterator[Executor | None]:
         yield client.get_executor()
 
 
-@app.command("explain", epilog="Example: monai-gds cache explain training:make_dataset 0 7")
+@app.command("explain", epilog="Example: monai-gds cache explain training:make_dataset fold=3 0 7")
 def explain(
     function: DatasetFunction,
-    indices: Annotated[
-        list[int] | None,
-        typer.Argument(min=0, help="Items to explain. Without any, the dataset is explained.", metavar="I"),
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The function's arguments, such as fold=3, and the items to explain. Without items, the dataset is "
+            "explained.",
+            metavar="KEY=VALUE|I",
+        ),
     ] = None,
 ) -> None:
     """Print whether items are cached, and for one that is not, what differs from the most similar record.
@@ -424,8 +436,9 @@ def explain(
     Without an item: which part of the dataset is cached and which is computed in every epoch. Modules are looked for in
     the working directory first.
     """
-    dataset: Any = _dataset_from(function)
-    for index in indices or []:
+    indices = [int(argument) for argument in arguments or [] if argument.isdecimal()]
+    dataset: Any = _dataset_from(function, [argument for argument in arguments or [] if not argument.isdecimal()])
+    for index in indices:
         if index >= len(dataset):
             raise typer.BadParameter(f"{index}: the dataset has {len(dataset)} items", param_hint="I")
     say_lines([dataset.explain(index) for index in indices] if indices else [str(dataset)])
@@ -438,8 +451,23 @@ def _identify(directory: Path) -> Identify:
     return Sources("content", str(directory)).identity
 
 
-def _dataset_from(function: str) -> GDSDataset:
-    """Imports ``module:function``, calls it, and checks what it returns."""
+def _named(arguments: Sequence[str]) -> dict[str, Any]:
+    """``fold=3 name=ct`` as ``{"fold": 3, "name": "ct"}``: values are Python literals, or else text."""
+    found = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not (equals and name.isidentifier()):
+            raise typer.BadParameter(f"{argument!r} does not have the form key=value", param_hint="KEY=VALUE")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def _dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
+    """Imports ``module:function``, calls it with ``arguments``, each ``key=value``, and checks what it returns."""
+    named = _named(arguments)
     module, colon, name = function.partition(":")
     if not (module and colon and name):
         raise typer.BadParameter(f"{function!r} does not have the form module:function", param_hint="FUNCTION")
@@ -453,10 +481,10 @@ def _dataset_from(function: str) -> GDSDataset:
     if not callable(make):
         raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
     try:
-        inspect.signature(make).bind()
+        inspect.signature(make).bind(**named)
     except TypeError as e:
-        raise typer.BadParameter(f"{function} is called without arguments: {e}", param_hint="FUNCTION") from None
-    dataset = make()
+        raise typer.BadParameter(f"{function}: {e}; give its arguments as key=value", param_hint="FUNCTION") from None
+    dataset = make(**named)
     from monai_gds.dataset import GDSDataset
 
     if not isinstance(dataset, GDSDataset):

@@ -320,7 +320,7 @@ def test_explains_items_and_the_dataset(module: str) -> None:
     ("arguments", "words"),
     [
         (["{}:make", "3"], "the dataset has 3 items"),
-        (["{}:make", "x"], "int"),
+        (["{}:make", "x"], "does not have the form key=value"),
         (["{}:other"], "returned a int"),
         (["{}:nothing"], "has no function 'nothing'"),
         (["{}"], "module:function"),

@@ -707,3 +707,29 @@ def test_cache_warm_used_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = run("cache", "warm", function)
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_cache_warm_hands_arguments_to_the_function_and_takes_a_share(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "training.py").write_text(
+        f"{MODULE}def folds(fold, name='mr', scale=1.0):\n"
+        "    assert (fold, name, scale) == (3, 'ct', 0.5), (fold, name, scale)\n    return good()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "training", raising=False)
+    given = ("training:folds", "fold=3", "name=ct", "scale=0.5")
+    done = run("cache", "warm", *given, "--rank", "1", "--world-size", "2")
+    assert (done.exit_code, done.stdout) == (0, "2 items computed, 0 were cached already\n"), done.output
+    done = run("cache", "warm", *given)
+    assert (done.exit_code, done.stdout) == (0, "3 items computed, 2 were cached already\n"), done.output
+    assert "item 1" in run("cache", "explain", *given, "1").stdout
+    for arguments, message in (
+        (["fold=3", "rate"], "'rate' does not have the form key=value"),
+        (["fold=3", "rate=1"], "unexpected keyword argument 'rate'; give its arguments as key=value"),
+        (["fold=3", "--rank", "1"], "--rank and --world-size go together"),
+    ):
+        done = run("cache", "warm", "training:folds", *arguments)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.replace("│", " ").split())
