@@ -59,7 +59,8 @@ def as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_of_them_are_here() -> None:
     names = {path.stem for path in NOTEBOOKS}
     assert names == {
-        "block_map", "gds_dataset", "imagenet_dali", "squirrel_dali", "tensor_io", "train_segmentation",
+        "block_map", "gds_dataset", "imagenet_dali", "looking_after_a_cache", "several_gpus", "squirrel_dali",
+        "tensor_io", "train_segmentation",
     }  # fmt: skip
 
 
@@ -127,4 +128,16 @@ def test_is_saved_with_outputs_and_pictures_and_small(notebook: Path) -> None:
     assert [o.ename for o in outputs if o.output_type == "error"] == []
     assert any({"image/png", "image/jpeg"} & o.get("data", {}).keys() for o in outputs)
     assert node.cells[0].source.startswith("# ")
-    assert "**What you need.**" in node.cells[0].source
+    for paragraph in HEAD:
+        assert f"\n**{paragraph}.** " in node.cells[0].source
+
+
+#: Paragraphs of every first cell.
+HEAD = ("What it teaches", "How long it takes", "Where its outputs came from", "What you need")
+
+
+@each
+def test_every_picture_has_an_alternative_text(notebook: Path) -> None:
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        if any({"image/png", "image/jpeg"} & output.get("data", {}).keys() for output in cell.get("outputs", ())):
+            assert len(cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")) > 20, cell.source

@@ -8,12 +8,15 @@
 Each runs in an empty folder, with this Python and this checkout's package. Besides the needs of the notebooks it
 requires ``pip install nbclient ipykernel``. A notebook that fails is saved up to the failure. The others are still
 executed, and the exit code is 1.
+
+The paragraph of the first cell that begins with "**Where its outputs came from.**" is written anew at each execution.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import time
@@ -30,13 +33,22 @@ try:
 except ModuleNotFoundError as e:
     sys.exit(f"{e.name} is missing: pip install nbclient ipykernel, or run `make notebooks`")
 
-__all__ = ["TUTORIALS", "execute", "main", "text_of"]
+from monai_gds.bench.report import machine
+from monai_gds.storage import resolve_device
+
+__all__ = ["TUTORIALS", "execute", "main", "sign", "text_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = ROOT / "tutorials"
 
 #: Seconds that one cell may take.
 TIMEOUT = 600
+
+#: Metadata of cells that are kept: myst-nb's, which hold the alternative texts of pictures.
+KEPT = ("mystnb",)
+
+#: The paragraph that tells where a notebook's outputs came from.
+ORIGIN = re.compile(r"^\*\*Where its outputs came from\.\*\*.*$", re.MULTILINE)
 
 
 def execute(notebook: Path, folder: Path) -> tuple[Any, str]:
@@ -78,8 +90,20 @@ def _tidy(node: Any) -> Any:
         "language_info": {"name": "python"},
     }
     for cell in node.cells:
-        cell.metadata = {}
+        cell.metadata = {key: value for key, value in cell.metadata.items() if key in KEPT}
     return node
+
+
+def sign(node: Any) -> None:
+    """Says in the first cell when and where the notebook was executed."""
+    found = machine(resolve_device(None))
+    if "gpu" in found:
+        where = f"a machine with an {found['gpu']} and {found['cores']} cores"
+    else:
+        where = f"a machine with {found['cores']} cores and no GPU, so on the CPU and with small data"
+    told = f"executed on {found['date'][:10]} on {where} (Python {found['python']}, torch {found['torch']})."
+    first = node.cells[0]
+    first.source = ORIGIN.sub(f"**Where its outputs came from.** The notebook was {told}", first.source)
 
 
 def text_of(node: Any, name: str) -> str:
@@ -112,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
             node, error = execute(TUTORIALS / f"{name}.ipynb", Path(folder))
+        sign(node)
         path = target / f"{name}.ipynb"
         nbformat.write(node, path)
         failed += bool(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,20 @@ def test_only_those_named_and_to_another_folder(folder: Path) -> None:
     node = read(saved)
     assert [cell.execution_count for cell in node.cells] == [1, 2]
     assert node.metadata.language_info == {"name": "python"}  # no version that would change with the machine
+
+
+def test_the_first_cell_tells_where_the_outputs_came_from(folder: Path) -> None:
+    source = "# Title\n\n**Where its outputs came from.** A machine of long ago.\n\nMore."
+    node = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(source)])
+    node.cells[0].metadata = {"scrolled": True, "mystnb": {"image": {"alt": "a curve"}}}
+    nbformat.write(node, folder / "good.ipynb")
+    assert notebooks.main(["good"]) == 0
+    (cell,) = read(folder / "good.ipynb").cells
+    title, origin, more = cell.source.split("\n\n")
+    assert (title, more) == ("# Title", "More.")
+    today = datetime.now(UTC).date().isoformat()
+    assert origin.startswith(f"**Where its outputs came from.** The notebook was executed on {today} on a machine with")
+    assert cell.metadata == {"mystnb": {"image": {"alt": "a curve"}}}
 
 
 def test_an_unknown_name_is_wrong_usage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
