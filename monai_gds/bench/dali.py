@@ -1,7 +1,8 @@
-"""``monai-gds bench dali``: what feeding DALI from an iterable costs, and what DALI gains, on a Squirrel store.
+"""``monai-gds bench dali``: what feeding DALI from an iterable costs, and what DALI gains.
 
-It answers the questions of Squirrel's DALI tutorial. All rows are bounded by the rate of the store on its own:
-Squirrel's stores are gzip files, which one thread unpacks at some 150 MB/s.
+It answers the questions of Squirrel's DALI tutorial, twice: from :class:`Memory`, a source that costs nothing, and from
+:class:`Store`, a Squirrel store. Rates of the latter are bounded by the store on its own: its shards are gzip files,
+which one thread unpacks at some 150 MB/s. Where that is the bottleneck, all answers are alike.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,11 +21,11 @@ from torch.nn import functional
 
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
-from monai_gds.imagenet import dali_iterator, squirrel_source
+from monai_gds.imagenet import dali_iterator
 from monai_gds.imagenet.decoding import IMAGENET_MEAN, IMAGENET_STD
 from monai_gds.imagenet.pipeline import dali
 
-__all__ = ["QUESTIONS", "DaliSettings", "measure"]
+__all__ = ["QUESTIONS", "SOURCES", "DaliSettings", "measure"]
 
 #: Height and width of the images that come out, in pixels.
 SIDE = 224
@@ -39,6 +41,8 @@ class DaliSettings:
         batch_size: samples per batch.
         threads: DALI's, where they are not what is compared.
         repeats: timed epochs of each row.
+        compared: the numbers of DALI's threads that are compared.
+        held: how many samples of the store are held in memory at most.
     """
 
     store: Path
@@ -46,12 +50,77 @@ class DaliSettings:
     batch_size: int = 64
     threads: int = 4
     repeats: int = 5
+    compared: Sequence[int] = (1, 2, 4, 8, 16, 32)
+    held: int = 1024
 
 
 Epoch: TypeAlias = Iterable[Mapping[str, torch.Tensor]]
 
 
-def samples(settings: DaliSettings) -> Any:
+Convert: TypeAlias = Callable[[Any], Any]
+
+
+class Source(Protocol):
+    """Where samples come from: one by one, or in batches that the source has made."""
+
+    def samples(self) -> Iterable[dict[str, Any]]:
+        """Every sample, for one epoch."""
+
+    def batches(self) -> Iterable[dict[str, Any]]:
+        """The same in batches, the last of which may be smaller."""
+
+
+class Store:
+    """A Squirrel store, read and unpacked anew in every epoch.
+
+    Args:
+        settings: name the store.
+        convert: makes arrays of a library of NumPy's, sample by sample or batch by batch.
+    """
+
+    def __init__(self, settings: DaliSettings, convert: Convert = np.asarray) -> None:
+        self._settings, self._convert = settings, convert
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        for sample in _driver(self._settings).get_iter():
+            yield {key: self._convert(value) for key, value in sample.items()}
+
+    def batches(self) -> Iterator[dict[str, Any]]:
+        for batch in _driver(self._settings).get_iter().batched(self._settings.batch_size, drop_last_if_not_full=False):
+            yield _stacked(batch, self._convert)
+
+
+class Memory:
+    """The first samples of the store, unpacked once: an epoch over them, or over ready batches, costs nothing."""
+
+    def __init__(self, settings: DaliSettings, convert: Convert = np.asarray) -> None:
+        self._settings, self._convert = settings, convert
+
+    def samples(self) -> list[dict[str, Any]]:
+        return self._samples
+
+    def batches(self) -> list[dict[str, Any]]:
+        return self._batches
+
+    @cached_property
+    def _samples(self) -> list[dict[str, Any]]:
+        return [{key: self._convert(value) for key, value in sample.items()} for sample in self._unpacked()]
+
+    @cached_property
+    def _batches(self) -> list[dict[str, Any]]:
+        unpacked = self._unpacked()
+        batches = iter(lambda: list(islice(unpacked, self._settings.batch_size)), [])
+        return [_stacked(batch, self._convert) for batch in batches]
+
+    def _unpacked(self) -> Iterator[dict[str, Any]]:
+        return islice(iter(_driver(self._settings).get_iter()), self._settings.held)
+
+
+#: The sources that every question is asked of, the fast one first.
+SOURCES: dict[str, Callable[..., Source]] = {"from memory": Memory, "from the store": Store}
+
+
+def _driver(settings: DaliSettings) -> Any:
     """The store as a Squirrel driver."""
     try:
         from squirrel.driver import MessagepackDriver
@@ -60,14 +129,11 @@ def samples(settings: DaliSettings) -> Any:
     return MessagepackDriver(str(settings.store))
 
 
-def in_batches(settings: DaliSettings, convert: Callable[[np.ndarray], Any] = np.asarray) -> Iterator[dict[str, Any]]:
-    """The store in batches made by the source, the last one of which may be smaller."""
-    for batch in samples(settings).get_iter().batched(settings.batch_size, drop_last_if_not_full=False):
-        columns = {key: np.stack([np.asarray(sample[key]) for sample in batch]) for key in ("image", "label")}
-        yield {key: convert(value) for key, value in columns.items()}
+def _stacked(batch: Sequence[Mapping[str, Any]], convert: Convert) -> dict[str, Any]:
+    return {key: convert(np.stack([np.asarray(sample[key]) for sample in batch])) for key in ("image", "label")}
 
 
-def with_dali(settings: DaliSettings, *, batched: bool, cupy: bool = False) -> Epoch:
+def with_dali(settings: DaliSettings, source: Source, *, batched: bool, cupy: bool = False) -> Epoch:
     """Resized, mirrored at random and normalised by DALI."""
     fn, types = dali().fn, dali().types
     on_gpu = settings.device.type == "cuda"
@@ -83,22 +149,14 @@ def with_dali(settings: DaliSettings, *, batched: bool, cupy: bool = False) -> E
         )  # fmt: skip
         return {"image": image, "label": label}
 
-    convert = _cupy() if cupy else np.asarray
-    if batched:
-        source: Any = partial(in_batches, settings, convert)
-    elif cupy:
-        source = squirrel_source(
-            lambda: samples(settings).get_iter().map(lambda s: {key: convert(value) for key, value in s.items()})
-        )
-    else:
-        source = squirrel_source(samples(settings))
     return dali_iterator(
-        source, settings.batch_size, graph, already_batched=batched, device=settings.device,
-        threads=settings.threads, layouts={"image": "CHW"},
+        source.batches if batched else source.samples, settings.batch_size, graph, already_batched=batched,
+        device=settings.device, threads=settings.threads, layouts={"image": "CHW"},
     )  # fmt: skip
 
 
-def _cupy() -> Callable[[Any], Any]:
+def _cupy(settings: DaliSettings) -> Convert:
+    _on_gpu(settings)
     try:
         import cupy
     except ImportError as e:
@@ -109,14 +167,14 @@ def _cupy() -> Callable[[Any], Any]:
 class WithTorch:
     """The same by torch's operators on one device, then copied to the target."""
 
-    def __init__(self, settings: DaliSettings, device: torch.device) -> None:
-        self._settings = settings
+    def __init__(self, settings: DaliSettings, source: Source, device: torch.device) -> None:
+        self._settings, self._source = settings, source
         self._device = device
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(1, 3, 1, 1)
         self._std = torch.tensor(IMAGENET_STD, device=device).view(1, 3, 1, 1)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in in_batches(self._settings):
+        for batch in self._source.batches():
             image = torch.from_numpy(batch["image"]).to(self._device).float()
             image = functional.interpolate(image, (SIDE, SIDE), mode="bilinear", align_corners=False)
             mirrored = torch.rand(len(image), device=self._device) < 0.5
@@ -125,49 +183,56 @@ class WithTorch:
             yield {"image": image, "label": torch.from_numpy(batch["label"]).to(self._settings.device)}
 
 
-def batching(settings: DaliSettings) -> Report:
+def batching(settings: DaliSettings, where: str) -> Report:
     """Batches made by our wrapper or by the source, of NumPy or CuPy arrays."""
+    make = SOURCES[where]
     rows = {
-        "NumPy samples, batched here": lambda: with_dali(settings, batched=False),
-        "NumPy batches from the source": lambda: with_dali(settings, batched=True),
-        "CuPy samples, batched here": lambda: with_dali(_on_gpu(settings), batched=False, cupy=True),
-        "CuPy batches from the source": lambda: with_dali(_on_gpu(settings), batched=True, cupy=True),
+        "NumPy samples, batched here": lambda: with_dali(settings, make(settings), batched=False),
+        "NumPy batches from the source": lambda: with_dali(settings, make(settings), batched=True),
+        "CuPy samples, batched here": lambda: with_dali(
+            settings, make(settings, _cupy(settings)), batched=False, cupy=True
+        ),
+        "CuPy batches from the source": lambda: with_dali(
+            settings, make(settings, _cupy(settings)), batched=True, cupy=True
+        ),
     }
-    return _report("batching, NumPy or CuPy", settings, rows, "NumPy samples, batched here")
+    return _report("batching, NumPy or CuPy", where, settings, rows, "NumPy samples, batched here")
 
 
-def threads(settings: DaliSettings) -> Report:
+def threads(settings: DaliSettings, where: str) -> Report:
     """Numbers of DALI's threads."""
+    source = SOURCES[where](settings)
     rows = {
-        f"{count} thread{'s' * (count > 1)}": partial(with_dali, replace(settings, threads=count), batched=True)
-        for count in (1, 2, 4, 8, 16, 32)
+        f"{count} thread{'s' * (count > 1)}": partial(with_dali, replace(settings, threads=count), source, batched=True)
+        for count in settings.compared
     }
-    return _report("threads of DALI", settings, rows, "1 thread")
+    return _report("threads of DALI", where, settings, rows, next(iter(rows)))
 
 
-def against_torch(settings: DaliSettings) -> Report:
+def against_torch(settings: DaliSettings, where: str) -> Report:
     """DALI against torch's operators."""
+    source = SOURCES[where](settings)
     rows: dict[str, Callable[[], Epoch]] = {
-        "torch on the CPU": lambda: WithTorch(settings, torch.device("cpu")),
-        "torch on the GPU": lambda: WithTorch(_on_gpu(settings), settings.device),
-        "DALI": lambda: with_dali(settings, batched=True),
+        "torch on the CPU": lambda: WithTorch(settings, source, torch.device("cpu")),
+        "torch on the GPU": lambda: WithTorch(_on_gpu(settings), source, settings.device),
+        "DALI": lambda: with_dali(settings, source, batched=True),
     }
-    return _report("DALI against torch", settings, rows, "torch on the CPU")
+    return _report("DALI against torch", where, settings, rows, "torch on the CPU")
 
 
 QUESTIONS = {"batching": batching, "threads": threads, "torch": against_torch}
 
 
 def measure(settings: DaliSettings, questions: Sequence[str]) -> list[Report]:
-    """Answers some of :data:`QUESTIONS`.
+    """Answers some of :data:`QUESTIONS`, each from every source of :data:`SOURCES`.
 
     Raises:
         BackendUnavailable: squirrel-core is not installed.
         ImageListError: the store is empty.
     """
-    if not any(True for _ in samples(settings).get_iter()):
+    if not any(True for _ in _driver(settings).get_iter()):
         raise ImageListError(f"{settings.store} holds no samples: `monai-gds pack --format squirrel` writes a store")
-    return [QUESTIONS[name](settings) for name in questions]
+    return [QUESTIONS[name](settings, where) for name in questions for where in SOURCES]
 
 
 def _on_gpu(settings: DaliSettings) -> DaliSettings:
@@ -176,7 +241,9 @@ def _on_gpu(settings: DaliSettings) -> DaliSettings:
     return settings
 
 
-def _report(title: str, settings: DaliSettings, rows: Mapping[str, Callable[[], Epoch]], reference: str) -> Report:
+def _report(
+    question: str, where: str, settings: DaliSettings, rows: Mapping[str, Callable[[], Epoch]], reference: str
+) -> Report:
     epochs: dict[str, Epoch] = {}
     reasons: dict[str, str] = {}
     for name, make in rows.items():
@@ -192,11 +259,13 @@ def _report(title: str, settings: DaliSettings, rows: Mapping[str, Callable[[], 
     for _ in range(settings.repeats):
         for name, epoch in epochs.items():
             rates[name].append(_rate(epoch, settings))
-        start = time.perf_counter()
-        count = sum(1 for _ in samples(settings).get_iter())
-        alone.append(count / (time.perf_counter() - start))
+        if SOURCES[where] is Store:
+            start = time.perf_counter()
+            count = sum(1 for _ in _driver(settings).get_iter())
+            alone.append(count / (time.perf_counter() - start))
     shown = [Row(name, tuple(rates[name]), reasons.get(name, "")) for name in rows]
-    return Report(title, "images/s", shown, reference, [Row("the store alone", tuple(alone))])
+    ceilings = [Row("the store alone", tuple(alone))] if alone else []
+    return Report(f"{question}, {where}", "images/s", shown, reference, ceilings)
 
 
 def _rate(epoch: Epoch, settings: DaliSettings) -> float:

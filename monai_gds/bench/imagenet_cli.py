@@ -150,7 +150,10 @@ def dali(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Measure feeding DALI from a Squirrel store: batching, NumPy or CuPy, threads, and DALI against torch."""
+    """Measure feeding DALI from arrays in memory and from a Squirrel store.
+
+    Each from both: batching, NumPy or CuPy; threads; DALI against torch.
+    """
     from monai_gds.bench import dali as bench
     from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.listing import list_folder

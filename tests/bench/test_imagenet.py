@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from monai_gds.bench import dali
 from monai_gds.cli import app
 from monai_gds.errors import ImageListError
 from monai_gds.imagenet import pack_folder, synthetic
 from monai_gds.imagenet.listing import list_folder
+from monai_gds.imagenet.squirrel import write_store
+from monai_gds.imagenet.synthetic import write_image_folder
 from tests.imagenet.conftest import folder  # noqa: F401
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
@@ -102,7 +106,7 @@ def test_dali_on_images_that_are_there(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(list(where.glob("*/*.JPEG"))) == 5
     monkeypatch.setattr(synthetic, "write_image_folder", lambda *_, **__: pytest.fail("made again"))
     ran.append(rows(run(*arguments)))
-    assert all(len(found["DALI against torch", "DALI"]["samples"]) == 1 for found in ran)
+    assert all(len(found["DALI against torch, from the store", "DALI"]["samples"]) == 1 for found in ran)
 
 
 def test_a_store_without_samples_is_an_error_and_no_rate_of_zero(tmp_path: Path) -> None:
@@ -112,13 +116,27 @@ def test_a_store_without_samples_is_an_error_and_no_rate_of_zero(tmp_path: Path)
     assert "holds no samples" in str(done.exception)
 
 
-def test_dali_on_a_squirrel_store() -> None:
+def test_dali_from_memory_and_from_a_squirrel_store() -> None:
     pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
     output = run("dali", "--make", "10", "--batchsize", "4", "--repeats", "2", "--device", "cpu", "--json")
-    assert [len(ceiling["samples"]) for report in json.loads(output)["reports"] for ceiling in report["ceilings"]] == [
-        2
-    ] * 3
+    bounds = [[len(row["samples"]) for row in report["ceilings"]] for report in json.loads(output)["reports"]]
+    assert bounds == [[], [2]] * 3  # the store on its own bounds what comes from it, and only that
     found = rows(output)
-    ran = {name for (_, name), row in found.items() if len(row["samples"]) == 2}
-    assert ran >= {"NumPy samples, batched here", "NumPy batches from the source", "1 thread", "32 threads", "DALI"}
-    assert "CUDA" in found["DALI against torch", "torch on the GPU"]["reason"]
+    for source in ("from memory", "from the store"):
+        ran = {name for (title, name), row in found.items() if len(row["samples"]) == 2 and title.endswith(source)}
+        assert ran >= {"NumPy samples, batched here", "NumPy batches from the source", "1 thread", "32 threads", "DALI"}
+        assert "CUDA" in found[f"DALI against torch, {source}", "torch on the GPU"]["reason"]
+        assert "CUDA" in found[f"batching, NumPy or CuPy, {source}", "CuPy batches from the source"]["reason"]
+
+
+def test_what_is_held_in_memory_is_unpacked_once_and_no_more_than_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+    write_store(list_folder(write_image_folder(tmp_path / "images", 7)), tmp_path / "store", size=32)
+    memory = dali.Memory(dali.DaliSettings(tmp_path / "store", torch.device("cpu"), batch_size=4, held=6))
+    sizes = [len(batch["label"]) for batch in memory.batches()]
+    assert (sizes, len(memory.samples())) == ([4, 2], 6)
+    monkeypatch.setattr(dali, "_driver", lambda _: pytest.fail("the store is read again"))
+    assert [len(batch["label"]) for batch in memory.batches()] == sizes
+    assert [sample["image"].shape for sample in memory.samples()] == [(3, 32, 32)] * 6
