@@ -34,6 +34,7 @@ except ModuleNotFoundError as e:
     sys.exit(f"{e.name} is missing: pip install nbclient ipykernel, or run `make notebooks`")
 
 from monai_gds.bench.report import machine
+from monai_gds.mounts import mounts
 from monai_gds.storage import resolve_device
 
 __all__ = ["TUTORIALS", "execute", "main", "sign", "text_of"]
@@ -103,7 +104,21 @@ def sign(node: Any) -> None:
         where = f"a machine with {found['cores']} cores and no GPU, so on the CPU and with small data"
     told = f"executed on {found['date'][:10]} on {where} (Python {found['python']}, torch {found['torch']})."
     first = node.cells[0]
-    first.source = ORIGIN.sub(f"**Where its outputs came from.** The notebook was {told}", first.source)
+    first.source = ORIGIN.sub(f"**Where its outputs came from.** The notebook was {told}{_drive()}", first.source)
+
+
+def _drive() -> str:
+    """What MONAI_DATA_DIRECTORY lies on, in words; nothing if it is not set."""
+    folder = os.environ.get("MONAI_DATA_DIRECTORY")
+    if not folder:
+        return ""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mount = next((mount for mount in mounts(Path("/proc")) if mount.number == number), None)
+    if mount is None:
+        return ""
+    loop = ", a file behind a loop device" if mount.source.startswith("/dev/loop") else ""
+    return f" Its data lay on {mount.kind} on {mount.source}{loop}."
 
 
 def text_of(node: Any, name: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monai_gds.mounts import Mount
 from tests.tools import load_tool
 
 nbformat = pytest.importorskip("nbformat", reason="this machine has no nbformat")
@@ -73,6 +75,16 @@ def test_the_first_cell_tells_where_the_outputs_came_from(folder: Path) -> None:
     today = datetime.now(UTC).date().isoformat()
     assert origin.startswith(f"**Where its outputs came from.** The notebook was executed on {today} on a machine with")
     assert cell.metadata == {"mystnb": {"image": {"alt": "a curve"}}}
+
+
+def test_the_first_cell_tells_what_the_data_lay_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONAI_DATA_DIRECTORY", str(tmp_path))
+    device = tmp_path.stat().st_dev
+    mount = Mount("1", f"{os.major(device)}:{os.minor(device)}", "/data", "ext4", "/dev/loop7", "rw")
+    monkeypatch.setattr(notebooks, "mounts", lambda proc: iter([mount._replace(number="0:99", kind="tmpfs"), mount]))
+    node = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("**Where its outputs came from.** -")])
+    notebooks.sign(node)
+    assert node.cells[0].source.endswith(" Its data lay on ext4 on /dev/loop7, a file behind a loop device.")
 
 
 def test_an_unknown_name_is_wrong_usage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
