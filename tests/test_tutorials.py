@@ -133,7 +133,7 @@ def test_is_saved_with_outputs_and_pictures_and_small(notebook: Path) -> None:
 
 
 #: Paragraphs of every first cell.
-HEAD = ("What it teaches", "How long it takes", "Where its outputs came from", "What you need")
+HEAD = ("What you learn", "How long it takes", "Where its outputs came from", "What you need")
 
 
 @each

@@ -19,12 +19,13 @@ __all__ = ["browse", "chromium"]
 #: What the search must find, and on which page.
 SEARCHES = {"GDSDataset": "reference/datasets.html", "prune": "howto/cleaning.html"}
 
-#: Runs in a page: what it links to, which ids it has, and what is wrong with its pictures.
+#: Runs in a page: what it links to, which ids it has, and what is wrong with its pictures. A file's name, which Sphinx
+#: writes where there is no alternative text, is none.
 FACTS = """() => ({
   links: [...document.querySelectorAll('a[href]')].map(a => a.href),
   ids: [...document.querySelectorAll('[id]')].map(e => e.id),
   broken: [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src),
-  silent: [...document.images].filter(i => !i.alt).map(i => i.src),
+  silent: [...document.images].filter(i => !i.alt || /\\.(png|jpe?g|svg)$/.test(i.alt)).map(i => i.src),
 })"""
 
 #: Width of a phone, in CSS pixels, and how wide a page is. (``window.innerWidth`` grows with a page that is too wide.)
