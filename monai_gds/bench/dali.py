@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
-from monai_gds.imagenet import dali_iterator
+from monai_gds.imagenet import dali_iterator, squirrel_source
 from monai_gds.imagenet.decoding import IMAGENET_MEAN, IMAGENET_STD
 from monai_gds.imagenet.pipeline import dali
 
@@ -82,11 +82,11 @@ class Store:
         self._settings, self._convert = settings, convert
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        for sample in _driver(self._settings).get_iter():
+        for sample in _stored(self._settings):
             yield {key: self._convert(value) for key, value in sample.items()}
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        for batch in _driver(self._settings).get_iter().batched(self._settings.batch_size, drop_last_if_not_full=False):
+        for batch in _stored(self._settings).batched(self._settings.batch_size, drop_last_if_not_full=False):
             yield _stacked(batch, self._convert)
 
 
@@ -113,20 +113,21 @@ class Memory:
         return [_stacked(batch, self._convert) for batch in batches]
 
     def _unpacked(self) -> Iterator[dict[str, Any]]:
-        return islice(iter(_driver(self._settings).get_iter()), self._settings.held)
+        return islice(_stored(self._settings), self._settings.held)
 
 
 #: The sources that every question is asked of, the fast one first.
 SOURCES: dict[str, Callable[..., Source]] = {"from memory": Memory, "from the store": Store}
 
 
-def _driver(settings: DaliSettings) -> Any:
-    """The store as a Squirrel driver."""
+def _stored(settings: DaliSettings) -> Any:
+    """The samples of the store, as a new stream."""
     try:
         from squirrel.driver import MessagepackDriver
     except ImportError as e:
         raise BackendUnavailable(f"squirrel-core cannot be imported ({e}): pip install 'monai_gds[squirrel]'") from e
-    return MessagepackDriver(str(settings.store))
+    stream: Any = squirrel_source(MessagepackDriver(str(settings.store)))  # which refuses what would be unpickled
+    return stream()
 
 
 def _stacked(batch: Sequence[Mapping[str, Any]], convert: Convert) -> dict[str, Any]:
@@ -230,7 +231,7 @@ def measure(settings: DaliSettings, questions: Sequence[str]) -> list[Report]:
         BackendUnavailable: squirrel-core is not installed.
         ImageListError: the store is empty.
     """
-    if not any(True for _ in _driver(settings).get_iter()):
+    if not any(True for _ in _stored(settings)):
         raise ImageListError(f"{settings.store} holds no samples: `monai-gds pack --format squirrel` writes a store")
     return [QUESTIONS[name](settings, where) for name in questions for where in SOURCES]
 
@@ -261,7 +262,7 @@ def _report(
             rates[name].append(_rate(epoch, settings))
         if SOURCES[where] is Store:
             start = time.perf_counter()
-            count = sum(1 for _ in _driver(settings).get_iter())
+            count = sum(1 for _ in _stored(settings))
             alone.append(count / (time.perf_counter() - start))
     shown = [Row(name, tuple(rates[name]), reasons.get(name, "")) for name in rows]
     ceilings = [Row("the store alone", tuple(alone))] if alone else []

@@ -137,6 +137,6 @@ def test_what_is_held_in_memory_is_unpacked_once_and_no_more_than_asked_for(
     memory = dali.Memory(dali.DaliSettings(tmp_path / "store", torch.device("cpu"), batch_size=4, held=6))
     sizes = [len(batch["label"]) for batch in memory.batches()]
     assert (sizes, len(memory.samples())) == ([4, 2], 6)
-    monkeypatch.setattr(dali, "_driver", lambda _: pytest.fail("the store is read again"))
+    monkeypatch.setattr(dali, "_stored", lambda _: pytest.fail("the store is read again"))
     assert [len(batch["label"]) for batch in memory.batches()] == sizes
     assert [sample["image"].shape for sample in memory.samples()] == [(3, 32, 32)] * 6
