@@ -103,7 +103,7 @@ TABLES_BYTES = 128 << 10
 TABLES_KEPT = 64
 
 #: Bytes of holes that any record may have, as a sparse copy of one that is mostly zeros.
-HOLES_BYTES = 1 << 30
+HOLES_BYTES = 256 << 20
 
 #: Largest array of text below a data root, of which a record holds the characters and not the width.
 TEXTS_BYTES = 256 << 20

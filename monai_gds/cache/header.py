@@ -188,7 +188,8 @@ def check_holes(file: int | str) -> None:
     A sparse file of 4 kB can declare tensors of terabytes, all zeros, with right checksums, and holes take memory as
     soon as they are read. A record has none when it is written, but a copy may have some where the tensors have zeros,
     as may any file on a file system that does not store them. So only what no copy comes to is refused: holes of more
-    than 1 GiB, beside less than 1/64 as much data, on a file system that keeps zeros.
+    than 256 MiB, beside less than 1/64 as much data, on a file system that keeps zeros. What was refused is computed
+    anew, and has no holes then.
 
     Raises:
         DamagedRecord: it is.
