@@ -31,7 +31,7 @@ from monai_gds.cache.key import Key
 from monai_gds.cache.pending_item import PendingItem
 from monai_gds.cache.permissions import ANY
 from monai_gds.cache.problems import with_advice
-from monai_gds.cache.reading import Verify
+from monai_gds.cache.reading import Mmap, Verify
 from monai_gds.cache.rounding import check_bits, rounded
 from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
 from monai_gds.cache.sources import Policy, Sources
@@ -139,9 +139,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     An item is computed once, up to the first random transform, and saved as one record behind the training (see
     :meth:`flush`). Every later access reads the record straight to ``device`` and runs the random transforms. A hit
     equals a miss in tree, types, dtypes, shapes, values, metadata, applied operations and device, so ``Invert`` works
-    on cached items. On a CPU target tensors and arrays are private mappings of the record: a crop reads only the pages
-    it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.) Arrays inside
-    metadata keep their type and stay on the CPU, and string arrays stay NumPy.
+    on cached items. On a CPU target tensors and arrays are private mappings of the record (see ``mmap``): a crop reads
+    only the pages it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.)
+    Arrays inside metadata keep their type and stay on the CPU, and string arrays stay NumPy.
 
     Where crops come first among the random transforms and a record is in tiles (see ``compression``), the crops are
     drawn before anything is read, and only the tiles that they touch are read. Items and random states stay the same.
@@ -190,6 +190,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             every epoch, with one warning; ``"error"`` raises UnsupportedType.
         verify: when checksums are compared: ``"first"`` (once per file and process; at every read with a backend that
             reads behind the file system's back), ``"always"`` or ``"never"``.
+        mmap: whether tensors of 64 KiB and more are mappings of the record, on a CPU target and once their checksums
+            are compared. A page that cannot be read then ends the process (SIGBUS): on a disk that fails, and in a
+            file that another program cuts. False reads them into memory instead, and an error costs one record.
+            ``"auto"`` maps where ``cache_dir`` is on a file system of this machine, and reads where it is on another's,
+            such as NFS, SMB, Lustre or anything over FUSE.
         compression: how new records are compressed. ``"lz4"`` and ``"zstd"`` cut tensors of 1 MiB and more into tiles
             and compress these without loss, if the tensor gets at least 15 % smaller. Images on their native grid and
             labels hold few different values and get several times smaller, resampled images less. ``"bitcomp"`` is
@@ -258,6 +263,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         arrays: Literal["auto", "numpy", "torch"] = "auto",
         unsupported: Literal["warn", "error"] = "warn",
         verify: Verify = "first",
+        mmap: Mmap = "auto",
         compression: Literal["auto"] | Codec | None = "auto",
         tiles: Literal["auto"] | int | None = "auto",
         mantissa_bits: int | None = None,
@@ -269,6 +275,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """Makes the dataset, and hashes its transforms. The class says what the arguments mean."""
         _check_unused(of_cache_dataset)
         _check_choice("verify", verify, "first", "always", "never")
+        _check_choice("mmap", mmap, "auto", True, False)
         _check_choice("monai_version", monai_version, "exact", "minor", None)
         _check_choice("arrays", arrays, "auto", "numpy", "torch")
         _check_choice("unsupported", unsupported, "warn", "error")
@@ -302,6 +309,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             raise ValueError(f"arrays='numpy' needs device='cpu': on {self.device} use 'auto' or 'torch'")
         self.unsupported = unsupported
         self.verify: Verify = verify
+        self.mmap: Mmap = mmap
         self.compression = compression
         self.tiles = tiles
         self.mantissa_bits = mantissa_bits
@@ -761,6 +769,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 open_storage(backend, device, **options),
                 durable=self.durable,
                 verify=self.verify,
+                mmap=self.mmap,
                 form=self._form(),
                 index=Index(self.cache_dir, self.file_mode),
                 compression=self.record_form(),
@@ -869,7 +878,7 @@ def _look(cache: CacheDirectory, key: Key, item: Any) -> Any:
     return None if pending is None else pending.wait(item)
 
 
-def _check_choice(name: str, value: Any, *choices: str | None) -> None:
+def _check_choice(name: str, value: Any, *choices: str | bool | None) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
 

@@ -102,6 +102,12 @@ HEADER_READ_BYTES = 16 << 10
 TABLES_BYTES = 128 << 10
 TABLES_KEPT = 64
 
+#: Bytes of holes that any record may have, as a sparse copy of one that is mostly zeros.
+HOLES_BYTES = 256 << 20
+
+#: Largest array of text below a data root, of which a record holds the characters and not the width.
+TEXTS_BYTES = 256 << 20
+
 #: Memory budget for parsed record heads. Once it is full, new heads are not kept: an epoch visits every record exactly
 #: once, so evicting one head for another gains nothing.
 HEADS_BYTES = 32 << 20

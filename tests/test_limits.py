@@ -22,6 +22,8 @@ ALLOWED = {
     # the file format
     ("cache/record.py", "LARGE"): "which tensors are aligned",
     ("cache/header.py", "_LONGEST"): "safetensors'",
+    ("cache/header.py", "MOST_AXES"): "NumPy's",
+    ("cache/header.py", "_MOST_HOLES"): "a ratio",
     ("cache/codecs.py", "MAX_DEPTH"): "nesting that a record may have",
     ("cache/index.py", "_MOST"): "what a file system counts up to",
     ("cache/single_flight.py", "_MOST_BYTES"): "more than a lease has",

@@ -35,6 +35,7 @@ __all__ = [
     "STORED_AS_REAL",
     "TAGS",
     "Codec",
+    "UnknownHere",
     "builtin_type",
     "codec_for",
     "codec_named",
@@ -121,10 +122,16 @@ def codec_for(cls: type) -> Codec | None:
     return _by_class.get(cls)
 
 
+class UnknownHere(DamagedRecord):
+    """A record holds a type that this process lacks. Another one may read it."""
+
+
 def codec_named(name: Any) -> Codec:
-    """The codec registered under a name. Raises DamagedRecord if there is none."""
+    """The codec registered under a name. Raises UnknownHere if there is none."""
+    if type(name) is not str:
+        raise DamagedRecord(f"it holds a type of the name {name!r:.40}")
     if name not in _by_name:
-        raise DamagedRecord(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
+        raise UnknownHere(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
     return _by_name[name]
 
 
@@ -211,7 +218,7 @@ def is_named_tuple(cls: type) -> bool:
 def named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
     """The named tuple of this name and fields in a module that is already imported.
 
-    Raises DamagedRecord if there is none.
+    Raises UnknownHere if there is none.
     """
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
@@ -222,7 +229,7 @@ def named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type[tup
         why = f"whose fields were {', '.join(fields)} when it was written"
     else:
         return found
-    raise DamagedRecord(f"it cannot be read in this process: it holds a {module}.{qualname}, {why}")
+    raise UnknownHere(f"it cannot be read in this process: it holds a {module}.{qualname}, {why}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from monai.data import MetaTensor
 
+from monai_gds import limits
 from monai_gds.cache import data_root
 from monai_gds.cache.codecs import (
     MAX_DEPTH,
@@ -39,6 +40,7 @@ from monai_gds.cache.codecs import (
     torch_dtype,
 )
 from monai_gds.cache.encoding import ARRAY_ALIGNMENT, Opaque
+from monai_gds.cache.header import MOST_AXES
 from monai_gds.cache.passthrough import value_at
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 
@@ -184,6 +186,8 @@ class _TreeParser:
         if order not in ("<", ">") or math.prod(shape) != len(members):
             raise DamagedRecord(f"it holds an array of text with order {order!r} and shape {shape}")
         width = max(0 if width is None else width, 1, *map(len, members))
+        if 4 * width * len(members) > limits.TEXTS_BYTES:
+            raise DamagedRecord(f"it holds {len(members)} texts of {width} characters")
         return "texts", f"{order}U{width}", tuple(shape), self.value(members)
 
     def item(self, keys: list[Any]) -> _TreeForm:
@@ -393,8 +397,8 @@ class TreePlan:
 
     def _take(self, dtype: np.dtype[Any] | torch.dtype, shape: Sequence[int], offset: int) -> int:
         """Checks shape and offset of a small array or tensor, notes where it ends, and returns its element count."""
-        if not all(type(n) is int and n >= 0 for n in (*shape, offset)):
-            raise DamagedRecord(f"it holds an array of shape {shape} at {offset}")
+        if len(shape) > MOST_AXES or not all(type(n) is int and n >= 0 for n in (*shape, offset)):
+            raise DamagedRecord(f"it holds an array of shape {shape!r:.40} at {offset!r:.40}")
         count = math.prod(shape)
         self.end = max(self.end, offset + count * dtype.itemsize)
         return count

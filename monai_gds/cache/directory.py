@@ -28,10 +28,10 @@ from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.key import Key
 from monai_gds.cache.lazy_item import LazyItem
-from monai_gds.cache.pending_item import PendingItem
+from monai_gds.cache.pending_item import PendingItem, is_of_record
 from monai_gds.cache.permissions import ANY
 from monai_gds.cache.problems import Problems, with_advice
-from monai_gds.cache.reading import RecordReader, Verify
+from monai_gds.cache.reading import Mmap, RecordReader, Verify
 from monai_gds.cache.record import pack_record
 from monai_gds.cache.single_flight import Leases
 from monai_gds.cache.source_memo import SourceMemo
@@ -56,6 +56,7 @@ class CacheDirectory:
         index: where published records are noted, or None.
         device_bytes: budget for packed records that stay in the memory of a CUDA device.
         compression: the form of new records; may be assigned anew.
+        mmap: see :data:`~monai_gds.cache.reading.Mmap`.
         file_mode: permissions that records have at most. They have those of the directory otherwise.
         unmade: :func:`prepare` has warned that the directory cannot be made, so nothing is reported until it exists.
     """
@@ -71,6 +72,7 @@ class CacheDirectory:
         index: Index | None = None,
         device_bytes: int = 0,
         compression: Compression = WHOLE,
+        mmap: Mmap = "auto",
         file_mode: int = ANY,
         unmade: bool = False,
     ) -> None:
@@ -81,7 +83,7 @@ class CacheDirectory:
         self._durable = durable
         self._file_mode = file_mode
         self._problems = Problems(self.path, unmade)
-        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes)
+        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap)
 
     def record_path(self, digest: str) -> str:
         """Where the record of a key lies, whether there is one or not."""
@@ -187,7 +189,9 @@ class CacheDirectory:
             file, item = read_whole(path, key.digest)
         except FileNotFoundError:
             return None
-        except (RecordError, OSError) as e:
+        except Exception as e:
+            if not is_of_record(e):
+                raise
             self._reader.report_unusable(path, e)
             return "cached" if isinstance(e, NewerRecord) else None
         try:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from monai.data import MetaTensor
 
+from monai_gds import limits
 from monai_gds.cache import data_root
 from monai_gds.cache.codecs import (
     DTYPE_NAMES,
@@ -34,6 +35,7 @@ from monai_gds.cache.codecs import (
     named_tuple,
     type_name,
 )
+from monai_gds.cache.header import MOST_AXES
 from monai_gds.cache.passthrough import ItemValues
 from monai_gds.errors import DamagedRecord, UnsupportedType
 
@@ -313,6 +315,8 @@ class _Encoder:
 
     def _small(self, value: np.ndarray, path: _Path) -> Any:
         if value.dtype.kind == "U" and self._has_rooted(value):
+            if value.nbytes > limits.TEXTS_BYTES:
+                raise UnsupportedType(_unsupported(value, path, f"takes {value.nbytes} bytes"))
             return self.texts(value)
         return {"$array": self._array(value, path)}
 
@@ -338,6 +342,8 @@ class _Encoder:
             raise UnsupportedType(
                 _unsupported(value, path, f"has dtype {value.dtype}, which safetensors does not know")
             )
+        if value.dim() + (value.dtype in STORED_AS_REAL) > MOST_AXES:
+            raise UnsupportedType(_unsupported(value, path, f"has {value.dim()} axes, more than NumPy knows"))
         flags = {"requires_grad": True} if value.requires_grad else {}
         value = value.detach().resolve_conj().resolve_neg()
         if self._on_host:

@@ -5,6 +5,8 @@ The format is specified in :mod:`monai_gds.cache.record`. Files are opened for r
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
@@ -16,12 +18,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from monai_gds import limits
 from monai_gds.errors import DamagedRecord, NewerRecord
+from monai_gds.file_systems import KEEPS_ZEROS, kind_of
+from monai_gds.plain_read import read_at
 
 __all__ = [
     "ARRAYS",
     "BLOCKS",
     "CRC",
     "DTYPES",
+    "MOST_AXES",
     "RUNS",
     "SUFFIX",
     "VERSION",
@@ -29,6 +34,7 @@ __all__ = [
     "SourceState",
     "Tensor",
     "bytes_of",
+    "check_holes",
     "digest_in",
     "digest_of",
     "header_length",
@@ -58,6 +64,12 @@ _ALIGNMENT = 4096
 #: A longer header is refused, as by the safetensors library: a sparse file of 4 kB can declare one of gigabytes.
 _LONGEST = 100_000_000
 
+#: NumPy has no arrays of more axes.
+MOST_AXES = 64
+
+#: Bytes of holes that may lie beside each byte of data, see :func:`check_holes`.
+_MOST_HOLES = 64
+
 #: safetensors' name of a dtype -> torch's name and the element size in bytes.
 DTYPES = {
     "F64": ("float64", 8),
@@ -84,6 +96,9 @@ _ITEM_BYTES = dict(DTYPES.values())
 
 #: A form that a record was asked for.
 _FORM = re.compile(r"[a-z][a-z0-9]{0,15} [1-9][0-9]{0,3}")
+
+#: The checksum of an entry.
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 _NAME = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}")
 _PREFIX = b'{"__metadata__":{"header_crc32":"'
@@ -159,11 +174,49 @@ def digest_of(parts: Any) -> str:
 def read(fd: int) -> Header:
     """Reads the header of an open file. Raises as :func:`parse`, or OSError."""
     size = os.fstat(fd).st_size
-    head = os.pread(fd, limits.HEADER_READ_BYTES, 0)
+    head = read_at(fd, limits.HEADER_READ_BYTES)
     needed = header_length(head, size)
+    check_holes(fd)
     if needed > len(head):
-        head = os.pread(fd, needed, 0)
+        head = read_at(fd, needed)
     return parse(head, size)
+
+
+def check_holes(file: int | str) -> None:
+    """Refuses a file, given by its descriptor or its path, that is nearly all holes.
+
+    A sparse file of 4 kB can declare tensors of terabytes, all zeros, with right checksums, and holes take memory as
+    soon as they are read. A record has none when it is written, but a copy may have some where the tensors have zeros,
+    as may any file on a file system that does not store them. So only what no copy comes to is refused: holes of more
+    than 256 MiB, beside less than 1/64 as much data, on a file system that keeps zeros. What was refused is computed
+    anew, and has no holes then.
+
+    Raises:
+        DamagedRecord: it is.
+        OSError: it cannot be opened.
+    """
+    st = os.stat(file)
+    if st.st_size <= limits.HOLES_BYTES or st.st_blocks * 512 >= st.st_size:
+        return
+    fd = file if isinstance(file, int) else os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        data = _data_bytes(fd, st.st_size) if kind_of(fd) in KEEPS_ZEROS else st.st_size
+    finally:
+        if fd != file:
+            os.close(fd)
+    if st.st_size - data > max(limits.HOLES_BYTES, _MOST_HOLES * data):
+        raise DamagedRecord(f"only {data} of its {st.st_size} bytes are there, all others are holes")
+
+
+def _data_bytes(fd: int, size: int) -> int:
+    """Bytes of a file that are not in holes, as far as the file system can tell. Compression does not change them."""
+    data = end = 0
+    with contextlib.suppress(OSError):  # ENXIO: no data behind this
+        while end < size:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+            data += end - begin
+    return data
 
 
 def header_length(head: bytes, size: int) -> int:
@@ -189,8 +242,9 @@ def parse(head: bytes, size: int) -> Header:
     if len(text) != start - 8 or stored != b"%08x" % zlib.crc32(text):
         raise DamagedRecord("its header does not match its checksum")
     try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
+        header = _loads(text, object_pairs_hook=_no_duplicates)
         metadata = header.pop("__metadata__")
+        "".join([*header, *metadata, *metadata.values()]).encode()  # raises for lone surrogates, as safetensors does
         version = int(metadata["version"])
         if metadata["format"] == "monai_gds" and version > VERSION:
             raise NewerRecord(f"it has format version {version}, and this monai_gds reads up to {VERSION}")
@@ -198,8 +252,8 @@ def parse(head: bytes, size: int) -> Header:
             raise NewerRecord(f"its checksums are {metadata['checksum']!r:.40}, which this version does not know")
         if metadata["format"] != "monai_gds" or version != VERSION:
             raise DamagedRecord(f"its format is {metadata['format']!r} version {version}")
-        entries = _entries(header, json.loads(metadata["checksums"]), start, size)
-        key, tree = json.loads(metadata["key"]), json.loads(metadata["tree"])
+        entries = _entries(header, _loads(metadata["checksums"]), start, size)
+        key, tree = _loads(metadata["key"]), _loads(metadata["tree"])
         if not isinstance(key, dict):
             raise DamagedRecord("its key is not a JSON object")
         runs = _runs(entries)
@@ -210,10 +264,18 @@ def parse(head: bytes, size: int) -> Header:
         if strange := [name for name in entries if name.startswith(_RESERVED)]:
             raise NewerRecord(f"it has the entry {strange[0]!r:.40}, which this version does not know")
         return Header(key, tree, arrays, entries, tiles, runs, _form(metadata))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
-        if isinstance(e, (DamagedRecord, NewerRecord)):
-            raise
-        raise DamagedRecord(f"its header is malformed: {e!r}") from e
+    except (DamagedRecord, NewerRecord):
+        raise
+    except Exception as e:  # anyone may have written it
+        raise DamagedRecord(f"its header is malformed: {e!r:.200}") from e
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+#: Python's own takes NaN and Infinity, which no other reader of JSON does.
+_loads = functools.partial(json.loads, parse_constant=_no_constant)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -231,12 +293,16 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
         begin, stop = map(_whole, entry["data_offsets"])
         shape = tuple(map(_whole, entry["shape"]))
         if entry["dtype"] not in DTYPES:
-            raise DamagedRecord(f"its entry {name!r} has the unknown dtype {entry['dtype']!r}")
+            raise DamagedRecord(f"its entry {name!r:.40} has the unknown dtype {entry['dtype']!r:.40}")
         dtype, itemsize = DTYPES[entry["dtype"]]
-        if begin != end or stop - begin != math.prod(shape) * itemsize or min(shape, default=0) < 0:
-            raise DamagedRecord(f"its entry {name!r} is not where or as large as it should be")
+        if len(shape) > MOST_AXES or min(shape, default=0) < 0 or math.prod([n or 1 for n in shape]) >= 1 << 63:
+            raise DamagedRecord(f"its entry {name!r:.40} has an impossible shape")
+        if begin != end or stop - begin != math.prod(shape) * itemsize:
+            raise DamagedRecord(f"its entry {name!r:.40} is not where or as large as it should be")
         end = stop
         if not name.startswith(_PAD):
+            if not _CHECKSUM.fullmatch(checksums[name]):
+                raise DamagedRecord(f"the checksum of its entry {name!r:.40} is malformed")
             found[name] = Tensor(dtype, shape, start + begin, stop - begin, int(checksums[name], 16))
     if start + end != size:
         raise DamagedRecord(f"it has {size} bytes instead of {start + end}")
@@ -270,10 +336,10 @@ def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:
         raise DamagedRecord("it has tables of tiles that no tensor uses")
     for name, (layout, _, _) in found.items():
         if entries[name].dtype != "uint8" or layout["dtype"] not in DTYPES:
-            raise DamagedRecord(f"its packed tensor {name!r} has an impossible dtype")
+            raise DamagedRecord(f"its packed tensor {name!r:.40} has an impossible dtype")
         shape = tuple(map(_whole, layout["shape"]))
-        if len(shape) > 64 or not 0 < math.prod(shape) < 1 << 48:
-            raise DamagedRecord(f"its packed tensor {name!r} has an impossible shape")
+        if len(shape) > MOST_AXES or not 0 < math.prod(shape) < 1 << 48:
+            raise DamagedRecord(f"its packed tensor {name!r:.40} has an impossible shape")
         entries[name] = entries[name]._replace(dtype=DTYPES[layout["dtype"]][0], shape=shape)
     return found
 

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -14,17 +14,20 @@ import torch
 from monai_gds.cache.boxes import Arrangement, Box, arrange, last_three, whole_box
 from monai_gds.cache.device_tiles import Unpacking
 from monai_gds.cache.heads import RecordHead, TensorForm, TensorTable
-from monai_gds.cache.pending_item import Begun, Reader, tensors_of, verify_entries
-from monai_gds.cache.runs import Runs
+from monai_gds.cache.pending_item import Begun, Reader, is_of_record, tensors_of, verify_entries
+from monai_gds.cache.runs import Runs, RunTable
 from monai_gds.cache.tiles import PATTERNS, Selection, Tiles
 from monai_gds.cache.unpacking import unpack_boxes
-from monai_gds.errors import DamagedRecord, RecordError
+from monai_gds.errors import DamagedRecord
 from monai_gds.pooled_memory import pooled_volume
 from monai_gds.storage import Pending, Reads
 
 __all__ = ["BoxReader", "LazyItem", "Part", "Volume", "Volumes", "reads_of"]
 
 T = TypeVar("T")
+
+#: Elements that runs found, by the name of the label, with the index of their value.
+_Found: TypeAlias = "dict[str, dict[int, int]]"
 
 
 class BoxReader(Reader, Protocol):
@@ -56,7 +59,7 @@ class LazyItem:
         nbytes: bytes of the reads begun so far, and of the memory of what they are unpacked to.
     """
 
-    __slots__ = ("_error", "_head", "_path", "_reader", "_rest", "_verify", "nbytes", "tiled")
+    __slots__ = ("_error", "_found", "_head", "_path", "_reader", "_rest", "_verify", "nbytes", "tiled")
 
     def __init__(self, reader: BoxReader, path: str, begun: Begun) -> None:
         self._reader, self._path, self._head, self._verify = reader, path, begun.head, begun.verify
@@ -64,6 +67,7 @@ class LazyItem:
         self.tiled: Mapping[str, TensorForm] = begun.head.tiled
         self.nbytes = begun.head.rest.reads.total
         self._error: Exception | None = None  # of its runs
+        self._found: _Found = {}
 
     @property
     def ready(self) -> bool:
@@ -104,13 +108,17 @@ class LazyItem:
 
         Where that raises, what :meth:`read` returns afterwards comes to nothing, and the record is reported.
         """
-        return {name: Runs(table, partial(self._run_block, name)) for name, (table, _) in self._head.runs.items()}
+        return {
+            name: Runs(table, partial(self._run_block, name), self._found.setdefault(name, {}).__setitem__)
+            for name, (table, _) in self._head.runs.items()
+        }
 
     def _run_block(self, name: str, block: int) -> tuple[np.ndarray, np.ndarray]:
         try:
             return self._reader.run_block(self._path, self._head, name, block)
-        except (RecordError, OSError) as e:
-            self._error = e
+        except Exception as e:
+            if is_of_record(e):
+                self._error = e
             raise
 
     def read(self, boxes: Mapping[str, Sequence[Box]]) -> Volumes:
@@ -121,12 +129,12 @@ class LazyItem:
         """
         if self._error is not None:
             failed = Pending.completed([], self._reader.device, self._error)
-            return Volumes(self._reader, self._path, self._head, [], failed, None)
+            return Volumes(self._reader, self._path, self._head, [], failed, None, {})
         on_device = self._reader.unpacks_there()
         parts = [part_of(name, self._head, wanted, on_device) for name, wanted in boxes.items() if wanted]
         pending, unpacking = self._reader.begin_boxes(self._path, self._head, parts)
         self.nbytes += sum(part.selection.nbytes + part.nbytes for part in parts)
-        return Volumes(self._reader, self._path, self._head, parts, pending, unpacking)
+        return Volumes(self._reader, self._path, self._head, parts, pending, unpacking, self._found)
 
 
 class Volume(NamedTuple):
@@ -199,9 +207,9 @@ class Volumes:
 
     def __init__(
         self, reader: BoxReader, path: str, head: RecordHead, parts: Sequence[Part], pending: Pending,
-        unpacking: Unpacking | None,
+        unpacking: Unpacking | None, runs: _Found,
     ) -> None:  # fmt: skip
-        self._reader, self._path, self._head, self._parts = reader, path, head, parts
+        self._reader, self._path, self._head, self._parts, self._runs = reader, path, head, parts, runs
         self._unpacking = unpacking
         self._pending: Pending | None = pending
         self._found: dict[str, Volume] | None = None
@@ -232,8 +240,27 @@ class Volumes:
         for part, data in zip(self._parts, raw, strict=True):
             self._reader.check_tiles(self._path, self._head, part.tiles, part.selection, data.numpy())
             volume = _unpacked_boxes(part, data.numpy())
+            if part.name in self._runs:
+                _check_found(volume, self._head.runs[part.name][0], self._runs[part.name])
             found[part.name] = volume._replace(data=volume.data.to(self._reader.device))
         return found
+
+
+def _check_found(volume: Volume, table: RunTable, found: Mapping[int, int]) -> None:
+    """Compares elements that runs found with the voxels themselves, as far as these were read.
+
+    Raises:
+        DamagedRecord: one has another value.
+    """
+    pattern = PATTERNS[table.dtype.itemsize]
+    voxels, values = volume.data.view(pattern), table.values.view(pattern)
+    for element, value in list(found.items()):
+        try:
+            place = volume.arrangement.place(element)
+        except ValueError:  # in none of the boxes
+            continue
+        if voxels[place] != values[value]:
+            raise DamagedRecord("its runs do not hold the values of its voxels")
 
 
 def _unpacked_boxes(part: Part, streams: np.ndarray) -> Volume:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.cache import header, temporary
-from monai_gds.cache.header import BLOCKS, DTYPES, RUNS, TABLE, Header, SourceState
+from monai_gds.cache.header import DTYPES, Header, SourceState
 from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 
@@ -222,40 +222,12 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _check_bytes(file: BufferedReader, read: Header) -> None:
-    import torch
-    from safetensors import SafetensorError, safe_open
+    from monai_gds.cache.soundness import check_record  # it imports torch
 
-    from monai_gds.cache.checksum import checksum
-    from monai_gds.cache.runs import RunTable
-    from monai_gds.cache.runs import check as check_runs
-    from monai_gds.cache.tiles import Layout, Tiles
-    from monai_gds.cache.tiles import check as check_tiles
-
-    wrong, tables = [], {}
-    blocks = {BLOCKS + name: entries.blocks for name, entries in read.runs.items()}
-    for name, tensor in {**read.front(), **read.tensors, **blocks}.items():
-        data = bytearray(tensor.nbytes)
-        file.seek(tensor.offset)
-        if file.readinto(data) != tensor.nbytes:
-            raise DamagedRecord("it was cut off while it was read")
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        if checksum(flat) != tensor.checksum:
-            wrong.append(name)
-        elif name.startswith((TABLE, RUNS)):
-            tables[name] = flat.numpy()
-        elif TABLE + name in tables:
-            found = Tiles(Layout.of_node(read.tiles[name].layout), tables[TABLE + name], tensor.nbytes)
-            check_tiles(found, flat.numpy())
-        elif name in blocks and RUNS + (of := name.removeprefix(BLOCKS)) in tables:
-            layout = Layout.of_node(read.tiles[of].layout)
-            check_runs(RunTable(layout.shape, layout.dtype, tables[RUNS + of], tensor.nbytes), flat.numpy())
-    if wrong:
-        raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
     try:
-        with safe_open(file.name, "pt"):
-            pass
-    except SafetensorError as e:
-        raise DamagedRecord(f"the safetensors library refuses it: {e}") from e
+        check_record(file, read)
+    except MemoryError as e:
+        raise OSError(errno.ENOMEM, f"it does not fit into memory: {e}") from e
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from monai_gds import limits
 from monai_gds.cache.permissions import ANY, share_file, share_folder
 from monai_gds.cache.process_names import FOREIGN_SECONDS, PATTERN, still_runs, this_process
+from monai_gds.plain_read import read_at
 from monai_gds.process import PerProcess
 
 __all__ = ["FOLDER", "Notes", "open_folder", "publish", "read", "remove_unfinished"]
@@ -177,7 +178,7 @@ def read(folder: int, name: str, begin: int = 0) -> bytes:
         st = os.fstat(fd)
         if not stat.S_ISREG(st.st_mode) or st.st_size - begin > limits.NOTE_BYTES:
             raise OSError(f"{name} is not a file of notes")
-        return os.pread(fd, max(0, st.st_size - begin), begin)
+        return read_at(fd, max(0, st.st_size - begin), begin)
     finally:
         os.close(fd)
 

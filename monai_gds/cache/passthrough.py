@@ -15,13 +15,16 @@ import torch
 from monai_gds.cache.hashing import hash_item
 from monai_gds.errors import DamagedRecord
 
-__all__ = ["ItemValues", "Path", "copy_item", "value_at"]
+__all__ = ["ANYTHING", "ItemValues", "Path", "copy_item", "value_at"]
 
 #: Keys and indices from the item to a value in it.
 Path: TypeAlias = "tuple[str | int, ...]"
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _MISSING = object()
+
+#: An item that has None wherever a value is taken from it, for those who have none at hand.
+ANYTHING: Any = object()
 
 
 class _Known(NamedTuple):
@@ -91,6 +94,8 @@ def value_at(item: Any, path: Sequence[Any]) -> Any:
             value = value[key]
         else:
             value = _MISSING
+    if item is ANYTHING:
+        return None
     if item is None or value is _MISSING:
         where = "item" + "".join(f"[{key!r}]" for key in path)
         raise DamagedRecord(f"it takes {where} from the dataset's item, where there is no such value")

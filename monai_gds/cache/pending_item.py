@@ -16,7 +16,7 @@ from monai_gds.cache.unpacking import unpack
 from monai_gds.errors import DamagedRecord, FileChanged, RecordError
 from monai_gds.storage import FileId, Pending
 
-__all__ = ["Begun", "PendingItem", "Reader", "check_entry", "tensors_of", "verify_entries"]
+__all__ = ["Begun", "PendingItem", "Reader", "check_entry", "is_of_record", "tensors_of", "verify_entries"]
 
 
 class Begun(NamedTuple):
@@ -37,6 +37,15 @@ def check_entry(name: str, expected: int, data: torch.Tensor) -> None:
     """
     if checksum(data) != expected:
         raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
+
+
+def is_of_record(error: Exception) -> bool:
+    """Whether an error costs the record only: it is damaged or cannot be read, or declares more than fits into memory.
+
+    An error of CUDA is not about a record, and neither is too little memory there.
+    """
+    of_memory = isinstance(error, MemoryError) or (type(error) is RuntimeError and "CPUAllocator" in str(error))
+    return isinstance(error, (RecordError, OSError)) or of_memory
 
 
 class Reader(Protocol):
@@ -93,17 +102,15 @@ class PendingItem:
             if self._verify:
                 verify_entries(head, head.table, raw, self._unpacking)
                 self._reader.mark_verified(self._path, head.file)
+            return (head.recipe(tensors_of(head, head.table, raw, self._unpacking), item),)
         except FileChanged as e:  # replaced by another process while it was read
             again = self._reader.start_again(self._path, self._tries, e)
             return None if again is None else again.wait(item)
         except FileNotFoundError:  # deleted by another process
             return None
-        except (RecordError, OSError) as e:
-            self._reader.report_unusable(self._path, e)
-            return None
-        try:
-            return (head.recipe(tensors_of(head, head.table, raw, self._unpacking), item),)
-        except RecordError as e:
+        except Exception as e:
+            if not is_of_record(e):
+                raise
             self._reader.report_unusable(self._path, e)
             return None
 

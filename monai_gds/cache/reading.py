@@ -13,20 +13,21 @@ import torch
 from monai_gds import limits
 from monai_gds.cache import device_tiles
 from monai_gds.cache.device_tiles import Unpacking
-from monai_gds.cache.header import SUFFIX, Header, header_length, parse
+from monai_gds.cache.header import SUFFIX, Header, check_holes, header_length, parse
 from monai_gds.cache.heads import Form, HeadMemory, RecordHead, TensorTable, check_codecs
 from monai_gds.cache.kept import KeptRecords
 from monai_gds.cache.lazy_item import LazyItem, Part, reads_of
-from monai_gds.cache.pending_item import Begun, PendingItem, check_entry
+from monai_gds.cache.pending_item import Begun, PendingItem, check_entry, is_of_record
 from monai_gds.cache.problems import Problems
 from monai_gds.cache.record import check_name
 from monai_gds.cache.tiles import Selection, Tiles
-from monai_gds.errors import FileChanged, NewerRecord, RecordError
+from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
+from monai_gds.file_systems import LOCAL, kind_of_folder
 from monai_gds.pooled_memory import pooled_volume
 from monai_gds.storage import FileId, Pending, Reads, Storage
 from monai_gds.storage.files import check_identity
 
-__all__ = ["RecordReader", "Verify", "read_record"]
+__all__ = ["Mmap", "RecordReader", "Verify", "read_record"]
 
 T = TypeVar("T")
 
@@ -34,6 +35,10 @@ T = TypeVar("T")
 #: every read where the storage bypasses the file system), at every read, or never. The header's always is.
 Verify = Literal["first", "always", "never"]
 
+
+#: Whether tensors on a CPU target are mappings of the record: always, never, or where the folder is on a file system of
+#: this machine.
+Mmap = Literal["auto"] | bool
 
 #: How often a record is tried again that keeps being replaced while it is read.
 _TRIES = 5
@@ -52,6 +57,8 @@ def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, 
     """
     head, file = storage.head(path, limits.HEAD_READ_BYTES)
     needed = header_length(head, file.size)
+    if file.size > limits.HOLES_BYTES:
+        check_holes(path)
     if needed > len(head):
         head, file = storage.head(path, needed)
     record = parse(head, file.size)
@@ -63,6 +70,8 @@ def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, 
     blocks = {}
     for name, entry in front.items():
         blocks[name] = head[entry.offset : entry.offset + entry.nbytes]
+        if len(blocks[name]) != entry.nbytes:
+            raise DamagedRecord("it was cut off while it was read")
         check_entry(name, entry.checksum, torch.from_numpy(np.frombuffer(bytearray(blocks[name]), np.uint8)))
     return record, file, blocks
 
@@ -84,16 +93,21 @@ def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list
 class RecordReader:
     """Reads the records of one directory. Problems are reported, and the record counts as absent."""
 
-    def __init__(self, storage: Storage, verify: Verify, form: Form, problems: Problems, device_bytes: int = 0) -> None:
+    def __init__(
+        self, storage: Storage, verify: Verify, form: Form, problems: Problems, device_bytes: int = 0,
+        mmap: Mmap = "auto",
+    ) -> None:  # fmt: skip
         self.heads = HeadMemory()
         self._kept = KeptRecords(device_bytes) if device_bytes else None
         self._storage = storage
         self.device = storage.device
         self._on_cpu = storage.device.type == "cpu"
         self._verify: Verify = "always" if verify == "first" and not storage.coherent else verify
+        self._mmap: Mmap = mmap
         self._form = form
         self._problems = problems
         self._verified: dict[str, FileId] = {}
+        self._damaged: dict[str, FileId] = {}
         self._verified_rest: dict[str, FileId] = {}  # all but tensors in tiles, which note it themselves
 
     def start(self, path: str, tries: int = _TRIES) -> PendingItem | None:
@@ -122,7 +136,9 @@ class RecordReader:
                 if not tries:
                     self.report_unusable(path, e)  # a file system on which a file never keeps its identity
                     return None
-            except (RecordError, OSError) as e:
+            except Exception as e:
+                if not is_of_record(e):
+                    raise
                 self.report_unusable(path, e)
                 return None
 
@@ -134,7 +150,7 @@ class RecordReader:
         """
         verify = self._must_verify(path, head.file, table is head.table)
         # A record to be verified is read, not mapped: on a failing disk a read raises, touching a mapping kills.
-        begin = self._storage.load if verify else self._storage.map
+        begin = self._storage.load if verify or not self._maps(path) else self._storage.map
         if not head.tiles or not self.unpacks_there():
             return begin(table.reads.at(path, head.file)), None, verify
         tiles = [head.tiles.get(name) for name, _, _ in table.tensors]
@@ -144,6 +160,12 @@ class RecordReader:
             return pending, unpacking, verify
         unpacking = Unpacking(wanted)
         return begin(table.reads.at(path, head.file)).then(unpacking, aside=True), unpacking, verify
+
+    def _maps(self, path: str) -> bool:
+        """Whether records are mapped: on a drive of another machine a failure that a read survives is frequent."""
+        if self._mmap == "auto":
+            self._mmap = kind_of_folder(os.path.dirname(path)) in LOCAL
+        return self._mmap
 
     def _stays(self, path: str, head: RecordHead) -> bool:
         """Whether a record is in the device's memory, or will be when it is read whole."""
@@ -184,7 +206,9 @@ class RecordReader:
                 return self._begin_kept(path, head, wanted, [part.entry for part in parts])
             unpacking = Unpacking([(p.tiles, p.selection.starts, some) for p, some in zip(parts, ids, strict=True)])
             return self._storage.load(reads_of(path, head, parts)).then(unpacking, aside=True), unpacking
-        except OSError as e:
+        except Exception as e:
+            if not is_of_record(e):
+                raise
             return Pending.completed([], self._storage.device, e), None
 
     def check_tiles(self, path: str, head: RecordHead, tiles: Tiles, chosen: Selection, streams: np.ndarray) -> None:
@@ -217,7 +241,9 @@ class RecordReader:
             return get()
         except (FileChanged, FileNotFoundError):  # replaced or deleted by another process
             self.forget(path)
-        except (RecordError, OSError) as e:
+        except Exception as e:
+            if not is_of_record(e):
+                raise
             self.report_unusable(path, e)
         return None
 
@@ -276,7 +302,9 @@ class RecordReader:
             record = self.examine(path, digest)
         except FileNotFoundError:
             return False
-        except (RecordError, OSError) as e:
+        except Exception as e:
+            if not is_of_record(e):
+                raise
             self.report_unusable(path, e)
             return isinstance(e, NewerRecord)
         return suits is None or suits(record)
@@ -305,7 +333,13 @@ class RecordReader:
         (self._verified if whole else self._verified_rest)[path] = file
 
     def report_unusable(self, path: str, error: Exception) -> None:
-        """Warns of a record that cannot be used, and forgets it."""
+        """Warns of a record that cannot be used, and forgets it, but for that it is damaged.
+
+        What is wrong may show in one way of reading only, and the record would stay as it is.
+        """
+        head = self.heads.get(path)
+        if head is not None and isinstance(error, DamagedRecord):
+            self._damaged[path] = head.file
         self.forget(path)
         self._problems.unusable(path, error)
 
@@ -315,6 +349,8 @@ class RecordReader:
             record, file, blocks = read_record(path, self._storage)
             check_name(record, os.path.basename(path).removesuffix(SUFFIX))
             head = RecordHead.of(record, file, blocks, self._form, not self._on_cpu)
+            if self._damaged.get(path) == file:
+                raise DamagedRecord("it was found damaged before")
             self.heads.keep(path, head)
         return head
 

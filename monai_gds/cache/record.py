@@ -104,7 +104,7 @@ def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression
         layout.add(f"{TABLE}{name}", torch.uint8, [len(table)], table)
     for name, (table, _) in found.items():
         layout.add(f"{RUNS}{name}", torch.uint8, [len(table)], table)
-    small = [(name, t) for name, t in item.tensors.items() if t.nbytes < LARGE]
+    small = [(name, t) for name, t in item.tensors.items() if t.nbytes < LARGE and name not in packed]
     for name, tensor in sorted(small, key=lambda nt: -nt[1].element_size()):
         layout.align(tensor.element_size())
         layout.add(name, tensor.dtype, list(tensor.shape), tensor_bytes(tensor))

@@ -171,6 +171,8 @@ class RunTable:
         self._sizes, self._crcs = parts[0].view(np.int32), parts[1].view(np.uint32)
         self._counts = parts[2].view(np.uint32).reshape(blocks, values)
         self.values = torch.from_numpy(parts[3]).view(dtype)
+        if len(np.unique(parts[3].view(f"u{dtype.itemsize}"))) != values:
+            raise DamagedRecord("the table of its runs has a value twice")
         self.nbytes = len(table)
         most = self._per_block * _RUN
         in_range = self._sizes.min() >= -255 and self._sizes.max() <= most
@@ -256,6 +258,7 @@ class Runs:
     Args:
         table: their table.
         decoded: reads a block, given its index, and returns what :meth:`RunTable.decode` does.
+        noted: called with each element that was found, and the index of its value.
 
     Attributes:
         shape: of the tensor.
@@ -273,10 +276,16 @@ class Runs:
         (1280, True)
     """
 
-    def __init__(self, table: RunTable, decoded: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> None:
+    def __init__(
+        self,
+        table: RunTable,
+        decoded: Callable[[int], tuple[np.ndarray, np.ndarray]],
+        noted: Callable[[int, int], object] = lambda element, value: None,
+    ) -> None:
         self.shape, self.dtype, self.values = table.shape, table.dtype, table.values
         self._table = table
         self._decoded = decoded
+        self._noted = noted
 
     def count(self, chosen: np.ndarray) -> int:
         """How many elements have one of the chosen values. Reads nothing.
@@ -304,4 +313,6 @@ class Runs:
         lengths, ids = self._decoded(block)
         ends = np.cumsum(np.where(chosen[ids], lengths, 0))
         run = int(np.searchsorted(ends, k - before, side="right"))
-        return start + int(lengths[:run].sum()) + k - before - (int(ends[run - 1]) if run else 0)
+        element = start + int(lengths[:run].sum()) + k - before - (int(ends[run - 1]) if run else 0)
+        self._noted(element, int(ids[run]))
+        return element

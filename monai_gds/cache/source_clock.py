@@ -18,13 +18,13 @@ through a shared memory mapping change times up to 30 s late. Attributes cached 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import time
 
 from monai_gds import limits
 from monai_gds.cache import temporary
+from monai_gds.file_systems import LOCAL, kind_of
 
 __all__ = ["FileClock"]
 
@@ -36,15 +36,6 @@ _CLOCKS_DIFFER = 24 * 3600 * 1_000_000_000
 
 #: How often a file server is asked for its time, in seconds. In between, its clock is taken to run 0.1 % slow.
 _ASK_SERVER_SECONDS = 60.0
-
-
-#: File systems that stamp with this machine's clock (linux/magic.h): ext4, XFS, btrfs, tmpfs, overlayfs, ZFS, F2FS,
-#: bcachefs, ramfs.
-_LOCAL = frozenset(
-    {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E, 0x858458F6}
-)
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class FileClock:
@@ -73,7 +64,7 @@ class FileClock:
     def _now(self, device: int, fd: int, here: int) -> int:
         """The earliest time, in ns, that the clock stamping a device's files may show; ``here`` is this machine's."""
         if device not in self._is_local:
-            self._is_local[device] = _file_system(fd) in _LOCAL
+            self._is_local[device] = kind_of(fd) in LOCAL
         if self._is_local[device]:
             return here
         answered, told = self._server.get(device, (-math.inf, None))
@@ -93,11 +84,3 @@ class FileClock:
             told = temporary.server_time(folder) if os.fstat(folder).st_dev == device else None
             return None if told is None else int(told * 1e9)
         return None
-
-
-def _file_system(fd: int) -> int | None:
-    """The magic number of the file system of an open file, or None if the system does not report one."""
-    told = ctypes.create_string_buffer(256)  # struct statfs has 120 bytes and begins with it as a long
-    if _libc.fstatfs(fd, told):
-        return None
-    return ctypes.c_ulong.from_buffer(told).value & 0xFFFFFFFF

@@ -13,6 +13,7 @@ import torch
 
 from monai_gds import huge_pages, limits
 from monai_gds.errors import FileChanged, StorageError
+from monai_gds.plain_read import read_at
 
 __all__ = [
     "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",
@@ -159,7 +160,8 @@ def read_head(path: str, nbytes: int) -> tuple[bytes, FileId]:
     fd = os.open(path, _FLAGS)
     try:
         with naming(path):
-            return os.pread(fd, nbytes, 0), FileId.of(fd)
+            file = FileId.of(fd)
+            return read_at(fd, min(nbytes, file.size)), file
     finally:
         os.close(fd)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -351,6 +351,30 @@ class BackendContract:
         with pytest.raises(FileNotFoundError, match=r"missing\.bin"):
             storage.head(str(folder / "missing.bin"), 10)
 
+    @pytest.mark.usefixtures("stable_descriptors")
+    def test_reads_on_where_a_call_returned_less(
+        self, storage: Storage, folder: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As calls do over FUSE and NFS. A backend that reads by other means does not notice."""
+        path = self.make(folder, data[:300_000])
+        monkeypatch.setattr(os, "preadv", _short_preadv(os.preadv))
+        monkeypatch.setattr(os, "pread", _short_pread(os.pread))
+        ranges = [(0, 300_000), (1, 70_001), (4096, 65_536), (8192, 200_000), (0, 10), (299_990, 10), (5, 0)]
+        self.assert_gives(storage, path, data, *ranges)
+        self.assert_gives(storage, path, data, *ranges, map=True)
+        paths, sizes, starts = self.files(folder, [9000 + i for i in range(40)])
+        (dest,) = [self.dest(storage, int(starts[-1]) + 3 * ALIGNMENT)]
+        reads = Reads.of_files(paths, sizes, starts, dest.numel(), expected=sizes.tolist())
+        self.ended(storage.fill(reads, [dest])).wait()
+        for i, part in enumerate(reads.parts([dest])):
+            assert_bytes(part, content(9000 + i, i))
+        for nbytes in (10, 5000, 200_000, 400_000):
+            assert storage.head(str(path), nbytes) == (data[: min(nbytes, 300_000)], FileId.of(path))
+        beyond = Reads.of(str(path), [(4096, 300_000)])
+        for pending in (storage.load(beyond), storage.map(beyond)):
+            assert isinstance(self.ended(pending).errors[0], OSError)
+            assert str(path) in str(pending.errors[0])
+
     # Memory.
 
     def test_memory_is_on_the_device(self, storage: Storage, blob: Path, data: bytes) -> None:
@@ -676,6 +700,25 @@ class BackendContract:
         assert backend.write is Backend.write or isinstance(self, WriteContract), (
             f"{backend.__name__} has a write of its own: derive from WriteContract as well"
         )
+
+
+def _fewer(nbytes: int) -> int:
+    """Fewer bytes, at least one; a multiple of a page where there is one, as O_DIRECT demands."""
+    if nbytes < ALIGNMENT:
+        return (nbytes + 1) // 2
+    return max(ALIGNMENT, nbytes // 2 // ALIGNMENT * ALIGNMENT)
+
+
+def _short_preadv(preadv: Callable[..., int]) -> Callable[..., int]:
+    def short(fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        first = memoryview(buffers[0]).cast("B")
+        return preadv(fd, [first[: _fewer(first.nbytes)]], offset, flags)
+
+    return short
+
+
+def _short_pread(pread: Callable[[int, int, int], bytes]) -> Callable[[int, int, int], bytes]:
+    return lambda fd, nbytes, offset: pread(fd, _fewer(nbytes), offset)
 
 
 def _use_in_child(storage: Storage, path: str) -> None:

@@ -171,7 +171,7 @@ def test_an_edit_within_a_tick_at_the_same_size_is_noticed(
 ) -> None:
     with loop_disk(tmp_path, make=("-I", "128")) as disk:  # its inodes hold whole seconds only
         if clock != "local":
-            monkeypatch.setattr(source_clock, "_LOCAL", frozenset())
+            monkeypatch.setattr(source_clock, "LOCAL", frozenset())
         if "ours" in clock or "no cache" in clock:
             now = time.time_ns
             monkeypatch.setattr(source_clock.time, "time_ns", lambda: now() + 3600 * 10**9)
@@ -217,7 +217,7 @@ def test_no_time_of_a_file_has_it_read_for_ever(
     volume: Path, monkeypatch: pytest.MonkeyPatch, clock: int, local: bool
 ) -> None:
     if not local:
-        monkeypatch.setattr(source_clock, "_LOCAL", frozenset())
+        monkeypatch.setattr(source_clock, "LOCAL", frozenset())
     monkeypatch.setattr(source_clock, "_TICK", 10**9 // 2)
     now = time.time_ns
     monkeypatch.setattr(source_clock.time, "time_ns", lambda: now() + clock * 10**9)
@@ -230,7 +230,7 @@ def test_no_time_of_a_file_has_it_read_for_ever(
 
 
 def test_old_files_of_a_server_are_read_once(volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_clock, "_LOCAL", frozenset())
+    monkeypatch.setattr(source_clock, "LOCAL", frozenset())
     behind = time.time_ns
     monkeypatch.setattr(source_clock.time, "time_ns", lambda: behind() - 3600 * 10**9)
     time.sleep(2.1)

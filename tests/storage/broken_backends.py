@@ -29,6 +29,15 @@ class LiesAboutShortReads(SampleBackend):
         return dest.numel()
 
 
+class ReadsTheHeadOnce(SampleBackend):
+    def head(self, path: str, nbytes: int) -> tuple[bytes, FileId]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return os.pread(fd, nbytes, 0), FileId.of(fd)
+        finally:
+            os.close(fd)
+
+
 class SwallowsErrors(SampleBackend):
     def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> int:
         try:
@@ -214,6 +223,7 @@ class RunsStepsTwice(SampleBackend):
 #: Each backend, and the test that is to fail over it.
 BROKEN: dict[type[SampleBackend], tuple[type[BackendContract], str]] = {
     LiesAboutShortReads: (BackendContract, "test_a_cut_file_is_an_error[4097]"),
+    ReadsTheHeadOnce: (BackendContract, "test_reads_on_where_a_call_returned_less"),
     SwallowsErrors: (BackendContract, "test_a_directory_and_a_fifo_are_errors_and_not_a_wait"),
     ReadsFromTheBlock: (BackendContract, "test_reads_every_offset_and_length"),
     WritesBeyondTheEnd: (BackendContract, "test_fills_large_slices_and_nothing_around_them"),

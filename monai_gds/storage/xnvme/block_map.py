@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from monai_gds.errors import BlockMapError, FileChanged, StorageError
+from monai_gds.plain_read import read_at
 from monai_gds.storage.xnvme.extents import (
     Disk,
     Extent,
@@ -491,7 +492,7 @@ def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:
     try:
         with mmap.mmap(-1, _COMPARE_BYTES) as buffer, memoryview(buffer) as aligned:  # as O_DIRECT demands
             for offset, start, nbytes in _pieces(blocks):
-                expected = os.pread(fd, min(nbytes, blocks.size - offset), offset)
+                expected = read_at(fd, min(nbytes, blocks.size - offset), offset)
                 if start is None:
                     place, found = "a hole", bytes(len(expected))
                 else:
