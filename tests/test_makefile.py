@@ -37,3 +37,8 @@ def test_only_the_long_tests_wait_for_a_compiler() -> None:
     assert "prepare_deepnvme" in long
     assert "prepare_deepnvme" not in quick
     assert "--hypothesis-profile=long" in long
+
+
+def test_a_soak_takes_the_minutes_and_the_campaigns_that_it_is_given() -> None:
+    given = would_run(ROOT, "soak", "VENV=.venv-of-nobody", "MINUTES=2", "CAMPAIGNS=kills disks")
+    assert "-m tests.soak --minutes 2 kills disks" in given

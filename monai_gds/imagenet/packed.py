@@ -47,7 +47,7 @@ __all__ = [
 
 INDEX = "index.safetensors"
 
-_FORMAT = {"format": "monai_gds packed images", "version": 1}
+_FORMAT: dict[str, Any] = {"format": "monai_gds packed images", "version": 1}
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ def open_packed(root: StrPath) -> PackedImages:
         item = load_item(index)
         if not isinstance(item, dict) or item["format"] != _FORMAT["format"]:
             raise ImageListError(f"{index} is not a record of packed images")
+        if type(item["version"]) is not int:
+            raise DamagedRecord(f"its version is {item['version']!r:.40}")
         if item["version"] > _FORMAT["version"]:
             raise ImageListError(f"{index} has format version {item['version']}: update monai_gds")
-        names = [os.fsdecode(name) for name in item["names"].numpy().tobytes().split(b"\0")[:-1]]
-        labels, sizes, files = (item[key].numpy() for key in ("labels", "sizes", "files"))
-        images = ImageList(top, item["classes"], names, labels, sizes)
+        images, files = _told_by(item, top)
     except (RecordError, KeyError, OSError) as e:
         raise ImageListError(f"{index} is not an index of packed images: {e}; pack the folder again") from e
     for number, nbytes in enumerate(files[:, 3].tolist()):
@@ -148,6 +148,34 @@ def open_packed(root: StrPath) -> PackedImages:
         if found != nbytes:
             raise ImageListError(f"{path} has {found} bytes instead of {nbytes}: copy it again")
     return PackedImages(images, files)
+
+
+def _told_by(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
+    """The images and files of an index. Raises KeyError or DamagedRecord for what :func:`pack_folder` never writes."""
+    dtypes = {"names": torch.uint8, "labels": torch.int32, "sizes": torch.int64, "files": torch.int64}
+    for key, dtype in dtypes.items():
+        axes = 2 if key == "files" else 1
+        if not isinstance(item[key], torch.Tensor) or item[key].dtype != dtype or item[key].dim() != axes:
+            raise DamagedRecord(f"its {key} are not {dtype} with {axes} axes")
+    text, labels, sizes, files = (item[key].numpy() for key in dtypes)
+    names = [os.fsdecode(name) for name in text.tobytes().split(b"\0")[:-1]]
+    classes = item["classes"]
+    if not isinstance(classes, list) or not {str}.issuperset(map(type, classes)):
+        raise DamagedRecord("its classes are not a list of names")
+    if not names or len(names) != len(labels) or len(names) != len(sizes):
+        raise DamagedRecord(f"it has {len(names)} names, {len(labels)} labels and {len(sizes)} sizes")
+    if labels.min() < 0 or labels.max() >= len(classes):
+        raise DamagedRecord("it has a label without a class")
+    if files.shape[1] != 4 or files.min(initial=0) < 0 or files[:, 0].max(initial=0) > len(names):
+        raise DamagedRecord("its files are not described as they should be")
+    bounds = np.concatenate([[0], np.cumsum(files[:, 0])])
+    inside = len(files) > 0 and bool((files[:, 0] > 0).all()) and int(bounds[-1]) == len(sizes)
+    # no image is larger than its file, so sums of sizes do not overflow
+    if not inside or sizes.min() < 1 or (sizes > np.repeat(files[:, 3], files[:, 0])).any():
+        raise DamagedRecord("its files do not hold its images")
+    if (np.add.reduceat(sizes, bounds[:-1]) != files[:, 1]).any() or (files[:, 2] > files[:, 3] - files[:, 1]).any():
+        raise DamagedRecord("its images are not where its files are")
+    return ImageList(top, classes, names, labels, sizes), files
 
 
 def damaged(path: str, why: object) -> DamagedRecord:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from monai_gds.cache.checksum import checksum
 from monai_gds.cli import app
 from monai_gds.errors import BrokenImage, DamagedRecord, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder, readers
-from monai_gds.imagenet.image_storage import Fetch, ImageStorage
+from monai_gds.imagenet.image_storage import Fetch, ImageStorage, load_item, save_item
 from monai_gds.imagenet.packed import INDEX, PackedImages, open_packed
 from monai_gds.imagenet.readers import PackedReader
-from monai_gds.storage import Storage
+from monai_gds.storage import Storage, open_storage
 from monai_gds.storage.posix import PosixBackend
 from tests.commands import run
 from tests.imagenet.conftest import COUNT
@@ -150,6 +151,44 @@ def test_a_damaged_index_is_refused(packed: Path, tmp_path: Path, where: int) ->
         assert "index.safetensors" in str(e)
     else:
         assert list(damaged.images.names) == list(open_packed(packed).images.names)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"names": {"a": 1}}, id="names that are no tensor"),
+        pytest.param({"names": torch.zeros(3)}, id="names of another dtype"),
+        pytest.param({"names": torch.zeros(2, 2, dtype=torch.uint8)}, id="names in rows"),
+        pytest.param({"labels": torch.zeros(2, dtype=torch.int32)}, id="labels for some"),
+        pytest.param({"labels": torch.full((COUNT,), 99, dtype=torch.int32)}, id="a label without a class"),
+        pytest.param({"labels": torch.full((COUNT,), -1, dtype=torch.int32)}, id="a negative label"),
+        pytest.param({"sizes": torch.full((COUNT,), -5)}, id="negative sizes"),
+        pytest.param({"sizes": torch.full((COUNT,), 1 << 62)}, id="sizes that overflow"),
+        pytest.param({"sizes": torch.ones(COUNT, dtype=torch.int64)}, id="sizes of others"),
+        pytest.param({"files": torch.tensor(3)}, id="files without axes"),
+        pytest.param({"files": torch.zeros(0, 4, dtype=torch.int64)}, id="no files"),
+        pytest.param({"files": torch.zeros(1, 2, dtype=torch.int64)}, id="files of two columns"),
+        pytest.param({"files": torch.full((1, 4), 1 << 62)}, id="a file of exabytes"),
+        pytest.param({"files": torch.tensor([[COUNT, -1, -1, -1]])}, id="a file of negative size"),
+        pytest.param({"files": torch.tensor([[COUNT - 1, 9, 9, 9]])}, id="a file for fewer images"),
+        pytest.param({"classes": 3}, id="classes that are a number"),
+        pytest.param({"classes": [1, 2, 3, 4]}, id="classes that are numbers"),
+        pytest.param({"version": "x"}, id="a version in letters"),
+        pytest.param(
+            {"names": torch.zeros(0, dtype=torch.uint8), "sizes": torch.zeros(0, dtype=torch.int64),
+             "labels": torch.zeros(0, dtype=torch.int32), "files": torch.zeros(0, 4, dtype=torch.int64)},
+            id="no images",
+        ),
+    ],
+)  # fmt: skip
+def test_an_index_that_nobody_packed_is_refused(packed: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    item = {**load_item(str(copy / INDEX)), **change}
+    with closing(open_storage(device="cpu")) as storage:
+        (copy / INDEX).unlink()
+        save_item(storage, copy / INDEX, item)
+    with pytest.raises(ImageListError, match="pack the folder again"):
+        open_packed(copy)
 
 
 def test_nothing_half_written_is_taken_for_packed(

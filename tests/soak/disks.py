@@ -32,11 +32,13 @@ COUNT = 8
 
 def run(soak: Soak) -> None:
     """Every kind of disk, then failing calls for the rest of the time."""
-    for form, crops in soak.random.sample(WAYS, 1 if soak.quick else len(WAYS)):
-        folder = soak.folder / f"{form}-{crops}"
-        folder.mkdir()
-        for disk in DISKS:
-            with soak.part(disk.__name__.strip("_").replace("_", " ")):
+    ways = soak.random.sample(WAYS, len(WAYS))
+    for number, disk in enumerate(DISKS * (1 if soak.quick else len(ways))):
+        form, crops = ways[number // len(DISKS)]
+        if number < len(DISKS) or soak.more():
+            folder = soak.folder / f"{form}-{crops}"
+            folder.mkdir(exist_ok=True)
+            with soak.part(disk.__name__.replace("_", " ")):
                 disk(soak, folder / disk.__name__, form, crops)
     once = True
     while once or soak.more():

@@ -21,7 +21,7 @@ from monai.data import MetaTensor
 
 from monai_gds import GDSDataset, limits
 from monai_gds.errors import CacheWarning
-from tests.same import assert_same, strides
+from tests.same import assert_same, moved, strides
 from tests.soak.tally import Tally
 
 __all__ = ["FORMS", "Reader", "Shape", "enter", "fresh", "made", "write_source", "write_sources"]
@@ -138,7 +138,7 @@ class Reader:
     ) -> None:  # fmt: skip
         self.items, self.crops, self.shape, self.seed = items, crops, shape, 0
         transform = mt.Compose([Make(shape), *_REST[crops](shape)])
-        self.dataset = GDSDataset(items, transform, cache, device="cpu", **{**FORMS[form], **settings})
+        self.dataset = GDSDataset(items, transform, cache, **{"device": "cpu", **FORMS[form], **settings})
 
     def read(self, index: int) -> str:
         """What is wrong with an item, which may change its version meanwhile; empty if nothing is."""
@@ -156,6 +156,8 @@ class Reader:
         try:
             source = self.items[index]["source"]
             expected = fresh(index, got["version"], source, self.crops, self.seed, self.shape)
+            if self.dataset.device.type != "cpu":
+                expected = moved(expected, str(self.dataset.device))
             assert_same(expected, got)
             assert_same(strides(expected), strides(got), "strides")
         except AssertionError as e:

@@ -13,9 +13,21 @@ from tests.soak.campaigns import CAMPAIGNS, tally_of
 pytestmark = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
 
 
-@pytest.mark.parametrize("name", CAMPAIGNS)
-def test_a_campaign_finds_nothing(name: str, tmp_path: Path, interpreter: Interpreter) -> None:
-    tally = tally_of(name, tmp_path / "soak", interpreter, 2.0)
+QUICK = [name for name in CAMPAIGNS if name != "power"]
+
+
+def finds_nothing(name: str, folder: Path, interpreter: Interpreter, seconds: float) -> None:
+    tally = tally_of(name, folder / "soak", interpreter, seconds)
     assert tally.bad == 0, "\n".join(tally.notes)
     if not tally.trials:
         pytest.skip("; ".join(tally.skipped))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_campaign_finds_nothing(name: str, tmp_path: Path, interpreter: Interpreter) -> None:
+    finds_nothing(name, tmp_path, interpreter, 2.0)
+
+
+@pytest.mark.long
+def test_power_cuts_lose_nothing_that_is_durable(tmp_path: Path, interpreter: Interpreter) -> None:
+    finds_nothing("power", tmp_path, interpreter, 15.0)

@@ -455,6 +455,7 @@ def _below(path: Any) -> str:
     """A path of a saved map, which must not lead out of the folder that it is relative to."""
     if _text(path).startswith("/") or ".." in path.split("/") or "\0" in path:
         raise ValueError(f"{path!r:.200} is not a path below the folder")
+    os.fsencode(path)  # raises ValueError for what no path can contain
     return str(path)
 
 

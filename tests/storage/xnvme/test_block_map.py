@@ -394,6 +394,7 @@ class TestFile:
             ('{"../../etc/shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
             ('{"a/../../b": {"startblock": 1, "endblock": 5}}', "not a path below"),
             ('{"/etc/shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
+            ('{"\\ud800/b": {"startblock": 1, "endblock": 5}}', "surrogates not allowed"),
             ('{"a/\\u0000": {"startblock": 1, "endblock": 5}}', "not a path below"),
         ],
     )
