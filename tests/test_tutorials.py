@@ -23,7 +23,7 @@ each = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem
 
 
 #: Libraries that no notebook may take for granted, and what makes a Python start without them.
-OPTIONAL = ("deepspeed", "matplotlib", "nilearn", "nvidia.dali", "squirrel")
+OPTIONAL = ("blosc2", "deepspeed", "matplotlib", "nilearn", "nvidia.dali", "squirrel")
 NOT_INSTALLED = """
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, PackageNotFoundError
@@ -112,6 +112,7 @@ def test_says_what_is_missing_instead_of_failing_and_keeps_data_where_told(
     assert "DALI is missing" in said or "dali" not in notebook.stem
     assert "Squirrel is missing" in said or "squirrel" not in notebook.stem
     assert "nilearn is missing" in said or notebook.stem != "train_segmentation"
+    assert "Blosc2 is missing" in said or notebook.stem != "train_segmentation"
     assert "No CUDA device here" in said or notebook.stem == "block_map"
     assert warnings_in(node) == []
     assert list(work.iterdir()) == []
