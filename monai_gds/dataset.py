@@ -371,7 +371,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _transform(self, index: int) -> Any:
         if type(self)._cachecheck is not GDSDataset._cachecheck:  # a subclass's own way from an item to its transforms
             return super()._transform(index)
-        return self._begin([self.data[index]], [index])[0].end()
+        return self._begin([self.data[index]], [index], alone=True)[0].end()
 
     def _cachecheck(self, item_transformed: Any) -> Any:
         return self._begin([item_transformed], [None], whole=True)[0].finish()
@@ -608,14 +608,17 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     # The cache
 
-    def _begin(self, items: Sequence[Any], indices: Sequence[Any], whole: bool = False) -> list[Begun]:
+    def _begin(
+        self, items: Sequence[Any], indices: Sequence[Any], whole: bool = False, alone: bool = False
+    ) -> list[Begun]:
+        """Begins items: ``whole`` if they end before their random transforms, ``alone`` if one that ends at once."""
         split = self.split()
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         keys = self._state.keys(items)
         if split.drawable and not whole and self._may_draw():
-            return self._begin_draws(cache, split, items, indices, keys)
+            return self._begin_draws(cache, split, items, indices, keys, alone)
         pendings = cache.start_all([key.digest for key in keys])
         return [
             Begun(self, item, index, cache, key, pending)
@@ -623,16 +626,19 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         ]
 
     def _begin_draws(
-        self, cache: CacheDirectory, split: Split, items: Sequence[Any], indices: Sequence[Any], keys: Sequence[Key]
-    ) -> list[Begun]:
-        queue = self._queue(split)
+        self, cache: CacheDirectory, split: Split, items: Sequence[Any], indices: Sequence[Any], keys: Sequence[Key],
+        alone: bool,
+    ) -> list[Begun]:  # fmt: skip
+        reading = cache.start_all_lazily([key.digest for key in keys])
+        # An item that nothing is drawn for needs a turn only where items behind it are begun before it is over.
+        queue = None if alone and isinstance(reading[0], PendingItem) else self._queue(split)
         found: list[Begun] = []
-        for item, index, key, started in zip(
-            items, indices, keys, cache.start_all_lazily([key.digest for key in keys]), strict=True
-        ):
+        for item, index, key, started in zip(items, indices, keys, reading, strict=True):
             pending, lazy = (started, None) if isinstance(started, PendingItem) else (None, started)
-            found.append(Begun(self, item, index, cache, key, pending, Turn(queue, lazy, item)))
-        queue.begin([begun._turn for begun in found if begun._turn is not None])
+            turn = None if queue is None else Turn(queue, lazy, item)
+            found.append(Begun(self, item, index, cache, key, pending, turn))
+        if queue is not None:
+            queue.begin([begun._turn for begun in found if begun._turn is not None])
         return found
 
     def _may_draw(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from monai_gds import huge_pages, limits
 
-__all__ = ["pooled_empty", "pooled_volume", "tensor_at"]
+__all__ = ["pooled_empty", "pooled_scratch", "pooled_volume", "tensor_at"]
 
 
 def tensor_at(address: int, nbytes: int, release: Callable[[], object]) -> torch.Tensor:
@@ -93,6 +93,7 @@ class _Pool:
 
 _pool = _Pool(limits.POOL_BYTES)
 _volumes = _Pool(limits.VOLUME_POOL_BYTES)
+_scratch = _Pool(limits.SCRATCH_POOL_BYTES)
 
 
 def pooled_empty(nbytes: int) -> torch.Tensor:
@@ -112,10 +113,19 @@ def pooled_volume(nbytes: int) -> torch.Tensor:
     """As :func:`pooled_empty`, for sizes that vary: blocks have powers of two. From a pool of its own, which batches do
     not use up.
     """
-    if nbytes > limits.VOLUME_POOL_BYTES:  # it would not be kept
+    return _power_of_two(_volumes, limits.VOLUME_POOL_BYTES, nbytes)
+
+
+def pooled_scratch(nbytes: int) -> torch.Tensor:
+    """As :func:`pooled_volume`, for what is used up at once. Such small blocks would push volumes out of their pool."""
+    return _power_of_two(_scratch, limits.SCRATCH_POOL_BYTES, nbytes)
+
+
+def _power_of_two(pool: _Pool, most: int, nbytes: int) -> torch.Tensor:
+    if nbytes > most:  # it would not be kept
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     size = max(huge_pages.HUGE, 1 << (nbytes - 1).bit_length())
-    return _tensor(_volumes, _volumes.take(size, 2 * size), nbytes)
+    return _tensor(pool, pool.take(size, 2 * size), nbytes)
 
 
 def _tensor(pool: _Pool, block: _Block, nbytes: int) -> torch.Tensor:

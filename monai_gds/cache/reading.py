@@ -23,7 +23,7 @@ from monai_gds.cache.record import check_name
 from monai_gds.cache.tiles import Selection, Tiles
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
 from monai_gds.file_systems import LOCAL, kind_of_folder
-from monai_gds.pooled_memory import pooled_volume
+from monai_gds.pooled_memory import pooled_scratch
 from monai_gds.storage import FileId, Pending, Reads, Storage
 from monai_gds.storage.files import check_identity
 
@@ -196,7 +196,7 @@ class RecordReader:
         """Begins to read the streams of boxes, as :meth:`Tiles.select` lays them out."""
         try:
             if not self.unpacks_there():
-                into = [pooled_volume(part.selection.nbytes) for part in parts]
+                into = [pooled_scratch(part.selection.nbytes) for part in parts]
                 return self._storage.fill(reads_of(path, head, parts), into), None
             ids = [part.selection.tiles.astype(np.int32) for part in parts]
             if self._stays(path, head):

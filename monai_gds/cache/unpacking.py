@@ -4,6 +4,8 @@ Used by :mod:`monai_gds.cache.reading`. Tiles are decoded in slabs, each by one 
 next one finds in the processor's cache.
 
     streams ─▶ codec and shuffle (blosc) ─▶ tiles ─▶ the voxels of each box ─▶ values of the palette ─▶ tensor
+
+Half of the time goes into writing the boxes: their rows are short, and lie in memory that no cache holds.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from monai_gds.cache import blosc
 from monai_gds.cache.boxes import Box, last_three, whole_box
 from monai_gds.cache.tiles import PATTERNS, Layout, Selection, Tiles
 from monai_gds.errors import DamagedRecord
+from monai_gds.pooled_memory import pooled_scratch
 
 __all__ = ["unpack", "unpack_boxes"]
 
@@ -100,14 +103,15 @@ class _Unpacker:
         self._tiles, self._selected = tiles, selected
         self._boxes, self._regions = boxes, [region.numpy() for region in regions]
         self._unsigned = f"u{tiles.layout.packed_dtype.itemsize}"
+        self._lookup: _Lookup | None = None
+        if tiles.values is not None and tiles.divisor is None:
+            values = tiles.values.view(PATTERNS[tiles.values.element_size()]).numpy()
+            self._lookup = _Lookup(values, self._unsigned, sum(region.size for region in self._regions), self.scratch)
 
     def slab(self, begin: int, end: int, buffer: np.ndarray, starts: np.ndarray) -> None:
         """Decodes the selected tiles from ``begin`` to ``end``, a slab."""
         layout, which = self._tiles.layout, self._selected[begin:end]
-        shape = (end - begin, math.prod(layout.tile))
-        decoded = self.scratch.take("tiles", shape, self._unsigned)
-        sizes = self._tiles.sizes[which].astype(np.int64)
-        blosc.decompress(buffer, starts, sizes, layout.codec, torch.from_numpy(decoded))
+        decoded, firsts = self._decoded(self._tiles.sizes[which].astype(np.int64), buffer, starts)
         _, rows, columns, deep = layout.grid
         first, last = int(which[0]) // deep, int(which[-1]) // deep
         lead, x = divmod(first // columns, rows)
@@ -122,21 +126,36 @@ class _Unpacker:
                     lead, x_voxels.start - box[0].start : x_voxels.stop - box[0].start,
                     y_voxels.start - box[1].start : y_voxels.stop - box[1].start,
                 ]  # fmt: skip
-                self._fill(decoded, which, lead, (x_voxels, y_voxels, box[2]), inside)
+                lines = _lines(layout, which, firsts, lead, (x_voxels, y_voxels, box[2]))
+                self._fill(decoded, lines, box[2].start % layout.tile[2], inside)
 
-    def _fill(self, decoded: np.ndarray, which: np.ndarray, lead: int, part: Box, region: np.ndarray) -> None:
-        """Writes the voxels of a part of a box, which lies within the slab."""
-        deep, palette = self._tiles.layout.tile[2], self._tiles.values
-        lines = _lines(self._tiles.layout, which, lead, part)
-        skip = part[2].start % deep
+    def _decoded(self, sizes: np.ndarray, buffer: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Decodes tiles, of those of equal bytes one for each value.
+
+        Returns:
+            The lines of the decoded tiles along the last axis; and the first line of each tile, int64.
+        """
+        layout, streams = self._tiles.layout, sizes > 0
+        constants, of_constants = np.unique(sizes[~streams], return_inverse=True)
+        places = np.cumsum(streams) - 1
+        places[~streams] = np.count_nonzero(streams) + of_constants
+        sizes = np.append(sizes[streams], constants)
+        decoded = self.scratch.take("tiles", (len(sizes), math.prod(layout.tile)), self._unsigned)
+        starts = np.append(starts[streams], np.zeros_like(constants))
+        blosc.decompress(buffer, starts, sizes, layout.codec, torch.from_numpy(decoded))
+        if layout.values and int(decoded.max()) >= layout.values:
+            raise DamagedRecord("a tile refers to a value that is not in its palette")
+        return decoded.reshape(-1, layout.tile[2]), places * (layout.tile[0] * layout.tile[1])
+
+    def _fill(self, decoded: np.ndarray, lines: np.ndarray, skip: int, region: np.ndarray) -> None:
+        """Writes the voxels of some lines, but for the first ``skip`` of those along the last axis."""
+        deep = decoded.shape[1]
         step = max(1, limits.FILL_VOXELS // (lines[0].size * deep))
         for begin in range(0, len(lines), step):
             some = lines[begin : begin + step]
             voxels = self.scratch.take("voxels", (some.size, deep), self._unsigned)
             # "clip", as "wrap" below, only spares NumPy a copy for the case that an index is out of range.
-            np.take(decoded.reshape(-1, deep), some.reshape(-1), 0, voxels, "clip")
-            if palette is not None and int(voxels.max()) >= len(palette):
-                raise DamagedRecord("a tile refers to a value that is not in its palette")
+            np.take(decoded, some.reshape(-1), 0, voxels, "clip")
             inside = voxels.reshape(*some.shape[:2], -1)[:, :, skip : skip + region.shape[2]]
             self._write(inside, region[begin : begin + step])
 
@@ -145,25 +164,63 @@ class _Unpacker:
         palette, divisor = self._tiles.values, self._tiles.divisor
         if palette is None:
             np.copyto(region.view(self._unsigned), voxels)
-        elif divisor is not None:  # half the time of looking values up
+        elif self._lookup is not None:
+            np.copyto(region, self._lookup.of(voxels))
+        else:  # half the time of looking values up
             numbers = region.view(palette.numpy().dtype)
             np.copyto(numbers, voxels, casting="unsafe")
             if divisor != 1:
                 np.divide(numbers, numbers.dtype.type(divisor), out=numbers)
-        else:
-            wide = self.scratch.take("wide", voxels.shape, "i8")
-            np.copyto(wide, voxels)
-            found = self.scratch.take("values", voxels.shape, region.dtype)
-            np.take(palette.view(PATTERNS[palette.element_size()]).numpy(), wide, 0, found, "wrap")
-            np.copyto(region, found)
 
 
-def _lines(layout: Layout, which: np.ndarray, lead: int, part: Box) -> np.ndarray:
+class _Lookup:
+    """Finds the values of a palette by their indices.
+
+    NumPy takes indices of eight bytes only. So those of one byte are looked up two at a time, in a table of all pairs,
+    which takes two thirds of the time.
+
+    Args:
+        values: of the palette, as bit patterns.
+        unsigned: the dtype of the indices.
+        count: how many are looked up in all. Of a few the table would cost more.
+        scratch: for what is found.
+    """
+
+    def __init__(self, values: np.ndarray, unsigned: str, count: int, scratch: _Scratch) -> None:
+        self._values, self._unsigned, self._scratch = values, unsigned, scratch
+        self._pairs: np.ndarray | None = None
+        if unsigned == "u1" and values.itemsize <= 4 and count > 1 << 16:
+            pairs = scratch.take("pairs", (256, 256, 2), values.dtype)
+            pairs[:, : len(values), 0] = values
+            pairs[: len(values), :, 1] = values[:, None]
+            self._pairs = pairs.view(f"i{2 * values.itemsize}").reshape(-1)
+
+    def of(self, indices: np.ndarray) -> np.ndarray:
+        """The values, in memory that the next call uses again. Every index must be one of a value."""
+        count = indices.size
+        table, one = self._values, self._unsigned
+        if self._pairs is not None:
+            table, one = self._pairs, "<u2"
+        room = count + count % 2
+        flat = self._scratch.take("indices", (room,), self._unsigned)
+        flat[count:] = 0
+        np.copyto(flat[:count].reshape(indices.shape), indices)
+        narrow = flat.view(one)
+        wide = self._scratch.take("wide", narrow.shape, "i8")
+        np.copyto(wide, narrow)
+        found = self._scratch.take("values", (room,), self._values.dtype)
+        np.take(table, wide, 0, found.view(table.dtype), "wrap")
+        values: np.ndarray = found[:count].reshape(indices.shape)
+        return values
+
+
+def _lines(layout: Layout, which: np.ndarray, firsts: np.ndarray, lead: int, part: Box) -> np.ndarray:
     """Where the voxels of a part of a box lie in decoded tiles: which lines along the last axis.
 
     Args:
         layout: of the tensor.
-        which: tiles that were decoded, in this order.
+        which: tiles that were decoded, rising.
+        firsts: the first line of each.
         lead: index of the leading axes.
         part: of a box.
 
@@ -173,15 +230,16 @@ def _lines(layout: Layout, which: np.ndarray, lead: int, part: Box) -> np.ndarra
     _, rows, columns, deep = layout.grid
     x, y, z = (np.arange(voxels.start // t, -(-voxels.stop // t)) for voxels, t in zip(part, layout.tile, strict=True))
     tiles = ((lead * rows + x[:, None, None]) * columns + y[:, None]) * deep + z
-    places = np.searchsorted(which, tiles) * (layout.tile[0] * layout.tile[1])
     along_x, along_y = (np.arange(part[i].start, part[i].stop) for i in (0, 1))
-    lines: np.ndarray = places.take(along_x // layout.tile[0] - x[0], 0).take(along_y // layout.tile[1] - y[0], 1)
-    lines += (along_x % layout.tile[0] * layout.tile[1])[:, None, None] + (along_y % layout.tile[1])[:, None]
+    planes = firsts.take(np.searchsorted(which, tiles)).take(along_y // layout.tile[1] - y[0], 1)
+    planes += (along_y % layout.tile[1])[:, None]
+    lines: np.ndarray = planes.take(along_x // layout.tile[0] - x[0], 0)
+    lines += (along_x % layout.tile[0] * layout.tile[1])[:, None, None]
     return lines
 
 
 class _Scratch:
-    """Memory that is used again for each slab: fresh memory costs a fault per page."""
+    """Memory that is used again for each slab, and by the next unpacker: fresh memory costs a fault per page."""
 
     def __init__(self) -> None:
         self._held: dict[str, np.ndarray] = {}
@@ -190,7 +248,7 @@ class _Scratch:
         """Memory of any content, as one of NumPy's dtypes; the last one of this name is used no more."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if name not in self._held or len(self._held[name]) < nbytes:
-            self._held[name] = np.empty(nbytes, np.uint8)
+            self._held[name] = pooled_scratch(nbytes).numpy()
         memory: np.ndarray = self._held[name][:nbytes].view(dtype)
         return memory.reshape(shape)
 
@@ -201,13 +259,13 @@ def _within(voxels: slice, tiles: slice, edge: int) -> slice:
 
 
 def _slabs(layout: Layout, tiles: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Divides tiles into slabs of about :data:`limits.SLAB_BYTES`: where each begins and ends.
+    """Divides tiles into slabs of about :data:`limits.DECODED_BYTES`: where each begins and ends.
 
     A slab has all tiles of some rows of axis -3, or some of the tiles of one of them: at least those of one row along
     the last axis.
     """
     _, rows, columns, deep = layout.grid
-    most = max(1, limits.SLAB_BYTES // layout.tile_bytes)
+    most = max(1, limits.DECODED_BYTES // layout.tile_bytes)
     lines = tiles // deep
     planes = lines // columns
     begin = end = 0

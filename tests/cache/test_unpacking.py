@@ -80,7 +80,7 @@ def test_boxes_have_every_bit_of_the_whole(
     if packed is None:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "SLAB_BYTES", slab)
+        patch.setattr(limits, "DECODED_BYTES", slab)
         for box, found in zip(boxes, boxes_of(packed, boxes), strict=True):
             assert same_bits(found, crop(tensor, box))
         assert same_bits(unpack(read(packed), packed.streams.numpy()), tensor)
