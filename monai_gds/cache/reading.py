@@ -14,7 +14,7 @@ from monai_gds import limits
 from monai_gds.cache import device_tiles
 from monai_gds.cache.device_tiles import Unpacking
 from monai_gds.cache.header import SUFFIX, Header, check_holes, header_length, parse
-from monai_gds.cache.heads import Form, HeadMemory, RecordHead, TensorTable, check_codecs
+from monai_gds.cache.heads import Form, HeadMemory, RecordHead, TensorTable
 from monai_gds.cache.kept import KeptRecords
 from monai_gds.cache.lazy_item import LazyItem, Part, reads_of
 from monai_gds.cache.pending_item import Begun, PendingItem, check_entry, is_of_record
@@ -316,9 +316,9 @@ class RecordReader:
             RecordError: it shows that the record cannot be used here.
             OSError: it cannot be read.
         """
-        record, _, _ = read_record(path, self._storage)
+        record, file, blocks = read_record(path, self._storage)
         check_name(record, digest)
-        check_codecs(record, not self._on_cpu)
+        RecordHead.of(record, file, blocks, self._form, not self._on_cpu)  # raises what reading it would
         return record
 
     def forget(self, path: str) -> None:

@@ -247,6 +247,23 @@ def test_the_item_is_computed_and_the_record_replaced(tmp_path: Path, name: str,
     assert checked is not None and not checked.problem
 
 
+@needs_blosc2
+@pytest.mark.parametrize("name", ["tree: small tensor of quint8", "table: a size of INT_MIN", "runs: a huge size"])
+def test_populating_computes_what_could_not_be_used(tmp_path: Path, name: str) -> None:
+    with dataset(tmp_path) as made:
+        path = tmp_path / f"{made.key(0).digest}{header.SUFFIX}"
+        made[0], made[1]
+    record = Opened.of(path.read_bytes())
+    {**KINDS, **TILED}[name](record)
+    path.unlink()
+    path.write_bytes(record.bytes())
+    with pytest.warns(CacheWarning, match="is computed anew"):
+        done = dataset(tmp_path).populate(progress=False)
+    assert (done.computed, done.cached) == (1, 1)
+    checked = check(path)
+    assert checked is not None and not checked.problem
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory and time
 
