@@ -22,7 +22,7 @@ __all__ = ["close_when_dropped"]
 def close_when_dropped(owner: object, close: Callable[[], None]) -> None:
     """Calls ``close`` soon after ``owner`` is gone, unless the process ends first or is a forked child.
 
-    The interpreter waits at its end for what is being closed: a thread that is inside a C++ library then would abort it.
+    The interpreter waits at its end for what is being closed: a thread inside a C++ library would abort it then.
 
     Args:
         owner: the object that ``close`` belongs to and must not refer to.
