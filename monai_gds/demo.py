@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,45 +74,48 @@ def run(
     def theirs(transform: Compose) -> PersistentDataset:
         return PersistentDataset(items, transform, cache / "persistent", track_meta=True, weights_only=False)
 
-    dataset = ours(pipeline(size))
-    say(f"target {target}, backend {dataset.backend} ({dataset.backend_reason})")
-    loaders: dict[str, Callable[[Compose], DataLoader]] = {
-        "PersistentDataset": lambda transform: ThreadDataLoader(theirs(transform), batch_size=1, num_workers=0),
-        "GDSDataset": lambda transform: ThreadDataLoader(ours(transform), batch_size=1, num_workers=0),
-        "GDSDataset, GDSDataLoader": lambda transform: GDSDataLoader(ours(transform, "loader"), batch_size=1),
-    }
-    whole: dict[str, list[float]] = {name: [] for name in loaders}
-    cached: dict[str, list[float]] = {name: [] for name in loaders}
-    with progress(stdout) as bars:
-        task = bars.add_task("", total=len(items) * len(loaders) * (epochs + 1 + READINGS))
-        step = partial(bars.advance, task)
-        for name, make in loaders.items():
-            bars.update(task, description=name)
-            loader = make(pipeline(size))
-            whole[name] = [_epoch(loader, target, step) for _ in range(epochs)]
-        bars.update(task, description="cache alone")
-        short = {name: make(pipeline(size, random=False)) for name, make in loaders.items()}
-        for _ in range(1 + READINGS):
-            for name, loader in short.items():
-                cached[name].append(_epoch(loader, target, step))
-    cached_items = ours(pipeline(size, random=False))
-    nbytes = sum(cached_items[i][key].nbytes for i in range(len(items)) for key in KEYS)
-    show(_table(whole, cached, nbytes, target))
-    same = _same(ours, theirs, size, target)
-    stdout.print(
-        "same volumes, value by value, under the same seed" if same else "[red]the two datasets gave different volumes",
-        highlight=False,
-    )
-    return same
+    with ours(pipeline(size)) as dataset:  # all is saved at its end, also after Ctrl-C: the folder is removed next
+        say(f"target {target}, backend {dataset.backend} ({dataset.backend_reason})")
+        loaders: dict[str, Callable[[Compose], DataLoader]] = {
+            "PersistentDataset": lambda transform: ThreadDataLoader(theirs(transform), batch_size=1, num_workers=0),
+            "GDSDataset": lambda transform: ThreadDataLoader(ours(transform), batch_size=1, num_workers=0),
+            "GDSDataset, GDSDataLoader": lambda transform: GDSDataLoader(ours(transform, "loader"), batch_size=1),
+        }
+        whole: dict[str, list[float]] = {name: [] for name in loaders}
+        cached: dict[str, list[float]] = {name: [] for name in loaders}
+        with progress(stdout) as bars:
+            task = bars.add_task("", total=len(items) * len(loaders) * (epochs + 1 + READINGS))
+            step = partial(bars.advance, task)
+            for name, make in loaders.items():
+                bars.update(task, description=name)
+                loader = make(pipeline(size))
+                whole[name] = [_epoch(loader, target, step) for _ in range(epochs)]
+            bars.update(task, description="cache alone")
+            short = {name: make(pipeline(size, random=False)) for name, make in loaders.items()}
+            for _ in range(1 + READINGS):
+                for name, loader in short.items():
+                    cached[name].append(_epoch(loader, target, step))
+        cached_items = ours(pipeline(size, random=False))
+        nbytes = sum(cached_items[i][key].nbytes for i in range(len(items)) for key in KEYS)
+        show(_table(whole, cached, nbytes, target))
+        same = _same(ours, theirs, size, target)
+        stdout.print(
+            "same volumes, value by value, under the same seed"
+            if same
+            else "[red]the two datasets gave different volumes",
+            highlight=False,
+        )
+        return same
 
 
 def _epoch(loader: DataLoader, device: torch.device, step: Callable[[], object]) -> float:
     """Seconds of one epoch. Every batch is summed on the device: a mapping reads nothing before it is accessed."""
     start = time.perf_counter()
-    for batch in loader:
-        for key in KEYS:
-            batch[key].to(device).as_subclass(torch.Tensor).sum()
-        step()
+    with closing(iter(loader)) as batches:  # its thread ends with the block, also after Ctrl-C
+        for batch in batches:
+            for key in KEYS:
+                batch[key].to(device).as_subclass(torch.Tensor).sum()
+            step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -12,8 +12,8 @@ import statistics
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from monai_gds.bench.competitors import COMPETITORS, NO_CACHE, REFERENCE, Compet
 from monai_gds.bench.costs import Costs, per_item, sizes, spent
 from monai_gds.bench.pagecache import drop, warmth
 from monai_gds.bench.report import Report, Row
+from monai_gds.dataset import GDSDataset
 from monai_gds.errors import BackendUnavailable, StorageError
 
 __all__ = ["SILENT", "Comparison", "Entrant", "checksums", "compare", "enter", "epoch"]
@@ -102,24 +103,33 @@ class Entrant:
     cached: list[float] = field(default_factory=list)
     costs: list[Costs] = field(default_factory=list)
 
-    def epoch(self, comparison: Comparison) -> Iterator[Iterator[torch.Tensor]]:
+    def epoch(self, comparison: Comparison) -> Generator[Iterator[torch.Tensor]]:
         """The tensors of each batch of an epoch, without the competitor's warnings.
+
+        Close it: then the loader's thread has ended, also after Ctrl-C. A thread that is in torch when the interpreter
+        ends would abort it.
 
         Raises StorageError if the number of batches is wrong.
         """
         seen = 0
         with warnings.catch_warnings(action="ignore"), self.competitor.at_work():
-            batches: Iterable[Any]
+            loader: Iterable[Any]
             if comparison.batch_size is None:
-                batches = (self.dataset[i] for i in range(len(self.dataset)))
+                loader = (self.dataset[i] for i in range(len(self.dataset)))
             else:
-                batches = self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
-            for batch in batches:
-                parts = batch if isinstance(batch, (list, tuple)) else [batch]
-                yield (part[key] for part in parts for key in comparison.keys)
-                seen += 1
+                loader = self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
+            with closing(iter(loader)) as batches:  # type: ignore[type-var]  # each of these can be closed
+                for batch in batches:
+                    parts = batch if isinstance(batch, (list, tuple)) else [batch]
+                    yield (part[key] for part in parts for key in comparison.keys)
+                    seen += 1
         if seen != comparison.batches:
             raise StorageError(f"{self.name} gave {seen} batches instead of {comparison.batches}")
+
+    def flush(self) -> None:
+        """Waits until everything is saved, so that nothing is written to its folder any more."""
+        if isinstance(self.dataset, GDSDataset):
+            self.dataset.flush()
 
     def files(self) -> list[Path]:
         """The files of its cache."""
@@ -151,7 +161,16 @@ def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entr
 
 def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
     """Runs a comparison. Raises StorageError for other batches, or other bytes, than those of the transforms."""
-    entrants, rows = [], {}
+    entrants: list[Entrant] = []
+    try:
+        return _compare(comparison, entrants, progress)
+    finally:  # also after Ctrl-C: their folders are removed next
+        for entrant in entrants:
+            entrant.flush()
+
+
+def _compare(comparison: Comparison, entrants: list[Entrant], progress: Progress) -> Report:
+    rows = {}
     expected = checksums(enter(comparison, NO_CACHE), comparison)
     for name in comparison.names:
         try:
@@ -192,10 +211,11 @@ def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
 def epoch(entrant: Entrant, comparison: Comparison) -> float:
     """Seconds of one epoch in which every batch is consumed on the target."""
     start = time.perf_counter()
-    for tensors in entrant.epoch(comparison):
-        with _one_thread() if comparison.costs else nullcontext():
-            for tensor in tensors:
-                tensor.to(comparison.device).as_subclass(torch.Tensor).sum()
+    with closing(entrant.epoch(comparison)) as batches:
+        for tensors in batches:
+            with _one_thread() if comparison.costs else nullcontext():
+                for tensor in tensors:
+                    tensor.to(comparison.device).as_subclass(torch.Tensor).sum()
     if comparison.device.type == "cuda":
         torch.cuda.synchronize(comparison.device)
     return time.perf_counter() - start
@@ -216,9 +236,10 @@ def checksums(entrant: Entrant, comparison: Comparison) -> list[int]:
     found = []
     torch.manual_seed(_SEED)
     comparison.transform.set_random_state(_SEED)
-    for tensors in entrant.epoch(comparison):
-        checksum = 0
-        for tensor in tensors:
-            checksum = zlib.crc32(tensor.as_subclass(torch.Tensor).contiguous().cpu().numpy().data, checksum)
-        found.append(checksum)
+    with closing(entrant.epoch(comparison)) as batches:
+        for tensors in batches:
+            checksum = 0
+            for tensor in tensors:
+                checksum = zlib.crc32(tensor.as_subclass(torch.Tensor).contiguous().cpu().numpy().data, checksum)
+            found.append(checksum)
     return found

@@ -82,15 +82,14 @@ def _emptied(comparison: Comparison, name: str) -> Iterator[Entrant]:
     try:
         yield entrant
     finally:
-        _flush(entrant)
+        entrant.flush()
         shutil.rmtree(entrant.folder)
 
 
 def _flush(entrant: Entrant) -> float:
     """Seconds until everything is saved."""
     start = time.perf_counter()
-    if isinstance(entrant.dataset, GDSDataset):
-        entrant.dataset.flush()
+    entrant.flush()
     return time.perf_counter() - start
 
 

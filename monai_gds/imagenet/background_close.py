@@ -7,6 +7,7 @@ lock a starting thread held while it collected a dataset and waited for threads 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import weakref
@@ -21,26 +22,46 @@ __all__ = ["close_when_dropped"]
 def close_when_dropped(owner: object, close: Callable[[], None]) -> None:
     """Calls ``close`` soon after ``owner`` is gone, unless the process ends first or is a forked child.
 
+    The interpreter waits at its end for what is being closed: a thread inside a C++ library would abort it then.
+
     Args:
         owner: the object that ``close`` belongs to and must not refer to.
         close: may block. Its errors are lost.
     """
-    weakref.finalize(owner, _hand_over, Owner(), _closing_thread(), close).atexit = False
+    weakref.finalize(owner, _hand_over, Owner(), _closing_thread().queue, close).atexit = False
 
 
-def _hand_over(process: Owner, queue: SimpleQueue[Callable[[], None]], close: Callable[[], None]) -> None:
+def _hand_over(process: Owner, queue: SimpleQueue[Callable[[], None] | None], close: Callable[[], None]) -> None:
     if process.is_this_process():
         queue.put(close)
 
 
-@PerProcess
-def _closing_thread() -> SimpleQueue[Callable[[], None]]:
-    queue: SimpleQueue[Callable[[], None]] = SimpleQueue()  # the only kind that may be put to from a finaliser
-    threading.Thread(target=_work, args=(queue,), name="monai-gds-closing", daemon=True).start()
-    return queue
+#: How long the interpreter's end waits for what is being closed, in seconds.
+_END_SECONDS = 60.0
 
 
-def _work(queue: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        with contextlib.suppress(Exception):  # there is nobody left to tell
-            queue.get()()
+class _ClosingThread:
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # may be put to from a finaliser
+        self._thread = threading.Thread(target=self._work, name="monai-gds-closing", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (close := self.queue.get()) is not None:
+            with contextlib.suppress(Exception):  # there is nobody left to tell
+                close()
+            del close
+
+    def end(self) -> None:
+        self.queue.put(None)
+        self._thread.join(_END_SECONDS)
+
+
+_closing_thread: PerProcess[_ClosingThread] = PerProcess(_ClosingThread)
+
+
+@atexit.register
+def _end() -> None:
+    thread = _closing_thread.made()
+    if thread is not None:
+        thread.end()

@@ -226,11 +226,15 @@ class Epoch:
             self.stop()
             raise
 
+    def close(self) -> None:
+        """Leaves the loop and ends its thread: ``with contextlib.closing(iter(loader)) as batches: …``."""
+        self.stop()
+
 
 #: Epochs whose loops are not over.
 _epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
-#: Threads of loops that were not left by their consumers. The next loop waits for them.
+#: Threads of loops that were left and may still run. The next loop waits for them, and so does the interpreter's end.
 _left: set[threading.Thread] = set()
 
 
@@ -238,7 +242,8 @@ _left: set[threading.Thread] = set()
 def _stop_all() -> None:
     for epoch in list(_epochs):
         epoch.stop()
-        epoch.thread.join()  # however long it takes: a thread must not run while the interpreter is taken down
+    for thread in {epoch.thread for epoch in list(_epochs)} | _left:
+        thread.join()  # however long it takes: a thread that is in torch while the interpreter ends would abort it
 
 
 def _first_drawn(batches: Iterator[Sequence[int]], dataset: Any) -> Iterator[list[tuple[GDSDataset, int]]]:
@@ -278,8 +283,9 @@ def _stop(owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: 
     hand_over.stop()
     if workers is not None:  # the thread may be waiting for one
         workers.close()
+    _left.add(thread)
     # The collector may get here in any thread: in this one, or in one that this one waits for.
     if hand_over.consumer == threading.get_ident():
-        thread.join(_LEAVE_SECONDS)
-    else:
-        _left.add(thread)
+        thread.join(_LEAVE_SECONDS)  # or until Ctrl-C: whoever comes next waits on
+        if not thread.is_alive():
+            _left.discard(thread)

@@ -57,6 +57,11 @@ def naming_group(error: Exception, path: str) -> Exception:
     return naming_file(error, path) if isinstance(error, OSError) else error.with_traceback(None)
 
 
+def _run_each(tasks: Sequence[Callable[[], None]]) -> None:
+    for task in tasks:
+        task()
+
+
 def _nothing(*_: object) -> None:
     """In place of what is over."""
 
@@ -325,15 +330,19 @@ class BlockingBackend(Backend):
 
     def _run_in_threads(self, work: Work[Any]) -> None:
         """Has the threads do some work, or this one where no thread can be started."""
+        to_run = [work.run]
         try:
             with self._lock:
                 if self._executor is None:
                     self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix=f"monai-gds-{self.name}")
                 executor = self._executor
             for _ in range(min(self.threads, len(work))):
-                executor.submit(work.run)
+                executor.submit(_run_each, to_run)
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
-            work.run()
+            try:
+                work.run()
+            finally:
+                to_run.clear()  # the executor keeps a task that it could start no thread for, and with it destinations
 
     def close(self) -> None:
         with self._lock:

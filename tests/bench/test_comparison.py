@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from monai.data import Dataset
-from monai.transforms import Compose, Lambda, RandSpatialCropd
+from monai.transforms import Compose, Lambda, RandSpatialCropd, Transform
 
 from monai_gds import BackendUnavailable, StorageError
 from monai_gds.bench.comparison import Comparison, checksums, compare, enter
-from monai_gds.bench.competitors import COMPETITORS, NO_CACHE, OURS, REFERENCE, Competitor, competitors_for
+from monai_gds.bench.competitors import COMPETITORS, NO_CACHE, OURS, OURS_LOADER, REFERENCE, Competitor, competitors_for
 from monai_gds.bench.workloads import MakeVolumes
+from monai_gds.storage.posix import PosixBackend
 
 
 def comparison(folder: Path, **changes: Any) -> Comparison:
@@ -74,3 +78,49 @@ def test_random_crops_are_compared_too(tmp_path: Path, name: str) -> None:
         pytest.skip(str(e))
     for _ in range(2):
         assert checksums(entrant, work) == expected
+
+
+class Slow(Transform):  # type: ignore[misc]
+    """Takes as long as real transforms, so that something is under way when Ctrl-C strikes."""
+
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.1)
+        return {"image": torch.full((40_000,), float(item["image"]))}
+
+
+@pytest.mark.parametrize("names", [[OURS], [OURS_LOADER], [REFERENCE], [NO_CACHE]])
+@pytest.mark.parametrize("at", [1, 2])
+def test_after_ctrl_c_nothing_runs_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], at: int
+) -> None:
+    """Where the consumer is interrupted, loaders' threads work on, and behind them what is saved."""
+    before = set(threading.enumerate())
+    writes: list[str] = []
+    write = PosixBackend.write
+    consumed = 0
+
+    def slowly(self: PosixBackend, path: str, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+        writes.append(path)
+        write(self, path, *args, **kwargs)
+
+    def interrupted(self: torch.Tensor) -> torch.Tensor:
+        nonlocal consumed
+        consumed += 1
+        if consumed == at:
+            raise KeyboardInterrupt
+        return self
+
+    monkeypatch.setattr(PosixBackend, "write", slowly)
+    monkeypatch.setattr(torch.Tensor, "sum", interrupted)
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        compare(comparison(folder, names=names, transform=Compose([Slow()])))
+    assert caught.value.__traceback__ is not None, "which keeps every frame alive, as that of the command does"
+    saving = {t for t in threading.enumerate() if t.name in ("monai-gds-writer", "monai-gds-leases")}
+    assert set(threading.enumerate()) - before - saving == set()
+    shutil.rmtree(folder)
+    written = len(writes)
+    time.sleep(0.5)
+    assert (len(writes), folder.exists()) == (written, False)

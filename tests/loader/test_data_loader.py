@@ -639,6 +639,48 @@ def test_the_next_loop_waits_for_the_thread_of_one_that_another_thread_left(make
     next_loop.stop()
 
 
+def test_the_interpreter_may_end_while_a_loop_that_another_thread_began_is_in_torch(tmp_path: Path) -> None:
+    """A daemon thread that comes back from a C++ call then would end the process with SIGABRT."""
+    said = python(
+        """
+import sys, threading, time, torch
+from monai.transforms import Compose, EnsureTyped, RandomizableTransform
+from monai_gds import GDSDataLoader, GDSDataset
+
+entered = threading.Event()
+
+class Slow(RandomizableTransform):
+    def __call__(self, data):
+        entered.set()
+        values = torch.rand(1000, 1000)
+        for _ in range(60):
+            values = (values @ values).clamp(-1, 1)
+        return data
+
+data = [{"image": torch.ones(4) * i} for i in range(9)]
+dataset = GDSDataset(data, Compose([EnsureTyped("image"), Slow()]), sys.argv[1], "cpu")
+loops = []
+beginning = threading.Thread(target=lambda: loops.append(iter(GDSDataLoader(dataset, batch_size=1))))
+beginning.start()
+beginning.join()
+entered.wait(60)
+loops.clear()
+print([thread.name for thread in threading.enumerate() if thread.name == "monai-gds-loader"])
+        """,
+        str(tmp_path / "cache"),
+    )
+    assert said == "['monai-gds-loader']", "its thread still runs when the interpreter ends"
+
+
+def test_a_loop_is_left_for_good_at_the_end_of_a_block(make: Make) -> None:
+    with contextlib.closing(iter(GDSDataLoader(make(), batch_size=1))) as loop:  # type: ignore[type-var]
+        next(loop)
+        assert threads()
+    assert not threads()
+    with pytest.raises(StopIteration):
+        next(loop)
+
+
 def test_a_loop_may_be_collected_in_a_thread_that_holds_what_its_own_waits_for(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,26 @@ def test_reads_all_the_same_where_no_more_threads_start(
     assert len(empty) == backend.open_now == 0
 
 
+def test_nothing_is_kept_where_no_thread_starts(
+    backend: Recording, storage: Storage, blob: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor keeps the task, which must not keep what was read until the storage is closed."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[weakref.ref[Work[Any]]] = []
+    make = backend._work
+    monkeypatch.setattr(backend, "_work", lambda *args: (work := make(*args), done.append(weakref.ref(work)))[0])
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(3):
+        (whole,) = storage.load(Reads.of(str(blob), [(0, len(data))])).wait()
+        assert bytes_of(whole) == data
+    del whole
+    gc.collect()
+    assert [work() for work in done] == [None] * 3
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_nothing_is_there_before_all_of_it_is_where_no_more_threads_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
