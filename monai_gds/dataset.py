@@ -41,6 +41,7 @@ from monai_gds.describe import describe, explain_item, uncached, why_missed
 from monai_gds.draws import Draws, Turn
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
 from monai_gds.item_keys import HashTransform, ItemKeys, MonaiVersion
+from monai_gds.label_indices import takes_runs
 from monai_gds.naming import naming
 from monai_gds.populate import Populated, Saved, populate
 from monai_gds.process import Owner
@@ -200,9 +201,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             labels hold few different values and get several times smaller, resampled images less. ``"bitcomp"`` is
             nvCOMP's, and readable on a CUDA device only. None stores tensors as they are. ``"auto"`` takes ``"lz4"``
             where MONAI's own crops come first among the random transforms, and where a CUDA device unpacks tiles, if
-            Blosc2 is installed; otherwise tensors stay whole, which a CPU maps without reading them. None of this is
-            part of the key: a record is read in whatever form it lies, and only ``populate(convert=True)`` and
-            ``monai-gds cache warm`` write an existing one anew.
+            Blosc2 is installed; otherwise tensors stay whole, which a CPU maps without reading them. So do, on a CPU
+            target, tensors of up to 64 MiB, unless crops follow a label. None of this is part of the key: a record is
+            read in whatever form it lies, and only ``populate(convert=True)`` and ``monai-gds cache warm`` write an
+            existing one anew.
         tiles: voxels along each edge of a tile: 16, 32 or 64. Smaller ones cost a crop fewer bytes, and get less small.
             ``"auto"`` is 32. None is for whole tensors, and goes with ``compression="auto"`` or None.
         mantissa_bits: rounds the values of float32 and float64 tensors of 1 MiB and more to so many bits of mantissa, 1
@@ -542,7 +544,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """
         if self._saves_in is not None:
             return self._saves_in
-        return Compression.of(self.compression, self.tiles, self.target().type == "cuda", bool(self.split().drawable))
+        crops = self.split().drawable
+        by_label = any(map(takes_runs, crops))
+        return Compression.of(self.compression, self.tiles, self.target().type == "cuda", bool(crops), by_label)
 
     def read(self, index: int) -> Any:
         """An item up to its random transforms, as its record holds it; None if there is no usable one."""

@@ -29,7 +29,7 @@ from monai.transforms.utils import map_binary_to_indices, map_classes_to_indices
 
 from monai_gds.cache.runs import Runs
 
-__all__ = ["RunsOf", "Selection", "standing_in"]
+__all__ = ["RunsOf", "Selection", "standing_in", "takes_runs"]
 
 #: Returns the runs of the record's volume whose memory a tensor shares, or None.
 RunsOf = Callable[[torch.Tensor], Runs | None]
@@ -55,6 +55,11 @@ class Selection:
     def __getitem__(self, k: int) -> torch.Tensor:
         """The ``k``-th index, a 0-D int64 CPU tensor as an element of MONAI's lists. Raises as :meth:`Runs.find`."""
         return torch.tensor(self._runs.find(self._chosen, k), device="cpu")
+
+
+def takes_runs(transform: Any) -> bool:
+    """Whether a transform looks for the voxels of a label, and can take them from runs."""
+    return _arguments(transform) is not None
 
 
 @contextmanager

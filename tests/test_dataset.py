@@ -1105,6 +1105,13 @@ def test_compression_without_its_library_says_what_to_install(make: Make, monkey
 
 
 CROPS, FLIPS = mt.RandSpatialCropd("image", 8), mt.RandFlipd("image")
+BY_LABEL = mt.RandCropByPosNegLabeld("image", "label", (8, 8, 8))
+
+
+@pytest.fixture
+def small_volumes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large ones are by ``auto``, where crops come first."""
+    monkeypatch.setattr("monai_gds.limits.CROPPED_BYTES", 0)
 
 
 def forms(cache_dir: Path) -> list[str]:
@@ -1114,6 +1121,7 @@ def forms(cache_dir: Path) -> list[str]:
 
 
 @needs_blosc2
+@pytest.mark.usefixtures("small_volumes_are_cut")
 def test_auto_writes_tiles_where_the_first_random_transform_crops(make: Make, cache_dir: Path) -> None:
     items = [{"n": n} for n in range(4)]
     written: list[str] = []
@@ -1131,6 +1139,14 @@ def test_auto_writes_tiles_where_the_first_random_transform_crops(make: Make, ca
 
 
 @needs_blosc2
+def test_auto_writes_tiles_of_small_volumes_only_for_crops_that_follow_a_label(make: Make, cache_dir: Path) -> None:
+    for n, (random, settings) in enumerate([(CROPS, {}), (BY_LABEL, {}), (CROPS, {"compression": "lz4"})]):
+        make(mt.Compose([mt.Lambda(_volume), random]), [{"n": n}], **settings)[0]
+        assert forms(cache_dir) == ["", *["lz4 32"] * n]
+
+
+@needs_blosc2
+@pytest.mark.usefixtures("small_volumes_are_cut")
 def test_the_form_follows_a_pipeline_that_is_assigned(make: Make, cache_dir: Path) -> None:
     dataset = make(mt.Compose([mt.Lambda(_volume), FLIPS]), [{"n": 1}, {"n": 2}])
     dataset[0]
@@ -1140,6 +1156,7 @@ def test_the_form_follows_a_pipeline_that_is_assigned(make: Make, cache_dir: Pat
 
 
 @needs_blosc2
+@pytest.mark.usefixtures("small_volumes_are_cut")
 def test_workers_write_the_form_that_the_dataset_asks_for(make: Make, cache_dir: Path) -> None:
     dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), [{"n": n} for n in range(2)])
     dataset.populate(2)
@@ -1157,6 +1174,7 @@ def test_auto_without_blosc2_writes_whole_tensors_and_only_print_says_why(
 
 
 @needs_blosc2
+@pytest.mark.usefixtures("small_volumes_are_cut")
 def test_the_form_is_told(make: Make) -> None:
     dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), VOLUMES, mantissa_bits=9)
     assert "new ones as lz4, in tiles of 32³ (crops come first)" in str(dataset)

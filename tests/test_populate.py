@@ -430,7 +430,10 @@ def test_converts_only_when_asked_and_runs_no_transform(volumes: Any, tmp_path: 
 
 
 @needs_blosc2
-def test_auto_converts_whole_records_where_it_chooses_tiles_and_nothing_else(volumes: Any, tmp_path: Path) -> None:
+def test_auto_converts_whole_records_where_it_chooses_tiles_and_nothing_else(
+    volumes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monai_gds.limits.CROPPED_BYTES", 0)
     crops, flips = mt.RandSpatialCropd("image", 8), mt.RandFlipd("image")
     volumes(compression=None).populate()
     assert volumes(random=[flips]).populate(convert=True) == Populated(3, 0)

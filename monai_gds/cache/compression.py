@@ -51,16 +51,20 @@ class Compression:
         codec: compresses tensors that gain by it, in tiles. None leaves all tensors whole.
         edge: voxels along each edge of a tile.
         named: whether the user named this form, rather than ``auto`` having chosen it.
+        above: tensors of at most this many bytes stay whole, and so do those below :data:`limits.TILED_BYTES`.
         reason: why this form, in words.
     """
 
     codec: str | None = None
     edge: int = EDGE
     named: bool = True
+    above: int = 0
     reason: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, compression: str | None, tiles: str | int | None, on_gpu: bool, crops: bool) -> Compression:
+    def of(
+        cls, compression: str | None, tiles: str | int | None, on_gpu: bool, crops: bool, by_label: bool = False
+    ) -> Compression:
         """The form that the arguments ``compression`` and ``tiles`` of a dataset ask for.
 
         Args:
@@ -68,6 +72,7 @@ class Compression:
             tiles: ``"auto"``, one of :data:`EDGES`, or None for whole tensors.
             on_gpu: whether items come on a CUDA device.
             crops: whether crops come first, which can be drawn before anything is read.
+            by_label: whether one of these looks for the voxels of a label, which are listed in records in tiles only.
 
         Raises:
             ValueError: there is no such choice, or the two contradict each other or the target.
@@ -78,7 +83,9 @@ class Compression:
         if compression is None or tiles is None:
             return cls(reason="compression=None" if compression is None else "tiles=None")
         if compression == "auto":
-            return cls._chosen(edge, on_gpu, crops)
+            return cls._chosen(
+                edge, on_gpu, crops, 0 if on_gpu or by_label or tiles != "auto" else limits.CROPPED_BYTES
+            )
         if compression in _ON_GPU_ONLY and not on_gpu:
             raise ValueError(
                 f"compression={compression!r} is unpacked by GPUs only, and items come on the CPU here (device='cpu', "
@@ -90,7 +97,7 @@ class Compression:
         return cls(compression, edge, reason=f"compression={compression!r}")
 
     @classmethod
-    def _chosen(cls, edge: int, on_gpu: bool, crops: bool) -> Compression:
+    def _chosen(cls, edge: int, on_gpu: bool, crops: bool, above: int) -> Compression:
         """What ``auto`` chooses: tiles where a crop reads only some of them, or where a GPU unpacks them."""
         no_gpu = why_not_on_gpu() if on_gpu else "items come on the CPU, which maps whole tensors faster"
         if no_gpu and not crops:
@@ -98,7 +105,7 @@ class Compression:
         reason = "crops come first" if crops else "the GPU unpacks them"
         if why := why_not(_AUTO):
             return cls(named=False, reason=f"tiles would suit, since {reason}, but {why}")
-        return cls(_AUTO, edge, False, reason)
+        return cls(_AUTO, edge, False, above, reason)
 
     @property
     def text(self) -> str:
@@ -107,7 +114,13 @@ class Compression:
 
     def __str__(self) -> str:
         form = f"{self.codec}, in tiles of {self.edge}³" if self.codec else "whole tensors"
+        if self.codec and self.above:
+            form += f", for tensors above {self.above >> 20} MiB"
         return f"{form} ({self.reason})" if self.reason else form
+
+    def cuts(self, nbytes: int) -> bool:
+        """Whether a tensor of this many bytes is large enough to be cut into tiles."""
+        return self.codec is not None and nbytes >= limits.TILED_BYTES and nbytes > self.above
 
     def suits(self, record: Header) -> bool:
         """Whether a record need not be converted.
@@ -117,14 +130,9 @@ class Compression:
         """
         if self.codec is None:
             return not self.named or not record.tiles
-        if not any(map(tileable, map(bytes_of, record.tensors.values()))):
+        if not any(map(self.cuts, map(bytes_of, record.tensors.values()))):
             return True
         return record.form == self.text or (not self.named and bool(record.form or record.tiles))
-
-
-def tileable(nbytes: int) -> bool:
-    """Whether a tensor of this many bytes is large enough to be cut into tiles."""
-    return nbytes >= limits.TILED_BYTES
 
 
 #: All tensors whole.

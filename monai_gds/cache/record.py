@@ -73,7 +73,7 @@ import torch
 from monai_gds.cache import checksum as _checksum
 from monai_gds.cache import runs, tiles
 from monai_gds.cache.codecs import DTYPE_NAMES
-from monai_gds.cache.compression import WHOLE, Compression, tileable
+from monai_gds.cache.compression import WHOLE, Compression
 from monai_gds.cache.header import ARRAYS, BLOCKS, CRC, RUNS, TABLE, VERSION, Header, digest_of
 from monai_gds.cache.tree import EncodedItem, tensor_bytes
 from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
@@ -125,7 +125,7 @@ def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression
 def _packed(tensors: dict[str, torch.Tensor], compression: Compression) -> tuple[dict[str, tiles.Packed], str]:
     """The packed tensors, and the form to note: none where there is nothing to pack, or packing failed."""
     packed: dict[str, tiles.Packed] = {}
-    large = [name for name, tensor in tensors.items() if tileable(tensor.nbytes)]
+    large = [name for name, tensor in tensors.items() if compression.cuts(tensor.nbytes)]
     if compression.codec is None or not large:
         return packed, ""
     form = compression.text

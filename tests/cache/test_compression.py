@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from monai_gds import limits
 from monai_gds.cache import blosc, compression
 from monai_gds.cache.compression import CODECS, EDGES, WHOLE, Compression
 from monai_gds.cache.header import Header, parse
@@ -48,6 +49,38 @@ def test_auto_chooses_tiles_for_crops_and_for_gpus() -> None:
     assert form(crops=True) == form(gpu=True) == form(gpu=True, crops=True) == "lz4 32"
     assert form(tiles=16, crops=True) == "lz4 16"
     assert form(tiles=16) == form(tiles=None, crops=True) == ""
+
+
+@pytest.mark.usefixtures("with_blosc2", "with_nvcomp")
+def test_auto_leaves_small_volumes_whole_for_crops_on_a_cpu() -> None:
+    """Where the user named neither the codec nor the edge."""
+    volume = limits.CROPPED_BYTES
+    asked = Compression.of("auto", "auto", False, True)
+    assert (asked.cuts(volume + 1), asked.cuts(volume)) == (True, False)
+    assert f"for tensors above {volume >> 20} MiB (crops come first)" in str(asked)
+
+
+@pytest.mark.usefixtures("with_blosc2", "with_nvcomp")
+@pytest.mark.parametrize(
+    "asked",
+    [("auto", "auto", True, True), ("lz4", "auto", False, True), ("auto", 16, False, True),
+     ("auto", "auto", False, True, True)],
+    ids=["GPU", "a codec", "an edge", "crops by label"],
+)  # fmt: skip
+def test_all_large_tensors_are_cut_otherwise(asked: Any) -> None:
+    form = Compression.of(*asked)
+    assert (form.cuts(limits.TILED_BYTES), form.cuts(limits.TILED_BYTES - 1)) == (True, False)
+
+
+@needs_blosc2
+def test_a_record_of_volumes_that_auto_leaves_whole_suits_it() -> None:
+    asked = Compression("lz4", named=False, above=2 << 20)
+    for elements, suits in ((1 << 19, True), (1 << 20, False)):
+        tensor = torch.zeros(elements)
+        assert asked.suits(record(tensor, WHOLE)) is suits
+        written = record(tensor, asked)
+        assert bool(written.tiles) is not suits
+        assert asked.suits(written)
 
 
 @pytest.mark.usefixtures("with_blosc2", "without_nvcomp")

@@ -117,6 +117,41 @@ def test_scaled_integers_come_as_they_were(dtype: torch.dtype, low: int, missing
     assert same_bits(unpack(read(packed), packed.streams.numpy()), image)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("values", [2, 5, 255, 256, 257])
+def test_values_of_any_palette_come_as_they_were(dtype: torch.dtype, values: int) -> None:
+    """In boxes of an odd number of voxels too: indices of one byte are looked up in pairs."""
+    some = torch.randint(-1000, 1000, (values,)).to(dtype)
+    image = some[torch.randint(0, values, (60, 64, 70))].sort(-1).values.contiguous()
+    packed = pack(image, "lz4", 16)
+    if packed is None:
+        pytest.skip("as compressed, it is no smaller")
+    for box in ((slice(1, 60), slice(2, 63), slice(3, 70)), (slice(5, 8), slice(0, 1), slice(7, 10))):
+        assert same_bits(boxes_of(packed, [box])[0], crop(image, box))
+    assert same_bits(unpack(read(packed), packed.streams.numpy()), image)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+def test_of_tiles_of_equal_bytes_one_is_decoded_for_each_value(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = torch.zeros(64, 64, 64, dtype=dtype)
+    label[:, 32:] = 3
+    label[40:50, 3:20, 5:60] = 1
+    packed = packed_of(label)
+    decoded = []
+    plain = blosc.decompress
+
+    def counted(buffer: np.ndarray, starts: np.ndarray, *args: object) -> None:
+        decoded.append(len(starts))
+        plain(buffer, starts, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(blosc, "decompress", counted)
+    box = (slice(0, 64), slice(0, 64), slice(0, 64))
+    assert same_bits(boxes_of(packed, [box])[0], crop(label, box))
+    assert decoded == [2 + 2]  # of eight tiles two hold several values
+
+
 def pages(starts: np.ndarray, sizes: np.ndarray) -> int:
     """How many pages hold these parts of a file."""
     found: set[int] = set()
