@@ -21,7 +21,7 @@ extensions = [
     "benchmarks",
     "generated",
 ]
-exclude_patterns = ["_ext", "generated/README.md"]
+exclude_patterns = ["_ext", "generated/commands.md"]  # which reference/commands.md includes
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
 
 # Notebooks are saved with their outputs, some of them from a GPU: nothing is run here.
@@ -35,6 +35,9 @@ autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+# "--size" must stay "--size", also in the examples of commands.
+smartquotes = False
 
 html_theme = "furo"
 html_title = f"monai_gds {release}"

@@ -470,7 +470,8 @@ def _dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
     named = _named(arguments)
     module, colon, name = function.partition(":")
     if not (module and colon and name):
-        raise typer.BadParameter(f"{function!r} does not have the form module:function", param_hint="FUNCTION")
+        what = f"{function!r} does not have the form module:function: name a function of yours that returns the dataset"
+        raise typer.BadParameter(what, param_hint="FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), name, None)

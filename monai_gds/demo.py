@@ -123,7 +123,9 @@ def _epoch(loader: DataLoader, device: torch.device, step: Callable[[], object])
 
 def _table(whole: dict[str, list[float]], cached: dict[str, list[float]], nbytes: int, device: torch.device) -> Table:
     table = Table(title=f"{nbytes / 1e6:.0f} MB of cached volumes to {device}", title_justify="left")
-    table.caption = "ThreadDataLoader unless named; cache alone: epochs without random transforms"
+    table.caption = (
+        "ThreadDataLoader unless named; cache alone: epochs without random transforms, which no cache can shorten"
+    )
     for heading in ("", "first epoch", "later epochs", "cache alone", "GB/s", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
     reading = {name: statistics.median(seconds[1:]) for name, seconds in cached.items()}
