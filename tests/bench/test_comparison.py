@@ -104,12 +104,16 @@ def test_after_ctrl_c_nothing_runs_and_nothing_is_written(
         writes.append(path)
         write(self, path, *args, **kwargs)
 
-    def interrupted(self: torch.Tensor) -> torch.Tensor:
+    total = torch.Tensor.sum
+
+    def interrupted(self: torch.Tensor, *args: Any) -> torch.Tensor:
         nonlocal consumed
+        if threading.current_thread() is not threading.main_thread():  # a checksum, say
+            return total(self, *args)
         consumed += 1
         if consumed == at:
             raise KeyboardInterrupt
-        return self
+        return total(self, *args)
 
     monkeypatch.setattr(PosixBackend, "write", slowly)
     monkeypatch.setattr(torch.Tensor, "sum", interrupted)
