@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tests.fresh import Interpreter
-from tests.soak.campaigns import CAMPAIGNS, tally_of
+from tests.soak.campaigns import CAMPAIGNS, PRELOAD, tally_of
 from tests.soak.tally import Tally
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     folder.chmod(0o755)
     try:
-        with Interpreter("tests.soak.made") as interpreter:
+        with Interpreter(*PRELOAD) as interpreter:
             for left, name in zip(range(len(names), 0, -1), names, strict=True):
                 began = time.monotonic()
                 tally = tally_of(name, folder / name, interpreter, max(1.0, end - began) / left, options.seed)

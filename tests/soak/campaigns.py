@@ -13,7 +13,7 @@ from tests.fresh import Interpreter
 from tests.soak.soak import Soak
 from tests.soak.tally import Tally
 
-__all__ = ["CAMPAIGNS", "tally_of"]
+__all__ = ["CAMPAIGNS", "PRELOAD", "tally_of"]
 
 #: Names of modules of this folder, and what each does.
 CAMPAIGNS = {
@@ -26,6 +26,10 @@ CAMPAIGNS = {
     "power": "copies of ext4 and XFS in the middle of writing",
     "fuzz": "readers fuzzed by coverage, where atheris is installed",
 }
+
+
+#: What their processes import.
+PRELOAD = [f"tests.soak.{name}" for name in CAMPAIGNS]
 
 
 def tally_of(name: str, folder: Path, interpreter: Interpreter, seconds: float, seed: int = 0) -> Tally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,16 @@ class Reader:
         form: of new records.
         crops: whether records in tiles are read in part.
         shape: of the volumes.
+        behind: transforms behind all others, which change nothing.
         settings: further arguments of ``GDSDataset``.
     """
 
     def __init__(
         self, items: list[dict[str, Any]], cache: Path, form: str = "whole", crops: bool = False,
-        shape: Shape = USUAL, **settings: Any,
+        shape: Shape = USUAL, behind: Sequence[Callable[[Any], Any]] = (), **settings: Any,
     ) -> None:  # fmt: skip
         self.items, self.crops, self.shape, self.seed = items, crops, shape, 0
-        transform = mt.Compose([Make(shape), *_REST[crops](shape)])
+        transform = mt.Compose([Make(shape), *_REST[crops](shape), *behind])
         self.dataset = GDSDataset(items, transform, cache, **{"device": "cpu", **FORMS[form], **settings})
 
     def read(self, index: int) -> str:

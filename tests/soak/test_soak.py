@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from monai_gds.cache import blosc
 from tests.fresh import Interpreter
-from tests.soak.campaigns import CAMPAIGNS, tally_of
+from tests.soak.campaigns import CAMPAIGNS, PRELOAD, tally_of
 
 pytestmark = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """Processes that have imported the campaigns already, of which each starts several."""
+    with Interpreter(*PRELOAD) as started:
+        yield started
 
 
 QUICK = [name for name in CAMPAIGNS if name != "power"]
