@@ -108,13 +108,15 @@ def test_a_browser_finds_what_is_wrong_with_a_page(tmp_path: Path, capsys: pytes
     assert tool.browse(tmp_path) == 0
     page.write_text(
         f'{head}<a href="nowhere.html">a</a><a href="howto/cleaning.html#nope">b</a><img src="none.png">'
+        '<img src="too.png" alt="too.png">'
         '<div style="width: 900px">wide</div><script>undefinedFunction()</script>'
     )
     assert tool.browse(tmp_path) == 1
     said = capsys.readouterr().out
     for what in (
         "nowhere.html leads nowhere", "cleaning.html#nope leads nowhere", "none.png does not load",
-        "none.png has no alternative text", "undefinedFunction is not defined", "pixels wide, and a phone has 390",
+        "none.png has no alternative text", "too.png has no alternative text",
+        "undefinedFunction is not defined", "pixels wide, and a phone has 390",
     ):  # fmt: skip
         assert what in said
 

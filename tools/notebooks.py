@@ -45,8 +45,8 @@ TUTORIALS = ROOT / "tutorials"
 #: Seconds that one cell may take.
 TIMEOUT = 600
 
-#: Metadata of cells that are kept: myst-nb's, which hold the alternative texts of pictures.
-KEPT = ("mystnb",)
+#: Metadata of cells that are kept, for myst-nb: the alternative texts of pictures, and whether code is folded.
+KEPT = ("mystnb", "tags")
 
 #: The paragraph that tells where a notebook's outputs came from.
 ORIGIN = re.compile(r"^\*\*Where its outputs came from\.\*\*.*$", re.MULTILINE)
