@@ -535,6 +535,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         cache = self._cache()
         return None if cache is None else cache.why_unusable(key.digest)
 
+    def pipeline_digest(self) -> str:
+        """Hex digits that identify the deterministic transforms and the settings of this process; empty without a hash.
+
+        ``monai-gds cache ls`` shows the first of them, and ``prune --pipeline`` takes them.
+        """
+        return self._keys().pipeline().digest
+
     def record_form(self) -> Compression:
         """The form in which records are saved.
 

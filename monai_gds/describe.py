@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from monai.transforms import MapTransform
+from monai.transforms import MapTransform, Transform
+from monai.transforms.traits import RandomizableTrait
 
 from monai_gds import limits
 from monai_gds.cache import maintenance
@@ -48,6 +49,7 @@ def describe(dataset: GDSDataset) -> str:
         rows.append(("crops", drawn))
     if dataset.caches:
         rows.append(("records", _records(dataset)))
+        rows.append(("pipeline", _pipeline(dataset)))
     if dataset.mantissa_bits is not None:
         rows.append(("rounded", f"large float tensors, to {dataset.mantissa_bits} bits of mantissa"))
     if len(dataset.data) and split.deterministic:
@@ -67,6 +69,14 @@ def _records(dataset: GDSDataset) -> str:
         return f"none: {e}"
 
 
+def _pipeline(dataset: GDSDataset) -> str:
+    """The hash of the pipeline and of the process's settings, as ``monai-gds cache ls`` shows it."""
+    try:
+        return dataset.pipeline_digest()[: maintenance.SHOWN] or "not part of the key"
+    except (MonaiGdsError, ValueError) as e:
+        return f"none: {e}"
+
+
 def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
     if not rest:
         return "at the end: no transform is random"
@@ -75,6 +85,8 @@ def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
         return (
             f"in front of {_name_of(rest[0])}, which is not a Transform of MONAI's; {behind} behind it could be cached"
         )
+    if not isinstance(rest[0], (Transform, RandomizableTrait)):
+        return f"in front of {_name_of(rest[0])}, which is not a Transform of MONAI's and counts as random"
     return f"in front of {_name_of(rest[0])}, the first random transform"
 
 

@@ -1309,3 +1309,17 @@ def test_a_table_is_told_to_give_its_rows(tmp_path: Path) -> None:
 
 def test_help_is_about_this_class() -> None:
     assert "PersistentDataset" not in (GDSDataset.__init__.__doc__ or "PersistentDataset")
+
+
+def test_a_dataset_names_its_pipeline_as_ls_does(tmp_path: Path) -> None:
+    items = write_volumes(tmp_path, 1, (8, 8, 8))
+    with GDSDataset(items, pipeline(), tmp_path / "cache", device="cpu") as dataset:
+        _ = dataset[0]
+    (found,) = survey(tmp_path / "cache")
+    assert dataset.pipeline_digest() == found.pipeline
+    assert f"pipeline:   {found.pipeline[:8]}" in str(dataset)
+
+
+def test_a_function_is_not_called_a_random_transform(tmp_path: Path) -> None:
+    dataset = GDSDataset([1], [mt.Identity(), abs], tmp_path / "cache", device="cpu")
+    assert "in front of abs, which is not a Transform of MONAI's and counts as random" in str(dataset)

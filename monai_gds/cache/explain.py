@@ -102,7 +102,17 @@ def source_differences(before: Mapping[str, SourceState], now: Mapping[str, Sour
 def _change(name: str, before: SourceState, now: SourceState) -> list[str]:
     if before[0] != now[0]:
         return [f"{name} changed (size {before[0]} → {now[0]})"]
-    return [f"{name} content changed"] if before[1] != now[1] else []
+    if _by_time(before) != _by_time(now):
+        old, new = ("its time" if _by_time(state) else "its content" for state in (before, now))
+        return [f"{name} was identified by {old} and is by {new} now (sources=)"]
+    if before[1] == now[1]:
+        return []
+    return [f"{name} has another time" if _by_time(now) else f"{name} content changed"]
+
+
+def _by_time(state: SourceState) -> bool:
+    """Whether a source was identified with ``sources="stat"``."""
+    return str(state[1]).startswith("stat:")
 
 
 def _short_names(paths: Iterable[str]) -> dict[str, str]:
@@ -118,6 +128,8 @@ def _same_item(entry: IndexEntry, wanted: Wanted) -> bool:
 
 
 def _of_same_item(entry: IndexEntry, wanted: Wanted) -> list[str]:
+    if entry.sources.keys().isdisjoint(wanted.sources) and _same_names(entry, wanted):  # below another root
+        return _changes_by_name(entry, wanted)
     return source_differences(entry.sources, wanted.sources)
 
 
@@ -129,7 +141,7 @@ def _of_same_sources(entry: IndexEntry, wanted: Wanted) -> list[str]:
     shared = entry.sources.keys() & wanted.sources.keys()
     names = ", ".join(sorted(_short_names(shared).values()))
     return [
-        f"another item with the source {names}: its other values differ",
+        f"an item with the source {names} that differs in another value, or in how it spells a path",
         *source_differences(entry.sources, wanted.sources),
     ]
 
@@ -150,6 +162,15 @@ def _of_same_names(entry: IndexEntry, wanted: Wanted) -> list[str]:
             differences.append(f"{name} is in another folder: {os.path.dirname(before)} → {os.path.dirname(now)}")
         differences += _change(name, entry.sources[before], wanted.sources[now])
     return differences
+
+
+def _changes_by_name(entry: IndexEntry, wanted: Wanted) -> list[str]:
+    pairs = zip(_by_name(entry.sources), _by_name(wanted.sources), strict=True)
+    return [
+        text
+        for before, now in pairs
+        for text in _change(os.path.basename(now), entry.sources[before], wanted.sources[now])
+    ]
 
 
 def _by_name(paths: Iterable[str]) -> list[str]:
@@ -268,9 +289,28 @@ def _changes(old: _Step, new: _Step) -> int:
     return sum(old.attributes.get(name) != new.attributes.get(name) for name in {*old.attributes, *new.attributes})
 
 
+#: An element of a list among the attributes, such as ``_loader.readers[1]``.
+_ELEMENT = re.compile(r"(.*?\[\d+\])\..*", re.DOTALL)
+
+
+def _whole_elements(before: Attributes, now: Attributes) -> dict[str, str]:
+    """Elements of lists that only one side has, with what became of them."""
+    found: dict[str, str] = {}
+    for mine, others, what in ((before, now, "is gone"), (now, before, "is new")):
+        elements = {element[1] for name in mine if (element := _ELEMENT.fullmatch(name))}
+        found.update({e: what for e in elements if not any(name.startswith(e) for name in others)})
+    return found
+
+
 def _attribute_differences(label: str, before: Attributes, now: Attributes) -> list[str]:
     differences = []
+    whole = _whole_elements(before, now)
+    for element, what in sorted(whole.items()):
+        hint = ": name the readers that count, as in reader='NibabelReader'" if "readers[" in element else ""
+        differences.append(f"{'.'.join(part for part in (label, element) if part)} {what}{hint}")
     for name in dict.fromkeys([*before, *now]):
+        if (found := _ELEMENT.fullmatch(name)) and found[1] in whole:
+            continue
         full = ".".join(part for part in (label, name) if part)
         if name not in now:
             differences.append(f"{full} {before[name]} → not there")

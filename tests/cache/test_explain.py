@@ -217,7 +217,7 @@ def test_another_item_of_the_same_sources(index: Index) -> None:
     found = nearest(index, WANTED)
     assert found.entry == entry
     assert found.differences == [
-        "another item with the source ct_3.nii.gz, seg_3.nii.gz: its other values differ",
+        "an item with the source ct_3.nii.gz, seg_3.nii.gz that differs in another value, or in how it spells a path",
         "seg_3.nii.gz changed (size 11 → 10)",
     ]
 
@@ -263,3 +263,30 @@ def test_a_pipeline_whose_description_shows_no_difference(index: Index) -> None:
 def test_a_record_that_should_have_been_found(index: Index) -> None:
     add(index, 1, pipeline="cccc0000")
     assert nearest(index, WANTED).differences == ["nothing that the index holds differs"]
+
+
+def test_another_policy_for_sources_is_not_another_content() -> None:
+    before, now = {"/data/ct.nii.gz": (100, "0a" * 16)}, {"/data/ct.nii.gz": (100, "stat:1700000000")}
+    told = "ct.nii.gz was identified by {} and is by {} now (sources=)"
+    assert source_differences(before, now) == [told.format("its content", "its time")]
+    assert source_differences(now, before) == [told.format("its time", "its content")]
+    assert source_differences(now, {"/data/ct.nii.gz": (100, "stat:1800000000")}) == ["ct.nii.gz has another time"]
+
+
+def test_a_reader_that_was_installed_is_one_line_with_a_remedy() -> None:
+    load = "transforms[0] LoadImaged._loader.readers"
+    before = {f"{load}[0].squeeze": "False", f"{load}[0].kwargs": "{}"}
+    now = {**before, f"{load}[1].converter": "None", f"{load}[1].reverse": "True"}
+    told = "LoadImaged._loader.readers[1] is {}: name the readers that count, as in reader='NibabelReader'"
+    assert description_differences(before, now) == [told.format("new")]
+    assert description_differences(now, before) == [told.format("gone")]
+    changed = {**before, f"{load}[0].squeeze": "True"}
+    assert description_differences(before, changed) == ["LoadImaged._loader.readers[0].squeeze False → True"]
+
+
+def test_data_that_were_moved_with_their_root_and_changed(index: Index) -> None:
+    there = {path.replace("/data", "/scratch/job1"): source for path, source in SOURCES.items()}
+    there["/scratch/job1" + CT.removeprefix("/data")] = (90, "x")
+    entry = add(index, 1, pipeline="cccc0000", sources=there)
+    found = nearest(index, WANTED)
+    assert (found.entry, found.differences) == (entry, ["ct_3.nii.gz changed (size 90 → 100)"])
