@@ -140,7 +140,7 @@ def _shelves(whole: tuple[int, int, int], align: int, groups: Sequence[_Corners]
     """Where the first voxel of each group goes, and how many steps of the first axis all of them take.
 
     A group moves by a multiple of ``align`` elements, so its rows may run over the end of the last axis by fewer than
-    that many, into the next row, or plane; then that one is left free.
+    that many. That is into the next row, or several where the last axis is short, or plane; then those are left free.
     """
     _, rows, row = whole
     places = []
@@ -151,7 +151,7 @@ def _shelves(whole: tuple[int, int, int], align: int, groups: Sequence[_Corners]
         for _ in range(3):  # on this shelf, on the next, or on the first shelf behind all planes so far
             begin = (plane * rows + shelf) * row
             at = cursor + (first - begin - cursor) % align
-            over = at + wide > row
+            over = (at + wide - 1) // row  # rows
             if cursor and over:
                 shelf, cursor, height = shelf + height, 0, 0
             elif shelf and shelf + high + over > rows:
@@ -161,5 +161,5 @@ def _shelves(whole: tuple[int, int, int], align: int, groups: Sequence[_Corners]
         places.append(begin + at)
         cursor = at + wide
         height = max(height, high + over)
-        depth = max(depth, deep + (shelf + high + over > rows))
+        depth = max(depth, deep + (shelf + high + over - 1) // rows)
     return places, plane + depth

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monai_gds.cache.boxes import Box, arrange, last_three, whole_box
@@ -27,6 +27,14 @@ def shapes_and_boxes(most: int = 40) -> st.SearchStrategy[tuple[tuple[int, ...],
     return both.flatmap(lambda shape: st.tuples(st.just(shape), boxes_within(shape)))
 
 
+def box(*ends: tuple[int, int]) -> Box:
+    x, y, z = (slice(*axis) for axis in ends)
+    return x, y, z
+
+
+# Where the last axis is shorter than a cache line, a row that moves runs over several others.
+@example(drawn=((5, 16, 1), [box((1, 5), (0, 1), (0, 1)), box((0, 1), (0, 1), (0, 1))]), itemsize=1)
+@example(drawn=((6, 40, 12), [box((0, 3), (9, 20), (1, 12)), box((3, 6), (21, 40), (0, 12))]), itemsize=4)
 @given(drawn=shapes_and_boxes(), itemsize=st.sampled_from([1, 2, 4, 8]))
 def test_every_voxel_has_a_place_of_its_own(drawn: tuple[tuple[int, ...], list[Box]], itemsize: int) -> None:
     shape, boxes = drawn
