@@ -114,26 +114,6 @@ def tiled(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("tiled"), volumes(), Compression("lz4"))
 
 
-def _try(place: Place, change: Callable[[Opened], Any]) -> tuple[dict[str, Any], str]:
-    """What reading returns, and what verifying calls wrong."""
-    record = Opened.of(place.sound)
-    change(record)
-    place.put(record.bytes())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = place.read()
-        with contextlib.suppress(RecordError):
-            read_whole(str(place.path), key().digest)
-        assert len(survey(place.folder)) == 2
-        checked = check(place.path)
-    assert checked is not None
-    assert all(issubclass(w.category, CacheWarning) for w in told), [str(w.message) for w in told]
-    for name, item in found.items():
-        assert item is not None or any("computed" in str(w.message) for w in told), f"{name}: refused in silence"
-    assert all(text.isprintable() for w in told for text in str(w.message).splitlines())
-    return found, checked.problem
-
-
 #: What another process may be able to use: it has the types, the item or the data root.
 ELSEWHERE = {
     f"tree: {what}"
