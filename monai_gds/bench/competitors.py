@@ -36,6 +36,7 @@ __all__ = [
     "OURS_LOADER",
     "OURS_LZ4",
     "OURS_LZ4_LOADER",
+    "OURS_PINNED_LOADER",
     "OURS_WHOLE",
     "OURS_WHOLE_LOADER",
     "OURS_ZSTD",
@@ -56,6 +57,7 @@ OURS_LZ4_LOADER = "GDSDataset, lz4, GDSDataLoader"
 OURS_ZSTD_LOADER = "GDSDataset, zstd, GDSDataLoader"
 OURS_BITCOMP_LOADER = "GDSDataset, bitcomp, GDSDataLoader"
 OURS_KEPT_LOADER = "GDSDataset, lz4, device_bytes, GDSDataLoader"
+OURS_PINNED_LOADER = "GDSDataset, not compressed, pinned_bytes, GDSDataLoader"
 MONAIS = "monai GDSDataset, 16 thr."
 REFERENCE = "PersistentDataset"
 NNUNET = "blosc2, as nnU-Net v2"
@@ -65,7 +67,7 @@ NO_CACHE = "no cache"
 #: Compared with each other by :mod:`monai_gds.bench.tiles`, and nowhere else.
 _OF_TILES = (
     OURS_WHOLE, OURS_WHOLE_LOADER, OURS_LZ4, OURS_LZ4_LOADER, OURS_ZSTD, OURS_ZSTD_LOADER, OURS_BITCOMP_LOADER,
-    OURS_KEPT_LOADER, NNUNET,
+    OURS_KEPT_LOADER, OURS_PINNED_LOADER, NNUNET,
 )  # fmt: skip
 
 #: Makes a dataset of items and a transform, with a folder of its own for the cache and the target device.
@@ -140,6 +142,11 @@ COMPETITORS: dict[str, Competitor] = {
         partial(GDSDataset, compression="lz4", device_bytes="100GB"),
         GDSDataLoader,
         missing=_needs_blosc2,
+        cuda_only=True,
+    ),
+    OURS_PINNED_LOADER: Competitor(
+        partial(GDSDataset, compression=None, backend="posix", backend_options={"pinned_bytes": 100e9}),
+        GDSDataLoader,
         cuda_only=True,
     ),
     REFERENCE: Competitor(lambda items, transform, folder, _: PersistentDataset(items, transform, folder)),

@@ -21,6 +21,7 @@ from monai_gds.bench.competitors import (
     OURS_KEPT_LOADER,
     OURS_LZ4,
     OURS_LZ4_LOADER,
+    OURS_PINNED_LOADER,
     OURS_WHOLE,
     OURS_WHOLE_LOADER,
     OURS_ZSTD,
@@ -55,7 +56,7 @@ def _whole(work: Workload, kind: str, progress: Progress) -> Report:
     names = [OURS_WHOLE, OURS_LZ4, OURS_ZSTD]
     names += [OURS_WHOLE_LOADER, OURS_LZ4_LOADER, OURS_ZSTD_LOADER] if work.loader else []
     on_gpu = work.device.type == "cuda"
-    names += [OURS_BITCOMP_LOADER, OURS_KEPT_LOADER] if work.loader and on_gpu else []
+    names += [OURS_BITCOMP_LOADER, OURS_KEPT_LOADER, OURS_PINNED_LOADER] if work.loader and on_gpu else []
     names += [MONAIS, REFERENCE] if on_gpu else [REFERENCE]
     return _measure(work, kind, "whole volumes", [], names, progress, unit="GB/s", sizes=True)
 

@@ -12,7 +12,6 @@ them. ``direct_io=True`` is for data that will never fit there.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -26,41 +25,26 @@ import torch
 from monai_gds import huge_pages, limits
 from monai_gds.errors import StorageError
 from monai_gds.pooled_memory import tensor_at
-from monai_gds.storage import files
+from monai_gds.storage import files, mappings
 from monai_gds.storage.backend import Availability
-from monai_gds.storage.blocking import BlockingBackend, OpenFiles
+from monai_gds.storage.blocking import BlockingBackend, OpenFiles, naming_file
 from monai_gds.storage.files import ALIGNMENT, Expected, FileId
 from monai_gds.storage.pending import Pending
+from monai_gds.storage.pinned_files import PinnedFiles
 from monai_gds.storage.reads import Reads
 from monai_gds.storage.small_files import read_small_files, ring_of_this_thread
 
 __all__ = ["PosixBackend"]
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-]  # fmt: skip
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
 def _mapped(fd: int, offset: int, nbytes: int) -> torch.Tensor:
-    """A private mapping of a part of a file. It is unmapped when the last array or tensor over it is gone.
-
-    Python's own ``mmap`` keeps a descriptor open for each mapping, and a process may hold 1,024 of them; this keeps
-    none. ``torch.UntypedStorage.from_file`` keeps none either, but takes no offset.
-    """
+    """A private mapping of a part of a file. It is unmapped when the last array or tensor over it is gone."""
     skip = offset % mmap.ALLOCATIONGRANULARITY
     length = nbytes + skip
-    start = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset - skip)
-    if start == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    start = mappings.map_file(fd, offset - skip, length)
     if huge_pages.HUGE <= nbytes <= limits.HUGE_MAP_BYTES:
         huge_pages.prefer_for_mapping(start, length)
-    return tensor_at(start + skip, nbytes, partial(_libc.munmap, start, length))
+    return tensor_at(start + skip, nbytes, partial(mappings.unmap, start, length))
 
 
 class _Handle(NamedTuple):
@@ -78,9 +62,13 @@ class PosixBackend(BlockingBackend):
         threads: reads in flight at once; default: one per core, at least 4 and at most 8.
         direct_io: reads with O_DIRECT, past the page cache, whatever is aligned to blocks of 4096 bytes. Nothing is
             mapped then, and the next epoch reads from the drive again.
+        pinned_bytes: bytes of files in the page cache that may stay registered with CUDA, so that they are copied to
+            the device at the speed of the link and without the CPU (:mod:`.pinned_files`). Files are taken as they
+            come, and kept as long as this storage. The memory cannot be reclaimed or swapped meanwhile.
 
     Raises:
-        ValueError: ``threads`` is not positive.
+        ValueError: ``threads`` is not positive, or ``pinned_bytes`` is negative, or given for a CPU target or with
+            ``direct_io``.
     """
 
     #: Each group takes Python, during which no other thread has its lock. With groups of 2 MiB an image of 108 kB took
@@ -88,9 +76,17 @@ class PosixBackend(BlockingBackend):
     group_bytes = 8 << 20
     group_reads = limits.RING_FILES
 
-    def __init__(self, device: torch.device, threads: int | None = None, direct_io: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, threads: int | None = None, direct_io: bool = False, pinned_bytes: float = 0
+    ) -> None:
         super().__init__(device, threads)
         self.direct_io = direct_io
+        if pinned_bytes < 0 or (pinned_bytes and (direct_io or device.type != "cuda")):
+            raise ValueError(
+                f"pinned_bytes={pinned_bytes:g}: it is a number of bytes in the page cache, for a CUDA target and "
+                f"without direct_io; this is for {device}{' with direct_io' if direct_io else ''}"
+            )
+        self._pinned = PinnedFiles(int(pinned_bytes)) if pinned_bytes else None
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -118,6 +114,29 @@ class PosixBackend(BlockingBackend):
         if direct < 0:
             files.expect_cold(fd, offset, view.nbytes)
         return os.preadv(fd, [view], offset)
+
+    def _do(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
+        file, expected = int(group.file[0]), group.expected[int(group.file[0])]
+        to_pin = self._pinned is not None and isinstance(expected, FileId) and into[int(group.dest[0])].is_cuda
+        if not to_pin or group.total < limits.MIN_PIECE_BYTES or (group.file != file).any():
+            super()._do(group, into, opened, pending)
+            return
+        assert self._pinned is not None and isinstance(expected, FileId)
+        path = group.paths[file]
+        try:
+            pinned = self._pinned.get(path, expected)
+            if pinned is not None and (group.offset + group.nbytes).max() <= expected.size:
+                pinned.copy(group.offset.tolist(), group.parts(into), self.device)
+                files.check_identity(expected, FileId.of(path), path)
+                opened.not_opened([file] * len(group))
+                return
+        except OSError as e:
+            opened.not_opened([file] * len(group))
+            pending.fail(file, naming_file(e, path))
+            return
+        super()._do(group, into, opened, pending)
+        if not pending.failed(file):
+            self._pinned.offer(path, expected)
 
     def _read_group(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
         ring = ring_of_this_thread() if len(group) > 1 and not self.direct_io else None
@@ -154,6 +173,12 @@ class PosixBackend(BlockingBackend):
         files.pread_into(fd, offset, dest.numpy().data, path)
         return dest
 
+    def close(self) -> None:
+        super().close()
+        if self._pinned is not None:
+            self._pinned.close()
+
     def describe(self) -> dict[str, Any]:
+        pinned = {} if self._pinned is None else {"pinned_bytes": self._pinned.nbytes, "pinned": self._pinned.used}
         small = "io_uring" if ring_of_this_thread() and not self.direct_io else "one call after another"
-        return {**super().describe(), "direct_io": self.direct_io, "small_files": small}
+        return {**super().describe(), "direct_io": self.direct_io, "small_files": small, **pinned}

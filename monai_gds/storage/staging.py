@@ -29,12 +29,15 @@ from monai_gds.storage.files import ALIGNMENT, Buffer, as_bytes_view, write_all
 __all__ = [
     "StagingPool", "StagingSlot", "adopt", "allocate_on_copy_stream", "copy_stream", "copy_to_device",
     "current_stream", "empty_for_side_stream", "hand_off", "launch", "new_stream", "on_copy_stream", "on_side_stream",
-    "pinned_bytes", "raw_current_stream", "staging_pool", "write_buffers",
+    "pin", "pinned_bytes", "raw_current_stream", "staging_pool", "unpin", "write_buffers",
 ]  # fmt: skip
 
 
 #: CUDA_ERROR_INVALID_CONTEXT of the driver's cuda.h.
 _INVALID_CONTEXT = 201
+
+#: Flags of cuMemHostRegister in cuda.h.
+_PORTABLE, _READ_ONLY = 1, 8
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
@@ -162,6 +165,20 @@ def copy_to_device(dest: int, source: int, nbytes: int, stream: int) -> None:
     _call_driver("cuMemcpyHtoDAsync_v2", dest, source, nbytes, stream)
 
 
+def pin(address: int, nbytes: int) -> None:
+    """Registers memory that a read-only mapping has, for copies to any device. It must outlast them.
+
+    Raises:
+        RuntimeError: CUDA refused: too much is registered, or this kernel and file system cannot.
+    """
+    _call_driver("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY, library=_patient_driver())
+
+
+def unpin(address: int) -> None:
+    """Ends :func:`pin`."""
+    _call_driver("cuMemHostUnregister", address, library=_patient_driver())
+
+
 def launch(function: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
     """Launches a kernel all of whose arguments are addresses and 64-bit integers.
 
@@ -178,8 +195,8 @@ def launch(function: int, blocks: int, threads: int, arguments: Sequence[int], s
     _call_driver("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, addresses, None)
 
 
-def _call_driver(name: str, *arguments: object) -> None:
-    function = getattr(_driver(), name)
+def _call_driver(name: str, *arguments: object, library: ctypes.CDLL | None = None) -> None:
+    function = getattr(library or _driver(), name)
     code = function(*arguments)
     if code == _INVALID_CONTEXT:  # a thread in which no call of CUDA's runtime has made the device's context current
         torch.cuda.mem_get_info()
@@ -194,6 +211,15 @@ def _driver() -> ctypes.PyDLL:
     number, pointer, size = ctypes.c_uint, ctypes.c_void_p, ctypes.c_size_t
     driver.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, pointer, size, pointer]
     driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return driver
+
+
+@functools.cache
+def _patient_driver() -> ctypes.CDLL:
+    """The driver for calls that take long: the interpreter's lock is free meanwhile."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+    driver.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
     return driver
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from monai_gds.errors import StorageError
+from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import Reads, Storage, files, open_storage
 from monai_gds.storage import posix as posix_module
+from monai_gds.storage.files import FileId
 from monai_gds.storage.posix import PosixBackend
 from monai_gds.testing import BackendContract, CudaBackendContract, CudaFullContract, FullContract, WriteContract
 from monai_gds.testing.tools import BLOB_BYTES, bytes_of, descriptors
@@ -129,6 +130,71 @@ class TestPosixOnCuda(CudaFullContract, WriteContract):
         command = [sys.executable, "-W", "ignore", "-c", script]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestPosixPinnedOnCuda(CudaFullContract):
+    """Every file that was read once is registered, and copied from the page cache."""
+
+    @pytest.fixture
+    def backend(self) -> PosixBackend:
+        return PosixBackend(GPU, pinned_bytes=4e9)
+
+    def test_the_second_read_is_a_copy_from_the_page_cache(
+        self, backend: PosixBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "large.bin"
+        path.write_bytes(data := os.urandom(40 << 20))
+        ranges = [(0, 20 << 20), ((20 << 20) + 5, (20 << 20) - 5)]
+        with closing(Storage(backend)) as storage:
+            for _ in range(3):
+                tensors = storage.load(Reads.of(str(path), ranges, FileId.of(path))).wait()
+                assert b"".join(map(bytes_of, tensors)) == data[: 20 << 20] + data[(20 << 20) + 5 :]
+                _until_pinned(storage)
+            assert storage.describe()["pinned"] == 40 << 20
+            monkeypatch.setattr(backend, "_read_group", None)  # nothing is read any more
+            (again,) = storage.load(Reads.of(str(path), [(0, 40 << 20)], FileId.of(path))).wait()
+            assert bytes_of(again) == data
+
+    @pytest.mark.parametrize("change", ["replaced", "cut", "removed"])
+    def test_a_registered_file_that_changed_is_noticed(
+        self, backend: PosixBackend, tmp_path: Path, change: str
+    ) -> None:
+        path = tmp_path / "large.bin"
+        path.write_bytes(os.urandom(8 << 20))
+        file = FileId.of(path)
+        with closing(Storage(backend)) as storage:
+            storage.load(Reads.of(str(path), [(0, 8 << 20)], file)).wait()
+            _until_pinned(storage)
+            if change == "replaced":
+                (tmp_path / "other").write_bytes(other := os.urandom(8 << 20))
+                os.replace(tmp_path / "other", path)
+            elif change == "cut":
+                os.truncate(path, 1000)
+            else:
+                path.unlink()
+            with pytest.raises(FileNotFoundError if change == "removed" else FileChanged):
+                storage.load(Reads.of(str(path), [(0, 8 << 20)], file)).wait()
+            if change == "replaced":
+                (now,) = storage.load(Reads.of(str(path), [(0, 8 << 20)], FileId.of(path))).wait()
+                assert bytes_of(now) == other
+            assert storage.describe()["pinned"] in (0, 8 << 20)
+
+
+def _until_pinned(storage: Storage) -> None:
+    """Waits for the thread that registers files."""
+    end = time.monotonic() + 20
+    while not storage.describe()["pinned"] and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [(CPU, {"pinned_bytes": 1e9}), (GPU, {"pinned_bytes": -1}), (GPU, {"pinned_bytes": 1e9, "direct_io": True})],
+)
+def test_pinned_bytes_are_refused_where_they_have_no_meaning(device: torch.device, options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="pinned_bytes"):
+        PosixBackend(device, **options)  # type: ignore[arg-type]
 
 
 class TestPosixPastThePageCacheOnCuda(CudaBackendContract):

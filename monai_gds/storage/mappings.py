@@ -1,0 +1,57 @@
+"""Mappings of files by plain ``mmap``, for ``posix``.
+
+Python's own ``mmap`` keeps a descriptor open for each mapping, and a process may hold 1,024 of them; these keep none.
+``torch.UntypedStorage.from_file`` keeps none either, but takes no offset.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+__all__ = ["is_resident", "map_file", "unmap"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+#: Ends a mapping: called with its address and length. Bound here, since mappings may end behind the interpreter's end.
+unmap = _libc.munmap
+unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
+    """Maps a part of a file and returns its address.
+
+    Args:
+        fd: of the file.
+        offset: a multiple of the page size.
+        nbytes: how many.
+        shared: read-only and shared; else writable and private (copy-on-write).
+
+    Raises:
+        OSError: the kernel has no more mappings, or the file system has none.
+    """
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+    if shared:
+        protection, flags = mmap.PROT_READ, mmap.MAP_SHARED
+    address: int | None = _libc.mmap(None, nbytes, protection, flags, fd, offset)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return address
+
+
+def is_resident(address: int, nbytes: int) -> bool:
+    """Whether every page of a mapping is in memory, so that touching it reads nothing from the drive."""
+    pages = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
+    if _libc.mincore(address, nbytes, pages.ctypes.data):
+        return False
+    return bool((pages & 1).all())
