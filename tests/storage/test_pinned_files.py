@@ -63,6 +63,7 @@ def test_another_file_of_the_same_name_is_not_taken_for_it(registered: dict[int,
     os.truncate(path, 10)
     assert pinned.get(path, before) is None
     assert offer(pinned, paths[2])
+    before = FileId.of(paths[2])
     os.remove(paths[2])
     with pytest.raises(FileNotFoundError):
         pinned.get(paths[2], before)
