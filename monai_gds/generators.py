@@ -135,6 +135,8 @@ def slots(transform: Any) -> dict[str, Slot]:
             continue
         seen.add(id(part))
         for name, value in _members(part):
+            if type(value) in _PLAIN:
+                continue
             if is_generator(value):
                 if isinstance(part, _TRANSFORMS):
                     found[path + name] = Slot(part, name)
@@ -145,6 +147,7 @@ def slots(transform: Any) -> dict[str, Slot]:
 
 _TRANSFORMS = (mt.Transform, mt.Randomizable)
 _WALKED = (*_TRANSFORMS, dict, list, tuple)
+_PLAIN = frozenset({str, int, float, bool, type(None)})  # asking whether these are transforms takes most of the time
 
 
 def _members(part: Any) -> Iterator[tuple[str, Any]]:

@@ -182,8 +182,8 @@ class Later:
 
 def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
     """A loader's samplers, and those that they ask, by path."""
-    found = {"": loader}
-    left = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
+    found: dict[str, Any] = {"": loader}
+    left: dict[str, Any] = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
     while left:
         path, sampler = left.popitem()
         if not hasattr(sampler, "__dict__") or any(sampler is other for other in found.values()):
