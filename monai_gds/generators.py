@@ -158,7 +158,7 @@ def _members(part: Any) -> Iterator[tuple[str, Any]]:
             yield "R", part.R
     elif isinstance(part, dict):
         yield from ((str(name), value) for name, value in part.items())
-    else:
+    elif isinstance(part, (list, tuple)):
         yield from ((str(i), value) for i, value in enumerate(part))
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import (
     RandomSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -275,6 +276,19 @@ def test_loops_that_are_monais_are_continued_too(num_workers: int, of_monai: boo
         if taken < len(expected[0]):
             assert_same(list(again), expected[0][taken:])
         assert_same(list(again), expected[1])
+
+
+def test_a_dataset_without_transforms() -> None:
+    def fresh(seed: int) -> GDSDataLoader:
+        return loader(TensorDataset(torch.arange(9)), SETTINGS["shuffled"], seed)
+
+    expected = list(fresh(3))
+    first = fresh(3)
+    list(islice(iter(first), 2))
+    state = first.state_dict()
+    again = fresh(99)
+    again.load_state_dict(saved(state))
+    assert_same(list(again), expected[2:])
 
 
 # Leaving early
