@@ -291,6 +291,48 @@ def test_a_dataset_without_transforms() -> None:
     assert_same(list(again), expected[2:])
 
 
+def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="this machine has no Lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Seen(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.seen.append([(item["number"], item["normal"]) for item in batch])
+            return self.weight.square()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit(settings: str, seed: int, **given: Any) -> list[Any]:
+        model = Seen()
+        checkpoint = ModelCheckpoint(
+            tmp_path / f"{settings} {seed}",
+            "{step}",
+            every_n_train_steps=1,
+            save_top_k=-1,
+            enable_version_counter=False,
+        )
+        trainer = lightning.Trainer(
+            max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[checkpoint],
+        )  # fmt: skip
+        trainer.fit(model, loader(dataset(folder), SETTINGS[settings], seed), weights_only=True, **given)
+        return model.seen
+
+    for settings in ("shuffled", "one of two ranks"):
+        expected = fit(settings, 3)
+        batches = len(expected)
+        assert batches in (6, 9)
+        for step in range(batches // 3 - 1, batches):  # from the end of the first epoch on
+            got = fit(settings, 50 + step, ckpt_path=tmp_path / f"{settings} 3" / f"step={step}.ckpt")
+            assert got == expected[step:]
+
+
 # Leaving early
 
 
