@@ -186,6 +186,15 @@ def test_lightning(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     assert names["trainer"].global_step == 4  # two items, two epochs
 
 
+def test_resume(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = examples(DOCS / "howto/resume.md")
+    transform = transform_of(tmp_path)
+    run(code.replace("steps = 0, 6", "steps = 0, 5"), tmp_path, items=volumes, transform=transform)
+    run(code, tmp_path, items=volumes, transform=transform)
+    steps = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert steps == [*"01234345"]
+
+
 @pytest.mark.long
 def test_ddp(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     script, _ = examples(DOCS / "howto/ddp.md")

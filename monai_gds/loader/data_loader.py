@@ -25,7 +25,8 @@ import atexit
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from math import inf
 from numbers import Integral, Real
@@ -42,6 +43,7 @@ from monai_gds.collate import collate
 from monai_gds.dataset import GDSDataset
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
+from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
 from monai_gds.process import Owner
 
 __all__ = ["GDSDataLoader"]
@@ -66,7 +68,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     ``num_workers`` and a CPU target, MONAI's ``DataLoader`` does everything.
 
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
-    Leaving the loop stops everything.
+    Leaving the loop stops everything, and the random transforms are where a loop that reads nothing ahead leaves them.
+    :meth:`state_dict` tells where the loop is, so that a run that ended can be continued in the middle of an epoch.
 
     Args:
         dataset: what to load.
@@ -113,18 +116,50 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
         self.prefetch_bytes: int = int(prefetch_bytes)
+        self._place: Place | None = None  # where the loop that was begun last is
+        self._loaded: Mapping[str, Any] | None = None  # where the next one goes on
 
     def __iter__(self) -> Iterator[Any]:
+        return self._begin() if self._loaded is None else Later(self._begin)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop that was begun last is: behind the batch that it gave last.
+
+        It holds plain values, and ``torch.load`` loads it with ``weights_only=True``. It is that of one rank: each rank
+        saves its own.
+
+        Returns:
+            The number of batches that were taken, the states that the order of the items was drawn from, those of the
+            random transforms behind the batch, by the place of each generator in the pipeline, and those of the global
+            generators of torch (CPU), NumPy and Python as they are now.
+        """
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return Place(self).state_dict(begun=False) if self._place is None else self._place.state_dict(begun=True)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next loop over this loader gives the batches that are left of the epoch that was under way.
+
+        If none is left, it gives the next epoch. The loader must be made from the same items, transforms and settings.
+        ``len`` is that of a whole epoch.
+
+        Raises:
+            ValueError: this is not the state of a GDSDataLoader.
+        """
+        check(self, state_dict)
+        self._loaded = dict(state_dict)
+
+    def _begin(self) -> Iterator[Any]:
+        state, self._loaded = self._loaded, None
         parts = gds_datasets(self.dataset)
         devices = {part.target() for part in parts}
-        if len(devices) != 1:
-            return super().__iter__()  # type: ignore[no-any-return]
-        device = devices.pop()
-        if not self.num_workers:
-            return Epoch(self, device, None)
-        if device.type == "cpu" or not all(part.caches for part in parts):
-            return super().__iter__()  # type: ignore[no-any-return]
-        return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context))
+        device = devices.pop() if len(devices) == 1 else None
+        if device is not None and not self.num_workers:
+            return Epoch(self, device, None, state)
+        if device is None or device.type == "cpu" or not all(part.caches for part in parts):
+            self._place, batches = begin_or_go_on(self, super().__iter__, state)
+            return Counted(batches, self._place)
+        return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state)
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
@@ -196,15 +231,27 @@ class Epoch:
     The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
     """
 
-    def __init__(self, loader: GDSDataLoader, device: torch.device, workers: CacheWorkers | None) -> None:
+    def __init__(
+        self,
+        loader: GDSDataLoader,
+        device: torch.device,
+        workers: CacheWorkers | None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         for left in _left - {threading.current_thread()}:  # a transform may begin a loop
             left.join(_LEAVE_SECONDS)
             _left.discard(left)
-        batches = _first_drawn(loader.index_batches(), loader.dataset)
+        place, batches = begin_or_go_on(loader, partial(_drawn, loader), state)
         ahead = ReadAhead(batches, loader.records_in_flight, loader.prefetch_bytes, workers)
+        loader._place = place
         self._owner = Owner()
-        self._hand_over = HandOver(device, ahead.taken)
-        work = (ahead, loader.assemble, self._hand_over, workers)
+
+        def taken(mark: tuple[tuple[int, int], dict[str, Any]]) -> None:
+            ahead.taken(mark[0])
+            place.taken(mark[1])
+
+        self._hand_over = HandOver(device, taken, place.leave)
+        work = (ahead, loader.assemble, self._hand_over, workers, place)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         self.thread.start()
         #: Leaves the loop, which ends the thread.
@@ -246,32 +293,42 @@ def _stop_all() -> None:
         thread.join()  # however long it takes: a thread that is in torch while the interpreter ends would abort it
 
 
-def _first_drawn(batches: Iterator[Sequence[int]], dataset: Any) -> Iterator[list[tuple[GDSDataset, int]]]:
+def _drawn(loader: GDSDataLoader) -> Iterator[list[tuple[GDSDataset, int]]]:
     """Where the items of each batch are. The first is drawn here and now, when a random sampler draws its seed."""
+    batches, dataset = loader.index_batches(), loader.dataset
     first = next(batches, None)
     drawn = batches if first is None else chain([first], batches)
     return ([find_item(dataset, index) for index in indices] for indices in drawn)
 
 
 def _produce(
-    ahead: ReadAhead, assemble: Callable[[list[Any]], Any], hand_over: HandOver, workers: CacheWorkers | None
+    ahead: ReadAhead,
+    assemble: Callable[[list[Any]], Any],
+    hand_over: HandOver,
+    workers: CacheWorkers | None,
+    place: Place,
 ) -> None:
     """The loader's thread."""
+
+    def fail(error: BaseException) -> None:
+        place.made()  # what went wrong may have drawn
+        hand_over.end(error)
+
     try:
         with hand_over.on_stream():
             while (items := ahead.next_batch()) is not None:
                 batch = assemble(items)
                 del items
-                if not hand_over.put(batch, ahead.finished):
-                    return
+                if not hand_over.put(batch, (ahead.finished, place.made())):
+                    break
                 del batch  # the consumer alone keeps it
         hand_over.end()
     except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop without a word
         error = RuntimeError("StopIteration was raised while a batch was made")
         error.__cause__ = e
-        hand_over.end(error)
+        fail(error)
     except BaseException as e:
-        hand_over.end(e)
+        fail(e)
     finally:
         if workers is not None:
             workers.close()

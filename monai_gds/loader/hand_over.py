@@ -23,7 +23,7 @@ class _Parcel(NamedTuple):
     """A batch on its way."""
 
     batch: Any
-    finished: tuple[int, int]
+    mark: Any
     made: torch.cuda.Event | None  # behind the work that makes it on a CUDA device
     tensors: Sequence[torch.Tensor]  # those on that device
 
@@ -38,14 +38,17 @@ class HandOver:
     Args:
         device: where batches are made.
         taken: called with what was put beside each batch that the consumer takes, before the next can be put.
+        left: called once the loop was left and the loader's thread makes no more batches.
 
     Attributes:
         consumer: the thread that took the last batch; before the first, the one that made this object.
     """
 
-    def __init__(self, device: torch.device, taken: Callable[[tuple[int, int]], None]) -> None:
+    def __init__(
+        self, device: torch.device, taken: Callable[[Any], None], left: Callable[[], None] = lambda: None
+    ) -> None:
         self.consumer = threading.get_ident()
-        self._device, self._taken = device, taken
+        self._device, self._taken, self._left = device, taken, left
         self._stream = _loader_stream(device) if device.type == "cuda" else None
         if self._stream is not None:  # a transform may use what was made before the loop
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -60,7 +63,7 @@ class HandOver:
         """Makes the loader's stream current."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def put(self, batch: Any, finished: tuple[int, int]) -> bool:
+    def put(self, batch: Any, mark: Any) -> bool:
         """Hands a batch over once the one before is taken; False if the loop was left."""
         made, tensors = None, []
         if self._stream is not None:
@@ -69,7 +72,7 @@ class HandOver:
         with self._changed:
             self._changed.wait_for(lambda: self._parcel is None or self._stopped)
             if not self._stopped:
-                self._parcel = _Parcel(batch, finished, made, tensors)
+                self._parcel = _Parcel(batch, mark, made, tensors)
                 self._changed.notify_all()
             return not self._stopped
 
@@ -77,7 +80,10 @@ class HandOver:
         """There are no more batches, or what went wrong behind the last."""
         with self._changed:
             self._ended, self._error = True, error
+            left = self._stopped
             self._changed.notify_all()
+        if left:
+            self._left()
 
     # For the consumer
 
@@ -97,7 +103,7 @@ class HandOver:
             if parcel is None:
                 error, self._error = self._error, None
             else:
-                self._taken(parcel.finished)
+                self._taken(parcel.mark)
                 self._changed.notify_all()
         if parcel is None:
             try:
@@ -114,9 +120,12 @@ class HandOver:
     def stop(self) -> None:
         """Leaves the loop: nothing is put or taken any more. May be called in any thread, by the collector too."""
         with self._changed:
+            left = self._ended and not self._stopped
             self._stopped = True
             self._parcel = None
             self._changed.notify_all()
+        if left:
+            self._left()
 
 
 #: Types that hold no tensors.
