@@ -42,7 +42,9 @@ from monai_gds.collate import collate
 from monai_gds.dataset import GDSDataset
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
+from monai_gds.loader.stats import Recorder, Stats, measure_workers
 from monai_gds.process import Owner
+from monai_gds.stages import Watch, enter, measured
 
 __all__ = ["GDSDataLoader"]
 
@@ -74,6 +76,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
         prefetch_bytes: how many bytes of records may be in flight. One record may, whatever its size.
+        stats: measures where the time of each epoch goes, for :meth:`stats`.
         kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
 
     Raises:
@@ -98,6 +101,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         *,
         prefetch: int | None = None,
         prefetch_bytes: float = limits.PREFETCH_BYTES,
+        stats: bool = False,
         **kwargs: Any,
     ) -> None:
         if not isinstance(prefetch, Integral | None):
@@ -113,18 +117,35 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
         self.prefetch_bytes: int = int(prefetch_bytes)
+        self._recorder: Recorder | None = None
+        if stats:
+            self._recorder = Recorder()
+            measure_workers(self)
 
     def __iter__(self) -> Iterator[Any]:
+        return self._begin(None) if self._recorder is None else self._recorder.measure(self._begin)
+
+    def stats(self) -> Stats:
+        """Where the time of the last epoch went, or of the present one so far.
+
+        Raises:
+            RuntimeError: the loader was made without ``stats=True``, or no epoch has begun.
+        """
+        if self._recorder is None:
+            raise RuntimeError("nothing is measured: make the loader with stats=True")
+        return self._recorder.stats()
+
+    def _begin(self, watch: Watch | None) -> Iterator[Any]:
         parts = gds_datasets(self.dataset)
         devices = {part.target() for part in parts}
         if len(devices) != 1:
             return super().__iter__()  # type: ignore[no-any-return]
         device = devices.pop()
         if not self.num_workers:
-            return Epoch(self, device, None)
+            return Epoch(self, device, None, watch)
         if device.type == "cpu" or not all(part.caches for part in parts):
             return super().__iter__()  # type: ignore[no-any-return]
-        return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context))
+        return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), watch)
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
@@ -196,7 +217,9 @@ class Epoch:
     The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
     """
 
-    def __init__(self, loader: GDSDataLoader, device: torch.device, workers: CacheWorkers | None) -> None:
+    def __init__(
+        self, loader: GDSDataLoader, device: torch.device, workers: CacheWorkers | None, watch: Watch | None
+    ) -> None:
         for left in _left - {threading.current_thread()}:  # a transform may begin a loop
             left.join(_LEAVE_SECONDS)
             _left.discard(left)
@@ -204,7 +227,7 @@ class Epoch:
         ahead = ReadAhead(batches, loader.records_in_flight, loader.prefetch_bytes, workers)
         self._owner = Owner()
         self._hand_over = HandOver(device, ahead.taken)
-        work = (ahead, loader.assemble, self._hand_over, workers)
+        work = (ahead, loader.assemble, self._hand_over, workers, watch)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         self.thread.start()
         #: Leaves the loop, which ends the thread.
@@ -254,14 +277,17 @@ def _first_drawn(batches: Iterator[Sequence[int]], dataset: Any) -> Iterator[lis
 
 
 def _produce(
-    ahead: ReadAhead, assemble: Callable[[list[Any]], Any], hand_over: HandOver, workers: CacheWorkers | None
-) -> None:
+    ahead: ReadAhead, assemble: Callable[[list[Any]], Any], hand_over: HandOver, workers: CacheWorkers | None,
+    watch: Watch | None,
+) -> None:  # fmt: skip
     """The loader's thread."""
     try:
-        with hand_over.on_stream():
+        with hand_over.on_stream(), measured(watch, hand_over.stream):
             while (items := ahead.next_batch()) is not None:
+                enter("collating")
                 batch = assemble(items)
                 del items
+                enter("waiting for the training")
                 if not hand_over.put(batch, ahead.finished):
                     return
                 del batch  # the consumer alone keeps it
