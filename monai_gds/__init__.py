@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from monai_gds.imagenet import ImageNetDataset
     from monai_gds.loader import GDSDataLoader
     from monai_gds.patching import patch
+    from monai_gds.readers import IgzipReader
     from monai_gds.storage import available_backends, open_storage
     from monai_gds.storage.xnvme.block_map import BlockMap
 
@@ -52,6 +53,7 @@ __all__ = [
     "GDSDataLoader",
     "GDSDataset",
     "HashingError",
+    "IgzipReader",
     "ImageNetDataset",
     "MonaiGdsError",
     "NewerRecord",
@@ -74,6 +76,7 @@ _HOMES = {
     "BlockMap": "storage.xnvme.block_map",
     "GDSDataLoader": "loader",
     "GDSDataset": "dataset",
+    "IgzipReader": "readers",
     "ImageNetDataset": "imagenet",
     "available_backends": "storage",
     "open_storage": "storage",

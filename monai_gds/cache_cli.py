@@ -5,14 +5,10 @@ Neither ``ls`` nor anything imported here imports torch or MONAI, which would ta
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib
 import importlib.util
-import inspect
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -28,11 +24,10 @@ from monai_gds.cache.header import VERSION
 from monai_gds.cache.index import Index
 from monai_gds.cache.maintenance import SHOWN, Found
 from monai_gds.console import progress_bar, say, say_lines
-from monai_gds.options import JsonOption
+from monai_gds.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
 
 if TYPE_CHECKING:
     from monai_gds.cache.maintenance import Identify
-    from monai_gds.dataset import GDSDataset
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,7 +36,6 @@ app = typer.Typer(
 )
 
 CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
-DatasetFunction = Annotated[str, typer.Argument(help="module:function. The function returns a GDSDataset.")]
 
 
 class Order(StrEnum):
@@ -360,9 +354,7 @@ def _deleted(doomed: Sequence[Found], quiet: bool, refused: list[str]) -> Iterat
 @app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset fold=3 --num-workers 8")
 def warm(
     function: DatasetFunction,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The function's arguments, such as fold=3.", metavar="KEY=VALUE")
-    ] = None,
+    arguments: DatasetArguments = None,
     num_workers: Annotated[int, typer.Option(min=0, help="Processes that compute items; 0: this one alone.")] = 0,
     dask: Annotated[
         str | None,
@@ -393,7 +385,7 @@ def warm(
         raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
     if (rank is None) != (world_size is None):
         raise typer.BadParameter("--rank and --world-size go together: give both", param_hint="--rank")
-    dataset = _dataset_from(function, arguments or [])
+    dataset = dataset_from(function, arguments or [])
     try:
         with _dask_executor(dask) as executor:
             done = dataset.populate(
@@ -437,7 +429,7 @@ def explain(
     the working directory first.
     """
     indices = [int(argument) for argument in arguments or [] if argument.isdecimal()]
-    dataset: Any = _dataset_from(function, [argument for argument in arguments or [] if not argument.isdecimal()])
+    dataset: Any = dataset_from(function, [argument for argument in arguments or [] if not argument.isdecimal()])
     for index in indices:
         if index >= len(dataset):
             raise typer.BadParameter(f"{index}: the dataset has {len(dataset)} items", param_hint="I")
@@ -449,46 +441,3 @@ def _identify(directory: Path) -> Identify:
     from monai_gds.cache.sources import Sources
 
     return Sources("content", str(directory)).identity
-
-
-def _named(arguments: Sequence[str]) -> dict[str, Any]:
-    """``fold=3 name=ct`` as ``{"fold": 3, "name": "ct"}``: values are Python literals, or else text."""
-    found = {}
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if not (equals and name.isidentifier()):
-            raise typer.BadParameter(f"{argument!r} does not have the form key=value", param_hint="KEY=VALUE")
-        try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = value
-    return found
-
-
-def _dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
-    """Imports ``module:function``, calls it with ``arguments``, each ``key=value``, and checks what it returns."""
-    named = _named(arguments)
-    module, colon, name = function.partition(":")
-    if not (module and colon and name):
-        what = f"{function!r} does not have the form module:function: name a function of yours that returns the dataset"
-        raise typer.BadParameter(what, param_hint="FUNCTION")
-    sys.path.insert(0, os.getcwd())
-    try:
-        make = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as e:
-        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise  # the module exists, but imports one that does not
-        raise typer.BadParameter(f"no module {e.name!r} in {os.getcwd()} or installed", param_hint="FUNCTION") from None
-    if not callable(make):
-        raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
-    try:
-        inspect.signature(make).bind(**named)
-    except TypeError as e:
-        raise typer.BadParameter(f"{function}: {e}; give its arguments as key=value", param_hint="FUNCTION") from None
-    dataset = make(**named)
-    from monai_gds.dataset import GDSDataset
-
-    if not isinstance(dataset, GDSDataset):
-        kind = type(dataset).__name__
-        raise typer.BadParameter(f"{function} returned a {kind}, not a GDSDataset", param_hint="FUNCTION")
-    return dataset

@@ -25,6 +25,7 @@ from monai_gds.doctor.cli import app as doctor_app
 from monai_gds.errors import MonaiGdsError
 from monai_gds.options import BackendOption, DeviceOption
 from monai_gds.pack_cli import app as pack_app
+from monai_gds.profile_cli import app as profile_app
 
 __all__ = ["app", "main"]
 
@@ -51,6 +52,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(blockmap_app, name="blockmap")
 app.add_typer(bench_app, name="bench")
 app.add_typer(pack_app)
+app.add_typer(profile_app)
 
 
 def _version(wanted: bool) -> None:

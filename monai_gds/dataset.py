@@ -21,6 +21,7 @@ from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
+from monai_gds import stages
 from monai_gds.cache.compression import Codec, Compression
 from monai_gds.cache.directory import CacheDirectory, folder_named, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
@@ -115,7 +116,7 @@ class Begun:
         try:
             if drawn is None:
                 return split.after(self.finish())
-            self._dataset._state.why = []  # not every item is missed
+            self._dataset._note_hit()
             return split.after(*drawn)
         finally:
             turn.queue.go_on()
@@ -130,7 +131,7 @@ class Begun:
         found = _look(cache, key, self._item) if pending is None else pending.wait(self._item)
         if found is None:
             return self._dataset._fill(cache, key, self._item, self._index)
-        self._dataset._state.why = []  # not every item is missed
+        self._dataset._note_hit()
         return found[0]
 
 
@@ -627,7 +628,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
+        stages.enter("keys")
         keys = self._state.keys(items)
+        stages.enter("reading")
         if split.drawable and not whole and self._may_draw():
             return self._begin_draws(cache, split, items, indices, keys, alone)
         pendings = cache.start_all([key.digest for key in keys])
@@ -678,6 +681,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         with naming(index, item):
             mine, given = copy_item(item)  # transforms may write into it
             computed = self._pre_transform(mine)
+            stages.enter("encoding")
             try:
                 encoded, storable = encode_item(computed, root=self.root, given=given), True
             except UnsupportedType as e:
@@ -689,9 +693,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if (bits := self.mantissa_bits) is not None:
             encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
         pace.note(time.perf_counter() - began)
+        stages.count("computed")
         return encoded, storable
 
     def _fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
+        stages.enter("waiting for other processes")
         lease, found = take_turn(cache.path, key.digest, partial(_look, cache, key, item))
         if found is not None:
             return found[0]
@@ -704,10 +710,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def _save_behind(self, cache: CacheDirectory, key: Key, item: Any, encoded: EncodedItem, lease: Lease) -> None:
         # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
+        stages.enter("keys")
         changed = key.changes(self._key(item))
         if changed:
             self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
             return
+        stages.enter("saving")
         # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
         in_worker = torch.utils.data.get_worker_info() is not None
         if self.durable or in_worker or not self._state.owner.is_this_process():
@@ -718,6 +726,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def _assemble(self, encoded: EncodedItem, item: Any) -> Any:
         """Puts an item that was just computed together exactly as if it had been read."""
+        stages.enter("decoding")
         device = self.target()
         tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
         return compile_tree(encoded.tree, encoded.arrays, tensors, **self._form()._asdict())(tensors, item)
@@ -725,6 +734,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _form(self) -> Form:
         numpy = self.arrays == "numpy" or (self.arrays == "auto" and self.device.type == "cpu")
         return Form(self.track_meta, numpy, self.root)
+
+    def _note_hit(self) -> None:
+        self._state.why = []  # not every item is missed
+        stages.count("hits")
 
     def _note_miss(self, cache: CacheDirectory, key: Key) -> None:
         """Warns once, with the reason, when all items missed though the folder has records of a similar pipeline."""

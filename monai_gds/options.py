@@ -5,15 +5,32 @@ Neither torch nor MONAI is imported before an option is used: ``--help`` and the
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import inspect
 import os
-from collections.abc import Collection, Iterable
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-__all__ = ["BackendOption", "DeviceOption", "JsonOption", "PlotOption", "known_device", "one_of"]
+if TYPE_CHECKING:
+    from monai_gds.dataset import GDSDataset
+
+__all__ = [
+    "BackendOption",
+    "DatasetArguments",
+    "DatasetFunction",
+    "DeviceOption",
+    "JsonOption",
+    "PlotOption",
+    "dataset_from",
+    "known_device",
+    "one_of",
+]
 
 
 def known_device(name: str | None) -> str | None:
@@ -69,4 +86,51 @@ BackendOption = Annotated[
     str, typer.Option(help="The storage backend: auto, or one that `monai-gds doctor` lists.", callback=_known_backend)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DatasetFunction = Annotated[str, typer.Argument(help="module:function. The function returns a GDSDataset.")]
+DatasetArguments = Annotated[
+    list[str] | None, typer.Argument(help="The function's arguments, such as fold=3.", metavar="KEY=VALUE")
+]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.", callback=_plot)]
+
+
+def _named(arguments: Sequence[str]) -> dict[str, Any]:
+    """``fold=3 name=ct`` as ``{"fold": 3, "name": "ct"}``: values are Python literals, or else text."""
+    found = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not (equals and name.isidentifier()):
+            raise typer.BadParameter(f"{argument!r} does not have the form key=value", param_hint="KEY=VALUE")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
+    """Imports ``module:function``, calls it with ``arguments``, each ``key=value``, and checks what it returns."""
+    named = _named(arguments)
+    module, colon, name = function.partition(":")
+    if not (module and colon and name):
+        what = f"{function!r} does not have the form module:function: name a function of yours that returns the dataset"
+        raise typer.BadParameter(what, param_hint="FUNCTION")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+            raise  # the module exists, but imports one that does not
+        raise typer.BadParameter(f"no module {e.name!r} in {os.getcwd()} or installed", param_hint="FUNCTION") from None
+    if not callable(make):
+        raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
+    try:
+        inspect.signature(make).bind(**named)
+    except TypeError as e:
+        raise typer.BadParameter(f"{function}: {e}; give its arguments as key=value", param_hint="FUNCTION") from None
+    dataset = make(**named)
+    from monai_gds.dataset import GDSDataset
+
+    if not isinstance(dataset, GDSDataset):
+        kind = type(dataset).__name__
+        raise typer.BadParameter(f"{function} returned a {kind}, not a GDSDataset", param_hint="FUNCTION")
+    return dataset

@@ -16,6 +16,7 @@ from monai.transforms import Compose, MapTransform, Transform, apply_transform
 from monai.transforms.compose import execute_compose
 from monai.transforms.traits import RandomizableTrait
 
+from monai_gds import stages
 from monai_gds.ghosts import drawable
 
 __all__ = ["Split", "loaded_keys", "uncached_behind"]
@@ -45,7 +46,8 @@ class Split:
     def before(self, item: Any) -> Any:
         """Runs the deterministic transforms. Pending operations of lazy ones are applied at the end, as in MONAI."""
         # threading=True copies transforms that are not thread-safe: several threads may load at once.
-        return execute_compose(item, self.deterministic, threading=True, **self._settings)
+        transforms = stages.each("transforms", self.deterministic)
+        return execute_compose(item, transforms, threading=True, **self._settings)
 
     def steps(self) -> list[Callable[..., Any]]:
         """What runs in every epoch, one by one: nested ``Compose`` are taken apart where that is equivalent."""
@@ -53,13 +55,17 @@ class Split:
 
     def step(self, transform: Callable[..., Any], item: Any) -> Any:
         """Runs one step, as :meth:`after` would."""
+        stages.enter("random transforms", type(transform).__name__)
         return apply_transform(transform, item, **{**self._settings, "log_stats": False})
 
     def after(self, item: Any, done: int = 0) -> Any:
         """Runs everything from the first random transform on, without the first ``done`` steps."""
-        if not done:
-            return execute_compose(item, self.rest, **self._settings) if self.rest else item
-        return execute_compose(item, _without(self.compose, self.rest, done), **self._settings)
+        transforms: Sequence[Callable[..., Any]] = _without(self.compose, self.rest, done) if done else self.rest
+        if not done and not transforms:
+            return item
+        if stages.watching():  # nested ones too have names
+            transforms = stages.each("random transforms", _steps(self.compose, transforms))
+        return execute_compose(item, transforms, **self._settings)
 
 
 def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Literal["all"]:

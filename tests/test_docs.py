@@ -179,6 +179,13 @@ def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys
     assert "Spacingd" in capsys.readouterr().out
 
 
+def test_profile(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = examples(DOCS / "howto/profile.md")
+    dataset = monai_gds.GDSDataset(volumes, transform_of(tmp_path), tmp_path / "cache", "cpu")
+    run(code, tmp_path, dataset=dataset)
+    assert "2 computed items" in capsys.readouterr().out
+
+
 def test_lightning(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     pytest.importorskip("lightning", reason="this machine has no Lightning")
     (code,) = examples(DOCS / "howto/lightning.md")

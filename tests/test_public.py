@@ -23,6 +23,7 @@ MODULES = (monai_gds, errors, monai_gds.storage, monai_gds.imagenet)
 
 #: Extras that an example needs.
 NEEDS = {
+    "IgzipReader": ("isal",),
     "ImageNetDataset": ("nvidia.dali", "PIL"),
     "ImageSource": ("nvidia.dali", "PIL"),
     "dali_iterator": ("nvidia.dali",),

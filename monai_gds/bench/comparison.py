@@ -8,16 +8,18 @@ transforms without a cache.
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import time
 import warnings
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from monai.data import Dataset
 from monai.transforms import Compose
@@ -29,6 +31,7 @@ from monai_gds.bench.costs import Costs, per_item, sizes, spent
 from monai_gds.bench.pagecache import drop, warmth
 from monai_gds.bench.report import Report, Row
 from monai_gds.dataset import GDSDataset
+from monai_gds.engines import in_words
 from monai_gds.errors import BackendUnavailable, StorageError
 
 __all__ = ["SILENT", "Comparison", "Entrant", "checksums", "compare", "enter", "epoch"]
@@ -59,6 +62,7 @@ class Comparison:
         cold: each epoch begins with none of the competitor's files in the page cache.
         ceilings: measure the machine's ceilings too.
         sizes: show how much smaller each cache is than its results.
+        competitors: what the names mean.
         costs: show processor time and, if ``cold``, bytes from the disk. Then batches are consumed in one thread, since
             torch's threads spin while they wait for one another, which counts as processor time.
     """
@@ -79,6 +83,7 @@ class Comparison:
     ceilings: bool = True
     sizes: bool = False
     costs: bool = False
+    competitors: Mapping[str, Competitor] = field(default_factory=lambda: COMPETITORS)
 
     @property
     def batches(self) -> int:
@@ -149,7 +154,7 @@ class Entrant:
 
 def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entrant:
     """Makes a competitor's dataset. Raises BackendUnavailable, with the reason, if it cannot run here."""
-    competitor = COMPETITORS[name]
+    competitor = comparison.competitors[name]
     if why := competitor.missing():
         raise BackendUnavailable(why)
     folder = folder or comparison.folder / "".join(c if c.isalnum() else "-" for c in name)
@@ -178,9 +183,18 @@ def _compare(comparison: Comparison, entrants: list[Entrant], progress: Progress
         except BackendUnavailable as e:
             rows[name] = Row(name, reason=str(e))
     task = progress.add_task(comparison.title[:60], total=len(entrants) * (comparison.repeats + 1))
-    for entrant in entrants:
-        epoch(entrant, comparison)  # fills the cache
-        for number, (got, wanted) in enumerate(zip(checksums(entrant, comparison), expected, strict=True)):
+    for entrant in list(entrants):
+        try:
+            epoch(entrant, comparison)  # fills the cache
+            found = checksums(entrant, comparison)
+        except Exception:
+            reason = _why(entrant)
+            if isinstance(entrant.dataset, GDSDataset) or not reason:
+                raise
+            rows[entrant.name] = Row(entrant.name, reason=reason)
+            entrants.remove(entrant)
+            continue
+        for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
             if got != wanted:
                 raise StorageError(
                     f"{entrant.name} gave other bytes in batch {number} than the transforms without a cache"
@@ -206,6 +220,15 @@ def _compare(comparison: Comparison, entrants: list[Entrant], progress: Progress
     rows |= {entrant.name: entrant.row(comparison) for entrant in entrants}
     shown = [rows[name] for name in comparison.names]
     return Report(comparison.title, comparison.unit, shown, comparison.reference, ceilings.rows() if ceilings else ())
+
+
+def _why(entrant: Entrant) -> str:
+    """Why a dataset cannot serve these items; empty if it can. MONAI's threads lose errors: epochs end early."""
+    try:
+        entrant.dataset[0]
+    except Exception as e:
+        return in_words(e)
+    return ""
 
 
 def epoch(entrant: Entrant, comparison: Comparison) -> float:
@@ -234,7 +257,8 @@ def _one_thread() -> Iterator[None]:
 def checksums(entrant: Entrant, comparison: Comparison) -> list[int]:
     """A checksum of the bytes of each batch, over an epoch whose random transforms are seeded."""
     found = []
-    torch.manual_seed(_SEED)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(_SEED)
     comparison.transform.set_random_state(_SEED)
     with closing(entrant.epoch(comparison)) as batches:
         for tensors in batches:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from monai_gds.console import progress
-from monai_gds.options import DeviceOption, JsonOption, PlotOption, one_of
+from monai_gds.options import DatasetArguments, DeviceOption, JsonOption, PlotOption, dataset_from, one_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,10 +31,13 @@ _USUAL = ("volumes", "crops", "hits", "first")
 
 @app.command("dataset", epilog="Example: monai-gds bench dataset --items 16 --side 210 --loader --plot epochs.png")
 def dataset(
+    arguments: DatasetArguments = None,
     cache_dir: Annotated[
         Path | None,
         typer.Option(
-            help="A folder on the drive to measure; default: the temporary folder.", exists=True, file_okay=False
+            help="A folder on the drive to measure; default: the temporary folder, or your dataset's cache_dir.",
+            exists=True,
+            file_okay=False,
         ),
     ] = None,
     device: DeviceOption = None,
@@ -50,6 +53,13 @@ def dataset(
     only: Annotated[
         list[str] | None,
         typer.Option(help=f"One of {', '.join(_WORKLOADS)}; may be repeated. Default: {', '.join(_USUAL)}."),
+    ] = None,
+    function: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Measure the first --items of the GDSDataset that your function returns, in place of made-up volumes.",
+        ),
     ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
@@ -67,6 +77,9 @@ def dataset(
     populate  filling the cache ahead, with one process and more
     memory    20 epochs through GDSDataLoader, in a process of its own
 
+    With --function, GDSDataset has the settings of your dataset, and all of
+    them start with empty caches. CacheDataset keeps its items in memory.
+
     The datasets take turns, epoch by epoch, and so do the machine's limits:
     copy to the device, page cache, disk. Every batch is counted and copied to
     the device; every byte is compared once with the result of the transforms.
@@ -74,15 +87,25 @@ def dataset(
     --cold and --loader, GDSDataset also reads past the page cache.
     """
     one_of(_WORKLOADS, only or [], "--only")
+    if function is None and arguments:
+        raise typer.BadParameter("these are arguments of --function: name it", param_hint="KEY=VALUE")
+    if function is not None and (only or device):
+        raise typer.BadParameter("goes without --only and --device: the function decides", param_hint="--function")
+    own = None if function is None else dataset_from(function, arguments or [])
+    from monai_gds.bench.own_pipeline import beside_others
     from monai_gds.bench.report import emit, machine
     from monai_gds.bench.workloads import Workload
     from monai_gds.storage import resolve_device
 
-    target = resolve_device(device)
-    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder, progress() as bars:
+    target = resolve_device(device) if own is None else own.device
+    drive = cache_dir or (None if own is None else own.cache_dir)
+    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=drive) as folder, progress() as bars:
         work = Workload(Path(folder), target, items, side, repeats, batch_size, records, loader, cold)
-        measure = _measurements(work, bars)
-        reports = [report for name in _WORKLOADS if name in (only or _USUAL) for report in measure[name]()]
+        if own is None:
+            measure = _measurements(work, bars)
+            reports = [report for name in _WORKLOADS if name in (only or _USUAL) for report in measure[name]()]
+        else:
+            reports = [beside_others(own, Path(folder), items, batch_size, repeats, cold, bars)]
     emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batch_size})
 
 

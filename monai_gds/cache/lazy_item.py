@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from monai_gds import stages
 from monai_gds.cache.boxes import Arrangement, Box, arrange, last_three, whole_box
 from monai_gds.cache.device_tiles import Unpacking
 from monai_gds.cache.heads import RecordHead, TensorForm, TensorTable
@@ -94,7 +95,9 @@ class LazyItem:
             pending, unpacking, self._verify = self._reader.begin(self._path, head, head.rest)
         else:
             pending, unpacking = begun
+        stages.enter("reading")
         raw = pending.wait()[: len(head.rest.tensors)]  # where there are none, one read of nothing
+        stages.enter("decoding")
         if unpacking is not None:
             unpacking.check()
         if self._verify:
@@ -127,6 +130,7 @@ class LazyItem:
         Args:
             boxes: which voxels, by the name of the tensor; none of them empty.
         """
+        stages.enter("reading")
         if self._error is not None:
             failed = Pending.completed([], self._reader.device, self._error)
             return Volumes(self._reader, self._path, self._head, [], failed, None, {})
@@ -230,7 +234,9 @@ class Volumes:
 
     def _unpacked(self) -> dict[str, Volume]:
         assert self._pending is not None
+        stages.enter("reading")
         raw = self._pending.wait()
+        stages.enter("decoding")
         if self._unpacking is not None:
             self._unpacking.check()
             return {

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from monai_gds import stages
 from monai_gds.cache.checksum import checksum
 from monai_gds.cache.device_tiles import Unpacking
 from monai_gds.cache.heads import RecordHead, TensorTable
@@ -91,8 +92,10 @@ class PendingItem:
             been reported.
         """
         head = self._head
+        stages.enter("reading")
         try:
             errors, raw = self._pending.errors, self._pending.tensors
+            stages.enter("decoding")
             if errors and self._file in errors:
                 raise errors[self._file]
             if len(raw) != len(head.checksums):  # it was read together with others

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from _thread import LockType, allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from monai_gds import limits
+from monai_gds import limits, stages
 from monai_gds.cache.key import Key
 from monai_gds.cache.tree import EncodedItem
 from monai_gds.process import PerProcess
@@ -192,8 +193,10 @@ class Writer:
 
     @staticmethod
     def _write(job: _QueuedItem) -> None:
+        began = time.perf_counter()
         tensors = dict(zip(job.names, job.copies.wait(), strict=True))
         job.publish(job.key, replace(job.rest, tensors=tensors))
+        stages.saved(time.perf_counter() - began)
 
     def _keep_error(self, own_thread: bool, step: Callable[[], object]) -> None:
         try:

@@ -44,7 +44,9 @@ from monai_gds.dataset import GDSDataset
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
+from monai_gds.loader.stats import Recorder, Stats, measure_workers
 from monai_gds.process import Owner
+from monai_gds.stages import Watch, enter, measured
 
 __all__ = ["GDSDataLoader"]
 
@@ -77,6 +79,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
         prefetch_bytes: how many bytes of records may be in flight. One record may, whatever its size.
+        stats: measures where the time of each epoch goes, for :meth:`stats`.
         kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
 
     Raises:
@@ -101,6 +104,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         *,
         prefetch: int | None = None,
         prefetch_bytes: float = limits.PREFETCH_BYTES,
+        stats: bool = False,
         **kwargs: Any,
     ) -> None:
         if not isinstance(prefetch, Integral | None):
@@ -118,9 +122,26 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.prefetch_bytes: int = int(prefetch_bytes)
         self._place: Place | None = None  # where the loop that was begun last is
         self._loaded: Mapping[str, Any] | None = None  # where the next one goes on
+        self._recorder: Recorder | None = None
+        if stats:
+            self._recorder = Recorder()
+            measure_workers(self)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._begin() if self._loaded is None else Later(self._begin)
+        return self._measured() if self._loaded is None else Later(self._measured)
+
+    def _measured(self) -> Iterator[Any]:
+        return self._begin(None) if self._recorder is None else self._recorder.measure(self._begin)
+
+    def stats(self) -> Stats:
+        """Where the time of the last epoch went, or of the present one so far.
+
+        Raises:
+            RuntimeError: the loader was made without ``stats=True``, or no epoch has begun.
+        """
+        if self._recorder is None:
+            raise RuntimeError("nothing is measured: make the loader with stats=True")
+        return self._recorder.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop that was begun last is: behind the batch that it gave last.
@@ -149,17 +170,17 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         check(self, state_dict)
         self._loaded = dict(state_dict)
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self, watch: Watch | None) -> Iterator[Any]:
         state, self._loaded = self._loaded, None
         parts = gds_datasets(self.dataset)
         devices = {part.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
         if device is not None and not self.num_workers:
-            return Epoch(self, device, None, state)
+            return Epoch(self, device, None, state, watch)
         if device is None or device.type == "cpu" or not all(part.caches for part in parts):
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return Counted(batches, self._place)
-        return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state)
+        return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state, watch)
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
@@ -237,6 +258,7 @@ class Epoch:
         device: torch.device,
         workers: CacheWorkers | None,
         state: Mapping[str, Any] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         for left in _left - {threading.current_thread()}:  # a transform may begin a loop
             left.join(_LEAVE_SECONDS)
@@ -251,7 +273,7 @@ class Epoch:
             place.taken(mark[1])
 
         self._hand_over = HandOver(device, taken, place.leave)
-        work = (ahead, loader.assemble, self._hand_over, workers, place)
+        work = (ahead, loader.assemble, self._hand_over, workers, place, watch)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         self.thread.start()
         #: Leaves the loop, which ends the thread.
@@ -307,6 +329,7 @@ def _produce(
     hand_over: HandOver,
     workers: CacheWorkers | None,
     place: Place,
+    watch: Watch | None,
 ) -> None:
     """The loader's thread."""
 
@@ -315,10 +338,12 @@ def _produce(
         hand_over.end(error)
 
     try:
-        with hand_over.on_stream():
+        with hand_over.on_stream(), measured(watch, hand_over.stream):
             while (items := ahead.next_batch()) is not None:
+                enter("collating")
                 batch = assemble(items)
                 del items
+                enter("waiting for the training")
                 if not hand_over.put(batch, (ahead.finished, place.made())):
                     break
                 del batch  # the consumer alone keeps it

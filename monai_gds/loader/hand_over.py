@@ -41,6 +41,7 @@ class HandOver:
         left: called once the loop was left and the loader's thread makes no more batches.
 
     Attributes:
+        stream: the loader's, on a CUDA device.
         consumer: the thread that took the last batch; before the first, the one that made this object.
     """
 
@@ -49,9 +50,9 @@ class HandOver:
     ) -> None:
         self.consumer = threading.get_ident()
         self._device, self._taken, self._left = device, taken, left
-        self._stream = _loader_stream(device) if device.type == "cuda" else None
-        if self._stream is not None:  # a transform may use what was made before the loop
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self.stream = _loader_stream(device) if device.type == "cuda" else None
+        if self.stream is not None:  # a transform may use what was made before the loop
+            self.stream.wait_stream(torch.cuda.current_stream(device))
         self._parcel: _Parcel | None = None
         self._error: BaseException | None = None
         self._ended = self._stopped = False
@@ -61,13 +62,13 @@ class HandOver:
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Makes the loader's stream current."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def put(self, batch: Any, mark: Any) -> bool:
         """Hands a batch over once the one before is taken; False if the loop was left."""
         made, tensors = None, []
-        if self._stream is not None:
-            made = self._stream.record_event()
+        if self.stream is not None:
+            made = self.stream.record_event()
             tensors = [tensor for tensor in cuda_tensors(batch) if tensor.device == self._device]
         with self._changed:
             self._changed.wait_for(lambda: self._parcel is None or self._stopped)

@@ -11,6 +11,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+from monai_gds import stages
 from monai_gds.dataset import Begun, GDSDataset
 from monai_gds.errors import FileChanged, NotSaved, UnsupportedType
 from monai_gds.populate import Saved
@@ -132,7 +133,12 @@ class ReadAhead:
         """What can be finished: behind its worker, where one computes it."""
         begun, upcoming.begun = upcoming.begun, None
         if upcoming.saved is not None:
-            upcoming.saved.result().note()
+            stages.enter("waiting for workers")
+            saved = upcoming.saved.result()
+            saved.note()
+            if saved.how == "computed":
+                stages.count("computed")
+                stages.count("hits", -1)  # it is read now
             begun = upcoming.dataset.begin([upcoming.index])[0]
             self._count(0, begun.nbytes, upcoming)
         if isinstance(begun, Exception):
@@ -187,6 +193,7 @@ class ReadAhead:
 
     def _draw(self) -> bool:
         """Draws a batch; False if there is none, or if that failed."""
+        stages.enter("sampling")
         try:
             batch = next(self._batches, None)
         except Exception as e:  # of the user's sampler, or an index that does not exist

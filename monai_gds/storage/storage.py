@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from monai_gds import limits
+from monai_gds import limits, stages
 from monai_gds.errors import StorageError
 from monai_gds.storage import plan, staging
 from monai_gds.storage.backend import Backend
@@ -72,6 +72,7 @@ class Storage:
         """
         self._check_process()
         reads.check()
+        stages.read(reads)
         if self.device.type == "cuda" and self._are_packed(reads):
             packed = plan.pack(reads, limits.PACK_GAP_BYTES)
             return Unpacked(self._start(packed), packed, self.device)
@@ -107,7 +108,10 @@ class Storage:
             tensors = self._backend.map(reads)
         except OSError as e:
             return Pending.completed([], self.device, e)
-        return self.load(reads) if tensors is None else Pending.completed(tensors, self.device)
+        if tensors is None:
+            return self.load(reads)
+        stages.read(reads)
+        return Pending.completed(tensors, self.device)
 
     def fill(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         """Reads into destinations of the caller's own. Starts all reads and returns at once.
@@ -126,6 +130,7 @@ class Storage:
         self._check_process()
         reads.check()
         check_destinations(reads, into, self.device)
+        stages.read(reads)
         on_device = [tensor for tensor in into if tensor.is_cuda]
         if on_device:
             staging.adopt(on_device, self.device)

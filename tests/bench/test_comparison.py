@@ -59,6 +59,16 @@ def test_a_competitor_that_gives_another_number_of_batches_is_found_out(
         compare(comparison(tmp_path))
 
 
+def test_a_competitor_that_cannot_serve_the_items_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(item: Any) -> Any:
+        raise TypeError("no such items")
+
+    monkeypatch.setitem(COMPETITORS, REFERENCE, Competitor(lambda items, *_: Dataset(items, refuse)))
+    report = compare(comparison(tmp_path))
+    mine, others = (row.reason for row in report.rows)
+    assert mine == "" and others.endswith("TypeError: no such items")
+
+
 def test_a_competitor_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         COMPETITORS, REFERENCE, Competitor(COMPETITORS[REFERENCE].make, missing=lambda: "needs a miracle")

@@ -1,0 +1,100 @@
+"""A user's own pipeline: where the time of its epochs goes, and how fast it is beside MONAI's datasets."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from monai.transforms import Compose
+from rich.progress import Progress
+
+from monai_gds.bench.ceilings import Ceilings
+from monai_gds.bench.comparison import SILENT, Comparison, compare
+from monai_gds.bench.competitors import COMPETITORS, META, OURS, OURS_LOADER, REFERENCE
+from monai_gds.bench.report import Report, Row
+from monai_gds.dataset import GDSDataset
+from monai_gds.loader import GDSDataLoader
+from monai_gds.loader.stats import Stats
+
+__all__ = ["beside_others", "profile"]
+
+
+def profile(
+    dataset: GDSDataset, batch_size: int, num_workers: int, epochs: int
+) -> tuple[list[Stats], Sequence[Row], str]:
+    """Measures epochs through ``GDSDataLoader``, each with all that it has saved, and then the machine.
+
+    The consumer reads every tensor once. Tensors that are mapped would otherwise cost nothing.
+
+    Returns:
+        What each epoch took; what the machine allows, in GB/s; and why that was not measured, or nothing.
+    """
+    loader = GDSDataLoader(dataset, num_workers, batch_size=batch_size, stats=True)
+    found = []
+    for _ in range(epochs):
+        for batch in loader:
+            for tensor in _tensors(batch):
+                tensor.sum()
+        dataset.flush()
+        found.append(loader.stats())
+    try:
+        if dataset.cache_dir is None:
+            raise OSError("there is no cache_dir")
+        with tempfile.TemporaryDirectory(prefix="monai-gds-profile-", dir=dataset.cache_dir) as folder:
+            ceilings = Ceilings(Path(folder), dataset.device, found[-1].nbytes)
+            with ceilings:
+                ceilings.sample()
+            return found, ceilings.rows(), ""
+    except OSError as e:
+        return found, [], str(e)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, without those in metadata."""
+    if isinstance(value, torch.Tensor):
+        return [value.as_subclass(torch.Tensor)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def beside_others(
+    dataset: GDSDataset,
+    folder: Path,
+    items: int,
+    batch_size: int,
+    repeats: int,
+    cold: bool,
+    progress: Progress = SILENT,
+) -> Report:
+    """Cached epochs over the first items of a dataset, with its settings and a cache of its own, beside MONAI's."""
+    data = [dataset.data[index] for index in range(min(items, len(dataset)))]
+
+    def make(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> GDSDataset:
+        view = copy(dataset)
+        view.data, view.cache_dir = items, folder
+        return view
+
+    ours = {name: replace(COMPETITORS[name], make=make) for name in (OURS, OURS_LOADER)}
+    comparison = Comparison(
+        f"the first {len(data)} items of {len(dataset)} to {dataset.device}, batch {batch_size}, "
+        f"page cache {'dropped' if cold else 'warm'}",
+        data, dataset.transform, _keys(dataset.transform(data[0])), 0, dataset.device, folder,
+        [OURS, OURS_LOADER, REFERENCE, META, "CacheDataset"], repeats, batch_size, "items/s", cold=cold, ceilings=False,
+        competitors={**COMPETITORS, **ours},
+    )  # fmt: skip
+    return compare(comparison, progress)
+
+
+def _keys(result: Any) -> list[str]:
+    """The tensors of what a pipeline returns."""
+    first = result[0] if isinstance(result, list) else result
+    if not isinstance(first, Mapping):
+        raise ValueError(f"the pipeline returns a {type(first).__name__}: only dicts of tensors can be compared")
+    return [key for key, value in first.items() if isinstance(value, (torch.Tensor, np.ndarray))]

@@ -1,0 +1,244 @@
+"""Where the time of an epoch went: ``GDSDataLoader(stats=True)``. What the stages are is in :mod:`monai_gds.stages`."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from monai_gds.stages import Measurements, Watch, enter, measure
+
+__all__ = ["Recorder", "Stats", "measure_workers"]
+
+#: The stage in which the loader's thread has nothing to do.
+_AHEAD = "waiting for the training"
+
+#: A training that waits for less of an epoch gains nothing from a faster loader.
+_LITTLE = 0.05
+
+#: What to do about the stage that takes most of the time.
+_REMEDIES = {
+    "sampling": "make the sampler faster",
+    "keys": "sources='once' looks at each file once per process, sources='stat' reads none",
+    "reading": "a drive or folder that reads faster, or smaller records: compression='zstd'",
+    "decoding": "compression=None stores tensors as they are; checksums are compared in a process's first epoch only",
+    "transforms": "the next epoch reads their results; populate(num_workers=…) computes them ahead of the training",
+    "encoding": "compression='lz4' or None packs faster, and the next epoch only reads",
+    "saving": "the records are written to a drive that is slower than the transforms; the next epoch only reads",
+    "waiting for other processes": "they compute the same items; the next epoch reads them",
+    "waiting for workers": "the next epoch reads what they compute; more of them are faster",
+    "collating": "smaller batches, or a collate_fn that copies less",
+}
+
+_OF_RANDOM = "run them in workers (num_workers=8, with a CUDA target transforms_on='workers' too), or on the GPU"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where the time of an epoch went. ``print`` shows a table.
+
+    Attributes:
+        seconds: of the epoch, from ``iter(loader)`` to the last batch, or so far.
+        waiting: of these, the seconds in which the training waited for a batch.
+        stages: the seconds that the loader's thread, or its workers together, took for each stage. On a CUDA device
+            they include the work there. ``saving``, of computed items, is what the thread itself needed for it.
+        transforms: the seconds of each deterministic transform, of items that were computed.
+        random_transforms: the seconds of each random transform.
+        saving_behind: the seconds in which records were written in the background.
+        batches: that were delivered.
+        hits: items that were read.
+        computed: items that were computed.
+        nbytes: that were read of records.
+    """
+
+    seconds: float
+    waiting: float
+    stages: Mapping[str, float]
+    transforms: Mapping[str, float]
+    random_transforms: Mapping[str, float]
+    saving_behind: float
+    batches: int
+    hits: int
+    computed: int
+    nbytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of items that were read."""
+        return self.hits / max(self.hits + self.computed, 1)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """What was read of records, by the length of the epoch."""
+        return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
+
+    @property
+    def advice(self) -> str:
+        """One sentence: what the epoch waits for most, and what can be done about it."""
+        if self.waiting <= _LITTLE * self.seconds:
+            return (
+                f"The training waits {_share(self.waiting, self.seconds)} of the epoch: a faster loader gains nothing."
+            )
+        work = {stage: seconds for stage, seconds in self.stages.items() if stage != _AHEAD}
+        if not work:
+            return f"The training waits {_share(self.waiting, self.seconds)} of the epoch for what is not measured."
+        stage = max(work, key=work.__getitem__)
+        share = _share(work[stage], sum(work.values()))
+        if stage == "random transforms":
+            name = max(self.random_transforms, key=self.random_transforms.__getitem__)
+            most = _share(self.random_transforms[name], sum(work.values()))
+            share, remedy = f"{share} of the loader's time, {name} alone {most}", _OF_RANDOM
+        else:
+            share, remedy = f"{share} of the loader's time", _REMEDIES[stage]
+        verb = "take" if stage.endswith("transforms") or stage == "keys" else "takes"
+        return f"{stage.capitalize()} {verb} {share}: {remedy}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON types."""
+        derived = ("hit_rate", "gigabytes_per_second", "advice")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.seconds:.3f} s, {self.batches} batches, {self.hits} hits and {self.computed} computed items "
+            f"({self.hit_rate:.0%} hits), {self.nbytes / 1e9:.3f} GB read, {self.gigabytes_per_second:.2f} GB/s",
+            f"{'the training waited':<34}{self.waiting:>9.3f} s {_share(self.waiting, self.seconds):>5}",
+        ]
+        total = sum(self.stages.values())
+        for stage, seconds in self.stages.items():
+            lines.append(f"{stage:<34}{seconds:>9.3f} s {_share(seconds, total):>5}")
+            parts = {"transforms": self.transforms, "random transforms": self.random_transforms}.get(stage, {})
+            lines += [f"  {name:<32}{part:>9.3f} s {_share(part, total):>5}" for name, part in parts.items()]
+        if self.saving_behind:
+            lines.append(f"{'saving, in the background':<34}{self.saving_behind:>9.3f} s")
+        return "\n".join([*lines, self.advice])
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+class Recorder:
+    """Measures the epochs of a loader, and keeps what it measured of the last one. It keeps no loop alive."""
+
+    def __init__(self) -> None:
+        self._epoch: _Epoch | None = None
+
+    def measure(self, begin: Callable[[Watch], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of an epoch, which ``begin`` begins."""
+        self._epoch = _Epoch()
+        return _Loop(self._epoch, begin)
+
+    def stats(self) -> Stats:
+        """See :meth:`GDSDataLoader.stats`."""
+        if self._epoch is None:
+            raise RuntimeError("no epoch has begun: iterate over the loader first")
+        return self._epoch.stats()
+
+
+class _Epoch:
+    """What is measured of an epoch."""
+
+    def __init__(self) -> None:
+        self.watch = Watch()
+        self.began = time.perf_counter()
+        self.seconds = self.waiting = 0.0
+        self.batches = 0
+
+    @contextmanager
+    def consumer_waits(self) -> Iterator[None]:
+        """Adds the time of the block to that in which the consumer waits."""
+        asked = time.perf_counter()
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self.waiting += now - asked
+            self.seconds = now - self.began
+
+    def stats(self) -> Stats:
+        seconds, counts = dict(self.watch.seconds), dict(self.watch.counts)
+        behind = seconds.pop(("saving", "in the background"), 0.0)
+        stages: defaultdict[str, float] = defaultdict(float)
+        parts: dict[str, dict[str, float]] = {"transforms": {}, "random transforms": {}}
+        for (stage, part), taken in sorted(seconds.items(), key=lambda item: -item[1]):
+            stages[stage] += taken
+            if stage in parts:
+                parts[stage][part] = taken
+        return Stats(
+            seconds=self.seconds,
+            waiting=self.waiting,
+            stages=dict(sorted(stages.items(), key=lambda item: -item[1])),
+            transforms=parts["transforms"],
+            random_transforms=parts["random transforms"],
+            saving_behind=behind,
+            batches=self.batches,
+            hits=counts.get("hits", 0),
+            computed=counts.get("computed", 0),
+            nbytes=counts.get("bytes", 0),
+        )
+
+
+class _Loop:
+    """A loop over the batches of an epoch that is measured."""
+
+    def __init__(self, epoch: _Epoch, begin: Callable[[Watch], Iterator[Any]]) -> None:
+        self._epoch = epoch
+        with epoch.consumer_waits():
+            self._batches = begin(epoch.watch)
+
+    def __iter__(self) -> _Loop:
+        return self
+
+    def __next__(self) -> Any:
+        with self._epoch.consumer_waits():
+            batch = next(self._batches)
+        if isinstance(batch, _FromWorker):
+            self._epoch.watch.add(batch.measured)
+            batch = batch.batch
+        self._epoch.batches += 1
+        return batch
+
+    def close(self) -> None:
+        """Leaves the loop and ends its thread."""
+        if hasattr(self._batches, "close"):
+            self._batches.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the workers of MONAI's DataLoader
+
+
+class _FromWorker(NamedTuple):
+    batch: Any
+    measured: Measurements
+
+
+def measure_workers(loader: torch.utils.data.DataLoader[Any]) -> None:
+    """Has the workers of a loader measure, and send what they measured with each batch."""
+    loader.collate_fn = partial(_collate, loader.collate_fn)
+    loader.worker_init_fn = partial(_init, loader.worker_init_fn)
+
+
+#: What a worker measures.
+_watch = Watch()
+
+
+def _init(then: Callable[[int], None] | None, worker: int) -> None:
+    measure(_watch)
+    if then is not None:
+        then(worker)
+
+
+def _collate(collate: Callable[[Any], Any], items: Any) -> Any:
+    if torch.utils.data.get_worker_info() is None:
+        return collate(items)
+    enter("collating")
+    batch = collate(items)
+    return _FromWorker(batch, _watch.take())

@@ -1,0 +1,143 @@
+"""Where the time of a loop goes: code enters a stage, and the watch of its thread, if it has one, adds up the seconds.
+
+Without a watch, as nearly always, each function looks into an empty dict and returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Measurements", "Watch", "count", "each", "enter", "measure", "measured", "read", "saved", "watching"]
+
+
+#: Seconds and counts of a watch.
+Measurements: TypeAlias = "tuple[dict[tuple[str, str], float], dict[str, int]]"
+
+
+class Watch:
+    """What a thread measures: the seconds of each stage, and counts.
+
+    Attributes:
+        seconds: by the stage and a part of it, such as ``("random transforms", "RandFlipd")``.
+        counts: ``"hits"``, ``"computed"`` and ``"bytes"``, those that were read of records.
+        stream: of a CUDA device, whose work belongs to the stage that began it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.counts: Counter[str] = Counter()
+        self.stream: torch.cuda.Stream | None = None
+        self._stage: tuple[str, str] | None = None
+        self._since = 0.0
+
+    def enter(self, stage: tuple[str, str] | None) -> None:
+        """Ends the stage that the thread is in, and begins another; None begins none."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        now = time.perf_counter()
+        if self._stage is not None:
+            self.seconds[self._stage] += now - self._since
+        self._stage, self._since = stage, now
+
+    def take(self) -> Measurements:
+        """Ends the stage, and gives what was measured since the last call, for :meth:`add` in another process."""
+        self.enter(None)
+        taken = dict(self.seconds), dict(self.counts)
+        self.seconds.clear()
+        self.counts.clear()
+        return taken
+
+    def add(self, taken: Measurements) -> None:
+        """Adds what another watch has measured."""
+        for stage, seconds in taken[0].items():
+            self.seconds[stage] += seconds
+        self.counts.update(taken[1])
+
+
+#: By the thread's identity.
+_watches: dict[int, Watch] = {}
+
+
+def measure(watch: Watch) -> None:
+    """Measures the calling thread from here on."""
+    _watches[threading.get_ident()] = watch
+
+
+@contextmanager
+def measured(watch: Watch | None, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Measures the stages that the calling thread enters within the block; without a watch, nothing.
+
+    The thread's work on ``stream``, of a CUDA device, counts to the stage that began it: each stage waits for it.
+    """
+    if watch is None:
+        yield
+        return
+    watch.stream = stream
+    measure(watch)
+    try:
+        yield
+    finally:
+        del _watches[threading.get_ident()]
+        watch.enter(None)
+
+
+def enter(stage: str, part: str = "") -> None:
+    """From here on the calling thread is in this stage."""
+    if _watches and (watch := _watches.get(threading.get_ident())) is not None:
+        watch.enter((stage, part))
+
+
+def count(what: str, by: int = 1) -> None:
+    """Counts what :class:`Watch` counts."""
+    if _watches and (watch := _watches.get(threading.get_ident())) is not None:
+        watch.counts[what] += by
+
+
+class _Reads(Protocol):
+    @property
+    def total(self) -> int: ...
+
+
+def read(reads: _Reads) -> None:
+    """Counts the bytes of reads."""
+    if _watches:
+        count("bytes", reads.total)
+
+
+def saved(seconds: float) -> None:
+    """Notes how long another thread took to save a record."""
+    for watch in list(_watches.values()):
+        watch.seconds["saving", "in the background"] += seconds
+
+
+def watching() -> bool:
+    """Whether any thread is measured."""
+    return bool(_watches)
+
+
+def each(stage: str, transforms: Sequence[Any]) -> Sequence[Any]:
+    """The transforms. Whoever takes one after the other enters a part of the stage with each, named by its class."""
+    return _Entering(stage, transforms) if _watches else transforms
+
+
+class _Entering(list[Any]):
+    def __init__(self, stage: str, transforms: Sequence[Any]) -> None:
+        super().__init__(transforms)
+        self._stage = stage
+
+    def __getitem__(self, which: SupportsIndex | slice) -> Any:
+        found = super().__getitem__(which)
+        return _Entering(self._stage, found) if isinstance(which, slice) else found
+
+    def __iter__(self) -> Iterator[Any]:
+        for transform in super().__iter__():
+            enter(self._stage, type(transform).__name__)
+            yield transform

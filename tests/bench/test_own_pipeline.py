@@ -1,0 +1,88 @@
+"""``monai-gds profile`` and ``bench dataset --function``: a user's function, and what is printed about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from monai_gds.bench.competitors import META, OURS, OURS_LOADER, REFERENCE
+from tests.bench.commands import rows
+from tests.commands import run
+
+MODULE = '''
+import monai.transforms as mt
+import numpy as np
+from monai_gds import GDSDataset
+
+
+class RandOwn(mt.RandomizableTransform):
+    """Draws from NumPy's own state, as users' transforms do."""
+
+    def __call__(self, item):
+        return {**item, "image": item["image"] + np.random.rand()}
+
+
+def make(count=3, cached=True):
+    items = [{"image": np.full((1, 8, 8, 8), n, np.float32), "name": f"scan {n}"} for n in range(count)]
+    steps = [mt.EnsureTyped("image"), mt.RandFlipd("image", prob=0.5), RandOwn()]
+    return GDSDataset(items, mt.Compose(steps), "cache" if cached else None, device="cpu")
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_training.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_training", raising=False)
+    return "own_training:make"
+
+
+def test_epochs_in_words(module: str) -> None:
+    done = run("profile", module, "count=4", "--batch-size", "2")
+    assert done.exit_code == 0, done.output
+    first, second, limits = done.stdout.strip().split("\n\n")
+    assert first.startswith("epoch 1: ") and "2 batches, 0 hits and 4 computed items" in first
+    assert second.startswith("epoch 2: ") and "4 hits and 0 computed items (100% hits)" in second
+    assert "  RandOwn" in second and "  EnsureTyped" in first and "  EnsureTyped" not in second
+    assert limits.startswith("This machine: reading memory") and "GB/s" in limits
+    assert [path.suffix for path in Path("cache").iterdir() if path.is_file()] == [".safetensors"] * 4
+
+
+def test_epochs_as_json(module: str) -> None:
+    done = run("profile", module, "--json", "--epochs", "1", "--num-workers", "1")
+    found = json.loads(done.stdout)
+    assert found["epochs"][0]["computed"] == 3 and found["epochs"][0]["stages"]["random transforms"] > 0
+    assert max(found["limits"].values()) > 0
+
+
+def test_without_a_cache_there_is_no_drive_to_measure(module: str) -> None:
+    done = run("profile", module, "cached=False")
+    assert done.exit_code == 0, done.output
+    assert "limits were not measured: there is no cache_dir" in done.output
+
+
+def test_the_own_pipeline_beside_monais_datasets(module: str) -> None:
+    done = run("bench", "dataset", "--function", module, "--items", "2", "--repeats", "2", "--json")
+    assert done.exit_code == 0, done.output
+    (report,) = json.loads(done.stdout)["reports"]
+    assert report["title"].startswith("the first 2 items of 3 to cpu, batch 1")
+    assert list(rows(report)) == [OURS, OURS_LOADER, REFERENCE, META, "CacheDataset"]
+    assert all(len(row["samples"]) == 2 for row in report["rows"])
+    assert not Path("cache").exists() or not list(Path("cache").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["count=3"], "these are arguments of --function"),
+        (["--function", "own_training:make", "--only", "volumes"], "the function decides"),
+        (["--function", "own_training:nothing"], "has no function 'nothing'"),
+    ],
+)
+def test_wrong_usage(module: str, arguments: list[str], said: str) -> None:
+    done = run("bench", "dataset", *arguments)
+    assert done.exit_code == 2 and said in done.output

@@ -1,0 +1,245 @@
+"""``GDSDataLoader(stats=True)``: the seconds are where the work is, and nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import monai.transforms as mt
+import pytest
+import torch
+from torch.utils.data import Sampler
+
+from monai_gds import GDSDataLoader, GDSDataset, stages
+from monai_gds.collate import collate
+from monai_gds.loader.stats import Stats
+from tests.same import assert_same
+
+ITEMS = 6
+SECONDS = 0.02
+
+
+def slow() -> None:
+    time.sleep(SECONDS)
+
+
+class SlowLoading(mt.Transform):
+    def __call__(self, item: Any) -> Any:
+        slow()
+        return item
+
+
+class RandSlow(mt.RandomizableTransform):
+    def __call__(self, item: Any) -> Any:
+        slow()
+        return item
+
+
+class SlowSampler(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        for index in range(ITEMS):
+            slow()
+            yield index
+
+    def __len__(self) -> int:
+        return ITEMS
+
+
+def slow_collate(items: Any) -> Any:
+    slow()
+    return collate(items)
+
+
+def slow_hash(item: Any) -> bytes:
+    slow()
+    return str(item["n"]).encode()
+
+
+Make = Callable[..., GDSDataset]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def dataset(*transforms: Any, side: int = 48, **settings: Any) -> GDSDataset:
+        values = torch.arange(side).expand(ITEMS, 1, side, side, side) + torch.arange(ITEMS)[:, None, None, None, None]
+        items = [{"image": volume.float(), "n": n} for n, volume in enumerate(values)]
+        pipeline = mt.Compose([mt.EnsureTyped("image"), *transforms])
+        return GDSDataset(items, pipeline, tmp_path / "cache", **{"device": "cpu", **settings})
+
+    return dataset
+
+
+def epoch(loader: GDSDataLoader, pause: float = 0.0) -> Stats:
+    for _ in loader:
+        time.sleep(pause)
+    loader.dataset.flush()
+    return loader.stats()
+
+
+def stats_of(**changes: Any) -> Stats:
+    plain: Mapping[str, Any] = {
+        "seconds": 10.0, "waiting": 9.0, "stages": {"reading": 1.0}, "transforms": {}, "random_transforms": {},
+        "saving_behind": 0.0, "batches": 5, "hits": 10, "computed": 0, "nbytes": 20_000_000_000,
+    }  # fmt: skip
+    return Stats(**{**plain, **changes})
+
+
+# What is measured
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "loading"),
+    [
+        ("sampling", {}, {"sampler": SlowSampler()}),
+        ("keys", {"hash_func": slow_hash}, {}),
+        ("collating", {}, {"collate_fn": slow_collate}),
+    ],
+)
+def test_the_slow_stage_is_named(make: Make, stage: str, settings: Any, loading: Any) -> None:
+    with make(**settings) as dataset:
+        loader = GDSDataLoader(dataset, stats=True, **loading)
+        epoch(loader)
+        stats = epoch(loader)
+    assert stats.stages[stage] >= SECONDS * (ITEMS - 1)  # the first index is drawn where the loop begins
+    assert next(iter(stats.stages)) == stage
+    assert stats.advice.lower().startswith(stage)
+
+
+def test_random_transforms_are_named_one_by_one(make: Make) -> None:
+    random = mt.Compose([RandSlow(), mt.RandFlipd("image", prob=1.0)])  # nested ones too
+    with make(SlowLoading(), random) as dataset:
+        first, second = (epoch(loader) for loader in [GDSDataLoader(dataset, stats=True)] * 2)
+    assert (first.hits, first.computed, second.hits, second.computed) == (0, ITEMS, ITEMS, 0)
+    assert first.transforms["SlowLoading"] >= SECONDS * ITEMS and first.saving_behind > 0
+    assert set(first.transforms) == {"EnsureTyped", "SlowLoading"} and not second.transforms
+    assert set(second.random_transforms) == {"RandSlow", "RandFlipd"}
+    assert second.random_transforms["RandSlow"] >= SECONDS * ITEMS
+    assert second.hit_rate == 1 and second.nbytes >= ITEMS * 4 * 48**3
+    assert second.advice.startswith("Random transforms take") and "RandSlow alone" in second.advice
+
+
+def test_the_stages_are_the_time_of_the_thread(make: Make) -> None:
+    with make(SlowLoading(), RandSlow()) as dataset:
+        stats = epoch(GDSDataLoader(dataset, stats=True))
+    assert sum(stats.stages.values()) == pytest.approx(stats.seconds, rel=0.2)
+    assert 0.8 * stats.seconds < stats.waiting <= stats.seconds
+
+
+def test_a_slow_training_does_not_wait(make: Make) -> None:
+    with make() as dataset:
+        loader = GDSDataLoader(dataset, stats=True)
+        epoch(loader)
+        stats = epoch(loader, pause=0.1)
+    assert stats.stages["waiting for the training"] > 0.3
+    assert stats.waiting < 0.2 * stats.seconds
+
+
+def test_crops_that_are_drawn_first_are_named(make: Make) -> None:
+    pytest.importorskip("blosc2", reason="Blosc2 is not installed")
+    crop = mt.RandSpatialCropSamplesd("image", (8, 8, 8), num_samples=2, random_size=False)
+    with make(crop, RandSlow(), side=72, compression="lz4") as dataset:
+        loader = GDSDataLoader(dataset, stats=True)
+        epoch(loader)
+        stats = epoch(loader)
+    assert set(stats.random_transforms) == {"RandSpatialCropSamplesd", "RandSlow"}
+    assert 0 < stats.nbytes < ITEMS * 4 * 72**3  # the tiles that the crops touch
+
+
+def test_workers_measure_too(make: Make) -> None:
+    begun: list[int] = []
+    with make(SlowLoading(), RandSlow()) as dataset:
+        loader = GDSDataLoader(dataset, num_workers=2, batch_size=2, stats=True, worker_init_fn=begun.append)
+        first = epoch(loader)
+        batches = list(loader)
+    second = loader.stats()
+    assert (first.computed, second.hits, second.batches) == (ITEMS, ITEMS, 3)
+    assert first.transforms["SlowLoading"] >= SECONDS * ITEMS
+    assert second.random_transforms["RandSlow"] >= SECONDS * ITEMS
+    assert isinstance(batches[0], dict) and batches[0]["image"].shape == (2, 1, 48, 48, 48)
+
+
+# Nothing else changes
+
+
+@pytest.mark.parametrize("settings", [{}, {"compression": "lz4"}])
+def test_batches_are_the_same(make: Make, settings: Any) -> None:
+    if settings:
+        pytest.importorskip("blosc2", reason="Blosc2 is not installed")
+    crop = mt.RandSpatialCropSamplesd("image", (8, 8, 8), num_samples=2, random_size=False)
+    random: list[Hashable] = [crop, mt.Compose([mt.RandFlipd("image", prob=0.5), mt.RandGaussianNoised("image")])]
+    found = []
+    for measures in (False, True):
+        with make(*random, side=72, **settings) as dataset:
+            for _ in range(2):  # misses, and hits
+                torch.manual_seed(1)
+                found.append(list(GDSDataLoader(dataset, shuffle=True, batch_size=2, stats=measures)))
+                dataset.flush()
+    for other in found[1:]:
+        assert_same(found[0], other)
+
+
+def test_lazy_pipelines_apply_their_operations_once(make: Make) -> None:
+    random = [mt.RandRotated("image", range_x=0.4, prob=1.0), mt.RandFlipd("image", prob=1.0)]
+    found = []
+    for measures in (False, True):
+        with make() as dataset:
+            dataset.transform = mt.Compose([mt.EnsureTyped("image"), *random], lazy=True)
+            torch.manual_seed(4)
+            found.append([batch["image"].as_tensor() for batch in GDSDataLoader(dataset, stats=measures)])
+    assert_same(*found)
+
+
+def test_a_loop_that_is_left_ends_its_thread(make: Make) -> None:
+    with make(RandSlow()) as dataset:
+        loader = GDSDataLoader(dataset, stats=True)
+        next(iter(loader))
+        assert loader.stats().batches == 1
+    assert not [t for t in threading.enumerate() if t.name == "monai-gds-loader"]
+    assert not stages.watching()
+
+
+def test_nothing_is_measured_unless_asked(make: Make) -> None:
+    with make() as dataset:
+        loader = GDSDataLoader(dataset)
+        list(loader)
+        with pytest.raises(RuntimeError, match="stats=True"):
+            loader.stats()
+        with pytest.raises(RuntimeError, match="no epoch has begun"):
+            GDSDataLoader(dataset, stats=True).stats()
+
+
+# What is said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"waiting": 0.1}, "The training waits 1% of the epoch: a faster loader gains nothing."),
+        ({"stages": {}}, "The training waits 90% of the epoch for what is not measured."),
+        (
+            {"stages": {"reading": 3.0, "waiting for the training": 7.0}},
+            "Reading takes 100% of the loader's time: a drive",
+        ),
+        ({"stages": {"keys": 3.0, "reading": 1.0}}, "Keys take 75% of the loader's time: sources='once'"),
+        (
+            {"stages": {"random transforms": 8.0, "reading": 2.0}, "random_transforms": {"RandRotated": 6.0, "A": 2.0}},
+            "Random transforms take 80% of the loader's time, RandRotated alone 60%: run them in workers",
+        ),
+    ],
+)
+def test_advice(changes: Any, said: str) -> None:
+    assert stats_of(**changes).advice.startswith(said)
+
+
+def test_a_table_and_json() -> None:
+    stats = stats_of(
+        stages={"random transforms": 8.0, "reading": 2.0}, random_transforms={"RandRotated": 6.0, "A": 2.0}
+    )
+    shown = str(stats)
+    assert "10 hits and 0 computed items (100% hits), 20.000 GB read, 2.00 GB/s" in shown
+    assert [line.split()[0] for line in shown.splitlines()[2:6]] == ["random", "RandRotated", "A", "reading"]
+    assert shown.endswith(stats.advice)
+    assert stats.as_dict()["hit_rate"] == 1 and stats.as_dict()["stages"] == {"random transforms": 8.0, "reading": 2.0}
