@@ -76,7 +76,7 @@ class OfCacheDataset(TypedDict, total=False):
 class Begun:
     """An item that :meth:`GDSDataset.begin` began. Hundreds are in flight."""
 
-    __slots__ = ("_cache", "_dataset", "_index", "_item", "_key", "_pending", "_turn")
+    __slots__ = ("_arrived", "_cache", "_dataset", "_index", "_item", "_key", "_pending", "_turn")
 
     def __init__(
         self, dataset: GDSDataset, item: Any, index: Any,
@@ -85,6 +85,7 @@ class Begun:
     ) -> None:  # fmt: skip
         self._dataset, self._item, self._index = dataset, item, index
         self._cache, self._key, self._pending, self._turn = cache, key, pending, turn
+        self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms it is behind
 
     @property
     def cached(self) -> bool:
@@ -106,20 +107,27 @@ class Begun:
         """Whether the item is still to be drawn, after which ``nbytes`` is another."""
         return self._turn is not None and self._turn.waits
 
+    def arrive(self) -> None:
+        """Waits for the item, or computes it, up to its random transforms. What fails may be begun again."""
+        turn, drawn = self._turn, None
+        if turn is not None and turn.queue.split is self._dataset.split():
+            drawn = turn.queue.take(turn)
+        if drawn is not None:
+            self._dataset._note_hit()
+        self._arrived = (self.finish(), 0) if drawn is None else drawn
+
     def end(self) -> Any:
         """The item behind its random transforms."""
         turn = self._turn
-        if turn is None:
-            return self._dataset._post_transform(self.finish())
-        split = self._dataset.split()
-        drawn = turn.queue.take(turn) if turn.queue.split is split else None
         try:
-            if drawn is None:
-                return split.after(self.finish())
-            self._dataset._note_hit()
-            return split.after(*drawn)
+            if self._arrived is None:
+                self.arrive()
+            assert self._arrived is not None, "the line above has set it"
+            (item, done), self._arrived = self._arrived, None
+            return self._dataset._post_transform(item) if turn is None else self._dataset.split().after(item, done)
         finally:
-            turn.queue.go_on()
+            if turn is not None:
+                turn.queue.go_on()
 
     def finish(self) -> Any:
         """The item up to its random transforms. If it was not cached, it is computed here and saved."""

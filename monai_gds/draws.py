@@ -145,8 +145,9 @@ class Draws:
         if drawn is None:
             found = lazy.assemble({name: volume.whole() for name, volume in volumes.items()}, turn.item)
             return None if found is None else (found[0], 0)
+        item = drawn.ghosts.realize(drawn.item, volumes, self._device)
         drawn.after.follow(drawn.before)
-        return drawn.ghosts.realize(drawn.item, volumes, self._device), drawn.steps
+        return item, drawn.steps
 
     @property
     def _ahead(self) -> int:

@@ -341,7 +341,7 @@ def _produce(
         with hand_over.on_stream(), measured(watch, hand_over.stream):
             while (items := ahead.next_batch()) is not None:
                 enter("collating")
-                batch = assemble(items)
+                batch = ahead.with_memory(partial(assemble, items))
                 del items
                 enter("waiting for the training")
                 if not hand_over.put(batch, (ahead.finished, place.made())):

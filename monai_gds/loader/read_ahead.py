@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import threading
+import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
+from math import inf
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from monai_gds import stages
 from monai_gds.dataset import Begun, GDSDataset
-from monai_gds.errors import FileChanged, NotSaved, UnsupportedType
+from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
 from monai_gds.populate import Saved
 from monai_gds.workers import Workers
 
 __all__ = ["CacheWorkers", "ReadAhead"]
+
+T = TypeVar("T")
+
+#: Seconds before each new try where a device has no memory left: reads that were given up fill theirs to the end.
+_PAUSES = (0.0, 0.1, 1.0)
 
 
 class CacheWorkers:
@@ -75,7 +85,9 @@ class _Upcoming:
 class ReadAhead:
     """Begins the reads of the items that come next, and finishes them. Belongs to the loader's thread.
 
-    An error ahead of the batch that is wanted is raised when its own batch is.
+    An error ahead of the batch that is wanted is raised when its own batch is. Where a device has no memory left for
+    that batch, what was begun ahead is given up and begun again later, and half as many records are in flight from then
+    on. Random transforms are not tried again.
 
     Args:
         batches: the dataset and index of each item, batch by batch.
@@ -94,7 +106,9 @@ class ReadAhead:
         self._batches = iter(batches)
         self._records_for, self._most_records, self._most_bytes = most_records, 1, most_bytes
         self._workers = workers
-        self._drawn: deque[list[_Upcoming]] = deque()
+        self._limit = inf  # of records in flight, once a device had no memory for more
+        self._wanted: deque[_Upcoming] = deque()  # what is left of the batch that is being finished
+        self._drawn: deque[list[_Upcoming]] = deque()  # the batches behind it
         self._waiting: deque[_Upcoming] = deque()  # the drawn ones that are not begun
         self._undecided: list[_Upcoming] = []  # those whose bytes are not known yet
         self._error: Exception | None = None  # behind the drawn ones
@@ -116,11 +130,10 @@ class ReadAhead:
             return None
         items = []
         records, nbytes = self.finished
-        for upcoming in self._drawn.popleft():
-            self._begin_what_fits()
-            if upcoming.begun is None:  # without room too: the batch has to be completed
-                self._begin(1)
-            begun = self._arrived(upcoming)
+        self._wanted.extend(self._drawn.popleft())
+        while self._wanted:
+            begun = self.with_memory(self._arrived)
+            upcoming = self._wanted.popleft()
             items.append(upcoming.dataset.end(begun))
             self._count(0, begun.nbytes, upcoming)
             nbytes += upcoming.nbytes
@@ -129,21 +142,54 @@ class ReadAhead:
         self.finished = records + len(items), nbytes
         return items
 
-    def _arrived(self, upcoming: _Upcoming) -> Begun:
-        """What can be finished: behind its worker, where one computes it."""
-        begun, upcoming.begun = upcoming.begun, None
+    def with_memory(self, work: Callable[[], T]) -> T:
+        """Returns what ``work`` does. Where a device has no memory for it, gives up what is ahead and tries again."""
+        for pause in _PAUSES:
+            try:
+                return work()
+            except torch.OutOfMemoryError:
+                self._give_up()
+            time.sleep(pause)
+        return work()
+
+    def _give_up(self) -> None:
+        """Drops what was begun and is not finished, to be begun again, and lowers the limit."""
+        begun = [upcoming for upcoming in chain(self._wanted, *self._drawn) if upcoming.begun is not None]
+        if len(begun) > 1 and len(begun) // 2 < self._limit:
+            self._limit = self._most_records = len(begun) // 2
+            warnings.warn(
+                f"the device has no memory left for {len(begun)} records in flight: in this epoch there are "
+                f"{self._limit} from here on. GDSDataLoader(prefetch={self._limit}) begins with that",
+                CacheWarning,
+                stacklevel=2,
+            )
+        for upcoming in begun:
+            upcoming.begun = None
+            self._count(-1, 0, upcoming)
+        self._undecided = []
+        self._waiting = deque(chain(self._wanted, *self._drawn))
+
+    def _arrived(self) -> Begun:
+        """The next item that is wanted, up to its random transforms; behind its worker, where one computes it."""
+        self._begin_what_fits()
+        upcoming = self._wanted[0]
+        if upcoming.begun is None:  # without room too: the batch has to be completed
+            self._begin(1)
         if upcoming.saved is not None:
             stages.enter("waiting for workers")
-            saved = upcoming.saved.result()
+            saved, upcoming.saved = upcoming.saved.result(), None
             saved.note()
             if saved.how == "computed":
                 stages.count("computed")
                 stages.count("hits", -1)  # it is read now
-            begun = upcoming.dataset.begin([upcoming.index])[0]
-            self._count(0, begun.nbytes, upcoming)
+            upcoming.begun = upcoming.dataset.begin([upcoming.index])[0]
+            self._count(0, upcoming.begun.nbytes, upcoming)
+        begun = upcoming.begun
         if isinstance(begun, Exception):
             raise begun
-        assert begun is not None, "the caller has begun it"
+        assert begun is not None, "it was begun above"
+        begun.arrive()
+        upcoming.begun = None
         return begun
 
     def _begin_what_fits(self) -> None:
@@ -188,7 +234,7 @@ class ReadAhead:
                 self._count(1, begun.nbytes, upcoming)
                 if begun.waits:
                     self._undecided.append(upcoming)
-                if self._workers is not None and not begun.cached:
+                if self._workers is not None and not begun.cached and upcoming.saved is None:
                     upcoming.saved = self._workers.save(dataset, upcoming.index)
 
     def _draw(self) -> bool:
@@ -202,7 +248,7 @@ class ReadAhead:
         if batch is None:
             return False
         drawn = [_Upcoming(dataset, index) for dataset, index in batch]
-        self._most_records = max(self._most_records, self._records_for(len(drawn)))
+        self._most_records = int(min(max(self._most_records, self._records_for(len(drawn))), self._limit))
         self._drawn.append(drawn)
         self._waiting.extend(drawn)
         return True

@@ -7,11 +7,14 @@ import random
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 
+import monai.transforms as mt
 import pytest
+import torch
 
-from monai_gds import GDSDataLoader
+from monai_gds import GDSDataLoader, GDSDataset
 from monai_gds.cache import blosc
 from tests.fresh import Interpreter
 from tests.soak.made import Reader, enter, warned, write_sources
@@ -104,3 +107,33 @@ def test_a_process_that_is_killed_with_copies_in_flight_leaves_a_sound_cache(
     tally = interpreter.call(epochs, tmp_path, form, 0.0)
     assert tally.items == COUNT
     assert tally.bad == 0, "\n".join(tally.notes)
+
+
+def epoch_with_little_memory(folder: Path, form: str) -> tuple[Tally, int]:
+    """An epoch that reads ahead more than the device has memory for; what is in flight when it is over."""
+    enter()
+    tally, side = Tally(), 160
+    items = [{"n": n} for n in range(24)]
+    made = mt.Lambda(lambda item: {"x": torch.full((1, side, side, side), float(item["n"])), "n": item["n"]})
+    dataset = GDSDataset(items, mt.Compose([made]), folder / "cache", 0, compression=None if form == "whole" else form)
+    dataset.populate()
+    record = 4 * side**3
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(10 * record / torch.cuda.get_device_properties(0).total_memory)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for batch in GDSDataLoader(dataset, batch_size=2, prefetch=64, collate_fn=list):
+            for item in batch:
+                tally.items += 1
+                if not bool((item["x"] == float(item["n"])).all()):
+                    tally.found("wrong", f"item {item['n']}")
+    return tally, sum("no memory left" in str(w.message) for w in warned)
+
+
+@forms
+def test_an_epoch_goes_on_where_the_device_has_no_memory_for_what_is_ahead(
+    tmp_path: Path, interpreter: Interpreter, form: str
+) -> None:
+    tally, warned = interpreter.call(epoch_with_little_memory, tmp_path, form)
+    assert (tally.items, tally.bad) == (24, 0), "\n".join(tally.notes)
+    assert warned
