@@ -208,6 +208,13 @@ NOTE_UNMERGED_BYTES = 16 << 20
 #: are removed.
 NOTE_BYTES = 512 << 20
 
+# Cache: the budget of a directory
+
+#: After looking at a directory, a process takes this part of the room that is left, and at most so many bytes, before
+#: it looks again: as many processes together do not exceed the budget. Looking at 100,000 records takes 0.2 s.
+BUDGET_PARTS = 64
+BUDGET_PART_BYTES = 1 << 30
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Loader
 

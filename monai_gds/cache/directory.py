@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from monai_gds.cache import temporary
+from monai_gds.cache.budget import Budget
 from monai_gds.cache.compression import WHOLE, Compression
 from monai_gds.cache.conversion import read_whole
 from monai_gds.cache.header import SUFFIX, parse
@@ -36,9 +37,11 @@ from monai_gds.cache.record import pack_record
 from monai_gds.cache.single_flight import Leases
 from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.cache.tree import EncodedItem
+from monai_gds.cache.uses import Uses
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, FileChanged, NewerRecord, RecordError
 from monai_gds.storage import Buffer, FileId, Storage
+from monai_gds.storage.files import total_bytes
 
 __all__ = ["CacheDirectory", "folder_named", "prepare", "tidy"]
 
@@ -58,6 +61,8 @@ class CacheDirectory:
         compression: the form of new records; may be assigned anew.
         mmap: see :data:`~monai_gds.cache.reading.Mmap`.
         file_mode: permissions that records have at most. They have those of the directory otherwise.
+        uses: where it is noted which records are read, or None.
+        budget: makes room for new records, or None: they take whatever room there is.
         unmade: :func:`prepare` has warned that the directory cannot be made, so nothing is reported until it exists.
     """
 
@@ -74,6 +79,8 @@ class CacheDirectory:
         compression: Compression = WHOLE,
         mmap: Mmap = "auto",
         file_mode: int = ANY,
+        uses: Uses | None = None,
+        budget: Budget | None = None,
         unmade: bool = False,
     ) -> None:
         self.path = os.path.abspath(path)
@@ -83,7 +90,8 @@ class CacheDirectory:
         self._durable = durable
         self._file_mode = file_mode
         self._problems = Problems(self.path, unmade)
-        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap)
+        self._budget = budget
+        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, uses)
 
     def record_path(self, digest: str) -> str:
         """Where the record of a key lies, whether there is one or not."""
@@ -145,6 +153,11 @@ class CacheDirectory:
 
     # Writing
 
+    @property
+    def full(self) -> bool:
+        """Whether the budget left no room for a record of late: new ones need not be made ready."""
+        return self._budget is not None and self._budget.full
+
     def save(self, key: Key, item: EncodedItem, over: FileId | None = None) -> None:
         """Writes a record and makes it visible whole. A failure leaves nothing behind.
 
@@ -155,10 +168,13 @@ class CacheDirectory:
 
         Raises:
             FileChanged: that file is not there any more.
+            OverBudget: the budget leaves no room.
             OSError: disk full, read-only, no permission, input/output error; ``.tmp`` is a link.
         """
         path = self.record_path(key.digest)
         buffers = pack_record(item, key.ingredients(), self.compression)
+        if self._budget is not None:
+            self._budget.take(total_bytes(buffers) - _size(path))
         try:
             with temporary.being_written(self.path, key.digest, path, self._file_mode) as unfinished:
                 self._storage.write(unfinished, buffers, durable=self._durable)
@@ -202,7 +218,7 @@ class CacheDirectory:
 
     def publish(self, key: Key, item: EncodedItem) -> bool:
         """As :meth:`save`, but a failure is only reported, once per kind. Returns whether the record is there now."""
-        if self._problems.must_not_replace(self.record_path(key.digest)):
+        if self.full or self._problems.must_not_replace(self.record_path(key.digest)):
             return False
         try:
             self.save(key, item)
@@ -216,7 +232,18 @@ class CacheDirectory:
 
         The item may change as soon as this returns. ``done`` is called once publishing has ended.
         """
-        process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
+        if not self.full:
+            process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
+        elif done is not None:
+            done()
+
+
+def _size(path: str) -> int:
+    """The bytes of the record that is replaced; 0 if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 def _is_there(path: str, file: FileId) -> bool:
@@ -292,3 +319,4 @@ def tidy(path: str | os.PathLike[str]) -> None:
     Leases(path).sweep()
     Index(path).tidy()
     SourceMemo(os.fspath(path)).tidy()
+    Uses(path).tidy()

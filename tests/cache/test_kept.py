@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from monai_gds.cache.kept import KeptRecords, bytes_of
+from monai_gds.cache.kept import KeptRecords
+from monai_gds.cache.units import bytes_of
 from monai_gds.storage import FileId
 
 
