@@ -265,19 +265,12 @@ def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
                 yield found
 
 
-def _span(text: str) -> float:
-    return _parsed(seconds_of, text)
-
-
-def _size(text: str) -> float:
-    return _parsed(functools.partial(bytes_of, argument="--max-size"), text)
-
-
-def _parsed(parse: Callable[[str], float], text: str) -> float:
+def _amount(parse: Callable[[str], float], text: str | None, option: str) -> float:
+    """What the user gave for a limit; without, there is none."""
     try:
-        return parse(text)
+        return math.inf if text is None else parse(text)
     except ValueError as e:
-        raise typer.BadParameter(str(e)) from None
+        raise typer.BadParameter(str(e), param_hint=option) from None
 
 
 @app.command("prune", epilog="Example: monai-gds cache prune --dry-run /nvme/cache")
@@ -304,35 +297,20 @@ def prune(
         bool, typer.Option("--damaged", help="Also delete records that `verify` reports as damaged: reads every byte.")
     ] = False,
     older_than: Annotated[
-        float,
-        typer.Option(
-            "--older-than",
-            metavar="SPAN",
-            parser=_span,
-            show_default=False,
-            help="Also delete records made longer ago: 36h, 30d, 8w.",
-        ),
-    ] = math.inf,
+        str | None,
+        typer.Option("--older-than", metavar="SPAN", help="Also delete records made longer ago: 36h, 30d, 8w."),
+    ] = None,
     unused_for: Annotated[
-        float,
-        typer.Option(
-            "--unused-for",
-            metavar="SPAN",
-            parser=_span,
-            show_default=False,
-            help="Also delete records not used for so long.",
-        ),
-    ] = math.inf,
+        str | None, typer.Option("--unused-for", metavar="SPAN", help="Also delete records not used for so long.")
+    ] = None,
     max_size: Annotated[
-        float,
+        str | None,
         typer.Option(
             "--max-size",
             metavar="SIZE",
-            parser=_size,
-            show_default=False,
             help="Also delete the records that were not used for longest, until the rest has this size: 400GB, 2TiB.",
         ),
-    ] = math.inf,
+    ] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -352,6 +330,11 @@ def prune(
     These three leave alone what a running process of this machine uses. Other files are left alone. Exit code 1 when a
     file cannot be deleted, or more is left than --max-size.
     """
+    ages = {
+        "older_than": _amount(seconds_of, older_than, "--older-than"),
+        "unused_for": _amount(seconds_of, unused_for, "--unused-for"),
+    }
+    most = _amount(functools.partial(bytes_of, argument="--max-size"), max_size, "--max-size")
     kept = [dataset_from(*_words(words)).pipeline_digest() for words in keep or []]
     records = maintenance.survey(directory)
     try:
@@ -372,9 +355,7 @@ def prune(
         doomed += [found for found in _checked([r.file for r in records if r.file not in gone]) if found.damaged]
     gone = {found.file for found in doomed}
     left = [found for found in records if found.file not in gone]
-    doomed += unused(
-        left, Uses(directory).look(), older_than=older_than, unused_for=unused_for, max_size=max_size, keep=kept
-    )
+    doomed += unused(left, Uses(directory).look(), max_size=most, keep=kept, **ages)
     quiet = summary or as_json
     refused: list[str] = []
     deleted = doomed if dry_run else list(_deleted(doomed, quiet, refused))
@@ -384,7 +365,7 @@ def prune(
         Index(directory).tidy()
     gone = {found.file for found in deleted}
     remaining = [found for found in records if found.file not in gone]
-    too_large = sum(found.nbytes for found in remaining) > max_size
+    too_large = sum(found.nbytes for found in remaining) > most
     if as_json:
         files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
         totals = {"count": len(deleted), "bytes": sum(found.nbytes for found in deleted)}

@@ -92,8 +92,9 @@ def unused(
 
 
 def _ago(seconds: float) -> str:
-    days = int(seconds // 86400)
-    return f"{days} days" if days else f"{int(seconds // 3600)} hours"
+    days, hours = int(seconds // 86400), int(seconds // 3600)
+    number, unit = (days, "day") if days else (hours, "hour")
+    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 class Budget:
