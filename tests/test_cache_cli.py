@@ -309,7 +309,7 @@ def test_prune_deletes_what_is_old_unused_or_too_much(cache: Path, options: list
 
 
 def test_prune_keeps_the_pipelines_of_datasets_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "training.py").write_text(
+    (tmp_path / "pruned_study.py").write_text(
         "import torch\nfrom monai.transforms import Compose, EnsureTyped, ScaleIntensityd\n"
         "from monai_gds import GDSDataset\n"
         "def make(fold):\n"
@@ -319,9 +319,9 @@ def test_prune_keeps_the_pipelines_of_datasets_that_are_named(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "cache"
     for fold in range(1, 4):
-        assert run("cache", "warm", "training:make", f"fold={fold}", "--no-progress").exit_code == 0
+        assert run("cache", "warm", "pruned_study:make", f"fold={fold}", "--no-progress").exit_code == 0
     gc.collect()
-    keep = ["--keep", "training:make fold=1", "--keep", "training:make fold=3"]
+    keep = ["--keep", "pruned_study:make fold=1", "--keep", "pruned_study:make fold=3"]
     done = run("cache", "prune", "--max-size", "0", *keep, "--summary", folder)
     assert done.exit_code == 1
     assert re.fullmatch(
@@ -330,7 +330,7 @@ def test_prune_keeps_the_pipelines_of_datasets_that_are_named(tmp_path: Path, mo
     found = document("prune", "--max-size", "0", *keep, folder)
     assert (found["count"], found["left"], found["files"]) == (0, 2, [])
     assert found["bytes_left"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert run("cache", "warm", "training:make", "fold=3").stdout == "0 items computed, 1 were cached already\n"
+    assert run("cache", "warm", "pruned_study:make", "fold=3").stdout == "0 items computed, 1 were cached already\n"
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ class Budget:
     def _look(self, nbytes: int) -> int:
         """The bytes that this process may write now. With enough room that is at least one record of ``nbytes``."""
         room = self.nbytes - _total(self._directory)
-        if room < nbytes <= self.nbytes:
+        if room < nbytes:
             room += self._evict(nbytes - room)
         return min(room, max(nbytes, min(room // limits.BUDGET_PARTS, limits.BUDGET_PART_BYTES)))
 
