@@ -36,6 +36,7 @@ from monai_gds.cache.reading import Mmap, Verify
 from monai_gds.cache.rounding import check_bits, rounded
 from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
 from monai_gds.cache.sources import Policy, Sources
+from monai_gds.cache.tiers import TwoTiers
 from monai_gds.cache.tree import EncodedItem, compile_tree, copy_item, encode_item
 from monai_gds.cache.units import bytes_of, shown
 from monai_gds.cache.uses import Uses
@@ -222,6 +223,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             others are deleted, the longest unused ones first: not those of pipelines that a dataset of a running
             process of this node has, and not those that were used since this dataset was made. If that gives too little
             room, what does not fit is computed in every epoch, with one warning. None: no limit.
+        local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
+            Lustre. Records that are read from there are copied in the background, and read from here from then on, by
+            all processes of this machine. New records go to ``cache_dir``.
+        local_bytes: as ``max_bytes``, for the records in ``local_dir``. What does not fit is read from ``cache_dir``.
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
             computed anew.
@@ -278,6 +283,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         mantissa_bits: int | None = None,
         device_bytes: float | str = 0,
         max_bytes: float | str | None = None,
+        local_dir: Path | str | None = None,
+        local_bytes: float | str | None = None,
         durable: bool = False,
         file_mode: int | None = None,
         **of_cache_dataset: Unpack[OfCacheDataset],
@@ -340,6 +347,15 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if cache_dir is not None:
             self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # of now: it may change
             self._unmade = not prepare(self.cache_dir)
+        self.local_dir: Path | None = None
+        self.local_bytes = None if local_bytes is None else bytes_of(local_bytes, "local_bytes")
+        if local_dir is not None:
+            self.local_dir = Path(os.path.abspath(folder_named(local_dir, "local_dir")))
+            if cache_dir is None or os.path.realpath(self.local_dir) == os.path.realpath(self.cache_dir):
+                raise ValueError(
+                    f"local_dir={str(local_dir)!r} keeps copies of records in cache_dir={cache_dir!r}: name two folders"
+                )
+            prepare(self.local_dir, "local_dir")
         if self.max_bytes is not None and cache_dir is None:
             raise ValueError(f"max_bytes={max_bytes!r} limits the records of a cache_dir, and there is none: name one")
         self.split()
@@ -491,8 +507,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def tidy(self) -> None:
         """Removes the half-written files of killed processes from the cache directory."""
-        if self.cache_dir is not None:
-            tidy(self.cache_dir)
+        for folder in (self.cache_dir, self.local_dir):
+            if folder is not None:
+                tidy(folder)
 
     def for_saving(self, convert: bool = False) -> GDSDataset:
         """A copy for a process that only makes records, in the form that this dataset asks for.
@@ -691,7 +708,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def _uses(self) -> tuple[Uses, ...]:
         if self.cache_dir is not None and not self._state.uses:
-            self._state.uses = (Uses(self.cache_dir, self._began, self.file_mode),)
+            folders = [folder for folder in (self.cache_dir, self.local_dir) if folder is not None]
+            self._state.uses = tuple(Uses(folder, self._began, self.file_mode) for folder in folders)
         return self._state.uses
 
     def _may_draw(self) -> bool:
@@ -755,9 +773,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
             return
         stages.enter("saving")
-        # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
-        in_worker = torch.utils.data.get_worker_info() is not None
-        if self.durable or in_worker or not self._state.owner.is_this_process():
+        if self.durable or not self._saves_behind():
             cache.publish(key, encoded)
         else:
             cache.publish_behind(key, encoded, lease.hand_over())
@@ -835,27 +851,41 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             device = self.target()
             backend = self.backend if device == self.device else "auto"
             options = self.backend_options if device == self.device else {}
-            (uses,) = self._uses()
-            budget = None
-            if self.max_bytes is not None:
-                budget = Budget(os.fspath(self.cache_dir), self.max_bytes, uses, self._began)
-            state.cache = CacheDirectory(
-                self.cache_dir,
-                open_storage(backend, device, **options),
-                durable=self.durable,
-                verify=self.verify,
-                mmap=self.mmap,
-                form=self._form(),
-                index=Index(self.cache_dir, self.file_mode),
-                compression=self.record_form(),
-                file_mode=self.file_mode,
-                device_bytes=self.device_bytes if device.type == "cuda" else 0,
-                uses=uses,
-                budget=budget,
-                unmade=self._unmade,
-            )
+            storage = open_storage(backend, device, **options)
+            device_bytes = self.device_bytes if device.type == "cuda" else 0
+            settings: dict[str, Any] = {
+                "durable": self.durable,
+                "verify": self.verify,
+                "mmap": self.mmap,
+                "form": self._form(),
+                "index": Index(self.cache_dir, self.file_mode),
+                "compression": self.record_form(),
+                "file_mode": self.file_mode,
+                "unmade": self._unmade,
+                **self._limited(0, self.cache_dir, self.max_bytes),
+            }
+            if self.local_dir is None:
+                state.cache = CacheDirectory(self.cache_dir, storage, device_bytes=device_bytes, **settings)
+            else:
+                limited = self._limited(1, self.local_dir, self.local_bytes)
+                near = CacheDirectory(
+                    self.local_dir, storage, device_bytes=device_bytes, **{**settings, "index": None, **limited}
+                )
+                state.cache = TwoTiers(near, self._saves_behind(), self.cache_dir, storage, **settings)
             state.cache_owner = Owner()
         return state.cache
+
+    def _limited(self, which: int, folder: Path, nbytes: int | None) -> dict[str, Any]:
+        """What a directory's use is noted in, and its budget."""
+        uses = self._uses()[which]
+        return {"uses": uses, "budget": None if nbytes is None else Budget(str(folder), nbytes, uses, self._began)}
+
+    def _saves_behind(self) -> bool:
+        """Whether this process may write after it has gone on.
+
+        A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
+        """
+        return torch.utils.data.get_worker_info() is None and self._state.owner.is_this_process()
 
     def target(self) -> torch.device:
         """Where items come in this process: the device, or the CPU in a worker of a DataLoader or a forked process.

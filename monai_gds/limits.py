@@ -128,6 +128,9 @@ QUEUE_BYTES = 256 << 20
 #: Items that may wait to be written, however small. Adding up the bytes of this many, for every new item, takes 0.1 ms.
 QUEUE_ITEMS = 4096
 
+#: Bytes that are copied at a time from one directory to another.
+COPIED_BYTES = 4 << 20
+
 # Cache: tiles
 
 #: Smaller tensors are never cut into tiles: they are read whole in one request.

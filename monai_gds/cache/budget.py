@@ -136,8 +136,7 @@ class Budget:
                 self._refused = time.monotonic()
                 raise OverBudget(
                     f"its budget of {shown(self.nbytes)} is full of records that are in use, or were since this run "
-                    "began. They are read, and other items are computed in every epoch. Give it more bytes, or delete "
-                    "records by monai-gds cache prune"
+                    "began: give it more bytes, or delete records by monai-gds cache prune"
                 )
             self._left -= nbytes
 

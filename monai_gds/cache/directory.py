@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from monai_gds import limits
 from monai_gds.cache import temporary
 from monai_gds.cache.budget import Budget
 from monai_gds.cache.compression import WHOLE, Compression
@@ -125,7 +127,7 @@ class CacheDirectory:
     def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
         """As :meth:`start`, for several records; small ones are read together."""
         if len(digests) == 1:  # reading one record "together" costs 5 us
-            return [self.start(digests[0])]
+            return [CacheDirectory.start(self, digests[0])]
         paths = [self.record_path(digest) for digest in digests]
         writer = process_writer()
         for path in paths:
@@ -227,6 +229,24 @@ class CacheDirectory:
             return False
         return True
 
+    def adopt(self, digest: str, source: str) -> None:
+        """Copies a record of another directory, if there is room. A failure is only reported, once per kind."""
+        path = self.record_path(digest)
+        if self.full or self._problems.must_not_replace(path):
+            return
+        try:
+            with open(source, "rb") as record:
+                if self._budget is not None:
+                    self._budget.take(os.fstat(record.fileno()).st_size - _size(path))
+                being_written = temporary.being_written(self.path, digest, path, self._file_mode)
+                with being_written as unfinished, open(unfinished, "xb") as copy:
+                    shutil.copyfileobj(record, copy, limits.COPIED_BYTES)
+        except OSError as e:
+            if os.path.exists(source):  # else it was deleted meanwhile
+                self._problems.unwritable(e)
+        finally:
+            self._reader.forget(path)
+
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background. Waits only while too much is queued.
 
@@ -293,8 +313,8 @@ def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> P
     return Path(os.path.expanduser(path))
 
 
-def prepare(path: str | os.PathLike[str]) -> bool:
-    """Makes a cache directory and removes what killed writers left in it.
+def prepare(path: str | os.PathLike[str], argument: str = "cache_dir") -> bool:
+    """Makes a cache directory, which the user's argument names, and removes what killed writers left in it.
 
     Returns whether it exists now. If not, the user has been warned.
 
@@ -303,11 +323,11 @@ def prepare(path: str | os.PathLike[str]) -> bool:
     """
     path = os.path.abspath(path)
     if os.path.exists(path) and not os.path.isdir(path):
-        raise ValueError(f"cache_dir={path!r} is a file: name a directory (it is made when it is missing)")
+        raise ValueError(f"{argument}={path!r} is a file: name a directory (it is made when it is missing)")
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as e:
-        warnings.warn(f"cache_dir={path!r} cannot be made, so nothing is cached: {with_advice(e)}", CacheWarning, 2)
+        warnings.warn(f"{argument}={path!r} cannot be made, so nothing is cached: {with_advice(e)}", CacheWarning, 2)
         return False
     tidy(path)
     return True
