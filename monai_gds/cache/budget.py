@@ -5,8 +5,9 @@ pipeline made that a process of this node uses now, and what cannot be read. So 
 itself, and an epoch larger than the budget keeps hitting what is there: the rest is computed and not cached. Of two
 runs on different nodes only the later one deletes what the other uses, and the other one gets misses.
 
-Each process looks at the whole directory and then takes a part of the room that is left. So many processes together
-exceed the budget by no more than a record each. Imports only the standard library.
+Looking at a large directory takes seconds. So a process takes a part of the room that is left, and makes room for more
+than one record, before it looks again. Many processes together exceed the budget by no more than a record each. Imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -142,20 +143,24 @@ class Budget:
 
     def _look(self, nbytes: int) -> int:
         """The bytes that this process may write now. With enough room that is at least one record of ``nbytes``."""
-        room = self.nbytes - _total(self._directory)
+        room, freed = self.nbytes - _total(self._directory), 0
         if room < nbytes:
-            room += self._evict(nbytes - room)
-        return min(room, max(nbytes, min(room // limits.BUDGET_PARTS, limits.BUDGET_PART_BYTES)))
+            freed = self._evict(nbytes - room, nbytes - room + _part(self.nbytes))
+            room += freed
+        return min(room, max(nbytes, freed, _part(room)))
 
-    def _evict(self, nbytes: int) -> int:
-        """Deletes idle records of so many bytes, if there are so many; returns the bytes of what was deleted."""
-        if sum(record.nbytes for record in self._idle) < nbytes:
+    def _evict(self, least: int, most: int) -> int:
+        """Deletes idle records of at least so many bytes, and more that fit into ``most``. If there are too few, none.
+
+        Returns the bytes of what was deleted.
+        """
+        if sum(record.nbytes for record in self._idle) < least:
             records = maintenance.survey(self._directory, Index(self._directory))
             self._idle = [record for _, record in reversed(idle(records, self._uses.look(), self._began))]
-            if sum(record.nbytes for record in self._idle) < nbytes:
+            if sum(record.nbytes for record in self._idle) < least:
                 return 0
         freed, used = 0, self._uses.look()
-        while self._idle and freed < nbytes:
+        while self._idle and (freed < least or freed + self._idle[-1].nbytes <= most):
             freed += self._delete(self._idle.pop(), used)
         return freed
 
@@ -168,6 +173,10 @@ class Budget:
             return now.nbytes if maintenance.remove(now) else 0
         except OSError:  # another user's, in a folder with the sticky bit
             return 0
+
+
+def _part(nbytes: int) -> int:
+    return min(nbytes // limits.BUDGET_PARTS, limits.BUDGET_PART_BYTES)
 
 
 def _total(directory: str) -> int:

@@ -21,7 +21,7 @@ import torch
 from monai.transforms import Compose, EnsureTyped, Lambdad, ScaleIntensityd
 from torch.utils.data import DataLoader
 
-from monai_gds.cache import maintenance, temporary
+from monai_gds.cache import budget, maintenance, temporary
 from monai_gds.cache.budget import Budget
 from monai_gds.cache.directory import tidy
 from monai_gds.cache.index import Index
@@ -369,6 +369,21 @@ def test_a_record_that_is_replaced_while_others_are_deleted_stays(
     take(crowded)
     assert oldest.exists()
     assert size(crowded) == 5 * record_size(crowded)
+
+
+def test_a_large_directory_is_not_looked_at_for_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(130):
+        os.utime(version_2(tmp_path, key_of_version_2(f"item {i}")), (0, i))
+    looked: list[str] = []
+    total = budget._total
+    monkeypatch.setattr(budget, "_total", lambda directory: (looked.append(directory), total(directory))[1])
+    one, limit = record_size(tmp_path), size(tmp_path)
+    found = Budget(str(tmp_path), limit, Uses(tmp_path), time.time())
+    for i in range(60):
+        found.take(one)
+        os.utime(version_2(tmp_path, key_of_version_2(f"new {i}")))
+        assert size(tmp_path) <= limit
+    assert len(looked) <= 20
 
 
 def test_a_wrong_index_deletes_nothing_of_a_pipeline_in_use(crowded: Path) -> None:
