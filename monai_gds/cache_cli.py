@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from datetime import datetime
@@ -20,9 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from monai_gds.cache import maintenance
+from monai_gds.cache.budget import unused
 from monai_gds.cache.header import VERSION
 from monai_gds.cache.index import Index
 from monai_gds.cache.maintenance import SHOWN, Found
+from monai_gds.cache.units import bytes_of, seconds_of
+from monai_gds.cache.uses import Uses
 from monai_gds.console import progress_bar, say, say_lines
 from monai_gds.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
 
@@ -260,6 +265,14 @@ def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
                 yield found
 
 
+def _amount(parse: Callable[[str], float], text: str | None, option: str) -> float:
+    """What the user gave for a limit; without, there is none."""
+    try:
+        return math.inf if text is None else parse(text)
+    except ValueError as e:
+        raise typer.BadParameter(str(e), param_hint=option) from None
+
+
 @app.command("prune", epilog="Example: monai-gds cache prune --dry-run /nvme/cache")
 def prune(
     directory: CacheDirectory,
@@ -283,6 +296,29 @@ def prune(
     damaged: Annotated[
         bool, typer.Option("--damaged", help="Also delete records that `verify` reports as damaged: reads every byte.")
     ] = False,
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="SPAN", help="Also delete records made longer ago: 36h, 30d, 8w."),
+    ] = None,
+    unused_for: Annotated[
+        str | None, typer.Option("--unused-for", metavar="SPAN", help="Also delete records not used for so long.")
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-size",
+            metavar="SIZE",
+            help="Also delete the records that were not used for longest, until the rest has this size: 400GB, 2TiB.",
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="module:function",
+            help="Leave the records of this dataset's pipeline to these three; may be repeated. The function may have "
+            "arguments: --keep 'training:make_dataset fold=3'.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="Print only the totals.")] = False,
     as_json: JsonOption = False,
@@ -290,8 +326,16 @@ def prune(
     """Delete temporary files of killed writers, unreadable records, and superseded records.
 
     Records of a pipeline that you changed or no longer need are kept, since another run may use them, until you name
-    the pipeline with --pipeline. Other files are left alone. Exit code 1 when a file cannot be deleted.
+    the pipeline with --pipeline, or all that are old, unused or too many with --older-than, --unused-for or --max-size.
+    These three leave alone what a running process of this machine uses. Other files are left alone. Exit code 1 when a
+    file cannot be deleted, or more is left than --max-size.
     """
+    ages = {
+        "older_than": _amount(seconds_of, older_than, "--older-than"),
+        "unused_for": _amount(seconds_of, unused_for, "--unused-for"),
+    }
+    most = _amount(functools.partial(bytes_of, argument="--max-size"), max_size, "--max-size")
+    kept = [dataset_from(*_words(words)).pipeline_digest() for words in keep or []]
     records = maintenance.survey(directory)
     try:
         unwanted = maintenance.pipeline_of(records, pipeline) if pipeline is not None else ""
@@ -309,6 +353,9 @@ def prune(
     if damaged:
         gone = {found.file for found in doomed}
         doomed += [found for found in _checked([r.file for r in records if r.file not in gone]) if found.damaged]
+    gone = {found.file for found in doomed}
+    left = [found for found in records if found.file not in gone]
+    doomed += unused(left, Uses(directory).look(), max_size=most, keep=kept, **ages)
     quiet = summary or as_json
     refused: list[str] = []
     deleted = doomed if dry_run else list(_deleted(doomed, quiet, refused))
@@ -316,16 +363,28 @@ def prune(
         say_lines(f"{found.file}: {found.problem}" for found in doomed)
     if not dry_run:
         Index(directory).tidy()
+    gone = {found.file for found in deleted}
+    remaining = [found for found in records if found.file not in gone]
+    too_large = sum(found.nbytes for found in remaining) > most
     if as_json:
         files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
         totals = {"count": len(deleted), "bytes": sum(found.nbytes for found in deleted)}
         shown = {} if summary else {"files": files}
-        _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals, "refused": len(refused)})
+        totals.update(refused=len(refused), left=len(remaining), bytes_left=sum(found.nbytes for found in remaining))
+        _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals})
     else:
         verb = "to delete" if dry_run else "deleted"
-        kept = f", {len(refused)} that cannot be deleted" if refused else ""
-        say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}{kept}")
-    raise typer.Exit(1 if refused else 0)
+        refusals = f", {len(refused)} that cannot be deleted" if refused else ""
+        say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}{refusals}")
+        if too_large:
+            say(f"{_megabytes(remaining)} MB are left, more than --max-size: they are in use, or kept")
+    raise typer.Exit(1 if refused or too_large else 0)
+
+
+def _words(text: str) -> tuple[str, list[str]]:
+    """``"module:function fold=3"`` as the function and its arguments."""
+    function, *arguments = shlex.split(text) or [""]
+    return function, arguments
 
 
 def _deleted(doomed: Sequence[Found], quiet: bool, refused: list[str]) -> Iterator[Found]:
@@ -395,7 +454,8 @@ def warm(
         held = len(maintenance.record_files(dataset.cache_dir)) if dataset.cache_dir else 0
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
     converted = f", {done.converted} converted to {dataset.record_form()}" if done.converted else ""
-    say(f"{done.computed} items computed, {done.cached} were cached already{converted}")
+    left_out = f", {done.left_out} left out by max_bytes" if done.left_out else ""
+    say(f"{done.computed} items computed, {done.cached} were cached already{converted}{left_out}")
 
 
 @contextmanager

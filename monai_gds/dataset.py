@@ -22,13 +22,13 @@ from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds import stages
+from monai_gds.cache.budget import Budget, OverBudget
 from monai_gds.cache.compression import Codec, Compression
 from monai_gds.cache.directory import CacheDirectory, folder_named, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index
-from monai_gds.cache.kept import bytes_of
-from monai_gds.cache.key import Key
+from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.pending_item import PendingItem
 from monai_gds.cache.permissions import ANY
 from monai_gds.cache.problems import with_advice
@@ -36,7 +36,10 @@ from monai_gds.cache.reading import Mmap, Verify
 from monai_gds.cache.rounding import check_bits, rounded
 from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
 from monai_gds.cache.sources import Policy, Sources
+from monai_gds.cache.tiers import TwoTiers
 from monai_gds.cache.tree import EncodedItem, compile_tree, copy_item, encode_item
+from monai_gds.cache.units import bytes_of, shown
+from monai_gds.cache.uses import Uses
 from monai_gds.cache.writer import process_writer
 from monai_gds.describe import describe, explain_item, uncached, why_missed
 from monai_gds.draws import Draws, Turn
@@ -224,6 +227,14 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         device_bytes: how much memory of the CUDA device compressed records may occupy, such as ``20e9`` or ``"20GB"``.
             The first ones that are read stay there, still compressed, and a hit on one of them only unpacks it, once
             the file's identity is compared. 0 keeps none.
+        max_bytes: how much the records in ``cache_dir`` may occupy, such as ``"500GB"``. When a new one does not fit,
+            others are deleted, the longest unused ones first: not those of pipelines that a dataset of a running
+            process of this node has, and not those that were used since this dataset was made. If that gives too little
+            room, what does not fit is computed in every epoch, with one warning. None: no limit.
+        local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
+            Lustre. Records that are read from there are copied in the background, and read from here from then on, by
+            all processes of this machine. New records go to ``cache_dir``.
+        local_bytes: as ``max_bytes``, for the records in ``local_dir``. What does not fit is read from ``cache_dir``.
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
             computed anew.
@@ -279,6 +290,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         tiles: Literal["auto"] | int | None = "auto",
         mantissa_bits: int | None = None,
         device_bytes: float | str = 0,
+        max_bytes: float | str | None = None,
+        local_dir: Path | str | None = None,
+        local_bytes: float | str | None = None,
         durable: bool = False,
         file_mode: int | None = None,
         **of_cache_dataset: Unpack[OfCacheDataset],
@@ -329,6 +343,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             raise ValueError(
                 f"device_bytes={device_bytes!r} is memory of a CUDA device, and items come on {self.device}"
             )
+        self.max_bytes = None if max_bytes is None else bytes_of(max_bytes, "max_bytes")
+        self._began = time.time()
         self._saves_in: Compression | None = None  # of a copy that makes records for another process
         self._converts = False
         self.durable = durable
@@ -339,6 +355,17 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if cache_dir is not None:
             self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # of now: it may change
             self._unmade = not prepare(self.cache_dir)
+        self.local_dir: Path | None = None
+        self.local_bytes = None if local_bytes is None else bytes_of(local_bytes, "local_bytes")
+        if local_dir is not None:
+            self.local_dir = Path(os.path.abspath(folder_named(local_dir, "local_dir")))
+            if cache_dir is None or os.path.realpath(self.local_dir) == os.path.realpath(self.cache_dir):
+                raise ValueError(
+                    f"local_dir={str(local_dir)!r} keeps copies of records in cache_dir={cache_dir!r}: name two folders"
+                )
+            prepare(self.local_dir, "local_dir")
+        if self.max_bytes is not None and cache_dir is None:
+            raise ValueError(f"max_bytes={max_bytes!r} limits the records of a cache_dir, and there is none: name one")
         self.split()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
 
@@ -477,12 +504,20 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             self.tidy()
         if not done.cached and not done.converted:
             self._warn_of_misses(why, stacklevel=3)
+        if done.left_out and ranks.rank == 0:
+            warnings.warn(
+                f"{done.left_out} items are computed in every epoch: the {shown(self.max_bytes or 0)} of max_bytes are "
+                f"full of records in {self.cache_dir} that are in use, or were since this run began",
+                CacheWarning,
+                stacklevel=2,
+            )
         return done
 
     def tidy(self) -> None:
         """Removes the half-written files of killed processes from the cache directory."""
-        if self.cache_dir is not None:
-            tidy(self.cache_dir)
+        for folder in (self.cache_dir, self.local_dir):
+            if folder is not None:
+                tidy(folder)
 
     def for_saving(self, convert: bool = False) -> GDSDataset:
         """A copy for a process that only makes records, in the form that this dataset asks for.
@@ -596,6 +631,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         assert cache is not None, "the caller has checked that items are cached"
         if self.holds(key):
             return Saved("cached", key.digest)
+        if cache.full:
+            return Saved("full", key.digest)
         leases = Leases(cache.path)
         lease = leases.take(key.digest)
         if lease is None and not anyway:
@@ -613,6 +650,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 raise FileChanged(f"while item {index} was computed, {changed}: populate again")
             try:
                 cache.save(key, encoded)
+            except OverBudget:
+                return Saved("full", key.digest)
             except OSError as e:
                 raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {with_advice(e)}") from e
         return Saved("computed", key.digest, seconds)
@@ -620,6 +659,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _convert(self, cache: CacheDirectory, key: Key) -> Literal["converted", "cached"] | None:
         try:
             return cache.convert(key)
+        except OverBudget:
+            return "cached"
         except OSError as e:
             raise NotSaved(
                 f"records in {self.cache_dir} cannot be converted: {with_advice(e)}. They serve as they are: without "
@@ -638,6 +679,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         stages.enter("keys")
         keys = self._state.keys(items)
+        if keys and (keys[0].pipeline is not self._state.pipeline or time.monotonic() >= self._state.uses[-1].due):
+            self._note_use(keys[0].pipeline)
         stages.enter("reading")
         if split.drawable and not whole and self._may_draw():
             return self._begin_draws(cache, split, items, indices, keys, alone)
@@ -662,6 +705,20 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if queue is not None:
             queue.begin([begun._turn for begun in found if begun._turn is not None])
         return found
+
+    def _note_use(self, pipeline: Pipeline) -> None:
+        """Notes for other processes what this one uses of the cache, so that they leave it there."""
+        for uses in self._uses():
+            uses.open(pipeline.digest)
+            if time.monotonic() >= uses.due:
+                uses.flush()
+        self._state.pipeline = pipeline
+
+    def _uses(self) -> tuple[Uses, ...]:
+        if self.cache_dir is not None and not self._state.uses:
+            folders = [folder for folder in (self.cache_dir, self.local_dir) if folder is not None]
+            self._state.uses = tuple(Uses(folder, self._began, self.file_mode) for folder in folders)
+        return self._state.uses
 
     def _may_draw(self) -> bool:
         """Whether random transforms may run on ghosts: writes into these are not noticed in inference mode."""
@@ -724,9 +781,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
             return
         stages.enter("saving")
-        # A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
-        in_worker = torch.utils.data.get_worker_info() is not None
-        if self.durable or in_worker or not self._state.owner.is_this_process():
+        if self.durable or not self._saves_behind():
             cache.publish(key, encoded)
         else:
             cache.publish_behind(key, encoded, lease.hand_over())
@@ -786,6 +841,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         The end of a ``with dataset:`` block does the same, and so does the end of the interpreter.
         """
         process_writer().flush()
+        for uses in self._state.uses:
+            uses.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -802,21 +859,41 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             device = self.target()
             backend = self.backend if device == self.device else "auto"
             options = self.backend_options if device == self.device else {}
-            state.cache = CacheDirectory(
-                self.cache_dir,
-                open_storage(backend, device, **options),
-                durable=self.durable,
-                verify=self.verify,
-                mmap=self.mmap,
-                form=self._form(),
-                index=Index(self.cache_dir, self.file_mode),
-                compression=self.record_form(),
-                file_mode=self.file_mode,
-                device_bytes=self.device_bytes if device.type == "cuda" else 0,
-                unmade=self._unmade,
-            )
+            storage = open_storage(backend, device, **options)
+            device_bytes = self.device_bytes if device.type == "cuda" else 0
+            settings: dict[str, Any] = {
+                "durable": self.durable,
+                "verify": self.verify,
+                "mmap": self.mmap,
+                "form": self._form(),
+                "index": Index(self.cache_dir, self.file_mode),
+                "compression": self.record_form(),
+                "file_mode": self.file_mode,
+                "unmade": self._unmade,
+                **self._limited(0, self.cache_dir, self.max_bytes),
+            }
+            if self.local_dir is None:
+                state.cache = CacheDirectory(self.cache_dir, storage, device_bytes=device_bytes, **settings)
+            else:
+                limited = self._limited(1, self.local_dir, self.local_bytes)
+                near = CacheDirectory(
+                    self.local_dir, storage, device_bytes=device_bytes, **{**settings, "index": None, **limited}
+                )
+                state.cache = TwoTiers(near, self._saves_behind(), self.cache_dir, storage, **settings)
             state.cache_owner = Owner()
         return state.cache
+
+    def _limited(self, which: int, folder: Path, nbytes: int | None) -> dict[str, Any]:
+        """What a directory's use is noted in, and its budget."""
+        uses = self._uses()[which]
+        return {"uses": uses, "budget": None if nbytes is None else Budget(str(folder), nbytes, uses, self._began)}
+
+    def _saves_behind(self) -> bool:
+        """Whether this process may write after it has gone on.
+
+        A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
+        """
+        return torch.utils.data.get_worker_info() is None and self._state.owner.is_this_process()
 
     def target(self) -> torch.device:
         """Where items come in this process: the device, or the CPU in a worker of a DataLoader or a forked process.
@@ -848,6 +925,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 raise
             if self.cache_dir is not None and (why := uncached(state.split)):
                 warnings.warn(why, CacheWarning, stacklevel=3)
+            if self.caches:
+                self._note_use(self._keys().pipeline())
             if state.cache is not None:
                 state.cache.compression = self.record_form()
         return state.split
@@ -873,8 +952,8 @@ class _Runtime:
     """
 
     __slots__ = (
-        "cache", "cache_owner", "keys", "local", "misses", "on_values", "owner", "split", "warned", "warned_of_cpu",
-        "why",
+        "cache", "cache_owner", "keys", "local", "misses", "on_values", "owner", "pipeline", "split", "uses", "warned",
+        "warned_of_cpu", "why",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -882,6 +961,8 @@ class _Runtime:
         self.split: Split | None = None
         self.keys: ItemKeys | None = None
         self.cache: CacheDirectory | None = None
+        self.uses: tuple[Uses, ...] = ()
+        self.pipeline: Pipeline | None = None  # whose use was noted last
         self.local = threading.local()
         self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
         self.misses = 0

@@ -16,6 +16,7 @@ from monai_gds.cache import maintenance
 from monai_gds.cache.explain import Nearest, Wanted, nearest
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key
+from monai_gds.cache.units import shown
 from monai_gds.errors import MonaiGdsError
 from monai_gds.ghosts import hazard, parts
 from monai_gds.printable import printable
@@ -41,6 +42,7 @@ def describe(dataset: GDSDataset) -> str:
         ("target", str(dataset.device)),
         ("backend", f"{dataset.backend} ({dataset.backend_reason})"),
         ("cache", f"{dataset.cache_dir or 'none'}{below}"),
+        *_tiers(dataset),
         ("cached", _names(split.deterministic) or "nothing"),
         ("each epoch", _names(split.rest) or "nothing"),
         ("split", _split(split.deterministic, split.rest)),
@@ -60,6 +62,16 @@ def describe(dataset: GDSDataset) -> str:
 
 def _names(transforms: Sequence[Callable[..., Any]]) -> str:
     return ", ".join(map(_name_of, transforms))
+
+
+def _tiers(dataset: GDSDataset) -> list[tuple[str, str]]:
+    rows = []
+    if dataset.max_bytes is not None:
+        rows.append(("budget", shown(dataset.max_bytes)))
+    if dataset.local_dir is not None:
+        limit = "" if dataset.local_bytes is None else f", of up to {shown(dataset.local_bytes)}"
+        rows.append(("copies", f"{dataset.local_dir}{limit}"))
+    return rows
 
 
 def _records(dataset: GDSDataset) -> str:

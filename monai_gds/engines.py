@@ -70,12 +70,13 @@ class Saved(NamedTuple):
     """What became of an item that should have a record.
 
     Attributes:
-        how: its record existed, was made, was converted into the form asked for, or another process is computing it.
+        how: its record existed, was made, was converted into the form asked for, does not fit into the budget, or
+            another process is computing it.
         digest: of the record's key, if there is one.
         seconds: how long computing it took.
     """
 
-    how: Literal["cached", "computed", "converted", "busy"]
+    how: Literal["cached", "computed", "converted", "full", "busy"]
     digest: str = ""
     seconds: float = 0.0
 

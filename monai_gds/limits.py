@@ -128,6 +128,9 @@ QUEUE_BYTES = 256 << 20
 #: Items that may wait to be written, however small. Adding up the bytes of this many, for every new item, takes 0.1 ms.
 QUEUE_ITEMS = 4096
 
+#: Bytes that are copied at a time from one directory to another.
+COPIED_BYTES = 4 << 20
+
 # Cache: tiles
 
 #: Smaller tensors are never cut into tiles: they are read whole in one request.
@@ -207,6 +210,14 @@ NOTE_UNMERGED_BYTES = 16 << 20
 #: Size of all such files together: 13 million hashes of sources, or 1.5 million records. Beyond that the oldest files
 #: are removed.
 NOTE_BYTES = 512 << 20
+
+# Cache: the budget of a directory
+
+#: After looking at a directory, a process takes this part of the room that is left, and at most so many bytes, before
+#: it looks again: as many processes together do not exceed the budget. It makes room for as much at a time, too.
+#: Looking at 100,000 records took 2 s, on two busy cores.
+BUDGET_PARTS = 64
+BUDGET_PART_BYTES = 1 << 30
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loader

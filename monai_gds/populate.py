@@ -43,11 +43,13 @@ class Populated:
         cached: items whose record stayed as it was.
         computed: items whose record was made.
         converted: items whose record was written anew in the form asked for, with ``convert=True``.
+        left_out: items whose record does not fit into ``max_bytes``.
     """
 
     cached: int
     computed: int
     converted: int = 0
+    left_out: int = 0
 
 
 def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, show: bool, ranks: Ranks) -> Populated:
@@ -82,6 +84,7 @@ def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, s
         sum(tally.cached for tally in tallies),
         sum(tally.computed for tally in tallies),
         sum(tally.converted for tally in tallies),
+        sum(tally.left_out for tally in tallies),
     )
 
 
@@ -92,6 +95,7 @@ class _Tally:
     cached: int = 0
     computed: int = 0
     converted: int = 0
+    left_out: int = 0
     failures: list[FailedItem] = field(default_factory=list)
 
 
@@ -146,6 +150,7 @@ class _Filling:
                 tally.cached += how == "cached"
                 tally.computed += how == "computed"
                 tally.converted += how == "converted"
+                tally.left_out += how == "full"
             case FailedItem():
                 tally.failures.append(outcome)
             case Exception() if last:

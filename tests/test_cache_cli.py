@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monai_gds.cache.notes import line
 from monai_gds.dataset import GDSDataset
 from tests.cache.handmade import key_of_version_2, version_2, write
 from tests.commands import Done, on_a_terminal, run
@@ -263,6 +266,88 @@ def test_prune_as_json_and_in_short(cache: Path) -> None:
         assert victim.exists() == bool(options)
     victim.write_bytes(b"no header at all")
     assert run("cache", "prune", "--summary", cache).stdout == "1 files, 0.0 MB deleted\n"
+
+
+def age(folder: Path, days: dict[str, float]) -> dict[str, Path]:
+    """Makes the records of each pipeline so old; returns one of each."""
+    found = {}
+    for record in document("ls", folder)["records"]:
+        path, made = folder / record["name"], time.time() - 86400 * days[record["pipeline"]]
+        os.utime(path, (made, made))
+        found[record["pipeline"]] = path
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "left", "reason"),
+    [
+        (["--older-than", "25d"], 1, "made 40 days ago"),
+        (["--unused-for", "3w"], 3, "not used for 30 days"),  # two of those 40 days old were read yesterday
+        (["--unused-for", "12h"], 1, "not used for 1 day"),
+        (["--max-size", "30kB"], 3, "not used for 30 days, longer than those that stay"),
+        (["--max-size", "1 MB"], 4, ""),
+        (["--older-than", "35d", "--max-size", "10kB"], 1, "made 40 days ago"),
+        (["--unused-for", "12h", "--pipeline", "dead"], 0, "of the pipeline dead0123"),
+    ],
+)
+def test_prune_deletes_what_is_old_unused_or_too_much(cache: Path, options: list[str], left: int, reason: str) -> None:
+    age(cache, {PIPELINES[0]: 40, PIPELINES[1]: 30, "dead0123": 0.1})
+    read = [
+        json.dumps(["read", time.time() - 86400 - 9, record["name"][:32]]).encode()
+        for record in document("ls", cache)["records"]
+        if record["pipeline"] == PIPELINES[0]
+    ]
+    (cache / ".index" / "unknown.7.7.0.uses").write_bytes(b"".join(map(line, read)))
+    planned = run("cache", "prune", *options, "--dry-run", cache)
+    assert len(names(cache)) == 4
+    done = run("cache", "prune", *options, cache)
+    assert (planned.exit_code, done.exit_code) == (0, 0)
+    assert len(names(cache)) == left
+    assert reason in done.stdout
+    assert done.stdout == planned.stdout.replace("to delete", "deleted")
+    assert (cache / "notes.txt").read_text() == "mine"
+
+
+def test_prune_keeps_the_pipelines_of_datasets_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pruned_study.py").write_text(
+        "import torch\nfrom monai.transforms import Compose, EnsureTyped, ScaleIntensityd\n"
+        "from monai_gds import GDSDataset\n"
+        "def make(fold):\n"
+        "    transform = [EnsureTyped('image'), ScaleIntensityd('image', maxv=float(fold))]\n"
+        "    return GDSDataset([{'image': torch.ones(1, 4, 4, 4)}], Compose(transform), 'cache', 'cpu')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "cache"
+    for fold in range(1, 4):
+        assert run("cache", "warm", "pruned_study:make", f"fold={fold}", "--no-progress").exit_code == 0
+    gc.collect()
+    keep = ["--keep", "pruned_study:make fold=1", "--keep", "pruned_study:make fold=3"]
+    done = run("cache", "prune", "--max-size", "0", *keep, "--summary", folder)
+    assert done.exit_code == 1
+    assert re.fullmatch(
+        r"1 files, 0\.0 MB deleted\n0\.0 MB are left, more than --max-size: they are in use, or kept\n", done.stdout
+    )
+    found = document("prune", "--max-size", "0", *keep, folder)
+    assert (found["count"], found["left"], found["files"]) == (0, 2, [])
+    assert found["bytes_left"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert run("cache", "warm", "pruned_study:make", "fold=3").stdout == "0 items computed, 1 were cached already\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--older-than", "30"], "'30' is not a span of time: use a number of hours, days or weeks: 36h, 30d, 2w"),
+        (["--unused-for", "soon"], "'soon' is not a span of time"),
+        (["--max-size", "lots"], "--max-size='lots': it must be a number of bytes, or one with a unit"),
+        (["--keep", "nothing"], "'nothing' does not have the form module:function"),
+        (["--keep", ""], "'' does not have the form module:function"),
+    ],
+)
+def test_prune_deletes_nothing_where_a_limit_makes_no_sense(cache: Path, options: list[str], words: str) -> None:
+    done = run("cache", "prune", *options, cache)
+    assert done.exit_code == 2
+    assert words in done.output
+    assert len(names(cache)) == 4
 
 
 def test_prune_says_what_it_kept_since_it_was_replaced_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

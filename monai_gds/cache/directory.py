@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from monai_gds import limits
 from monai_gds.cache import temporary
+from monai_gds.cache.budget import Budget
 from monai_gds.cache.compression import WHOLE, Compression
 from monai_gds.cache.conversion import read_whole
 from monai_gds.cache.header import SUFFIX, parse
@@ -36,9 +39,11 @@ from monai_gds.cache.record import pack_record
 from monai_gds.cache.single_flight import Leases
 from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.cache.tree import EncodedItem
+from monai_gds.cache.uses import Uses
 from monai_gds.cache.writer import process_writer
 from monai_gds.errors import CacheWarning, FileChanged, NewerRecord, RecordError
 from monai_gds.storage import Buffer, FileId, Storage
+from monai_gds.storage.files import total_bytes
 
 __all__ = ["CacheDirectory", "folder_named", "prepare", "tidy"]
 
@@ -58,6 +63,8 @@ class CacheDirectory:
         compression: the form of new records; may be assigned anew.
         mmap: see :data:`~monai_gds.cache.reading.Mmap`.
         file_mode: permissions that records have at most. They have those of the directory otherwise.
+        uses: where it is noted which records are read, or None.
+        budget: makes room for new records, or None: they take whatever room there is.
         unmade: :func:`prepare` has warned that the directory cannot be made, so nothing is reported until it exists.
     """
 
@@ -74,6 +81,8 @@ class CacheDirectory:
         compression: Compression = WHOLE,
         mmap: Mmap = "auto",
         file_mode: int = ANY,
+        uses: Uses | None = None,
+        budget: Budget | None = None,
         unmade: bool = False,
     ) -> None:
         self.path = os.path.abspath(path)
@@ -83,7 +92,8 @@ class CacheDirectory:
         self._durable = durable
         self._file_mode = file_mode
         self._problems = Problems(self.path, unmade)
-        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap)
+        self._budget = budget
+        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, uses)
 
     def record_path(self, digest: str) -> str:
         """Where the record of a key lies, whether there is one or not."""
@@ -117,7 +127,7 @@ class CacheDirectory:
     def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
         """As :meth:`start`, for several records; small ones are read together."""
         if len(digests) == 1:  # reading one record "together" costs 5 us
-            return [self.start(digests[0])]
+            return [CacheDirectory.start(self, digests[0])]
         paths = [self.record_path(digest) for digest in digests]
         writer = process_writer()
         for path in paths:
@@ -145,6 +155,11 @@ class CacheDirectory:
 
     # Writing
 
+    @property
+    def full(self) -> bool:
+        """Whether the budget left no room for a record of late: new ones need not be made ready."""
+        return self._budget is not None and self._budget.full
+
     def save(self, key: Key, item: EncodedItem, over: FileId | None = None) -> None:
         """Writes a record and makes it visible whole. A failure leaves nothing behind.
 
@@ -155,10 +170,13 @@ class CacheDirectory:
 
         Raises:
             FileChanged: that file is not there any more.
+            OverBudget: the budget leaves no room.
             OSError: disk full, read-only, no permission, input/output error; ``.tmp`` is a link.
         """
         path = self.record_path(key.digest)
         buffers = pack_record(item, key.ingredients(), self.compression)
+        if self._budget is not None:
+            self._budget.take(total_bytes(buffers) - _size(path))
         try:
             with temporary.being_written(self.path, key.digest, path, self._file_mode) as unfinished:
                 self._storage.write(unfinished, buffers, durable=self._durable)
@@ -202,7 +220,7 @@ class CacheDirectory:
 
     def publish(self, key: Key, item: EncodedItem) -> bool:
         """As :meth:`save`, but a failure is only reported, once per kind. Returns whether the record is there now."""
-        if self._problems.must_not_replace(self.record_path(key.digest)):
+        if self.full or self._problems.must_not_replace(self.record_path(key.digest)):
             return False
         try:
             self.save(key, item)
@@ -211,12 +229,41 @@ class CacheDirectory:
             return False
         return True
 
+    def adopt(self, digest: str, source: str) -> None:
+        """Copies a record of another directory, if there is room. A failure is only reported, once per kind."""
+        path = self.record_path(digest)
+        if self.full or self._problems.must_not_replace(path):
+            return
+        try:
+            with open(source, "rb") as record:
+                if self._budget is not None:
+                    self._budget.take(os.fstat(record.fileno()).st_size - _size(path))
+                being_written = temporary.being_written(self.path, digest, path, self._file_mode)
+                with being_written as unfinished, open(unfinished, "xb") as copy:
+                    shutil.copyfileobj(record, copy, limits.COPIED_BYTES)
+        except OSError as e:
+            if os.path.exists(source):  # else it was deleted meanwhile
+                self._problems.unwritable(e)
+        finally:
+            self._reader.forget(path)
+
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background. Waits only while too much is queued.
 
         The item may change as soon as this returns. ``done`` is called once publishing has ended.
         """
-        process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
+        if not self.full:
+            process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
+        elif done is not None:
+            done()
+
+
+def _size(path: str) -> int:
+    """The bytes of the record that is replaced; 0 if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 def _is_there(path: str, file: FileId) -> bool:
@@ -266,8 +313,8 @@ def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> P
     return Path(os.path.expanduser(path))
 
 
-def prepare(path: str | os.PathLike[str]) -> bool:
-    """Makes a cache directory and removes what killed writers left in it.
+def prepare(path: str | os.PathLike[str], argument: str = "cache_dir") -> bool:
+    """Makes a cache directory, which the user's argument names, and removes what killed writers left in it.
 
     Returns whether it exists now. If not, the user has been warned.
 
@@ -276,11 +323,11 @@ def prepare(path: str | os.PathLike[str]) -> bool:
     """
     path = os.path.abspath(path)
     if os.path.exists(path) and not os.path.isdir(path):
-        raise ValueError(f"cache_dir={path!r} is a file: name a directory (it is made when it is missing)")
+        raise ValueError(f"{argument}={path!r} is a file: name a directory (it is made when it is missing)")
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as e:
-        warnings.warn(f"cache_dir={path!r} cannot be made, so nothing is cached: {with_advice(e)}", CacheWarning, 2)
+        warnings.warn(f"{argument}={path!r} cannot be made, so nothing is cached: {with_advice(e)}", CacheWarning, 2)
         return False
     tidy(path)
     return True
@@ -292,3 +339,4 @@ def tidy(path: str | os.PathLike[str]) -> None:
     Leases(path).sweep()
     Index(path).tidy()
     SourceMemo(os.fspath(path)).tidy()
+    Uses(path).tidy()

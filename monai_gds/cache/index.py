@@ -17,12 +17,20 @@ import json
 import math
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from monai_gds.cache.header import DTYPES, SUFFIX, SourceState
-from monai_gds.cache.notes import Notes, open_folder, publish, read, remove_unfinished
+from monai_gds.cache.notes import (
+    Notes,
+    line,
+    lines_in,
+    open_folder,
+    publish,
+    read,
+    remove_unfinished,
+    whole_lines,
+)
 from monai_gds.cache.permissions import ANY
 
 __all__ = ["Index", "IndexEntry"]
@@ -65,7 +73,7 @@ class Index:
 
     def __init__(self, directory: str | os.PathLike[str], file_mode: int = ANY) -> None:
         self.directory = os.path.abspath(directory)
-        self._notes = Notes(directory, "facts", lambda lines: lines.rfind(b"\n") + 1, file_mode)
+        self._notes = Notes(directory, "facts", whole_lines, file_mode)
         self._entries: dict[str, IndexEntry] = {}
         self._described: set[str] = set()
 
@@ -106,7 +114,7 @@ class Index:
 
         The first call reads everything, later ones only what was added.
         """
-        for lines in self._notes.added():
+        for lines in self._notes.added().values():
             for entry in _facts(lines):
                 _keep_newest(self._entries, entry)
         return dict(self._entries)
@@ -148,18 +156,15 @@ def _line(entry: IndexEntry) -> bytes:
     """Encodes a fact. The tensors are JSON within JSON: most records have the same, whose text is parsed only once."""
     tensors = json.dumps([[name, dtype, list(shape)] for name, dtype, shape in entry.tensors], separators=(",", ":"))
     fact = ["record", *entry[:5], tensors, entry.sources, entry.form]
-    text = json.dumps(fact, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
+    return line(json.dumps(fact, separators=(",", ":")).encode())
 
 
 def _facts(text: bytes) -> Iterator[IndexEntry]:
     """The facts in these lines. Torn and garbled ones, and those of another kind, are skipped."""
     layouts: dict[str, Any] = {}
-    for line in text.split(b"\n"):
-        fact = line[9:]
+    for fact in lines_in(text):
         try:
-            if fact and int(line[:8], 16) == zlib.crc32(fact):
-                yield _entry(json.loads(fact.decode()), layouts)
+            yield _entry(json.loads(fact.decode()), layouts)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             continue
 

@@ -6,7 +6,6 @@ replaced by another.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Sequence
 
@@ -14,34 +13,7 @@ import torch
 
 from monai_gds.storage import FileId
 
-__all__ = ["KeptRecords", "bytes_of"]
-
-_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def bytes_of(size: float | str, argument: str) -> int:
-    """The number of bytes that a user's argument names.
-
-    Args:
-        size: a number, or one with a unit.
-        argument: its name, for errors.
-
-    Raises:
-        ValueError: it is neither, or negative.
-
-    Example:
-        >>> bytes_of("20GB", "device_bytes"), bytes_of(1e9, "device_bytes")
-        (20000000000, 1000000000)
-    """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(size) if isinstance(size, str) else f"{size:.0f}")
-    try:
-        if found is None:
-            raise ValueError
-        return int(float(found[1]) * _UNITS[found[2].upper()])
-    except (KeyError, ValueError):
-        raise ValueError(
-            f"{argument}={size!r}: it must be a number of bytes, or one with a unit: 20e9, '20GB' or '18GiB'"
-        ) from None
+__all__ = ["KeptRecords"]
 
 
 class KeptRecords:

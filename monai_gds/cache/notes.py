@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 from monai_gds import limits
@@ -25,7 +26,18 @@ from monai_gds.cache.process_names import FOREIGN_SECONDS, PATTERN, still_runs, 
 from monai_gds.plain_read import read_at
 from monai_gds.process import PerProcess
 
-__all__ = ["FOLDER", "Notes", "open_folder", "publish", "read", "remove_unfinished"]
+__all__ = [
+    "FOLDER",
+    "Notes",
+    "line",
+    "lines_in",
+    "open_folder",
+    "publish",
+    "read",
+    "remove_unfinished",
+    "whole_lines",
+    "writer_of",
+]
 
 FOLDER = ".index"
 
@@ -76,14 +88,14 @@ class Notes:
             finally:
                 os.close(fd)
 
-    def added(self) -> list[bytes]:
-        """The notes of all processes that were not read yet, one block for each file."""
-        blocks = []
+    def added(self) -> dict[str, bytes]:
+        """The notes of all processes that were not read yet, by the names of their files."""
+        blocks = {}
         with contextlib.suppress(OSError), self.folder() as folder:
             for name in os.listdir(folder):
                 if self._name.fullmatch(name):
-                    blocks.append(self._added(folder, name))
-        return [block for block in blocks if block]
+                    blocks[name] = self._added(folder, name)
+        return {name: block for name, block in blocks.items() if block}
 
     def _added(self, folder: int, name: str) -> bytes:
         try:
@@ -148,6 +160,34 @@ class Notes:
 
 def _new_name(suffix: str) -> str:
     return f"{this_process()}.{next(_counter)}.{suffix}"
+
+
+def writer_of(name: str) -> str:
+    """The name of the process whose file this is; see :mod:`monai_gds.cache.process_names`."""
+    return ".".join(name.removeprefix(".").split(".")[:3])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Notes that are lines of text, each with its checksum: ``<crc32 of the text> <text>``
+
+
+def line(text: bytes) -> bytes:
+    """A line that holds this text."""
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def lines_in(notes: bytes) -> Iterator[bytes]:
+    """The texts of the lines of a block. Torn and garbled lines are skipped."""
+    for found in notes.split(b"\n"):
+        text = found[9:]
+        with contextlib.suppress(ValueError):
+            if text and int(found[:8], 16) == zlib.crc32(text):
+                yield text
+
+
+def whole_lines(notes: bytes) -> int:
+    """How many of these bytes are whole lines."""
+    return notes.rfind(b"\n") + 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,5 +262,5 @@ def _is_abandoned(folder: int, name: str) -> bool:
         return False
     if not stat.S_ISREG(st.st_mode) or (sticky and st.st_uid != os.geteuid()):
         return False
-    runs = still_runs(".".join(name.removeprefix(".").split(".")[:3]))
+    runs = still_runs(writer_of(name))
     return time.time() - st.st_mtime > FOREIGN_SECONDS if runs is None else not runs

@@ -21,6 +21,7 @@ from monai_gds.cache.pending_item import Begun, PendingItem, check_entry, is_of_
 from monai_gds.cache.problems import Problems
 from monai_gds.cache.record import check_name
 from monai_gds.cache.tiles import Selection, Tiles
+from monai_gds.cache.uses import Uses
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
 from monai_gds.file_systems import LOCAL, kind_of_folder
 from monai_gds.pooled_memory import pooled_scratch
@@ -95,9 +96,10 @@ class RecordReader:
 
     def __init__(
         self, storage: Storage, verify: Verify, form: Form, problems: Problems, device_bytes: int = 0,
-        mmap: Mmap = "auto",
+        mmap: Mmap = "auto", uses: Uses | None = None,
     ) -> None:  # fmt: skip
         self.heads = HeadMemory()
+        self._uses = uses
         self._kept = KeptRecords(device_bytes) if device_bytes else None
         self._storage = storage
         self.device = storage.device
@@ -346,12 +348,15 @@ class RecordReader:
     def _head(self, path: str) -> RecordHead:
         head = self.heads.get(path)
         if head is None:
+            digest = os.path.basename(path).removesuffix(SUFFIX)
             record, file, blocks = read_record(path, self._storage)
-            check_name(record, os.path.basename(path).removesuffix(SUFFIX))
+            check_name(record, digest)
             head = RecordHead.of(record, file, blocks, self._form, not self._on_cpu)
             if self._damaged.get(path) == file:
                 raise DamagedRecord("it was found damaged before")
             self.heads.keep(path, head)
+            if self._uses is not None:
+                self._uses.read(digest)
         return head
 
     def _must_verify(self, path: str, file: FileId, whole: bool = True) -> bool:

@@ -60,7 +60,7 @@ class SourceMemo:
 
     def _refresh(self, notes: Notes) -> None:
         """Reads what was noted since the last look."""
-        blocks = [_rows(data) for data in notes.added()]
+        blocks = [_rows(data) for data in notes.added().values()]
         if not blocks:
             return
         if len(self._small) + sum(map(len, blocks)) <= limits.MEMO_SMALL_TABLE_ITEMS:

@@ -19,6 +19,7 @@ from _thread import LockType, allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from monai_gds import limits, stages
@@ -39,13 +40,9 @@ Publish: TypeAlias = Callable[[Key, EncodedItem], bool]
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedItem:
     path: str
-    publish: Publish
-    key: Key
-    rest: EncodedItem  # without its tensors, which belong to the user
-    names: tuple[str, ...]
-    copies: Snapshot
+    work: Callable[[], object]
     nbytes: int
-    done: Callable[[], object] | None
+    done: Callable[[], object] | None = None
 
 
 class Writer:
@@ -88,14 +85,25 @@ class Writer:
             self._raise_error()
             if path not in self._queue:
                 copies = snapshot(list(item.tensors.values()))  # tree and packed arrays already are copies
-                job = _QueuedItem(
-                    path, publish, key, replace(item, tensors={}), tuple(item.tensors), copies, nbytes, done
-                )
+                rest = replace(item, tensors={})  # these belong to the user
+                job = _QueuedItem(path, partial(_write, publish, key, rest, tuple(item.tensors), copies), nbytes, done)
                 accepted = self._queue.setdefault(path, job) is job
             self._start()
         finally:
             if done is not None and not accepted and (job is None or self._queue.get(path) is not job):
                 done()
+
+    def offer(self, name: str, work: Callable[[], object], nbytes: int) -> None:
+        """Queues work that may as well be left out, and is while the queue is full. Never waits.
+
+        Args:
+            name: of the work, of which nothing else may wait.
+            work: is called by the thread. What it raises is raised as by :meth:`submit`.
+            nbytes: that it will write.
+        """
+        if name not in self._queue and self._has_room(nbytes):
+            self._queue.setdefault(name, _QueuedItem(name, work, nbytes))
+            self._start()
 
     def wait_for(self, path: str) -> None:
         """Waits until no item waits to be written to this path."""
@@ -186,17 +194,10 @@ class Writer:
     def _publish(self, path: str, own_thread: bool) -> None:
         """Publishes an item and removes it from the queue. Its memory is free when this returns."""
         job = self._queue[path]
-        self._keep_error(own_thread, lambda: self._write(job))
+        self._keep_error(own_thread, job.work)
         if job.done is not None:
             self._keep_error(own_thread, job.done)
         self._queue.pop(path, None)
-
-    @staticmethod
-    def _write(job: _QueuedItem) -> None:
-        began = time.perf_counter()
-        tensors = dict(zip(job.names, job.copies.wait(), strict=True))
-        job.publish(job.key, replace(job.rest, tensors=tensors))
-        stages.saved(time.perf_counter() - began)
 
     def _keep_error(self, own_thread: bool, step: Callable[[], object]) -> None:
         try:
@@ -209,6 +210,12 @@ class Writer:
     def _ring(self) -> None:
         while self._bells:
             self._bells.popleft().release()
+
+
+def _write(publish: Publish, key: Key, rest: EncodedItem, names: tuple[str, ...], copies: Snapshot) -> None:
+    began = time.perf_counter()
+    publish(key, replace(rest, tensors=dict(zip(names, copies.wait(), strict=True))))
+    stages.saved(time.perf_counter() - began)
 
 
 #: Returns the process's only writer, so that the queue is bounded however many datasets there are. A forked child has

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monai_gds.cache.kept import KeptRecords, bytes_of
+from monai_gds.cache.kept import KeptRecords
 from monai_gds.storage import FileId
 
 
@@ -49,17 +49,3 @@ def test_a_replaced_record_is_given_up(tmp_path: Path) -> None:
     Path(path).unlink()
     with pytest.raises(FileNotFoundError):
         kept.get(path)
-
-
-@pytest.mark.parametrize(
-    ("size", "nbytes"),
-    [(0, 0), ("20GB", 20 * 10**9), ("1.5 GiB", 3 << 29), (2e9, 2 * 10**9), ("7", 7), (" 3 kb ", 3000)],
-)
-def test_sizes(size: float | str, nbytes: int) -> None:
-    assert bytes_of(size, "device_bytes") == nbytes
-
-
-@pytest.mark.parametrize("size", ["", "GB", "-1", -5, "20 parsecs", "1.2.3", float("nan"), float("inf"), "1e9"])
-def test_sizes_that_are_none(size: float | str) -> None:
-    with pytest.raises(ValueError, match=r"device_bytes=.*'20GB'"):
-        bytes_of(size, "device_bytes")

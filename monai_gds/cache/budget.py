@@ -1,0 +1,190 @@
+"""How many bytes the records of a directory may have, and which of them are deleted to make room.
+
+Deleted are the records that were not used for longest, and none of these: what was used since the run began, what a
+pipeline made that a process of this node uses now, and what cannot be read. So a run never deletes what it caches
+itself, and an epoch larger than the budget keeps hitting what is there: the rest is computed and not cached. Of two
+runs on different nodes only the later one deletes what the other uses, and the other one gets misses.
+
+Looking at a large directory takes seconds. So a process takes a part of the room that is left, and makes room for more
+than one record, before it looks again. Many processes together exceed the budget by no more than a record each. Imports
+only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from monai_gds import limits
+from monai_gds.cache import header, maintenance
+from monai_gds.cache.index import Index
+from monai_gds.cache.maintenance import Found
+from monai_gds.cache.units import shown
+from monai_gds.cache.uses import Used, Uses
+from monai_gds.errors import NotSaved
+
+__all__ = ["Budget", "OverBudget", "idle", "unused"]
+
+#: Seconds until a directory without room is looked at again.
+_LOOK_AGAIN = 60.0
+
+
+class OverBudget(NotSaved):
+    """A record does not fit into the budget of its directory."""
+
+
+def idle(records: Iterable[Found], used: Used, before: float, keep: Collection[str] = ()) -> list[tuple[float, Found]]:
+    """Records that nobody uses, and when each was last used or made, in seconds since the epoch; the longest ago first.
+
+    Args:
+        records: of a directory. Those with a problem are left out.
+        used: what is used there.
+        before: records that were used at or after this time are left out.
+        keep: so are those of these pipelines.
+    """
+    found = []
+    for record in records:
+        last = max(record.mtime_ns / 1e9, used.last.get(record.name[:32], 0.0))
+        if not record.problem and last < before and record.pipeline not in used.open and record.pipeline not in keep:
+            found.append((last, record))
+    return sorted(found, key=lambda one: one[0])
+
+
+def unused(
+    records: Sequence[Found],
+    used: Used,
+    *,
+    older_than: float = math.inf,
+    unused_for: float = math.inf,
+    max_size: float = math.inf,
+    keep: Collection[str] = (),
+) -> list[Found]:
+    """Idle records that are too old or too many, each with the reason in ``problem``; see :func:`idle`.
+
+    Args:
+        records: all of a directory.
+        used: what is used there.
+        older_than: seconds since a record was made.
+        unused_for: seconds since a record was last used or made.
+        max_size: bytes that the others may have. Of those that are not too old, the longest unused ones go.
+        keep: pipelines whose records stay.
+    """
+    now = time.time()
+    found, rest = [], []
+    for last, record in idle(records, used, now, keep):
+        made = record.mtime_ns / 1e9
+        if made < now - older_than:
+            found.append(replace(record, problem=f"made {_ago(now - made)} ago"))
+        elif last < now - unused_for:
+            found.append(replace(record, problem=f"not used for {_ago(now - last)}"))
+        else:
+            rest.append((last, record))
+    excess = sum(record.nbytes for record in records) - sum(record.nbytes for record in found) - max_size
+    for last, record in rest:
+        if excess > 0:
+            excess -= record.nbytes
+            found.append(replace(record, problem=f"not used for {_ago(now - last)}, longer than those that stay"))
+    return found
+
+
+def _ago(seconds: float) -> str:
+    days, hours = int(seconds // 86400), int(seconds // 3600)
+    number, unit = (days, "day") if days else (hours, "hour")
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
+class Budget:
+    """The budget of a directory, as one process of a run sees it. Thread-safe.
+
+    Args:
+        directory: the cache directory.
+        nbytes: that its records may have.
+        uses: what is used of it.
+        began: when the run began.
+
+    Attributes:
+        nbytes: the same.
+    """
+
+    def __init__(self, directory: str, nbytes: int, uses: Uses, began: float) -> None:
+        self.nbytes = nbytes
+        self._directory, self._uses, self._began = directory, uses, began
+        self._left = 0  # bytes that this process may write before it looks again
+        self._idle: list[Found] = []  # the longest idle one comes last
+        self._refused = -math.inf
+        self._lock = threading.Lock()
+
+    @property
+    def full(self) -> bool:
+        """Whether a record found no room of late: others need not be made ready to be written."""
+        return time.monotonic() < self._refused + _LOOK_AGAIN
+
+    def take(self, nbytes: int) -> None:
+        """Takes room for a record that will be written, after deleting others if need be.
+
+        Raises:
+            OverBudget: there is none.
+        """
+        with self._lock:
+            if self._left < nbytes:
+                self._left = self._look(nbytes)
+            if self._left < nbytes:
+                self._refused = time.monotonic()
+                raise OverBudget(
+                    f"its budget of {shown(self.nbytes)} is full of records that are in use, or were since this run "
+                    "began: give it more bytes, or delete records by monai-gds cache prune"
+                )
+            self._left -= nbytes
+
+    def _look(self, nbytes: int) -> int:
+        """The bytes that this process may write now. With enough room that is at least one record of ``nbytes``."""
+        room, freed = self.nbytes - _total(self._directory), 0
+        if room < nbytes:
+            freed = self._evict(nbytes - room, nbytes - room + _part(self.nbytes))
+            room += freed
+        return min(room, max(nbytes, freed, _part(room)))
+
+    def _evict(self, least: int, most: int) -> int:
+        """Deletes idle records of at least so many bytes, and more that fit into ``most``. If there are too few, none.
+
+        Returns the bytes of what was deleted.
+        """
+        if sum(record.nbytes for record in self._idle) < least:
+            records = maintenance.survey(self._directory, Index(self._directory))
+            self._idle = [record for _, record in reversed(idle(records, self._uses.look(), self._began))]
+            if sum(record.nbytes for record in self._idle) < least:
+                return 0
+        freed, used = 0, self._uses.look()
+        while self._idle and (freed < least or freed + self._idle[-1].nbytes <= most):
+            freed += self._delete(self._idle.pop(), used)
+        return freed
+
+    def _delete(self, record: Found, used: Used) -> int:
+        """Deletes a record unless it was used, replaced or deleted meanwhile; returns how many bytes that gave."""
+        now = maintenance.look(record.file)  # the index was asked before, which others write
+        if now is None or not idle([now], used, self._began):
+            return 0
+        try:
+            return now.nbytes if maintenance.remove(now) else 0
+        except OSError:  # another user's, in a folder with the sticky bit
+            return 0
+
+
+def _part(nbytes: int) -> int:
+    return min(nbytes // limits.BUDGET_PARTS, limits.BUDGET_PART_BYTES)
+
+
+def _total(directory: str) -> int:
+    """The bytes of the records of a directory."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            if header.digest_in(entry.name):
+                with contextlib.suppress(OSError):  # deleted meanwhile
+                    total += entry.stat().st_size
+    return total

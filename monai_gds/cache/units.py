@@ -1,0 +1,72 @@
+"""Sizes and times as users write them. Imports only the standard library."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["bytes_of", "seconds_of", "shown"]
+
+_BYTES = {
+    "": 1,
+    "B": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def bytes_of(size: float | str, argument: str) -> int:
+    """The number of bytes that a user's argument names.
+
+    Args:
+        size: a number, or one with a unit.
+        argument: its name, for errors.
+
+    Raises:
+        ValueError: it is neither, or negative.
+
+    Example:
+        >>> bytes_of("20GB", "device_bytes"), bytes_of(1e9, "device_bytes")
+        (20000000000, 1000000000)
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(size) if isinstance(size, str) else f"{size:.0f}")
+    try:
+        if found is None:
+            raise ValueError
+        return int(float(found[1]) * _BYTES[found[2].upper()])
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{argument}={size!r}: it must be a number of bytes, or one with a unit: 20e9, '20GB' or '18GiB'"
+        ) from None
+
+
+def shown(nbytes: int) -> str:
+    """A number of bytes for messages.
+
+    Example:
+        >>> shown(500 * 10**9), shown(1_500_000)
+        ('500.0 GB', '1.5 MB')
+    """
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def seconds_of(span: str) -> float:
+    """The number of seconds of a span of time.
+
+    Raises:
+        ValueError: it is not a number with a unit.
+
+    Example:
+        >>> seconds_of("36h"), seconds_of("2w")
+        (129600.0, 1209600.0)
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([hdw])\s*", span)
+    if found is None:
+        raise ValueError(f"{span!r} is not a span of time: use a number of hours, days or weeks: 36h, 30d, 2w")
+    return float(found[1]) * _SECONDS[found[2]]

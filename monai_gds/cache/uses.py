@@ -1,0 +1,232 @@
+"""When the records of a cache directory were last used, and which pipelines are in use now.
+
+    <directory>/.index/<process>.<n>.uses    what one dataset of one process uses (monai_gds.cache.notes), by lines
+
+A line is one of
+
+    ["open", seconds, pipeline]    from now on the dataset uses records of this pipeline
+    ["read", seconds, digests]     it has read these records, 32 hex digits each, for the first time in its process
+    ["end", seconds]               it uses nothing any more
+
+Records themselves are left alone: their times are part of their identity. A hit writes nothing. A record is noted where
+its head is first read, and written within a second or so of others.
+
+Notes are advisory. If they are missing, records count as used when they were made, and may be deleted too early, which
+costs a second computation. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any, NamedTuple
+
+from monai_gds.cache.notes import Notes, line, lines_in, whole_lines, writer_of
+from monai_gds.cache.permissions import ANY
+from monai_gds.cache.process_names import still_runs
+from monai_gds.process import PerProcess
+
+__all__ = ["Used", "Uses"]
+
+#: Seconds between writes while records are read for the first time, and while nothing new is.
+_SOON, _DAY = 1.0, 86400.0
+
+_DIGITS = 32
+_DIGESTS = re.compile(rf"(?:[0-9a-f]{{{_DIGITS}}})*")
+_PIPELINE = re.compile(r"[0-9a-f]*")
+
+
+class Used(NamedTuple):
+    """What was used, and when.
+
+    Attributes:
+        last: when records were last used, in seconds since the epoch, by their digests. Those that are missing were not
+            used since they were made.
+        open: pipelines that a process of this node uses now.
+    """
+
+    last: dict[str, float]
+    open: frozenset[str]
+
+
+@dataclass
+class _File:
+    """What is in one file of notes."""
+
+    read: dict[str, float] = field(default_factory=dict)
+    opened: set[str] = field(default_factory=set)
+    at: float = 0.0  # of the last line that tells of a dataset in use
+    ended: bool = False
+
+    def add(self, notes: bytes) -> None:
+        for kind, seconds, what in _entries(notes):
+            if kind == "read":
+                self.read.update(dict.fromkeys(_split(what), seconds))
+            elif kind == "open":
+                self.opened.add(what)
+                self.at = max(self.at, seconds)
+            else:
+                self.ended = True
+
+    def last(self, now: float | None) -> dict[str, float]:
+        """When the records were last used. What a dataset has read it uses as long as it is open: until ``now``."""
+        at = self.at if now is None else now
+        return {digest: max(seconds, at) for digest, seconds in self.read.items()}
+
+
+class _Own:
+    """What one process has written, and has yet to write. When it is dropped, or the process ends, that is done."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.opened: set[str] = set()
+        self.seen: set[str] | None = None  # digests that need not be noted
+        self.waiting: set[str] = set()
+        self.written, self.told = -math.inf, time.monotonic()
+        Finalize(self, _end, (notes, self.waiting, self.opened), exitpriority=0)
+
+
+class Uses:
+    """Notes and finds what is used of one cache directory. Thread-safe.
+
+    Args:
+        directory: the cache directory. Nothing is created in it before something is noted.
+        began: when the run began. What any process has noted since, such as another worker, is not noted again.
+        file_mode: permissions that files have at most.
+
+    Attributes:
+        due: when :meth:`flush` should be called next, by ``time.monotonic``.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], began: float = 0.0, file_mode: int = ANY) -> None:
+        self.due = math.inf
+        self._began = began
+        self._notes = Notes(directory, "uses", whole_lines, file_mode)
+        self._files: dict[str, _File] = {}
+        self._opened: set[str] = set()  # also by the process that this one was forked from, which lives as long
+        self._own = PerProcess(partial(_Own, self._notes))
+
+    # Writing
+
+    def open(self, pipeline: str) -> None:
+        """Notes that records of a pipeline are used from now on, if possible."""
+        if pipeline not in self._opened:
+            self._opened.add(pipeline)
+            self._own().opened.add(pipeline)
+            self._notes.append(_line("open", pipeline))
+            self.due = min(self.due, time.monotonic() + _DAY)
+
+    def read(self, digest: str) -> None:
+        """Notes that a record was read, unless that is known."""
+        own = self._own()
+        if own.seen is None:
+            own.seen = self._noted_since(max(self._began, time.time() - _DAY))
+        if digest in own.seen:
+            return
+        own.seen.add(digest)
+        own.waiting.add(digest)
+        self.due = min(self.due, own.written + _SOON)
+        if time.monotonic() >= self.due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits, and once a day that the pipelines are still in use."""
+        own, now = self._own(), time.monotonic()
+        still = b""
+        if now - own.told >= _DAY:
+            own.opened |= self._opened
+            still = b"".join(_line("open", pipeline) for pipeline in own.opened)
+            own.told = now
+        _write(self._notes, own.waiting, still)
+        own.written, self.due = now, now + _DAY
+
+    # Reading
+
+    def look(self) -> Used:
+        """What was used by any process, as far as it is written. Only what was added since the last call is read."""
+        self._read()
+        now, last, opened = time.time(), dict[str, float](), set(self._opened)
+        for name, file in list(self._files.items()):
+            lives = not file.ended and bool(file.opened) and still_runs(writer_of(name)) is True
+            if lives:
+                opened |= file.opened
+            for digest, seconds in file.last(now if lives else None).items():
+                last[digest] = max(seconds, last.get(digest, 0.0))
+        return Used(last, frozenset(opened))
+
+    def _noted_since(self, seconds: float) -> set[str]:
+        self._read()
+        return {digest for file in self._files.values() for digest, at in file.read.items() if at >= seconds}
+
+    def _read(self) -> None:
+        for name, notes in self._notes.added().items():
+            self._files.setdefault(name, _File()).add(notes)
+
+    def tidy(self) -> None:
+        """Merges the files of ended processes if there are many."""
+        self._notes.tidy(self._merged)
+
+    def _merged(self, files: list[bytes]) -> bytes:
+        """When each record that still exists was last used."""
+        last: dict[str, float] = {}
+        for notes in files:
+            file = _File()
+            file.add(notes)
+            for digest, seconds in file.last(None).items():
+                last[digest] = max(seconds, last.get(digest, 0.0))
+        there = {name[:_DIGITS] for name in os.listdir(self._notes.directory)}
+        by_time: dict[float, list[str]] = {}
+        for digest, seconds in last.items():
+            if digest in there:
+                by_time.setdefault(seconds, []).append(digest)
+        return b"".join(_line("read", "".join(digests), seconds) for seconds, digests in by_time.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines
+
+
+def _write(notes: Notes, waiting: set[str], more: bytes) -> None:
+    """Writes digests that wait, and takes them off. ``more`` comes behind them."""
+    digests = []
+    with contextlib.suppress(KeyError):  # without a lock: other threads may add some meanwhile
+        while True:
+            digests.append(waiting.pop())
+    lines = (_line("read", "".join(digests)) if digests else b"") + more
+    if lines:
+        notes.append(lines)
+
+
+def _end(notes: Notes, waiting: set[str], opened: set[str]) -> None:
+    _write(notes, waiting, _line("end") if opened else b"")
+
+
+def _line(kind: str, what: str = "", seconds: float | None = None) -> bytes:
+    return line(json.dumps([kind, round(time.time() if seconds is None else seconds, 3), what]).encode())
+
+
+def _entries(notes: bytes) -> Iterator[tuple[str, float, str]]:
+    for text in lines_in(notes):
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            yield _entry(json.loads(text.decode()))
+
+
+def _entry(found: Any) -> tuple[str, float, str]:
+    """An entry, strictly: whoever may write to the folder wrote it."""
+    kind, seconds, what = found
+    if type(seconds) not in (int, float) or not math.isfinite(seconds) or type(what) is not str:
+        raise TypeError("not an entry of this version")
+    if not {"open": _PIPELINE, "read": _DIGESTS, "end": _PIPELINE}[kind].fullmatch(what):
+        raise ValueError("not an entry of this version")
+    return kind, min(float(seconds), time.time()), what
+
+
+def _split(digests: str) -> list[str]:
+    return [digests[i : i + _DIGITS] for i in range(0, len(digests), _DIGITS)]

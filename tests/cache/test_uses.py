@@ -1,0 +1,210 @@
+"""What is noted of the use of records: found by other processes, whatever becomes of the notes, and few files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monai_gds import limits
+from monai_gds.cache import uses as module
+from monai_gds.cache.header import SUFFIX
+from monai_gds.cache.notes import FOLDER, line
+from monai_gds.cache.process_names import this_process
+from monai_gds.cache.uses import Uses
+from tests.machines import fork, in_child
+
+A, B = "a" * 32, "b" * 32
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("*.uses"))
+
+
+def put(folder: Path, *lines: Any, process: str = "unknown.7.7", n: int = 0) -> Path:
+    """A file of notes of another process."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    path = folder / FOLDER / f"{process}.{n}.uses"
+    path.write_bytes(
+        b"".join(entry if isinstance(entry, bytes) else line(json.dumps(entry).encode()) for entry in lines)
+    )
+    return path
+
+
+def run(folder: Path, *digests: str, pipeline: str = "cafe") -> None:
+    """A process that uses records, and ends."""
+
+    def work() -> None:
+        uses = Uses(folder)
+        uses.open(pipeline)
+        for digest in digests:
+            uses.read(digest)
+
+    in_child(work)
+
+
+def test_another_process_finds_when_a_record_was_last_used(tmp_path: Path) -> None:
+    before = time.time()
+    run(tmp_path, A)
+    between = time.time()
+    run(tmp_path, B)
+    used = Uses(tmp_path).look()
+    assert before - 0.001 <= used.last[A] <= between + 0.001 <= used.last[B] + 0.002 <= time.time() + 0.003
+    assert used.open == frozenset()
+
+
+def test_a_pipeline_is_in_use_until_its_process_has_ended(tmp_path: Path) -> None:
+    ready, tell = os.pipe()
+    pid = fork()
+    if not pid:
+        uses = Uses(tmp_path)
+        uses.open("cafe")
+        uses.read(A)
+        os.write(tell, b"!")
+        signal.pause()
+    try:
+        os.read(ready, 1)
+        mine = Uses(tmp_path)
+        time.sleep(0.05)
+        found = mine.look()
+        assert found.open == {"cafe"}
+        assert time.time() - found.last[A] < 0.05, "what it has read it may read again at any moment"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    found = mine.look()
+    assert found.open == frozenset()
+    assert time.time() - found.last[A] >= 0.05
+
+
+def test_one_that_was_dropped_uses_nothing_any_more(tmp_path: Path) -> None:
+    uses = Uses(tmp_path)
+    uses.open("cafe")
+    others = Uses(tmp_path)
+    assert others.look().open == {"cafe"}
+    del uses
+    assert others.look().open == frozenset()
+
+
+def test_a_process_of_another_node_uses_what_it_noted_when_it_noted_it(tmp_path: Path) -> None:
+    """Whether it still runs cannot be seen from here. It notes once a day that it does."""
+    put(tmp_path, ["open", 100, "cafe"], ["read", 200, A], ["open", 300, "cafe"], ["read", 400, B])
+    found = Uses(tmp_path).look()
+    assert found.last == {A: 300, B: 400}
+    assert found.open == frozenset()
+
+
+def test_once_a_day_it_is_noted_that_a_pipeline_is_still_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses = Uses(tmp_path)
+    uses.open("cafe")
+    uses.read(A)
+    (file,) = files(tmp_path)
+    before = file.stat().st_size
+    uses.flush()
+    assert file.stat().st_size == before
+    assert time.monotonic() < uses.due < time.monotonic() + 90_000
+    day = time.monotonic() + 86_401
+    monkeypatch.setattr(module.time, "monotonic", lambda: day)
+    assert day >= uses.due
+    uses.flush()
+    assert file.read_bytes().count(b'"open"') == 2
+    assert uses.due > day
+
+
+def test_what_is_read_is_written_in_few_writes_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    appended: list[int] = []
+    append = module.Notes.append
+    monkeypatch.setattr(module.Notes, "append", lambda self, notes: (appended.append(len(notes)), append(self, notes)))
+    uses = Uses(tmp_path)
+    for n in range(1000):
+        uses.read(f"{n:032x}")
+        uses.read(f"{n:032x}")
+    assert len(appended) <= 3
+    assert time.monotonic() <= uses.due <= time.monotonic() + 1
+    uses.flush()
+    assert len(Uses(tmp_path).look().last) == 1000
+    for n in range(1000):
+        uses.read(f"{n:032x}")
+    uses.flush()
+    assert len(appended) <= 4
+
+
+def test_workers_do_not_note_again_what_their_run_has_noted(tmp_path: Path) -> None:
+    """A loader forks others in every epoch."""
+    uses = Uses(tmp_path, began=time.time())
+    uses.open("cafe")
+
+    def worker() -> None:
+        uses.open("cafe")
+        uses.read(A)
+
+    for _ in range(3):
+        in_child(worker)
+    assert len(files(tmp_path)) == 2
+    run(tmp_path, A)
+    assert len(files(tmp_path)) == 3, "another run"
+
+
+GARBLED: list[Any] = [
+    b"", b"\n", b"00000000 nothing\n", line(b"{}"), line(b"[]"), line(b"\xff"), line(b"[" * 100_000),
+    ["read"], ["read", "1", A], ["read", 1, 7], ["read", 1, "xyz"], ["read", 1, A[:-1]], ["read", 10**400, A],
+    ["read", float("nan"), A], ["read", float("inf"), A], ["open", 1, "../x"], ["other", 1, A], [[], 1, A],
+]  # fmt: skip
+
+
+def test_garbled_notes_are_passed_over(tmp_path: Path) -> None:
+    put(tmp_path, *GARBLED, ["read", 5, A + B], b"12345678 [torn")
+    assert Uses(tmp_path).look().last == {A: 5, B: 5}
+
+
+def test_a_time_to_come_counts_as_now(tmp_path: Path) -> None:
+    """Clocks differ, and whoever may write to the folder writes there."""
+    put(tmp_path, ["read", 1e300, A])
+    assert Uses(tmp_path).look().last[A] <= time.time()
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """More files of ended processes than are kept, about two records that exist and one that does not."""
+    boot, _, _ = this_process().split(".")
+    for n in range(limits.NOTE_FILES + 1):
+        put(
+            tmp_path,
+            ["open", n, "cafe"],
+            ["read", n, (A, B, "c" * 32)[n % 3]],
+            ["end", n, ""],
+            process=f"{boot}.1.1",
+            n=n,
+        )
+    for digest in (A, B):
+        (tmp_path / f"{digest}{SUFFIX}").touch()
+    return tmp_path
+
+
+def test_files_of_ended_processes_are_merged(many: Path) -> None:
+    before = Uses(many).look()
+    Uses(many).tidy()
+    assert len(files(many)) == 1
+    assert Uses(many).look().last == {digest: before.last[digest] for digest in (A, B)}
+    assert Uses(many).look().open == frozenset(), "the process that merged them has none open"
+
+
+@pytest.mark.parametrize("make", [lambda f: f.chmod(0o555), lambda f: f.joinpath(FOLDER).touch(), lambda f: f.rmdir()])
+def test_where_nothing_can_be_written_nothing_fails(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    make(folder)
+    uses = Uses(folder)
+    uses.open("cafe")
+    uses.read(A)
+    uses.flush()
+    uses.tidy()
+    assert uses.look().open == {"cafe"}, "its own it knows all the same"
