@@ -126,7 +126,7 @@ def test_random_transforms_are_named_one_by_one(make: Make) -> None:
 def test_the_stages_are_the_time_of_the_thread(make: Make) -> None:
     with make(SlowLoading(), RandSlow()) as dataset:
         stats = epoch(GDSDataLoader(dataset, stats=True))
-    assert sum(stats.stages.values()) == pytest.approx(stats.seconds, rel=0.2)
+    assert sum(stats.stages.values()) == pytest.approx(stats.seconds, rel=0.3)
     assert 0.8 * stats.seconds < stats.waiting <= stats.seconds
 
 
