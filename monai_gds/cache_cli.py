@@ -414,7 +414,10 @@ def _deleted(doomed: Sequence[Found], quiet: bool, refused: list[str]) -> Iterat
 def warm(
     function: DatasetFunction,
     arguments: DatasetArguments = None,
-    num_workers: Annotated[int, typer.Option(min=0, help="Processes that compute items; 0: this one alone.")] = 0,
+    num_workers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compute items; 0: this one alone. Default: one per core, 8 at most."),
+    ] = None,
     dask: Annotated[
         str | None,
         typer.Option(

@@ -444,7 +444,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def populate(
         self,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         progress: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
@@ -469,7 +469,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         to a node, give its local rank and world size.
 
         Args:
-            num_workers: processes that compute items; 0 computes in this one.
+            num_workers: processes that compute items; 0 computes in this one. Default: one per core, 8 at most, where
+                they can be forked; what fails in them is tried once more in this process.
             progress: shows a bar on rank 0, where there is a terminal or a notebook.
             rank: this process's; default: torch.distributed's where it is initialised, else 0.
             world_size: how many processes share the items; default: torch.distributed's where it is initialised, else

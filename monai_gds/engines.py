@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import multiprocessing
 import os
 import pickle
 import socket
@@ -28,6 +29,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
+from monai_gds import limits
 from monai_gds.cache.process_names import this_process
 from monai_gds.cache.single_flight import pace
 from monai_gds.cache.temporary import opened
@@ -47,6 +51,7 @@ __all__ = [
     "OverExecutor",
     "RayExecutor",
     "Saved",
+    "default_workers",
     "in_words",
     "path_of",
 ]
@@ -129,6 +134,19 @@ class InWorkers:
         if self._workers is not None:
             self._workers.close()
         self._workers = None
+
+
+def default_workers(items: int) -> int:
+    """How many workers compute items where nobody has said: as many as this process has cores, within limits.
+
+    None where they cannot be forked. A spawned worker imports torch and MONAI for seconds, and runs the script anew
+    unless that guards its main part.
+    """
+    if items < 2 or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:  # type: ignore[no-untyped-call]
+        return 0
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: they share the cores
+    cores = len(os.sched_getaffinity(0)) // max(ranks, 1)
+    return min(cores, items, limits.POPULATE_WORKERS) if cores > 1 else 0
 
 
 class OverExecutor:

@@ -12,7 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from monai_gds.cache.single_flight import pace
-from monai_gds.engines import AHEAD, Answer, Engine, Here, InWorkers, OverExecutor, Saved, in_words, path_of
+from monai_gds.engines import (
+    AHEAD,
+    Answer,
+    Engine,
+    Here,
+    InWorkers,
+    OverExecutor,
+    Saved,
+    default_workers,
+    in_words,
+    path_of,
+)
 from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.ranks import RankLost, Ranks
 
@@ -52,9 +63,11 @@ class Populated:
     left_out: int = 0
 
 
-def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, show: bool, ranks: Ranks) -> Populated:
+def populate(
+    dataset: GDSDataset, num_workers: int | None, executor: Executor | None, show: bool, ranks: Ranks
+) -> Populated:
     """See :meth:`GDSDataset.populate`; ``dataset`` caches, and its target is the CPU."""
-    if num_workers < 0:
+    if num_workers is not None and num_workers < 0:
         raise ValueError(f"num_workers={num_workers}: use 0 for this process, or a number of workers")
     if executor is not None and num_workers:
         raise ValueError(f"num_workers={num_workers} and executor={executor!r}: give one of them")
@@ -62,13 +75,17 @@ def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, s
 
         def fill_share() -> _Tally:
             dataset.flush()  # other processes cannot see what waits in this one to be saved
+            share = ranks.share(len(dataset.data))
             engine: Engine = Here(dataset)
             if executor is not None:
                 engine = OverExecutor(dataset, executor)
-            elif num_workers:
-                engine = InWorkers(dataset, num_workers)
+            elif workers := default_workers(len(share)) if num_workers is None else num_workers:
+                engine = InWorkers(dataset, workers)
             with closing(engine):
-                tally = _Filling(dataset, engine, bar).run(ranks.share(len(dataset.data)))
+                tally = _Filling(dataset, engine, bar).run(share)
+            if num_workers is None and isinstance(engine, InWorkers):  # transforms may need this process, as for CUDA
+                failed, tally.failures = tally.failures, []
+                tally.add(_Filling(dataset, Here(dataset), bar).run([item.index for item in failed]))
             if ranks.together:
                 bar(description="waiting for the other ranks")
             return tally
@@ -77,7 +94,7 @@ def populate(dataset: GDSDataset, num_workers: int, executor: Executor | None, s
             tallies = ranks.gather(fill_share)
         except RankLost as e:
             raise PopulateError(f"not every rank has filled its share of the cache: {e}") from e
-    failed = sorted(failure for tally in tallies for failure in tally.failures)
+    failed = sorted(failure for tally in tallies for failure in (*tally.failures, *tally.killers))
     if failed:
         raise PopulateError(_name_some(failed, len(dataset.data)), failed)
     return Populated(
@@ -97,6 +114,15 @@ class _Tally:
     converted: int = 0
     left_out: int = 0
     failures: list[FailedItem] = field(default_factory=list)
+    killers: list[FailedItem] = field(default_factory=list)  # items whose workers died
+
+    def add(self, other: _Tally) -> None:
+        """Adds what became of other items."""
+        self.cached += other.cached
+        self.computed += other.computed
+        self.converted += other.converted
+        self.failures += other.failures
+        self.killers += other.killers
 
 
 #: An exception is the engine's, and means that a worker died.
@@ -154,7 +180,7 @@ class _Filling:
             case FailedItem():
                 tally.failures.append(outcome)
             case Exception() if last:
-                tally.failures.append(FailedItem(index, path_of(self._dataset.data, index), in_words(outcome)))
+                tally.killers.append(FailedItem(index, path_of(self._dataset.data, index), in_words(outcome)))
             case _:
                 self._suspect(index, outcome)
                 return True

@@ -179,6 +179,15 @@ def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys
     assert "Spacingd" in capsys.readouterr().out
 
 
+def test_fill(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
+    pytest.importorskip("isal", reason="this machine has no python-isal")
+    populate, code = examples(DOCS / "howto/fill.md")
+    load = run(code, tmp_path)["load"]
+    dataset = monai_gds.GDSDataset(volumes, load, tmp_path / "cache", "cpu")
+    run(populate, tmp_path, dataset=dataset)
+    assert all(map(dataset.is_cached, range(2)))
+
+
 def test_profile(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = examples(DOCS / "howto/profile.md")
     dataset = monai_gds.GDSDataset(volumes, transform_of(tmp_path), tmp_path / "cache", "cpu")

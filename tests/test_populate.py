@@ -103,6 +103,48 @@ def processes(log: Path) -> set[int]:
 # Filling
 
 
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "ranks", "workers"), [(False, "1", 3), (False, "3", 1), (True, "1", 1)], ids=["alone", "ranks", "cuda"]
+)
+def test_by_default_every_core_computes(
+    make: Any, log: Path, monkeypatch: pytest.MonkeyPatch, cores: None, cuda: bool, ranks: str, workers: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert make(each={"sleep": 0.1}).populate() == Populated(0, 8)
+    assert len(processes(log)) == workers
+    assert (os.getpid() in processes(log)) == (workers == 1)
+
+
+class NeedsThisProcess(mt.Transform):
+    """As a transform that uses CUDA, once this process has looked for a device."""
+
+    pid = os.getpid()
+
+    def __call__(self, data: Any) -> Any:
+        if os.getpid() != self.pid:
+            raise RuntimeError("CUDA error: initialization error")
+        return data
+
+
+def test_what_default_workers_cannot_compute_is_computed_here(
+    make: Any, log: Path, tmp_path: Path, cores: None
+) -> None:
+    trap = tmp_path / "trap"
+    trap.touch()
+    dataset = make(4, item2={"kill": str(trap)})
+    dataset.transform = mt.Compose([*dataset.transform.transforms, NeedsThisProcess()])
+    with pytest.warns(CacheWarning, match="is tried once more"), pytest.raises(PopulateError, match="1 of 4") as failed:
+        dataset.populate()
+    assert [item.index for item in failed.value.failures] == [2], "or it would have killed this process"
+    assert [dataset.is_cached(n) for n in range(4)] == [True, True, False, True]
+
+
 @pytest.mark.parametrize(
     ("workers", "cuda", "elsewhere"),
     [(0, False, False), (2, False, True), (2, True, True)],
@@ -338,7 +380,7 @@ def test_what_a_killed_worker_left_is_removed(make: Any, tmp_path: Path, monkeyp
     with pytest.warns(CacheWarning), pytest.raises(PopulateError, match="8 of 8 items failed"):
         make().populate(1)
     assert os.listdir(tmp_path / "cache" / ".tmp") == []
-    assert make().populate() == Populated(0, 8)
+    assert make().populate(0) == Populated(0, 8)
 
 
 def test_goes_on_after_the_whole_run_was_killed(make: Any, tmp_path: Path, log: Path) -> None:
@@ -456,7 +498,7 @@ def test_a_damaged_record_is_computed_where_it_was_to_be_converted(volumes: Any,
         file.write(b"\x00\xff\xff")
     dataset = volumes(compression="lz4")
     with pytest.warns(CacheWarning, match=f"{record.name} cannot be used and is computed anew"):
-        assert dataset.populate(convert=True) == Populated(cached=0, computed=1, converted=2)
+        assert dataset.populate(0, convert=True) == Populated(cached=0, computed=1, converted=2)
     assert forms(tmp_path) == ["lz4 32"] * 3
     calls = sum(len((log / name).read_text()) for name in os.listdir(log))
     assert calls == sum(map(len, before.values())) + 1
@@ -568,7 +610,7 @@ def test_every_rank_waits_for_the_slow_one_however_long(make: Any, log: Path) ->
     slow = {f"item{n}": {"sleep": 2.2} for n in (1, 3, 5)}  # all of rank 1's share
 
     def work() -> Any:
-        first = make(6, **slow).populate()
+        first = make(6, **slow).populate(0)
         return first, make(6, **slow).populate(2)
 
     start = time.monotonic()
@@ -613,7 +655,7 @@ def test_a_rank_that_was_killed_is_not_waited_for(make: Any, tmp_path: Path) -> 
     with pytest.raises(EOFError):  # the second has no answer to give
         on_ranks(
             partial(_write_answer, tmp_path / "said", lambda: make().populate()),
-            lambda: make(item3={"kill": str(trap)}).populate(),
+            lambda: make(item3={"kill": str(trap)}).populate(0),
         )
     said = (tmp_path / "said").read_text()
     assert said.startswith("PopulateError: not every rank has filled its share of the cache: a rank was killed, or")

@@ -228,7 +228,7 @@ def test_populate_does_the_others_first_and_then_what_hangs_elsewhere(
 ) -> None:
     monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(populate, "_PATIENCE_ITEMS", 0)
-    fresh.start(GDSDataset.populate, MAKE_SECONDS="1000")
+    fresh.start(GDSDataset.populate, 0, MAKE_SECONDS="1000")
     fresh.go()
     until(lambda: log(tmp_path) == [0])
     began = time.monotonic()

@@ -251,3 +251,21 @@ for batch in GDSDataLoader(dataset):
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr.strip().splitlines()[-1:]) == (1, ["step 0"]), done.stderr
+
+
+class RandBusy(mt.RandomizableTransform):
+    """Keeps the device busy for some 20 ms, and returns at once."""
+
+    def __call__(self, item: Any) -> Any:
+        torch.cuda._sleep(40_000_000)
+        return item
+
+
+def test_stages_include_their_time_on_the_device(make: Make) -> None:
+    loader = GDSDataLoader(make(RandBusy()), stats=True)
+    for _ in loader:
+        pass
+    stats = loader.stats()
+    assert stats.hits == COUNT
+    assert stats.random_transforms["RandBusy"] > COUNT * 0.01
+    assert stats.random_transforms["RandBusy"] > 0.8 * sum(stats.stages.values())
