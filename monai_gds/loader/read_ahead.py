@@ -129,6 +129,11 @@ class ReadAhead:
         self.finished = records + len(items), nbytes
         return items
 
+    def end(self) -> None:
+        """Nothing more is asked for."""
+        if self._workers is not None:
+            self._workers.close()
+
     def _arrived(self, upcoming: _Upcoming) -> Begun:
         """What can be finished: behind its worker, where one computes it."""
         begun, upcoming.begun = upcoming.begun, None
