@@ -53,7 +53,7 @@ from monai_gds.ranks import Ranks
 from monai_gds.state import State, applied, apply, capture_all
 from monai_gds.storage import choose_backend, open_storage, resolve_device
 from monai_gds.storage.registry import check_options
-from monai_gds.transforms import Split
+from monai_gds.transforms import Split, before_cuda
 
 __all__ = ["GDSDataset"]
 
@@ -530,6 +530,25 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         view._saves_in, view._converts = self.record_form(), convert
         if self.device.type != "cpu":
             view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
+        return view
+
+    def for_loading(self) -> GDSDataset:
+        """A copy for a process that loads items on the CPU, up to the first transform that names a CUDA device.
+
+        Raises:
+            ValueError: ``compression`` names a codec for GPUs.
+        """
+        view = copy(self)
+        view._state = _Runtime()
+        split = self.split()
+        steps = split.steps()
+        if (count := before_cuda(steps)) < len(steps):
+            view.transform = split.first(count)
+        if self.device.type != "cpu":
+            Compression.of(self.compression, self.tiles, False, crops=False)  # raises what is wrong with them
+            view._saves_in = self.record_form()
+            view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
+            view.arrays = "torch" if self.arrays == "auto" else self.arrays
         return view
 
     def is_cached(self, index: int) -> bool:

@@ -235,6 +235,9 @@ PREFETCH_RECORDS = 8
 #: Default bound of the bytes of records in flight.
 PREFETCH_BYTES = 1 << 30
 
+#: Smaller arrays and tensors of a batch from a worker are pickled with it. Each of the others costs some 10 us.
+PICKLED_BUFFER_BYTES = 16 << 10
+
 #: Batches of this many bytes are stacked in pooled memory. The kernel would zero fresh memory page by page.
 POOLED_BATCH_BYTES = 8 << 20
 

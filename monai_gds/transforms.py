@@ -8,18 +8,20 @@ every epoch. Here a nested ``Compose`` is split too, where that is equivalent.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, Literal
 
+import torch
 from monai.transforms import Compose, MapTransform, Transform, apply_transform
 from monai.transforms.compose import execute_compose
 from monai.transforms.traits import RandomizableTrait
 
 from monai_gds import stages
-from monai_gds.ghosts import drawable
+from monai_gds.ghosts import drawable, parts
 
-__all__ = ["Split", "loaded_keys", "uncached_behind"]
+__all__ = ["Split", "before_cuda", "loaded_keys", "uncached_behind"]
 
 
 class Split:
@@ -53,6 +55,10 @@ class Split:
         """What runs in every epoch, one by one: nested ``Compose`` are taken apart where that is equivalent."""
         return _steps(self.compose, self.rest)
 
+    def first(self, count: int) -> Compose:
+        """The pipeline up to the first ``count`` steps."""
+        return _tail(self.compose, [*self.deterministic, *self.steps()[:count]])
+
     def step(self, transform: Callable[..., Any], item: Any) -> Any:
         """Runs one step, as :meth:`after` would."""
         stages.enter("random transforms", type(transform).__name__)
@@ -85,6 +91,17 @@ def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Li
                 return "all"
             found |= {key for key in transform.keys if isinstance(key, str)}
     return frozenset(found)
+
+
+def before_cuda(steps: Sequence[Callable[..., Any]]) -> int:
+    """How many steps come before the first that names a CUDA device."""
+    return next((i for i, step in enumerate(steps) if any(map(_names_cuda, parts(step)))), len(steps))
+
+
+def _names_cuda(part: Any) -> bool:
+    if isinstance(part, (torch.device, str)):
+        return re.fullmatch(r"cuda(:\d+)?", str(part)) is not None
+    return isinstance(part, torch.Tensor) and part.is_cuda
 
 
 def uncached_behind(rest: Sequence[Callable[..., Any]]) -> int:

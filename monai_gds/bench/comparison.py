@@ -107,6 +107,7 @@ class Entrant:
     seconds: list[float] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
     costs: list[Costs] = field(default_factory=list)
+    loader: Iterable[Any] | None = None
 
     def epoch(self, comparison: Comparison) -> Generator[Iterator[torch.Tensor]]:
         """The tensors of each batch of an epoch, without the competitor's warnings.
@@ -122,8 +123,11 @@ class Entrant:
             if comparison.batch_size is None:
                 loader = (self.dataset[i] for i in range(len(self.dataset)))
             else:
-                loader = self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
-            with closing(iter(loader)) as batches:  # type: ignore[type-var]  # each of these can be closed
+                loader = self.loader or self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
+                if getattr(loader, "num_workers", 0):  # which persist
+                    self.loader = loader
+            found: Any = iter(loader)  # torch's own with workers ends with them
+            with closing(found) if hasattr(found, "close") else nullcontext(found) as batches:
                 for batch in batches:
                     parts = batch if isinstance(batch, (list, tuple)) else [batch]
                     yield (part[key] for part in parts for key in comparison.keys)

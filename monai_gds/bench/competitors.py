@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from monai.data import CacheDataset, Dataset, LMDBDataset, PersistentDataset, ThreadDataLoader
+from monai.data import CacheDataset, DataLoader, Dataset, LMDBDataset, PersistentDataset, ThreadDataLoader
 from monai.data import GDSDataset as MonaiGDSDataset
 from monai.transforms import Compose
 
@@ -39,9 +39,12 @@ __all__ = [
     "OURS_PINNED_LOADER",
     "OURS_WHOLE",
     "OURS_WHOLE_LOADER",
+    "OURS_WORKERS",
     "OURS_ZSTD",
     "OURS_ZSTD_LOADER",
     "REFERENCE",
+    "REFERENCE_WORKERS",
+    "WORKERS",
     "Competitor",
     "competitors_for",
 ]  # fmt: skip
@@ -58,8 +61,10 @@ OURS_ZSTD_LOADER = "GDSDataset, zstd, GDSDataLoader"
 OURS_BITCOMP_LOADER = "GDSDataset, bitcomp, GDSDataLoader"
 OURS_KEPT_LOADER = "GDSDataset, lz4, device_bytes, GDSDataLoader"
 OURS_PINNED_LOADER = "GDSDataset, not compressed, pinned_bytes, GDSDataLoader"
+OURS_WORKERS = "GDSDataset, transforms_on='workers'"
 MONAIS = "monai GDSDataset, 16 thr."
 REFERENCE = "PersistentDataset"
+REFERENCE_WORKERS = "PersistentDataset, workers"
 NNUNET = "blosc2, as nnU-Net v2"
 META = "PersistentDataset + meta"
 NO_CACHE = "no cache"
@@ -69,6 +74,12 @@ _OF_TILES = (
     OURS_WHOLE, OURS_WHOLE_LOADER, OURS_LZ4, OURS_LZ4_LOADER, OURS_ZSTD, OURS_ZSTD_LOADER, OURS_BITCOMP_LOADER,
     OURS_KEPT_LOADER, OURS_PINNED_LOADER, NNUNET,
 )  # fmt: skip
+
+#: Compared with each other by :func:`monai_gds.bench.workloads.augmentation`, and nowhere else.
+_OF_AUGMENTATION = (OURS_WORKERS, REFERENCE_WORKERS)
+
+#: Worker processes of these.
+WORKERS = min(8, len(os.sched_getaffinity(0)))
 
 #: Makes a dataset of items and a transform, with a folder of its own for the cache and the target device.
 Make: TypeAlias = "Callable[[Sequence[Any], Compose, Path, torch.device], Dataset]"
@@ -150,6 +161,13 @@ COMPETITORS: dict[str, Competitor] = {
         cuda_only=True,
     ),
     REFERENCE: Competitor(lambda items, transform, folder, _: PersistentDataset(items, transform, folder)),
+    OURS_WORKERS: Competitor(
+        GDSDataset, partial(GDSDataLoader, num_workers=WORKERS, transforms_on="workers", prefetch_bytes=8 << 30)
+    ),
+    REFERENCE_WORKERS: Competitor(
+        lambda items, transform, folder, _: PersistentDataset(items, transform, folder),
+        partial(DataLoader, num_workers=WORKERS, persistent_workers=True),
+    ),
     NNUNET: Competitor(
         lambda items, transform, folder, _: NNUNetDataset(items, transform, folder), missing=_needs_blosc2
     ),
@@ -174,6 +192,6 @@ def competitors_for(device: torch.device, *, loader: bool = False, cold: bool = 
 
     With ``loader``, our dataset through our own loader too; if that is ``cold``, also with reads past the page cache.
     """
-    left_out = {NO_CACHE, *_OF_TILES}
+    left_out = {NO_CACHE, *_OF_TILES, *_OF_AUGMENTATION}
     left_out |= {*([] if loader else [OURS_LOADER]), *([] if loader and cold else [OURS_DIRECT])}
     return [n for n, c in COMPETITORS.items() if n not in left_out and (device.type == "cuda" or not c.cuda_only)]

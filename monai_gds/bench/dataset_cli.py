@@ -23,7 +23,7 @@ __all__ = ["app"]
 app = typer.Typer()
 
 #: The values of ``--only``, in the order they run: populate forks, so it must precede any use of CUDA.
-_WORKLOADS = ("populate", "volumes", "crops", "tiles", "hits", "small", "first", "memory")
+_WORKLOADS = ("populate", "volumes", "crops", "tiles", "hits", "small", "augment", "first", "memory")
 
 #: The default of ``--only``.
 _USUAL = ("volumes", "crops", "hits", "first")
@@ -73,6 +73,8 @@ def dataset(
               and over 4 random crops of 96³, also beside nnU-Net's way
     hits      items of 64 kB, one by one, without a loader
     small     many records of 64 kB, batch 256: plain, and NIfTI MetaTensors
+    augment   epochs with random transforms that keep processors busy, in
+              worker processes, beside PersistentDataset with as many
     first     the epoch that fills the cache, and what saving adds to it
     populate  filling the cache ahead, with one process and more
     memory    20 epochs through GDSDataLoader, in a process of its own
@@ -119,6 +121,10 @@ def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list
         "tiles": lambda: tiles.tiles(work, bars),
         "hits": lambda: [workloads.hits(work, nifti, bars) for nifti in (False, True)],
         "small": lambda: [workloads.small(work, nifti, bars) for nifti in (False, True)],
+        "augment": lambda: [
+            workloads.augmentation(work, seconds, crop, bars)
+            for seconds, crop in ((0.1, True), (0.01, True), (0.01, False))
+        ],
         "first": lambda: [first_epoch.medium_items(work, bars), first_epoch.large_items(work, bars)],
         "memory": lambda: memory.memory(work),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,23 @@ from typing import Any
 import numpy as np
 import torch
 from monai.data import MetaTensor
-from monai.transforms import Compose, RandSpatialCropSamplesd, Transform
+from monai.transforms import CenterSpatialCropd, Compose, RandomizableTransform, RandSpatialCropSamplesd, Transform
 from rich.progress import Progress
 
 from monai_gds.bench.comparison import SILENT, Comparison, compare
-from monai_gds.bench.competitors import META, OURS, OURS_LOADER, REFERENCE, competitors_for
-from monai_gds.bench.report import Report
+from monai_gds.bench.competitors import (
+    META,
+    OURS,
+    OURS_LOADER,
+    OURS_WORKERS,
+    REFERENCE,
+    REFERENCE_WORKERS,
+    WORKERS,
+    competitors_for,
+)  # fmt: skip
+from monai_gds.bench.report import Report, Row
 
-__all__ = ["KEYS", "Burn", "MakeVolumes", "Workload", "epochs", "hits", "small"]
+__all__ = ["KEYS", "Burn", "BurnAnew", "MakeVolumes", "Workload", "augmentation", "epochs", "hits", "small"]
 
 KEYS = ("image", "label")
 
@@ -91,6 +100,10 @@ class Burn(Transform):  # type: ignore[misc]
         return item
 
 
+class BurnAnew(Burn, RandomizableTransform):  # type: ignore[misc]
+    """The same in every epoch, as random transforms do. Nothing is drawn, so that results can be compared."""
+
+
 @cache
 def nifti_like_meta() -> dict[str, Any]:
     """The metadata of a NIfTI file as MONAI's NibabelReader reads it."""
@@ -150,3 +163,22 @@ def small(work: Workload, nifti: bool, progress: Progress = SILENT) -> Report:
         reference, work.cold,
     )  # fmt: skip
     return compare(comparison, progress)
+
+
+def augmentation(work: Workload, seconds: float, crop: bool, progress: Progress = SILENT) -> Report:
+    """Epochs behind a filled cache, with random transforms of so many ``seconds`` of processor time per item."""
+    transforms: list[Callable[..., Any]] = [MakeVolumes((1, work.side, work.side, work.side)), BurnAnew(seconds)]
+    if crop:
+        transforms.append(CenterSpatialCropd(KEYS, (96, 96, 96)))
+    items = 8 * WORKERS * work.batch_size
+    what = "the middle 96³" if crop else "whole volumes"
+    comparison = Comparison(
+        f"{what} of {items} items to {work.device} behind random transforms of {1e3 * seconds:.0f} ms per item, "
+        f"{WORKERS} workers, batch {work.batch_size}",
+        [dict.fromkeys(KEYS, n % work.items) for n in range(items)], Compose(transforms), KEYS,
+        items * len(KEYS) * 4 * work.side**3, work.device, work.subfolder("augmentation"),
+        [OURS_WORKERS, OURS_LOADER, REFERENCE_WORKERS], work.repeats, work.batch_size, "items/s", REFERENCE_WORKERS,
+        ceilings=False,
+    )  # fmt: skip
+    ideal = Row("the transforms alone, on all workers", (WORKERS / seconds,))
+    return replace(compare(comparison, progress), ceilings=[ideal])

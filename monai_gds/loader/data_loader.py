@@ -17,6 +17,8 @@
     └───────────────────────────┘
 
 A record is in flight from the beginning of its read until the consumer takes its batch.
+
+With ``transforms_on="workers"`` processes do everything up to the batch: :mod:`monai_gds.loader.transform_workers`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from functools import partial
 from itertools import chain
 from math import inf
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from monai.data import DataLoader
@@ -45,6 +47,7 @@ from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import Recorder, Stats, measure_workers
+from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
 from monai_gds.process import Owner
 from monai_gds.stages import Watch, enter, measured
 
@@ -69,6 +72,15 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     (``worker_init_fn``, ``timeout``, ``prefetch_factor``, ``persistent_workers``) have no effect on them. With
     ``num_workers`` and a CPU target, MONAI's ``DataLoader`` does everything.
 
+    ``transforms_on="workers"`` is for random transforms that keep a processor busy. Worker processes then load items,
+    run these transforms and collate, whatever the target. Batches come through shared memory, in order, and are copied
+    ahead to a CUDA target. Transforms from the first that names a CUDA device on stay in this process, in its thread.
+    The dataset must be picklable. Workers are spawned if CUDA is initialised, else forked. They stay for the next
+    epoch, and end with a loop that is left early. The random sequence is another than without workers, and the same
+    for any number of them: what transforms draw from, and in the workers the generators of Python, NumPy and torch, is
+    seeded for each item with the epoch's seed and the item's position in the epoch. The epoch's seed comes from torch's
+    generator, or the loader's ``generator``.
+
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
     Leaving the loop stops everything, and the random transforms are where a loop that reads nothing ahead leaves them.
     :meth:`state_dict` tells where the loop is, so that a run that ended can be continued in the middle of an epoch.
@@ -78,12 +90,16 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         num_workers: processes, see above.
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
-        prefetch_bytes: how many bytes of records may be in flight. One record may, whatever its size.
+        prefetch_bytes: how many bytes of records may be in flight. One record may, whatever its size. With
+            ``transforms_on="workers"``: of shared memory, where batches of B bytes need ``(2 * num_workers + 4) * B``.
+            Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
+        transforms_on: ``"workers"`` runs random transforms in the ``num_workers`` processes, see above.
         kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
 
     Raises:
-        ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; or by ``DataLoader``.
+        ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; ``transforms_on="workers"`` without workers or a
+            GDSDataset; by a loop, something cannot be sent to workers; or by ``DataLoader``.
         TypeError: one of them is not a number.
 
     Example:
@@ -105,6 +121,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch: int | None = None,
         prefetch_bytes: float = limits.PREFETCH_BYTES,
         stats: bool = False,
+        transforms_on: Literal["workers"] | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(prefetch, Integral | None):
@@ -115,11 +132,21 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise TypeError(f"prefetch_bytes={prefetch_bytes!r}: it must be a number of bytes, such as 4e9")
         if not 1 <= prefetch_bytes < inf:
             raise ValueError(f"prefetch_bytes={prefetch_bytes}: it must be positive and finite")
-        if gds_datasets(dataset):
+        if transforms_on not in (None, "workers"):
+            raise ValueError(f"transforms_on={transforms_on!r}: use 'workers' or None")
+        if transforms_on and num_workers < 1:
+            raise ValueError("transforms_on='workers' needs workers: give num_workers")
+        if parts := gds_datasets(dataset):
             kwargs.setdefault("collate_fn", collate)
+        if transforms_on and len({part.target() for part in parts}) != 1:
+            raise ValueError("transforms_on='workers' needs a GDSDataset, or several with one device")
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
         self.prefetch_bytes: int = int(prefetch_bytes)
+        self.transforms_on: Literal["workers"] | None = transforms_on
+        #: Processes of the last epoch, for the next.
+        self.idle: list[Processes] = []
+        weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # where the loop that was begun last is
         self._loaded: Mapping[str, Any] | None = None  # where the next one goes on
         self._recorder: Recorder | None = None
@@ -175,7 +202,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         parts = gds_datasets(self.dataset)
         devices = {part.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
-        if device is not None and not self.num_workers:
+        if device is not None and (self.transforms_on or not self.num_workers):
             return Epoch(self, device, None, state, watch)
         if device is None or device.type == "cpu" or not all(part.caches for part in parts):
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
@@ -196,12 +223,33 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             return iter(loader)
         return ([index] for index in loader)
 
+    def batches_in_flight(self) -> int:
+        """How many batches workers may be making, or have made and the consumer has not taken."""
+        return max(1, self.prefetch // (self.batch_size or 1)) if self.prefetch else 2 * self.num_workers
+
+    @property
+    def collation(self) -> Callable[[list[Any]], Any]:
+        """Makes a batch of a list of its items."""
+        return self.collate_fn if self.batch_sampler is not None else partial(_collate_alone, self.collate_fn)
+
     def assemble(self, items: list[Any]) -> Any:
         """A batch of its items, as torch's loader would make it."""
-        batch = self.collate_fn(items if self.batch_sampler is not None else items[0])
+        return self.pinned(self.collation(items))
+
+    def pinned(self, batch: Any) -> Any:
+        """A batch, page-locked if the loader was asked to."""
         if not self.pin_memory or not torch.cuda.is_available() or cuda_tensors(batch):
             return batch
         return pin_memory(batch, "cuda")  # type: ignore[no-untyped-call]
+
+
+def _collate_alone(collate_fn: Callable[[Any], Any], items: list[Any]) -> Any:
+    return collate_fn(items[0])
+
+
+def _close_all(idle: list[Processes]) -> None:
+    while idle:
+        idle.pop().close()
 
 
 class _Indices(Dataset[int]):
@@ -256,15 +304,29 @@ class Epoch:
         self,
         loader: GDSDataLoader,
         device: torch.device,
-        workers: CacheWorkers | None,
+        cache_workers: CacheWorkers | None,
         state: Mapping[str, Any] | None = None,
         watch: Watch | None = None,
     ) -> None:
         for left in _left - {threading.current_thread()}:  # a transform may begin a loop
             left.join(_LEAVE_SECONDS)
             _left.discard(left)
-        place, batches = begin_or_go_on(loader, partial(_drawn, loader), state)
-        ahead = ReadAhead(batches, loader.records_in_flight, loader.prefetch_bytes, workers)
+        ahead: ReadAhead | WorkerBatches
+        workers: CacheWorkers | WorkerBatches | None
+        assemble: Callable[[Any], Any]
+        draw = partial(_drawn, loader)
+        if loader.transforms_on:
+            place, seeded = begin_or_go_on(loader, partial(with_seed, loader.generator, draw), state)
+            ahead = workers = WorkerBatches(loader, gds_datasets(loader.dataset), device, seeded, watch)
+            assemble = ahead.assemble
+        else:
+            place, batches = begin_or_go_on(loader, draw, state)
+            workers = cache_workers
+            ahead = reading = ReadAhead(batches, loader.records_in_flight, loader.prefetch_bytes, workers)
+
+            def assemble(items: list[Any]) -> Any:
+                return reading.with_memory(partial(loader.assemble, items))
+
         loader._place = place
         self._owner = Owner()
 
@@ -273,7 +335,7 @@ class Epoch:
             place.taken(mark[1])
 
         self._hand_over = HandOver(device, taken, place.leave)
-        work = (ahead, loader.assemble, self._hand_over, workers, place, watch)
+        work = (ahead, assemble, self._hand_over, place, watch)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         self.thread.start()
         #: Leaves the loop, which ends the thread.
@@ -324,10 +386,9 @@ def _drawn(loader: GDSDataLoader) -> Iterator[list[tuple[GDSDataset, int]]]:
 
 
 def _produce(
-    ahead: ReadAhead,
-    assemble: Callable[[list[Any]], Any],
+    ahead: ReadAhead | WorkerBatches,
+    assemble: Callable[[Any], Any],
     hand_over: HandOver,
-    workers: CacheWorkers | None,
     place: Place,
     watch: Watch | None,
 ) -> None:
@@ -341,7 +402,7 @@ def _produce(
         with hand_over.on_stream(), measured(watch, hand_over.stream):
             while (items := ahead.next_batch()) is not None:
                 enter("collating")
-                batch = ahead.with_memory(partial(assemble, items))
+                batch = assemble(items)
                 del items
                 enter("waiting for the training")
                 if not hand_over.put(batch, (ahead.finished, place.made())):
@@ -355,11 +416,12 @@ def _produce(
     except BaseException as e:
         fail(e)
     finally:
-        if workers is not None:
-            workers.close()
+        ahead.end()
 
 
-def _stop(owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: CacheWorkers | None) -> None:
+def _stop(
+    owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: CacheWorkers | WorkerBatches | None
+) -> None:
     if not owner.is_this_process():  # locks, thread and workers belong to the parent
         return
     hand_over.stop()

@@ -152,6 +152,11 @@ class ReadAhead:
             time.sleep(pause)
         return work()
 
+    def end(self) -> None:
+        """Nothing more is asked for."""
+        if self._workers is not None:
+            self._workers.close()
+
     def _give_up(self) -> None:
         """Drops what was begun and is not finished, to be begun again, and lowers the limit."""
         begun = [upcoming for upcoming in chain(self._wanted, *self._drawn) if upcoming.begun is not None]

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds.bench.competitors import OURS, OURS_DIRECT, OURS_LOADER, REFERENCE, competitors_for
+from monai_gds.bench.competitors import (
+    OURS,
+    OURS_DIRECT,
+    OURS_LOADER,
+    OURS_WORKERS,
+    REFERENCE,
+    REFERENCE_WORKERS,
+    WORKERS,
+    competitors_for,
+)
 from monai_gds.bench.workloads import Burn
 from tests.bench.commands import SMALL, bench_dataset, rows
 from tests.commands import run
@@ -82,6 +91,17 @@ def test_cold_says_when_dropping_did_not_work(tmp_path: Path) -> None:
         assert len(disks) == 2
         assert all("there is no disk to read" in row["reason"] for row in disks)
         assert len(measured(report)) == 2
+
+
+@pytest.mark.long
+def test_augmentation_beside_as_many_workers_and_what_the_transforms_take() -> None:
+    reports = bench_dataset("--only", "augment", "--repeats", "1")
+    assert len(reports) == 3
+    for report, ideal in zip(reports, (10, 100, 100), strict=True):
+        assert list(rows(report)) == [OURS_WORKERS, OURS_LOADER, REFERENCE_WORKERS]
+        assert report["reference"] == REFERENCE_WORKERS
+        assert report["ceilings"][0]["median"] == pytest.approx(ideal * WORKERS)
+        assert all(row["median"] < ideal * WORKERS for row in report["rows"])
 
 
 def test_burning_takes_processor_time() -> None:

@@ -1,0 +1,281 @@
+"""Batches on their way from worker processes to the loader's, in shared memory.
+
+A batch is pickled, and its large buffers are left out (protocol 5 of pickle). They lie one after another in an
+:class:`Arena`: memory of the loader's process (``memfd_create``), which a worker maps too. None of it is in /dev/shm,
+which has 64 MB in Docker, and nothing is left of it when the processes end, however they end. A batch that does not fit
+its arena is pickled with its buffers.
+
+On a CPU target the tensors of a batch are its arena, which is used again when the last of them is gone. For a CUDA
+target the arena is page-locked once, and used again when it is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import logging
+import mmap
+import os
+import pickle
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+
+from monai_gds import limits
+from monai_gds.errors import CacheWarning
+from monai_gds.pooled_memory import tensor_at
+from monai_gds.process import Owner
+from monai_gds.storage.staging import pin, unpin
+
+__all__ = ["Arena", "Arenas", "Mapped", "Packed", "Place", "pack", "unpack"]
+
+_log = logging.getLogger("monai_gds")
+
+#: Where buffers begin in an arena: as torch aligns memory of its own.
+_ALIGNMENT = 64
+
+_numbers = itertools.count()
+
+
+class Place(NamedTuple):
+    """Where a worker finds an arena."""
+
+    number: int
+    process: int
+    descriptor: int
+    nbytes: int
+
+
+class Arena:
+    """Shared memory for one batch at a time. The kernel gives it pages as they are written."""
+
+    def __init__(self, nbytes: int) -> None:
+        descriptor = os.memfd_create("monai-gds-batch")
+        os.ftruncate(descriptor, nbytes)
+        self.nbytes = nbytes
+        self.memory = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+        self.place = Place(next(_numbers), os.getpid(), descriptor, nbytes)
+        self._pinned = _Pinned(self.memory.ctypes.data)
+        weakref.finalize(self, _free, Owner(), descriptor, self._pinned)
+
+    def shared(self, nbytes: int, release: Callable[[], object]) -> np.ndarray:
+        """The first bytes; ``release`` is called when nothing refers to them any more."""
+        return tensor_at(self.memory.ctypes.data, nbytes, release).numpy()
+
+    def pin(self, nbytes: int) -> None:
+        """Page-locks the first bytes for copies to a CUDA device, unless they are or CUDA refuses."""
+        if nbytes > self._pinned.nbytes:
+            self._pinned.renew(nbytes)
+
+
+class _Pinned:
+    """How much of an arena is page-locked."""
+
+    def __init__(self, address: int) -> None:
+        self._address, self.nbytes = address, 0
+
+    def renew(self, nbytes: int) -> None:
+        self.end()
+        try:
+            pin(self._address, nbytes)
+            self.nbytes = nbytes
+        except RuntimeError as e:
+            _log.warning("batches are copied from memory that is not page-locked, which is slower: %s", e)
+
+    def end(self) -> None:
+        if self.nbytes:
+            self.nbytes = 0
+            unpin(self._address)
+
+
+def _free(owner: Owner, descriptor: int, pinned: _Pinned) -> None:
+    if owner.is_this_process():  # in a forked child CUDA does not work
+        with contextlib.suppress(RuntimeError):  # at the end of the interpreter, say
+            pinned.end()
+    os.close(descriptor)
+
+
+class Arenas:
+    """The arenas of a loader. Their sizes follow the largest batch.
+
+    Args:
+        most: bytes of all together.
+        count: how many batches there are at a time.
+    """
+
+    def __init__(self, most: int, count: int) -> None:
+        self._most, self._count = most, count
+        self._size = most // count
+        self._made: dict[int, Arena] = {}
+        self._free: deque[Arena] = deque()  # any thread gives back, the garbage collector too
+        self._copied: deque[tuple[torch.cuda.Event, Arena]] = deque()
+        self._warned = False
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Those that exist. Workers unmap all others."""
+        return frozenset(self._made)
+
+    def take(self) -> Arena | None:
+        """An arena that no batch is in; None if there is no more room."""
+        while self._copied and self._copied[0][0].query():  # type: ignore[no-untyped-call]
+            self._free.append(self._copied.popleft()[1])
+        while self._free:
+            arena = self._free.pop()
+            if arena.nbytes >= self._size:
+                return arena
+            del self._made[arena.place.number]
+        if sum(arena.nbytes for arena in self._made.values()) + self._size > self._most:
+            return None
+        arena = Arena(self._size)
+        self._made[arena.place.number] = arena
+        return arena
+
+    def give_back(self, arena: Arena) -> None:
+        """The batch in it is gone."""
+        self._free.append(arena)
+
+    def give_back_behind(self, copies: torch.cuda.Event, arena: Arena) -> None:
+        """The batch in it is being copied."""
+        self._copied.append((copies, arena))
+
+    def note(self, packed: Packed) -> None:
+        """Sees to it that a batch as large as this one will fit."""
+        if self._size < packed.nbytes <= self._most:
+            self._size = min(packed.nbytes + packed.nbytes // 4, self._most)  # others may be larger
+        wanted = packed.nbytes * self._count
+        if packed.loose is not None and wanted > self._most and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"batches of {packed.nbytes / 1e6:.0f} MB do not all fit into shared memory and are pickled, which is "
+                f"slower: prefetch_bytes={1.25 * wanted:.1e} has room for them",
+                CacheWarning,
+                stacklevel=2,
+            )
+
+
+class Mapped:
+    """A worker's mappings of arenas."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[int, mmap.mmap] = {}
+
+    def room(self, place: Place | None, numbers: Container[int]) -> memoryview | None:
+        """The memory of an arena; None if there is none, or the system does not let this process have it."""
+        for gone in [number for number in self._mappings if number not in numbers]:
+            del self._mappings[gone]
+        if place is None:
+            return None
+        if place.number not in self._mappings:
+            try:
+                descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            except OSError as e:
+                _log.warning("batches are pickled: the memory for them cannot be opened (%s)", e)
+                return None
+            with open(descriptor, "r+b", buffering=0):
+                self._mappings[place.number] = mmap.mmap(descriptor, place.nbytes)
+        return memoryview(self._mappings[place.number])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packing
+
+
+class Packed(NamedTuple):
+    """A batch on its way.
+
+    Attributes:
+        pickled: everything but large buffers.
+        spans: offset and size of each buffer in the arena, and whether it goes to the device.
+        nbytes: of an arena that holds them.
+        loose: the buffers, if they are not in the arena.
+    """
+
+    pickled: bytes
+    spans: list[tuple[int, int, bool]]
+    nbytes: int
+    loose: list[np.ndarray] | None
+
+
+def pack(batch: Any, moving: Iterable[torch.Tensor], room: memoryview | None) -> Packed:
+    """Packs a batch into an arena, if it fits. The tensors ``moving`` go to the loader's device."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, moving)
+    pickler.dump(batch)
+    spans, end = [], 0
+    for raw, moves in pickler.buffers:
+        spans.append((end, raw.nbytes, moves))
+        end += raw.nbytes + -raw.nbytes % _ALIGNMENT
+    if room is None or end > room.nbytes:
+        return Packed(file.getvalue(), spans, end, [np.frombuffer(raw, np.uint8) for raw, _ in pickler.buffers])
+    for (start, nbytes, _), (raw, _) in zip(spans, pickler.buffers, strict=True):
+        room[start : start + nbytes] = raw
+    return Packed(file.getvalue(), spans, end, None)
+
+
+def unpack(packed: Packed, memory: np.ndarray | None, take: Callable[[np.ndarray, bool], Any]) -> Any:
+    """The batch over what ``take`` makes of each buffer, given it and whether it goes to the device."""
+    buffers = packed.loose
+    if buffers is None:
+        buffers = [] if memory is None else [memory[start : start + nbytes] for start, nbytes, _ in packed.spans]
+    taken = [take(buffer, moves) for buffer, (_, _, moves) in zip(buffers, packed.spans, strict=True)]
+    return pickle.loads(packed.pickled, buffers=taken)
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out large buffers, and those of tensors that are moving.
+
+    Attributes:
+        buffers: what was left out, in order, and whether it is moving.
+    """
+
+    def __init__(self, file: io.BytesIO, moving: Iterable[torch.Tensor]) -> None:
+        super().__init__(file, 5, buffer_callback=self._leave_out)
+        self._moving = {id(tensor) for tensor in moving}
+        self._moves = False
+        self.buffers: list[tuple[memoryview, bool]] = []
+
+    def _leave_out(self, buffer: pickle.PickleBuffer) -> bool:
+        moves, self._moves = self._moves, False
+        raw = buffer.raw()
+        if raw.nbytes < limits.PICKLED_BUFFER_BYTES and not moves:
+            return True  # pickled with the rest
+        self.buffers.append((raw, moves))
+        return False
+
+    def reducer_override(self, value: Any) -> Any:
+        """How a tensor is pickled: as its bytes and its form. What this cannot do, torch does."""
+        kind = type(value)
+        if kind not in (torch.Tensor, MetaTensor):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            if value.layout != torch.strided or value.is_cuda or value.is_quantized or value.requires_grad:
+                return NotImplemented
+            plain = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+            if not plain.numel():
+                return NotImplemented
+            if not plain.is_contiguous():
+                plain = plain.clone(memory_format=torch.preserve_format)
+            raw = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+            form = plain.dtype, tuple(plain.shape), plain.stride()
+        self._moves = id(value) in self._moving
+        return _tensor, (pickle.PickleBuffer(raw), form, kind, vars(value))
+
+
+def _tensor(raw: Any, form: tuple[torch.dtype, Any, Any], kind: type[torch.Tensor], attributes: Any) -> torch.Tensor:
+    """A tensor over its bytes: those of an arena, on a device, or a bytearray."""
+    dtype, shape, strides = form
+    flat = raw if isinstance(raw, torch.Tensor) else torch.from_numpy(np.frombuffer(raw, np.uint8))
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = flat.view(dtype).as_strided(shape, strides)
+        if kind is not torch.Tensor:
+            tensor = tensor.as_subclass(kind)
+    vars(tensor).update(attributes)
+    return tensor
