@@ -55,12 +55,9 @@ class HostKernel:
 
 
 class HostBamBackend(XnvmeBamBackend):
-    """The backend, but for the CPU."""
+    """The backend, but for a CPU target."""
 
     name = "xnvme-bam"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(torch.device("cpu"), controller="software", **options)
 
     def _kernel(self) -> HostKernel:
         return HostKernel()
