@@ -98,7 +98,7 @@ __device__ u32 completion(const Queue& queue, u32 head, u32 i)
 // `limit_ns`, it gives up, and what is in flight is lost. The loops of all threads take the same turns.
 __device__ void drive(const Batch& batch, Shared& shared)
 {
-    Queue& queue = batch.queues[blockIdx.x];
+    const Queue queue = batch.queues[blockIdx.x];
     const bool leads = threadIdx.x == 0;
     const u32 depth = queue.depth, most = depth - 1;  // a full queue would look empty
     u32 tail = queue.tail, head = queue.head, phase = queue.phase, flying = 0;
@@ -167,9 +167,10 @@ __device__ void drive(const Batch& batch, Shared& shared)
     for (u32 i = threadIdx.x; i < most; i += blockDim.x)
         if (shared.commands[i] >= 0) batch.results[shared.commands[i]] = shared.strange ? STRANGE : LOST;
     if (leads) {
-        queue.tail = tail;
-        queue.head = head;
-        queue.phase = phase;
+        Queue& kept = batch.queues[blockIdx.x];
+        kept.tail = tail;
+        kept.head = head;
+        kept.phase = phase;
     }
 }
 
@@ -177,6 +178,7 @@ __device__ void drive(const Batch& batch, Shared& shared)
 extern "C" __global__ void read_blocks(const Batch* batch)
 {
     __shared__ Shared shared;
-    drive(*batch, shared);
+    const Batch own = *batch;  // it lies in host memory
+    drive(own, shared);
 }
 #endif

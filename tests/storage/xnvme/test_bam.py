@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -29,6 +30,7 @@ from monai_gds.testing.tools import bytes_of, content
 from tests.loopdisk import loop_disk
 from tests.storage.xnvme.host_kernel import HostBamBackend, HostKernel
 from tests.storage.xnvme.images import make_image
+from tests.storage.xnvme.test_blocks import Volume
 
 CPU = torch.device("cpu")
 
@@ -460,23 +462,22 @@ def test_a_reader_of_image_net_dataset(target: str, tmp_path: Path) -> None:
     assert images(reader="xnvme-bam", storage_options=options) == images(reader="posix")
 
 
-def _volume(item: dict[str, int]) -> dict[str, torch.Tensor]:
-    return {"image": torch.randn(40, 50, 60, generator=torch.Generator().manual_seed(item["n"]))}
-
-
-def test_hits_of_gds_dataset(target: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_hits_of_gds_dataset(target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tests.volume")
     items = [{"n": n} for n in range(5)]
-    with GDSDataset(items, _volume, tmp_path / "cache", device="cpu") as dataset:
+    with GDSDataset(items, Volume(), tmp_path / "cache", device="cpu") as dataset:
         filled = [dataset[i]["image"] for i in range(5)]
     blocks = make_image(tmp_path / "disk.img", below(tmp_path / "cache"), parent=tmp_path)
     for record in (tmp_path / "cache").rglob("*.safetensors"):
         record.unlink()
     options = {"controller": "software", "uri": str(tmp_path / "disk.img"), "blockmap": blocks}
     with GDSDataset(
-        items, _volume, tmp_path / "cache", device=target, backend="xnvme-bam", backend_options=options
+        items, Volume(), tmp_path / "cache", device=target, backend="xnvme-bam", backend_options=options
     ) as dataset:
         for _ in range(2):
             assert all(torch.equal(dataset[i]["image"].cpu(), filled[i]) for i in range(5))
+    made = [record.getMessage() for record in caplog.records if record.name == "tests.volume"]
+    assert made == [str(n) for n in range(5)]  # once, to fill the cache
 
 
 # Where it does not work.
