@@ -25,7 +25,16 @@ from monai_gds.storage.backend import CUDA_ONLY, Availability
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.queue import QueueBackend
 from monai_gds.storage.reads import Reads
-from monai_gds.storage.xnvme.bam_queue import MOST_DEPTH, BamQueue, CudaKernel, Kernel, Pool, what_happened, why_not
+from monai_gds.storage.xnvme.bam_queue import (
+    LOST,
+    MOST_DEPTH,
+    BamQueue,
+    CudaKernel,
+    Kernel,
+    Pool,
+    what_happened,
+    why_not,
+)
 from monai_gds.storage.xnvme.block_map import BlockMap
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend, disk_behind
 from monai_gds.storage.xnvme.buffers import MOST_BYTES, BounceBuffers
@@ -178,5 +187,6 @@ class BamDrive(Drive):
     def check(self, done: Completion, block: int, count: int) -> None:
         if done.status < 0:
             where = f"reading {count} blocks from LBA {block} of {self.uri}"
-            raise StorageError(errno.ETIMEDOUT, f"{where}: {what_happened(done.status, self._seconds)}")
+            why = what_happened(done.status, self._seconds)
+            raise StorageError(errno.ETIMEDOUT if done.status == LOST else errno.EIO, f"{where}: {why}")
         super().check(done, block, count)

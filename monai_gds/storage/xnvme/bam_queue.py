@@ -15,7 +15,7 @@ from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers
 from monai_gds.storage.xnvme.controller import PAGE, Controller, QueuePair, host_pages
 from monai_gds.storage.xnvme.libxnvme import Completion
 
-__all__ = ["MOST_DEPTH", "SOURCE", "BamQueue", "CudaKernel", "Kernel", "Pool", "what_happened", "why_not"]
+__all__ = ["LOST", "MOST_DEPTH", "SOURCE", "BamQueue", "CudaKernel", "Kernel", "Pool", "what_happened", "why_not"]
 
 #: The kernel. The tests compile it for the host too.
 SOURCE = Path(__file__).with_name("bam.cu")

@@ -51,7 +51,8 @@ class Controller(ABC):
     Attributes:
         block_size: bytes per logical block.
         nbytes: bytes of the namespace.
-        max_transfer: most bytes per command: of the controller (MDTS) and of the maker.
+        max_transfer: most bytes per command, of the controller (MDTS) and of the maker; 2 MiB at most, since a PRP list
+            is one page.
         nsid: the namespace's identifier.
     """
 

@@ -43,7 +43,7 @@ from tests.storage.xnvme.bam_commands import (
 )  # fmt: skip
 from tests.storage.xnvme.host_kernel import HostBamBackend
 from tests.storage.xnvme.images import make_image
-from tests.storage.xnvme.test_blocks import Volume
+from tests.storage.xnvme.test_blocks import Volume, ended_quietly
 
 #: Where the kernel runs: on the host by one thread per queue or by several, or on the GPU.
 WHERE = [1, 3, pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -337,6 +337,22 @@ def test_hits_of_gds_dataset(target: str, tmp_path: Path, caplog: pytest.LogCapt
             assert all(torch.equal(dataset[i]["image"].cpu(), filled[i]) for i in range(5))
     made = [record.getMessage() for record in caplog.records if record.name == "tests.volume"]
     assert made == [str(n) for n in range(5)]  # once, to fill the cache
+
+
+@pytest.mark.gpu
+def test_reads_in_flight_at_exit_are_no_trouble(mapped: tuple[Path, BlockMap], tmp_path: Path) -> None:
+    image, blocks = mapped
+    blocks.save(tmp_path / "map.json")
+    options = {"controller": "software", "uri": str(image), "blockmap": str(tmp_path / "map.json")}
+    script = (
+        "import torch\n"
+        "from monai_gds.storage import Reads, open_storage\n"
+        f"storage = open_storage('xnvme-bam', 'cuda', **{options!r})\n"
+        "reads = Reads.of('/drive/set/3000001.bin', [(0, 3_000_001)])\n"
+        "kept = storage.load(reads).wait()\n"
+        "late = [storage.load(reads) for _ in range(20)]\n"
+    )
+    assert ended_quietly(script)
 
 
 # Where it does not work.
