@@ -156,9 +156,6 @@ class PciController(Controller):
         assert not self._queues
         self._reset()
 
-    def describe(self) -> str:
-        return "a controller through its BAR"
-
 
 def _physical_addresses(arena: np.ndarray) -> np.ndarray:
     """Of each huge page."""

@@ -83,10 +83,6 @@ class Controller(ABC):
     def close(self) -> None:
         """Gives the controller up. Its queues were deleted before."""
 
-    @abstractmethod
-    def describe(self) -> str:
-        """What it is, in words."""
-
 
 def host_pages(nbytes: int, target: torch.device) -> torch.Tensor:
     """Whole zeroed pages of host memory, 1-D uint8; pinned, and so reached by a GPU at the same address, for a CUDA

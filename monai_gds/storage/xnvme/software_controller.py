@@ -160,9 +160,6 @@ class SoftwareController(Controller):
         self._thread.join()
         self._close_file()
 
-    def describe(self) -> str:
-        return f"software controller over {self.path}"
-
     # The controller's own thread.
 
     def look(self) -> bool:
