@@ -155,7 +155,8 @@ class BamQueue:
         target: torch.device,
     ) -> None:  # fmt: skip
         self._controller, self._kernel, self._pool = controller, kernel, pool
-        self._depth, self._pairs = depth, list[QueuePair]()
+        self._depth = depth
+        self._pairs: list[QueuePair] = []
         self._waiting: list[_Wanted] = []
         self._running: list[_Wanted] = []
         # Everything that the kernel takes, in one piece of memory

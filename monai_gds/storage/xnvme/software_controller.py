@@ -115,7 +115,7 @@ class SoftwareController(Controller):
     """
 
     def __init__(self, path: str, target: torch.device, block_size: int = 512, max_transfer: int = 256 << 10) -> None:
-        self.path, self._target = path, target
+        self._target = target
         self.block_size, self.max_transfer = block_size, max_transfer
         try:
             self._fd, is_device = _opened(path)

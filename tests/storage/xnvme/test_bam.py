@@ -79,7 +79,7 @@ class OnADisk(BackendContract):
             yield storage
 
 
-@pytest.mark.parametrize("place", [512, 4096], indirect=True)
+@pytest.mark.parametrize("place", [512], indirect=True)
 class TestBamOnTheHost(OnADisk, WriteContract):
     pass
 
