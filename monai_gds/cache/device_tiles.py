@@ -19,7 +19,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -474,21 +474,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _launch(name: str, device: torch.device, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
-    staging.launch(_kernel(name, device.index), blocks, threads, arguments, stream)
-
-
-@functools.cache
-def _kernel(name: str, device: int) -> int:
-    return int(_module(device).get_function(name).kernel.ptr)
-
-
-@functools.cache
-def _module(device: int) -> Any:
-    """The kernels, compiled when first used. CuPy keeps the result on disk."""
-    import cupy
-
-    with cupy.cuda.Device(device):
-        return cupy.RawModule(code=_KERNELS, options=("--std=c++14",))
+    staging.launch(staging.compiled(_KERNELS, name, device.index), blocks, threads, arguments, stream)
 
 
 @functools.cache

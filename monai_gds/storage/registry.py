@@ -32,6 +32,7 @@ _BACKENDS = {
     "kvikio": "monai_gds.storage.kvikio:KvikioBackend",
     "xnvme": "monai_gds.storage.xnvme.files:XnvmeBackend",
     "xnvme-block": "monai_gds.storage.xnvme.blocks:XnvmeBlockBackend",
+    "xnvme-bam": "monai_gds.storage.xnvme.bam:XnvmeBamBackend",
     "deepnvme": "monai_gds.storage.deepnvme.aio:DeepNvmeBackend",
     "deepnvme-gds": "monai_gds.storage.deepnvme.gds:DeepNvmeGdsBackend",
 }

@@ -19,6 +19,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from monai_gds.process import PerProcess
 from monai_gds.storage.files import ALIGNMENT, Buffer, as_bytes_view, write_all
 
 __all__ = [
-    "StagingPool", "StagingSlot", "adopt", "allocate_on_copy_stream", "copy_stream", "copy_to_device",
+    "StagingPool", "StagingSlot", "adopt", "allocate_on_copy_stream", "compiled", "copy_stream", "copy_to_device",
     "current_stream", "empty_for_side_stream", "hand_off", "launch", "new_stream", "on_copy_stream", "on_side_stream",
     "pin", "pinned_bytes", "raw_current_stream", "staging_pool", "unpin", "write_buffers",
 ]  # fmt: skip
@@ -177,6 +178,20 @@ def pin(address: int, nbytes: int) -> None:
 def unpin(address: int) -> None:
     """Ends :func:`pin`."""
     _call_driver("cuMemHostUnregister", address, library=_patient_driver())
+
+
+@functools.cache
+def compiled(source: str, name: str, device: int) -> int:
+    """The ``CUfunction`` of a kernel, compiled by CuPy when it is first asked for. CuPy keeps the result on disk."""
+    return int(_module(source, device).get_function(name).kernel.ptr)
+
+
+@functools.cache
+def _module(source: str, device: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.RawModule(code=source, options=("--std=c++14",))
 
 
 def launch(function: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:

@@ -1,4 +1,4 @@
-"""``make test-nvme``: boots a guest with emulated NVMe drives and runs ``guest.py`` in it.
+"""``make test-nvme``: boots a guest with emulated NVMe drives and runs ``guest.py`` and ``guest_bam.py`` in it.
 
 QEMU emulates everything, the processor too (no KVM), so it takes minutes and its timings mean nothing. The guest sees
 this machine's files read-only and uses this very Python; a libxnvme that XNVME_LIBRARY_PATH names is used there too.
@@ -35,7 +35,7 @@ def main() -> int:
     subprocess.run([HERE / "build_guest.sh", GUEST], check=True)
     with tempfile.TemporaryDirectory(prefix="monai-gds-nvme-") as folder:
         drives = [_image(Path(folder) / f"{block}.img") for block in (512, 4096)]
-        return _boot(_qemu(drives))
+        return _boot(_qemu(drives, _image(Path(folder) / "bam.img")))
 
 
 def _image(path: Path) -> Path:
@@ -44,10 +44,11 @@ def _image(path: Path) -> Path:
     return path
 
 
-def _qemu(drives: list[Path]) -> list[str]:
+def _qemu(drives: list[Path], taken: Path) -> list[str]:
     environment = {
         "GUEST_COMMAND": f"cd {shlex.quote(str(PROJECT))} && exec {shlex.quote(sys.executable)} -m pytest -q -x "
-        f"-p no:cacheprovider --timeout 0 {' '.join(map(shlex.quote, sys.argv[1:]))} tests/nvme/guest.py",
+        f"-p no:cacheprovider --timeout 0 {' '.join(map(shlex.quote, sys.argv[1:]))} "
+        "tests/nvme/guest.py tests/nvme/guest_bam.py",
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": "/run/scratch",
         "TMPDIR": "/run/scratch",
@@ -68,6 +69,9 @@ def _qemu(drives: list[Path]) -> list[str]:
     for number, (path, block) in enumerate(zip(drives, (512, 4096), strict=True)):
         command += ["-drive", f"file={path},if=none,id=d{number},format=raw"]
         command += ["-device", f"nvme-ns,bus=c0,drive=d{number},logical_block_size={block},physical_block_size={block}"]
+    # A drive of its own for what takes one from the kernel
+    command += ["-drive", f"file={taken},if=none,id=taken,format=raw"]
+    command += ["-device", "nvme,serial=bam,drive=taken,max_ioqpairs=128"]
     return [*command, "-append", f"console=ttyS0 quiet panic=-1 guest_env={encoded}"]
 
 

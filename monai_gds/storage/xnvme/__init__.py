@@ -1,4 +1,5 @@
-"""The xNVMe wing: two storage backends over libxnvme (https://xnvme.io), and the block maps that one of them needs.
+"""The xNVMe wing: two storage backends over libxnvme (https://xnvme.io), one whose commands a CUDA kernel submits, and
+the block maps that these need.
 
 What it is for:
 
@@ -6,6 +7,8 @@ What it is for:
 * ``xnvme-block`` reads the blocks of files straight from their disk, with large commands and a deep queue. It serves
   drives that a user-space driver has taken from the kernel (SPDK, uPCIe), where no file system is mounted, and drives
   that write to GPU memory by themselves. It also reads mounted ext4 and XFS.
+* ``xnvme-bam`` reads the same blocks by NVMe commands that a CUDA kernel builds, submits and polls, without the
+  processor. No drive gives its queues to such a kernel yet, so a software controller stands in for one.
 * A block map (``monai_gds.BlockMap``, ``monai-gds blockmap``) records which blocks the files of a folder occupy, so
   that they can be found where the file system is not mounted.
 

@@ -34,7 +34,7 @@ from monai_gds.storage.xnvme.extents import Disk, Extent, disk_of, extents_in, l
 from monai_gds.storage.xnvme.files import probe_library
 from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
 
-__all__ = ["XnvmeBlockBackend"]
+__all__ = ["XnvmeBlockBackend", "disk_behind"]
 
 _KERNEL = (*KERNEL_INTERFACES, PASSTHROUGH)
 _PCI_ADDRESS = re.compile(r"([0-9a-fA-F]{4}:)?[0-9a-fA-F]{2}[:.][0-9a-fA-F]{2}\.[0-7]")
@@ -95,12 +95,13 @@ class XnvmeBlockBackend(QueueBackend):
             raise ValueError("over a driver in user space no file system is mounted: give the blockmap made before")
         if self.reaches_gpu and (device.type != "cuda" or uri is None):
             raise ValueError("buffers on a GPU need a CUDA target, and the drive by its uri")
-        disk = None if uri is None or user_space else _disk_behind(uri)
-        self._blockmap = blockmap
-        self._setup = Setup(
-            libxnvme.load(), device, uri, disk, be, mem, queue_depth, origin, user_space, self.reaches_gpu
-        )
-        self._drives = Drives(self._setup)
+        disk = None if uri is None or user_space else disk_behind(uri)
+        library = libxnvme.load()
+        setup = Setup(library, device, uri, disk, be, mem, queue_depth, origin, user_space, self.reaches_gpu)
+        self._read_through(Drives(setup), setup, blockmap)
+
+    def _read_through(self, drives: Drives, setup: Setup, blockmap: BlockMap | None) -> None:
+        self._drives, self._setup, self._blockmap = drives, setup, blockmap
         self._waiting: deque[_Transfer] = deque()  # of commands that were taken
         self._complete: list[tuple[Command, int | Exception]] = []
         self._burst = 0
@@ -111,6 +112,7 @@ class XnvmeBlockBackend(QueueBackend):
 
     def memory(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
+            assert self._setup.library is not None, "it was loaded"
             return host_tensor(self._setup.library, nbytes)
         if not self.reaches_gpu:
             return super().memory(nbytes)
@@ -251,6 +253,7 @@ class XnvmeBlockBackend(QueueBackend):
 
     def describe(self) -> dict[str, Any]:
         setup = self._setup
+        assert setup.library is not None, "it was loaded"
         return {
             **super().describe(),
             "library": setup.library.describe(),
@@ -343,7 +346,7 @@ def _identity(blocks: FileBlocks, device: int = 0) -> FileId:
     return FileId(device, blocks.inode or 0, blocks.size, blocks.mtime_ns or 0)
 
 
-def _disk_behind(uri: str) -> Disk:
+def disk_behind(uri: str) -> Disk:
     """The disk that a device node stands for."""
     try:
         st = os.stat(uri)

@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -18,10 +19,35 @@ from monai_gds.storage.xnvme.buffers import BounceBuffers, GpuBounceBuffers, Gpu
 from monai_gds.storage.xnvme.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
 from monai_gds.storage.xnvme.libxnvme import PASSTHROUGH, Completion, Device, Library, Queue
 
-__all__ = ["Drive", "Drives", "Setup"]
+__all__ = ["BlockDevice", "CommandQueue", "Drive", "Drives", "Setup", "most_bytes"]
 
 #: A command counts its blocks in 16 bits.
 _MOST_BLOCKS = 1 << 16
+
+
+class BlockDevice(Protocol):
+    """What a drive reads through: see :class:`.libxnvme.Device` and :class:`.controller.Controller`."""
+
+    block_size: int
+    nbytes: int
+    max_transfer: int
+    in_kernel: bool
+    counts_bytes: bool
+
+    def close(self) -> None: ...
+
+
+class CommandQueue(Protocol):
+    """What takes its commands: see :class:`.libxnvme.Queue` and :class:`.bam_queue.BamQueue`."""
+
+    @property
+    def outstanding(self) -> int: ...
+
+    def read(self, tag: Any, block: int, count: int, address: int) -> bool: ...
+
+    def poll(self) -> list[Completion]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +55,7 @@ class Setup:
     """How devices are opened: the backend's options, checked.
 
     Attributes:
+        library: libxnvme; None where no command goes through it.
         target: where destinations live.
         uri, be, mem: as :class:`.blocks.XnvmeBlockBackend` has them.
         disk: the disk behind ``uri``; None without one, and for a driver in user space.
@@ -38,7 +65,7 @@ class Setup:
         gpu_memory: whether xNVMe's buffers lie on the GPU.
     """
 
-    library: Library
+    library: Library | None
     target: torch.device
     uri: str | None
     disk: Disk | None
@@ -85,17 +112,11 @@ class Drive:
     def __init__(self, uri: str, disk: Disk | None, setup: Setup) -> None:
         self.uri, self.key = uri, disk.number if disk else None
         self.users, self.broken = 0, False
-        self.device, self.queue = _open_queue(uri, setup)
+        self.buffers: GpuBuffers | None = None
+        self.device, self.queue, self.bounce = self._open(disk, setup)
         self.block = self.device.block_size
         self.blocks = self.device.nbytes // self.block
-        most = min(self.device.max_transfer, _MOST_BLOCKS * self.block, disk.max_transfer if disk else 1 << 30)
-        self.most = max(most // ALIGNMENT * ALIGNMENT, self.block)
-        self.buffers = GpuBuffers(self.device, setup.target) if setup.gpu_memory else None
-        self.bounce: BounceBuffers = (
-            HostBounceBuffers(self.device, self.most)
-            if self.buffers is None
-            else GpuBounceBuffers(self.buffers, self.most)
-        )
+        self.most = most_bytes(self.device, disk)
         try:
             if disk is not None and self.block != disk.block_size:
                 raise StorageError(
@@ -108,6 +129,14 @@ class Drive:
         except BaseException:
             self.close()
             raise
+
+    def _open(self, disk: Disk | None, setup: Setup) -> tuple[BlockDevice, CommandQueue, BounceBuffers]:
+        device, queue = _open_queue(self.uri, setup)
+        most = most_bytes(device, disk)
+        if not setup.gpu_memory:
+            return device, queue, HostBounceBuffers(device, most)
+        self.buffers = GpuBuffers(device, setup.target)
+        return device, queue, GpuBounceBuffers(self.buffers, most)
 
     def reaches(self, memory: torch.Tensor) -> bool:
         """Whether commands may read into this memory. A driver in user space reaches its own allocator's only."""
@@ -181,11 +210,18 @@ class Drive:
             self.device.close()
 
 
+def most_bytes(device: BlockDevice, disk: Disk | None) -> int:
+    """Most bytes per command."""
+    most = min(device.max_transfer, _MOST_BLOCKS * device.block_size, disk.max_transfer if disk else 1 << 30)
+    return max(most // ALIGNMENT * ALIGNMENT, device.block_size)
+
+
 #: Drives whose commands may still write to memory, which their queues name.
 _abandoned: list[Drive] = []
 
 
 def _open_queue(uri: str, setup: Setup) -> tuple[Device, Queue]:
+    assert setup.library is not None, "the backend names it"
     if not setup.user_space:
         try:
             os.close(os.open(uri, os.O_RDONLY | os.O_CLOEXEC))
@@ -205,10 +241,15 @@ def _open_queue(uri: str, setup: Setup) -> tuple[Device, Queue]:
 
 
 class Drives:
-    """The drives of one backend, opened as they are needed. Any thread may call it."""
+    """The drives of one backend, opened as they are needed. Any thread may call it.
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    Args:
+        setup: how.
+        make: the drive's class.
+    """
+
+    def __init__(self, setup: Setup, make: type[Drive] = Drive) -> None:
+        self._setup, self._class = setup, make
         self._open: dict[str | None, Drive] = {}  # by the number of the disk, None for a driver in user space
         self._mounted: MountedFileSystems | None = None
         self._lock = threading.Lock()
@@ -243,7 +284,7 @@ class Drives:
             return drive
 
     def _make(self, disk: Disk | None, path: str | None) -> Drive:
-        drive = Drive(self._setup.node_of(disk, path), disk, self._setup)
+        drive = self._class(self._setup.node_of(disk, path), disk, self._setup)
         self._open[drive.key] = drive
         return drive
 
