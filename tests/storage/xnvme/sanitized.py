@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from monai_gds.testing.tools import content
-from tests.storage.xnvme.test_bam import (
+from tests.storage.xnvme.bam_commands import (
     BLOCK,
     DISK_BYTES,
     Confused,
