@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "TILED_BYTES", 1000)
-        dataset(path, crops).populate(progress=False)
+        dataset(path, crops).populate(0, progress=False)
     return path
 
 
@@ -305,7 +305,7 @@ def test_drawing_stops_at_a_record_without_tiles(folder: Path, tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(limits, "TILED_BYTES", 1 << 30)
         mine.save(1)
-    mine.populate(progress=False)
+    mine.populate(0, progress=False)
     begun = mine.begin(range(3))
     assert [drawn(b) for b in begun] == [True, False, False]
     assert_as_monai(monais(crops), mine, [0, 1, 2], [mine.end(b) for b in begun])
@@ -573,7 +573,7 @@ def test_a_crop_that_draws_from_a_global_generator(
 @pytest.mark.parametrize("what", ["removed", "replaced", "damaged"])
 def test_a_record_that_changes_after_the_draw(what: str, tmp_path: Path, watch: Watch) -> None:
     mine, theirs = dataset(tmp_path, crops), monais(crops)
-    mine.populate(progress=False)
+    mine.populate(0, progress=False)
     begun = mine.begin([0, 1, 2, 3])
     assert all(map(drawn, begun))
     begun[1]._turn.volumes = _lost() if what != "replaced" else begun[1]._turn.volumes  # type: ignore[union-attr]
@@ -663,7 +663,7 @@ def test_arrays_are_read_whole_and_that_is_said(tmp_path: Path) -> None:
         return kind(data, mt.Compose(steps).set_random_state(2), *args)
 
     mine = make(lambda *args: GDSDataset(*args, device="cpu", compression="lz4"), tmp_path)
-    mine.populate(progress=False)
+    mine.populate(0, progress=False)
     assert "'image' is an array" in mine.explain(0)
     assert "EnsureTyped" in mine.explain(0)
     assert_as_monai(make(Dataset), mine, [0, 1, 2], mine.__getitems__([0, 1, 2]))

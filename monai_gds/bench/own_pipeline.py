@@ -79,6 +79,7 @@ def beside_others(
     def make(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> GDSDataset:
         view = copy(dataset)
         view.data, view.cache_dir = items, folder
+        view.local_dir = view.max_bytes = None
         return view
 
     ours = {name: replace(COMPETITORS[name], make=make) for name in (OURS, OURS_LOADER)}

@@ -32,7 +32,7 @@ _REMEDIES = {
     "encoding": "compression='lz4' or None packs faster, and the next epoch only reads",
     "saving": "the records are written to a drive that is slower than the transforms; the next epoch only reads",
     "waiting for other processes": "they compute the same items; the next epoch reads them",
-    "waiting for workers": "the next epoch reads what they compute; more of them are faster",
+    "waiting for workers": "more of them are faster; items that they compute are read in the next epoch",
     "collating": "smaller batches, or a collate_fn that copies less",
 }
 
