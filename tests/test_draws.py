@@ -82,7 +82,7 @@ def monais(make: Callable[[], list[Any]], seed: int | None = 3, data: Any = None
 
 def states(of: Any) -> Any:
     """The random states of a dataset's pipeline, and the global ones."""
-    mine = [state[1:] for state in States(of.transform.transforms).generators()]
+    mine = States(of.transform.transforms).generators()
     return [mine, random.getstate(), np.random.get_state()[1:], torch.get_rng_state()]
 
 
