@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from monai.transforms import Randomizable, Transform
 
+from monai_gds.generators import put_state, state_of
 from monai_gds.ghosts import parts
 
 __all__ = ["GlobalStates", "States", "generators", "seed_everything", "seed_transforms"]
 
 #: What :func:`seed_transforms` seeds.
 _SEEDED = (Randomizable, np.random.Generator, torch.Generator, random.Random)
+
+#: The generator behind the functions of ``np.random``.
+_NUMPYS = np.random.mtrand._rand
 
 
 def generators(transforms: Iterable[Callable[..., Any]]) -> set[int]:
@@ -79,7 +83,7 @@ class States:
         found = (p for transform in transforms for p in parts(transform) if isinstance(p, (Transform, Randomizable)))
         unique = {id(part): part for part in found}
         self._owners = [(owner, dict(vars(owner)), getattr(owner, "R", None)) for owner in unique.values()]
-        self._held = {id(generator): generator.get_state() for generator in self._generators()}
+        self._held = {id(generator): state_of(generator) for generator in self._generators()}
 
     def generators(self) -> list[Any]:
         """The states, in the order in which the transforms hold them."""
@@ -93,7 +97,7 @@ class States:
                 del now[name]
             now.update(attributes)
         for generator in self._generators():
-            generator.set_state(self._held[id(generator)])
+            self._put(generator)
 
     def are_those_of(self, other: States) -> bool:
         """Whether the same transforms would draw the same now and then."""
@@ -102,7 +106,7 @@ class States:
             len(self._owners) == len(other._owners)
             and all(a[0] is b[0] and _alike(a[1], b[1]) for a, b in pairs)
             and self._sharing() == other._sharing()
-            and all(map(_equal, self.generators(), other.generators()))
+            and self.generators() == other.generators()
         )
 
     def follow(self, before: States) -> None:
@@ -114,12 +118,18 @@ class States:
                 now.pop(name, None)
             now.update({name: value for name, value in attributes.items() if value is not was.get(name, self)})
             if generator is not None:
-                owner.R.set_state(self._held[id(generator)])
+                self._put(owner.R, generator)
 
     def moved_unseeded(self, since: States) -> bool:
         """Whether the generator of all unseeded transforms was drawn from."""
         state = since._held.get(id(Randomizable.R))
-        return state is not None and not _equal(state, Randomizable.R.get_state())
+        return state is not None and state != state_of(Randomizable.R)
+
+    def _put(self, generator: Any, like: Any = None) -> None:
+        """Puts a generator into the state that it had, or that another one had."""
+        state = self._held[id(generator if like is None else like)]
+        if state_of(generator) != state:  # which takes a thirtieth of the time
+            put_state(generator, state)
 
     def _generators(self) -> list[Any]:
         return list({id(g): g for _, _, g in self._owners if g is not None}.values())
@@ -153,7 +163,7 @@ class GlobalStates:
     __slots__ = ("_cpu", "_cuda", "_numpy", "_python")
 
     def __init__(self) -> None:
-        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self._python, self._numpy, self._cpu = random.getstate(), state_of(_NUMPYS), torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def moved(self) -> bool:
@@ -161,7 +171,7 @@ class GlobalStates:
         now = GlobalStates()
         return not (
             self._python == now._python
-            and _equal(self._numpy, now._numpy)
+            and self._numpy == now._numpy
             and torch.equal(self._cpu, now._cpu)
             and len(self._cuda) == len(now._cuda)
             and all(map(torch.equal, self._cuda, now._cuda))
@@ -170,12 +180,7 @@ class GlobalStates:
     def put_back(self) -> None:
         """Puts them back."""
         random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        put_state(_NUMPYS, self._numpy)
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two states of NumPy's legacy generators are equal: name, key, position, and a number kept for later."""
-    return a[0] == b[0] and a[2:] == b[2:] and bool(np.array_equal(a[1], b[1]))

@@ -238,7 +238,7 @@ def _without_ids(value: Any) -> Any:
 def _states(of: Any) -> Any:
     """Of what runs in every epoch."""
     rest = Split(of.transform).rest
-    return [state[1:] for state in States(rest).generators()]
+    return States(rest).generators()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ __all__ = ["app"]
 app = typer.Typer()
 
 #: The values of ``--only``, in the order they run: populate forks, so it must precede any use of CUDA.
-_WORKLOADS = ("populate", "volumes", "crops", "tiles", "hits", "small", "augment", "first", "memory")
+_WORKLOADS = ("populate", "volumes", "crops", "tiles", "hits", "small", "augment", "first", "memory", "busy")
 
 #: The default of ``--only``.
 _USUAL = ("volumes", "crops", "hits", "first")
@@ -78,6 +78,8 @@ def dataset(
     first     the epoch that fills the cache, and what saving adds to it
     populate  filling the cache ahead, with one process and more
     memory    20 epochs through GDSDataLoader, in a process of its own
+    busy      epochs over 8 items of 2 MB, while other processes use the
+              processors, too
 
     With --function, GDSDataset has the settings of your dataset, and all of
     them start with empty caches. CacheDataset keeps its items in memory.
@@ -127,4 +129,5 @@ def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list
         ],
         "first": lambda: [first_epoch.medium_items(work, bars), first_epoch.large_items(work, bars)],
         "memory": lambda: memory.memory(work),
+        "busy": lambda: [workloads.busy(work, bars)],
     }

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,8 +35,9 @@ from monai_gds.bench.competitors import (
     competitors_for,
 )  # fmt: skip
 from monai_gds.bench.report import Report, Row
+from monai_gds.loader.openmp import LOAD_OF_BUSY_MACHINES
 
-__all__ = ["KEYS", "Burn", "BurnAnew", "MakeVolumes", "Workload", "augmentation", "epochs", "hits", "small"]
+__all__ = ["KEYS", "Burn", "BurnAnew", "MakeVolumes", "Workload", "augmentation", "busy", "epochs", "hits", "small"]
 
 KEYS = ("image", "label")
 
@@ -182,3 +187,44 @@ def augmentation(work: Workload, seconds: float, crop: bool, progress: Progress 
     )  # fmt: skip
     ideal = Row("the transforms alone, on all workers", (WORKERS / seconds,))
     return replace(compare(comparison, progress), ceilings=[ideal])
+
+
+def busy(work: Workload, progress: Progress = SILENT) -> Report:
+    """Epochs of 8 small items while other processes want the processors, too: two for each."""
+    nbytes = len(KEYS) * 4 * 64**3
+    names = [OURS, OURS_LOADER, REFERENCE, "CacheDataset"]
+    comparison = Comparison(
+        f"8 items of {nbytes / 1e6:.0f} MB to {work.device}, batch 1, while two other processes per processor compute",
+        [dict.fromkeys(KEYS, n) for n in range(8)], Compose([MakeVolumes((1, 64, 64, 64))]), KEYS, 8 * nbytes,
+        work.device, work.subfolder("busy"), names, work.repeats, 1, ceilings=False,
+    )  # fmt: skip
+    with _processors_in_use(progress):
+        return compare(comparison, progress)
+
+
+#: Computes until its parent has ended.
+_COMPUTE = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+
+#: How long the load average of a minute takes to tell of the processes.
+_LOAD_SECONDS = 150
+
+
+@contextmanager
+def _processors_in_use(progress: Progress) -> Iterator[None]:
+    """Runs two processes for each processor, and waits until the machine's load shows them."""
+    processors = os.cpu_count() or 1
+    processes = []
+    task = progress.add_task("waiting until the load shows", total=1)
+    end = time.monotonic() + _LOAD_SECONDS
+    try:
+        for _ in range(2 * processors):
+            processes.append(subprocess.Popen([sys.executable, "-c", _COMPUTE]))
+        while (load := os.getloadavg()[0] / processors) < LOAD_OF_BUSY_MACHINES and time.monotonic() < end:
+            progress.update(task, completed=load / LOAD_OF_BUSY_MACHINES)
+            time.sleep(1)
+        progress.update(task, completed=1)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

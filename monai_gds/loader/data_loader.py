@@ -44,6 +44,7 @@ from monai_gds import limits
 from monai_gds.collate import collate
 from monai_gds.dataset import GDSDataset
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
+from monai_gds.loader.openmp import heed_load
 from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import Recorder, Stats, measure_workers
@@ -311,6 +312,8 @@ class Epoch:
         for left in _left - {threading.current_thread()}:  # a transform may begin a loop
             left.join(_LEAVE_SECONDS)
             _left.discard(left)
+        if device.type == "cpu":
+            heed_load()
         ahead: ReadAhead | WorkerBatches
         workers: CacheWorkers | WorkerBatches | None
         assemble: Callable[[Any], Any]

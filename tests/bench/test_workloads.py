@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,17 @@ def test_hits() -> None:
         assert report["unit"] == "items/s"
         assert float(rows(report)[OURS]["notes"]["µs per item"]) > 0
         assert report["ceilings"] == []
+
+
+def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))  # which takes a minute to show
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args: started.append(popen(*args)) or started[-1])
+    (report,) = bench_dataset("--only", "busy", "--repeats", "1")
+    assert {OURS, OURS_LOADER, REFERENCE} <= set(rows(report))
+    assert len(started) == 2 * (os.cpu_count() or 1)
+    assert all(process.returncode is not None for process in started), "they have ended"
 
 
 def test_small_records_keep_their_metadata_on_both_sides() -> None:

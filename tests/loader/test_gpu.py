@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,25 @@ def test_batches_are_those_of_thread_data_loader(make: Make, batch_size: int) ->
     expected = epochs(ThreadDataLoader)
     assert expected[0][0]["x"].device == torch.device("cuda:0")
     assert_same(epochs(GDSDataLoader), expected)
+
+
+def test_an_epoch_is_continued(make: Make) -> None:
+    dataset = make(mt.RandGaussianNoised("x", prob=0.7), mt.RandSpatialCropd("x", (64,), random_size=False))
+
+    def fresh(seed: int) -> GDSDataLoader:
+        set_determinism(seed)
+        return GDSDataLoader(dataset, batch_size=3, shuffle=True)
+
+    loader = fresh(4)
+    expected = [list(loader), list(loader)]
+    for taken in range(4):
+        loader = fresh(4)
+        assert_same(list(islice(loop := iter(loader), taken)), expected[0][:taken])
+        state = loader.state_dict()
+        del loop
+        again = fresh(99)
+        again.load_state_dict(state)
+        assert_same([list(again), list(again)], [expected[0][taken:], expected[1]])
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

@@ -233,6 +233,32 @@ def test_an_epoch_that_was_continued_can_be_continued_again(folder: Path) -> Non
     assert_same(got, expected)
 
 
+def test_what_training_draws_itself_goes_on_too(folder: Path) -> None:
+    def train(of: GDSDataLoader, most: int | None = None) -> list[Any]:
+        return [(batch, float(torch.rand(())), float(np.random.rand())) for batch in islice(of, most)]
+
+    whole = loader(dataset(folder), SETTINGS["shuffled"], 3)
+    expected = [train(whole), train(whole)]
+    first = loader(dataset(folder), SETTINGS["shuffled"], 3)
+    train(first, 2)
+    state = first.state_dict()
+    again = loader(dataset(folder), SETTINGS["shuffled"], 99)
+    again.load_state_dict(saved(state))
+    assert_same([train(again), train(again)], [expected[0][2:], expected[1]])
+
+
+def test_a_sampler_need_not_be_told_its_epoch_again(folder: Path) -> None:
+    first = loader(dataset(folder), SETTINGS["one of two ranks"], 3)
+    expected = list(epoch(first, 4))
+    loop = epoch(first, 4)
+    next(loop)
+    again = loader(dataset(folder), SETTINGS["one of two ranks"], 99)
+    again.load_state_dict(first.state_dict())
+    numbers = [[item["number"] for item in batch] for batch in again]
+    assert numbers == [[item["number"] for item in batch] for batch in expected[1:]]
+    assert again.sampler.epoch == 0, "which is the caller's"
+
+
 def test_datasets_in_one_another(folder: Path) -> None:
     def fresh(seed: int) -> GDSDataLoader:
         one, other = dataset(folder), dataset(folder, in_tiles)
