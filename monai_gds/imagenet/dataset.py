@@ -38,8 +38,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
     where a DataLoader is expected, or give it to one with ``batch_size=None`` and no workers.
 
     Args:
-        root: an image folder ``<root>/<class>/<file>``, a folder written by ``monai-gds pack``, or a block map of an
-            image folder.
+        root: an image folder ``<root>/<class>/<file>``, a flat folder ``<root>/<file>``, a folder written by
+            ``monai-gds pack``, or a block map of an image folder.
         batch_size: images per batch.
         reader: how encoded images are read: one of :data:`~monai_gds.imagenet.source.READERS`, which are the storage
             backends, ``auto``, ``packed`` for the best backend over a packed folder, and ``python-file`` for plain
@@ -49,6 +49,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         decode: decode with DALI, on the GPU if ``device`` is one. False yields encoded bytes as a list of 1-D uint8
             tensors on ``device``. Without ``graph``, DALI is then not used and need not be installed. The tensors of a
             batch are slices of one buffer (packed: of one file's images), which any one of them keeps alive.
+        file_list, files, labels: name the images, as for ``fn.readers.file``; see
+            :func:`~monai_gds.imagenet.source.open_images`.
         shuffle: a new order in every epoch. A packed folder is shuffled within windows of ``window`` of its files.
         seed: of the order, and of random transforms, which differ between shards.
         shard_id, num_shards: this process's share of each epoch. Default: rank and world size of torch.distributed
@@ -95,12 +97,15 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     def __init__(
         self,
-        root: StrPath,
-        batch_size: int,
+        root: StrPath | None = None,
+        batch_size: int = 1,
         reader: str = "auto",
         device: int | str | torch.device | None = None,
         decode: bool = True,
         *,
+        file_list: StrPath | None = None,
+        files: Sequence[StrPath] | None = None,
+        labels: Sequence[int] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         shard_id: int | None = None,
@@ -126,7 +131,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             raise ValueError("graph takes the place of crop, flip and normalize: give one or the other")
         if not decode and (transforms or decoder):
             raise ValueError("decode=False gives encoded bytes: crop, flip, normalize and decoder need decode=True")
-        images = open_images(root)
+        images = open_images(root, file_list=file_list, files=files, labels=labels)
         self.images = list_of(images)
         shard_id, num_shards = _shard(shard_id, num_shards)
         self._sampler = Sampler(

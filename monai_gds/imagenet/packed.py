@@ -164,7 +164,7 @@ def _told_by(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
         raise DamagedRecord("its classes are not a list of names")
     if not names or len(names) != len(labels) or len(names) != len(sizes):
         raise DamagedRecord(f"it has {len(names)} names, {len(labels)} labels and {len(sizes)} sizes")
-    if labels.min() < 0 or labels.max() >= len(classes):
+    if classes and (labels.min() < 0 or labels.max() >= len(classes)):  # none if labels are not those of folders
         raise DamagedRecord("it has a label without a class")
     if files.shape[1] != 4 or files.min(initial=0) < 0 or files[:, 0].max(initial=0) > len(names):
         raise DamagedRecord("its files are not described as they should be")
