@@ -112,7 +112,7 @@ def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
     options = options_for(reader, offered, settings.device)
     root = settings.packed if reader == "packed" else options.get("blockmap", settings.datadir)
     dataset = ImageNetDataset(
-        root, settings.batch_size, reader, settings.device, settings.decode, threads=threads, last_batch="drop",
+        root, settings.batch_size, reader, settings.device, settings.decode, num_threads=threads, last_batch="drop",
         storage_options=options,
     )  # fmt: skip
     with closing(dataset):

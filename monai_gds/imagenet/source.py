@@ -188,8 +188,8 @@ class ImageSource:
         self._epoch = 0
 
     def __len__(self) -> int:
-        """Batches per epoch."""
-        return len(self._sampler)
+        """Batches per epoch, without an empty one, which DALI cannot take."""
+        return len(self._sampler) - self._sampler.ends_empty
 
     def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
         """One epoch of ``(images, labels)``: 1-D uint8 arrays, and int32 (batch, 1); NumPy, or torch on CUDA."""
@@ -198,7 +198,7 @@ class ImageSource:
 
     def _batches(self, epoch: int) -> Iterator[tuple[list[Any], Any]]:
         kept: deque[tuple[Batch, Any]] = deque(maxlen=self._keep)
-        for batch in self._reader.read(self._sampler.epoch(epoch)):
+        for batch in self._reader.read(self._sampler.epoch(epoch)[: len(self)]):
             labels: Any = batch.labels[:, None]
             if self._reader.device.type == "cuda":  # DALI takes all outputs of a source from one kind of memory
                 labels = torch.from_numpy(labels).to(self._reader.device)
