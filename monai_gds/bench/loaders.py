@@ -22,7 +22,8 @@ from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import ImageNetDataset
 from monai_gds.imagenet.listing import list_folder
-from monai_gds.imagenet.packed import is_packed, open_packed, pack_folder
+from monai_gds.imagenet.packed import is_packed, open_packed
+from monai_gds.imagenet.packing import pack_folder
 from monai_gds.imagenet.pipeline import dali
 from monai_gds.storage.registry import backend_names, backend_options
 
