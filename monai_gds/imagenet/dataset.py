@@ -59,13 +59,15 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         last_batch_policy: in its place, DALI's ``LastBatchPolicy`` or its name. ``FILL``, ``DROP`` and ``PARTIAL`` are
             ``"fill"``, ``"drop"`` and ``"exact"``: each epoch of a shard is what DALI's iterator gives first over a
             reader with ``pad_last_batch=True``.
-        crop: (height, width) of a random resized crop, or None.
+        crop: (height, width) of a random resized crop, or None. Only the part of an image that is in the crop is
+            decoded.
         flip: mirror each image with a probability of one half.
         normalize: float32 CHW, normalised with ImageNet's mean and deviation or with ``(mean, std)``; see
             :class:`~monai_gds.imagenet.decoding.Decoding`.
         graph: a function from the DALI nodes ``(images, labels)``, or ``(jpegs, labels)`` without ``decode``, to the
             nodes ``(image, label)``. It takes the place of crop, flip and normalize.
-        decoder: arguments of ``fn.decoders.image``, such as ``device_memory_padding`` and ``host_memory_padding``.
+        decoder: arguments of ``fn.decoders.image``, and with ``crop`` of ``fn.decoders.image_random_crop``, such as
+            ``hw_decoder_load``, the share of the images for a GPU's hardware decoder.
         skip_broken: replace an image that cannot be decoded, and its label, by another one, if possible of the same
             batch, and note it in ``broken``. Otherwise it raises BrokenImage.
         num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see

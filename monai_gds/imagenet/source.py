@@ -62,8 +62,8 @@ def open_images(
         >>> len(found), list(found.classes)
         (3, ['n01440764'])
         >>> found = open_images(folder / "n01440764", labels=[7, 7, 9])  # a flat folder
-        >>> found.names[2], found.labels[2]
-        ('n01440764_2.JPEG', 9)
+        >>> found.names[2], found.labels.tolist()
+        ('n01440764_2.JPEG', [7, 7, 9])
     """
     if file_list is not None and (files is not None or labels is not None):
         raise ValueError("file_list names files with their labels: leave files and labels out")

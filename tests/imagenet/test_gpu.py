@@ -157,6 +157,15 @@ def test_decoder_padding_is_passed_through(folder: Path, packed: Path) -> None:
         list(dataset(folder, packed, "posix", decoder={"no_such_option": 1}))
 
 
+@pytest.mark.parametrize("crop", [None, (12, 12)])
+@pytest.mark.parametrize("load", [0.0, 0.9])
+def test_the_hardware_decoders_share_is_passed_through(
+    folder: Path, packed: Path, load: float, crop: tuple[int, int] | None
+) -> None:
+    ours = dataset(folder, packed, "posix", decoder={"hw_decoder_load": load}, crop=crop)
+    assert [label for _, label in samples(ours)] == [label for _, label in reference(folder)]
+
+
 def test_a_graph_over_encoded_bytes_on_the_gpu(folder: Path, packed: Path) -> None:
     ours = dataset(folder, packed, "posix", decode=False, graph=lambda jpegs, labels: (fn.pad(jpegs), labels))
     widest = [max(len(d) for d, _ in reference(folder)[i : i + 4]) for i in range(0, COUNT, 4)]
