@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -24,8 +26,10 @@ class Format(StrEnum):
 
 @app.command(epilog="Example: monai-gds pack /data/imagenet/train /data/imagenet/train-packed")
 def pack(
-    root: Annotated[Path, typer.Argument(help="A folder of images, ROOT/CLASS/FILE.", exists=True, file_okay=False)],
-    out: Annotated[Path, typer.Argument(help="An empty folder, or one that does not exist yet.")],
+    root: Annotated[
+        Path, typer.Argument(help="A folder of images, ROOT/CLASS/FILE or ROOT/FILE.", exists=True, file_okay=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="An empty folder, one that does not exist yet, or an unfinished one.")],
     format_: Annotated[
         Format,
         typer.Option(
@@ -33,12 +37,24 @@ def pack(
         ),
     ] = Format.RECORDS,
     file_mb: Annotated[int, typer.Option(min=1, help="records: MiB of images in each file.")] = 32,
+    max_side: Annotated[
+        int | None,
+        typer.Option(min=1, help="records: make images of more pixels in height or width smaller, as JPEGs."),
+    ] = None,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="records: of the JPEGs that --max-side makes.")] = 90,
+    num_workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="records: files packed at the same time. Default: one per core, at most 8."),
+    ] = None,
     size: Annotated[int, typer.Option(min=1, help="squirrel: width and height of an image, in pixels.")] = 300,
     shard_size: Annotated[int, typer.Option(min=1, help="squirrel: images in each file.")] = 1000,
 ) -> None:
-    """Pack a folder of images into a few large files, which ImageNetDataset reads like the folder itself."""
+    """Pack a folder of images into a few large files, which ImageNetDataset reads like the folder itself.
+
+    Where it was interrupted, the same command goes on with what is left.
+    """
     from monai_gds.imagenet.listing import list_folder
-    from monai_gds.imagenet.packed import pack_folder
+    from monai_gds.imagenet.packing import pack_folder
     from monai_gds.imagenet.squirrel import write_store
 
     if out.resolve().is_relative_to(root.resolve()):
@@ -48,7 +64,11 @@ def pack(
         if format_ is Format.SQUIRREL:
             write_store(images, out, size=size, shard_size=shard_size, progress=progress)
         else:
-            pack_folder(images, out, file_bytes=file_mb << 20, progress=progress)
+            with ThreadPoolExecutor(num_workers or min(8, os.cpu_count() or 1)) as executor:
+                pack_folder(
+                    images, out, file_bytes=file_mb << 20, max_side=max_side, quality=quality, executor=executor,
+                    progress=progress,
+                )  # fmt: skip
     files = [file for file in out.iterdir() if file.is_file()]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     counts = (len(images), "image", "s"), (len(images.classes), "class", "es"), (len(files), "file", "s")

@@ -231,11 +231,13 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     pytest.importorskip("nvidia.dali", reason="this machine has no DALI")
     from monai_gds.imagenet.synthetic import write_image_folder
 
-    write_image_folder(tmp_path / "imagenet/train", 64)
+    train = write_image_folder(tmp_path / "imagenet/train", 64)
+    (tmp_path / "imagenet/val").symlink_to(train / "n01440764")  # a flat folder
+    (tmp_path / "ILSVRC2012_validation_ground_truth.txt").write_text("".join(f"{i}\n" for i in range(64, 0, -1)))
     monkeypatch.chdir(tmp_path)
-    (code,) = examples(DOCS / "howto/images.md")
-    run(code, tmp_path)
+    names = run("".join(examples(DOCS / "howto/images.md")), tmp_path)
     assert "torch.Size([64, 224, 224, 3])" in capsys.readouterr().out
+    assert next(iter(names["validation"]))["label"].tolist() == list(range(64, 0, -1))
 
 
 def test_the_backend_of_ones_own_reads(tmp_path: Path) -> None:

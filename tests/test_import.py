@@ -6,10 +6,12 @@ import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import monai_gds
+from monai_gds.imagenet.synthetic import write_image_folder
 
 
 def _modules_after(statement: str) -> set[str]:
@@ -30,6 +32,19 @@ def test_nothing_heavy_is_imported_before_it_is_used(statement: str) -> None:
 
 def test_storage_does_not_import_monai() -> None:
     assert not (HEAVY - {"torch", "numpy"}) & _modules_after("import monai_gds; monai_gds.open_storage('posix', 'cpu')")
+
+
+def test_images_do_not_import_monai(tmp_path: Path) -> None:
+    """Not even where they are packed, shuffled and read: MONAI's import takes more time and memory than torch's."""
+    pytest.importorskip("PIL", reason="Pillow is not installed on this machine")
+    images = write_image_folder(tmp_path / "images", 3)
+    statement = f"""if True:
+        from monai_gds import ImageNetDataset
+        from monai_gds.imagenet import open_images, pack_folder
+
+        pack_folder(open_images({str(images)!r}), {str(tmp_path / "packed")!r})
+        assert len(list(ImageNetDataset({str(tmp_path / "packed")!r}, 2, device="cpu", decode=False))) == 2"""
+    assert not (HEAVY - {"torch", "numpy"}) & _modules_after(statement)
 
 
 def test_every_public_name_is_there() -> None:

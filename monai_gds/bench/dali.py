@@ -152,7 +152,7 @@ def with_dali(settings: DaliSettings, source: Source, *, batched: bool, cupy: bo
 
     return dali_iterator(
         source.batches if batched else source.samples, settings.batch_size, graph, already_batched=batched,
-        device=settings.device, threads=settings.threads, layouts={"image": "CHW"},
+        device=settings.device, num_threads=settings.threads, layouts={"image": "CHW"},
     )  # fmt: skip
 
 

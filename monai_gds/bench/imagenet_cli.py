@@ -67,6 +67,21 @@ def loaders(
             "--decode/--no-decode", help="Decode the images, or only bring their bytes; default: both, in turn."
         ),
     ] = None,
+    crop: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Also decode random crops of so many pixels, mirror and normalise them, for training."
+        ),
+    ] = None,
+    hw_decoder_load: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="DALI's: the share of the images for the GPU's hardware decoder."),
+    ] = None,
+    max_side: Annotated[
+        int | None,
+        typer.Option(min=1, help="Also read the images packed and made smaller: of so many pixels a side at most."),
+    ] = None,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="Of these smaller JPEGs.")] = 90,
     threads: Annotated[
         list[int] | None,
         typer.Option(
@@ -81,14 +96,17 @@ def loaders(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Measure images per second through every reader, beside DALI's own and plain Python."""
+    """Measure images per second through every reader, beside DALI's own, torchvision's and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
+    from monai_gds.imagenet.decoding import Decoding
     from monai_gds.imagenet.listing import list_folder
     from monai_gds.storage import resolve_device
 
-    wanted = reader or list(bench.PEERS)
+    wanted = reader or [name for name in bench.PEERS if name != "packed-resized" or max_side is not None]
     one_of(bench.PEERS, wanted, "--reader")
+    if "packed-resized" in wanted and max_side is None:
+        raise typer.BadParameter("packed-resized reads images of --max-side pixels", param_hint="--reader")
     if datadir is None and make is None:
         raise typer.BadParameter("name a folder of images, or let --make N make one", param_hint="--datadir")
     target = resolve_device(device)
@@ -105,15 +123,21 @@ def loaders(
         settings = bench.LoaderSettings(
             datadir, packed or temporary / "packed", target, batchsize, batches, threads=threads or
             [t for t in (1, 2, 4, 8, 16) if t <= cores], repeats=repeats, options=options,
+            resized=temporary / "resized", max_side=max_side, quality=quality,
         )  # fmt: skip
+        decoder = {} if hw_decoder_load is None else {"hw_decoder_load": hw_decoder_load}
+        decodings: list[Decoding | None] = [None] if decode is not True else []
+        if decode is not False:
+            decodings.append(Decoding(options=decoder))
+        if crop is not None:
+            decodings.append(Decoding((crop, crop), flip=True, normalize=True, options=decoder))
         bench.warm(datadir)
         with stderr.status("measuring…") as status:
 
             def tell(name: str, images: int, rate: float) -> None:
                 status.update(f"{name}: {images} images, {rate:,.0f} images/s")
 
-            both = (False, True) if decode is None else (decode,)
-            reports = [bench.compare(replace(settings, decode=d), wanted, tell) for d in both]
+            reports = [bench.compare(replace(settings, decoding=d), wanted, tell) for d in decodings]
         about = {
             **machine(target), "batch size": batchsize, "images": "made" if make else str(datadir),
             "kB per image": round(list_folder(datadir).sizes.mean() / 1e3), "page cache": "warm",

@@ -1,14 +1,19 @@
-"""``monai-gds bench loaders``: images per second of every reader, beside DALI's own file reader and plain Python.
+"""``monai-gds bench loaders``: images per second of every reader, beside DALI's own, torchvision's and plain Python.
 
 A peer is a function. Given :class:`LoaderSettings` and a number of threads, it yields the number of images in each
 batch that it has brought to the device, without end. ``dali`` and ``python-file`` are written for DALI alone, as in its
-documentation, and do not even turn their outputs into torch tensors. All others are ImageNetDataset with a reader.
+documentation, and do not even turn their outputs into torch tensors; what they decode goes through the same operators
+with the same options as ours. ``torchvision`` is a DataLoader with as many workers. All others are ImageNetDataset with
+a reader.
+
+FFCV has no row: from PyPI it comes as source, which does not build without OpenCV and libturbojpeg.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +22,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import ImageNetDataset
-from monai_gds.imagenet.listing import list_folder
-from monai_gds.imagenet.packed import is_packed, open_packed, pack_folder
+from monai_gds.imagenet.decoding import IMAGENET_MEAN, IMAGENET_STD, Decoding
+from monai_gds.imagenet.listing import ImageList, list_folder
+from monai_gds.imagenet.packed import is_packed, open_packed
+from monai_gds.imagenet.packing import pack_folder
 from monai_gds.imagenet.pipeline import dali
 from monai_gds.storage.registry import backend_names, backend_options
 
@@ -30,6 +38,16 @@ __all__ = ["PEERS", "LoaderSettings", "compare", "options_for"]
 
 #: Called with the peer, images so far, and images per second so far.
 Progress: TypeAlias = Callable[[str, int, float], None]
+
+
+#: The peer that reads images which were made smaller when they were packed.
+_RESIZED = "packed-resized"
+
+#: The ceiling of all peers that decode.
+_ALONE = "the decoder alone"
+
+#: Batches that the decoder is fed with to find its own ceiling.
+_BATCHES_IN_MEMORY = 16
 
 
 @dataclass(frozen=True)
@@ -42,11 +60,13 @@ class LoaderSettings:
         device: where batches go.
         batch_size: images per batch.
         batches: batches per measurement; None for the whole dataset.
-        decode: also decode.
+        decoding: how the images are decoded; None only brings their bytes.
         threads: numbers of threads each peer is tried with. The best one counts.
         repeats: measurements of each peer.
         options: storage options, each for the backends that take it. With ``blockmap``, those that take it read the
             images that the map holds.
+        resized: for ``packed-resized``: the same images, packed and made smaller; made where missing.
+        max_side, quality: how, as for :func:`~monai_gds.imagenet.packing.pack_folder`.
     """
 
     datadir: Path
@@ -54,10 +74,22 @@ class LoaderSettings:
     device: torch.device
     batch_size: int = 64
     batches: int | None = None
-    decode: bool = False
+    decoding: Decoding | None = None
     threads: Sequence[int] = (1, 2, 4, 8, 16)
     repeats: int = 5
     options: Mapping[str, Any] = field(default_factory=dict)
+    resized: Path = Path("resized")
+    max_side: int | None = None
+    quality: int = 90
+
+    @property
+    def what(self) -> str:
+        """What is brought to the device."""
+        if self.decoding is None:
+            return "encoded bytes"
+        if self.decoding.crop is None:
+            return "decoded"
+        return f"random crops of {self.decoding.crop[0]} pixels, mirrored and normalised,"
 
 
 def dali_reader(settings: LoaderSettings, threads: int) -> Generator[int]:
@@ -74,13 +106,64 @@ def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
 
     def batches() -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
         for start in range(0, len(paths) - settings.batch_size + 1, settings.batch_size):
-            data = []
-            for path in paths[start : start + settings.batch_size]:
-                with open(path, "rb") as file:
-                    data.append(np.frombuffer(file.read(), dtype=np.uint8))
+            data = [_read(path) for path in paths[start : start + settings.batch_size]]
             yield data, images.labels[start : start + settings.batch_size, None]
 
     return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
+
+
+def decoder_alone(settings: LoaderSettings, threads: int) -> Generator[int]:
+    """No reader: the decoder is fed with a few batches that are in memory. No peer that decodes is faster."""
+    fn = dali().fn
+    images = list_folder(settings.datadir)
+    count = min(len(images) // settings.batch_size, _BATCHES_IN_MEMORY) * settings.batch_size
+    data = [_read(images.path(i)) for i in range(count)]
+    starts = range(0, count, settings.batch_size)
+    batches = [(data[i : i + settings.batch_size], images.labels[i : i + settings.batch_size, None]) for i in starts]
+    return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet", no_copy=True))
+
+
+def _read(path: str) -> np.ndarray:
+    with open(path, "rb") as file:
+        return np.frombuffer(file.read(), dtype=np.uint8)
+
+
+def torchvision_loader(settings: LoaderSettings, threads: int) -> Generator[int]:
+    """torchvision's ImageFolder and transforms in torch's DataLoader, with one worker for each thread of the others."""
+    decoding, on_gpu = settings.decoding, settings.device.type == "cuda"
+    if decoding is None:
+        raise BackendUnavailable("torchvision's ImageFolder decodes what it reads: it has no row of encoded bytes")
+    try:
+        from torchvision import datasets, transforms
+    except (ImportError, RuntimeError) as e:  # RuntimeError: one that was built for another torch
+        raise BackendUnavailable(f"torchvision cannot be imported ({e}): pip install torchvision") from e
+    transform = transforms.PILToTensor()
+    if decoding.crop is not None:
+        mean, std = ([value / 255 for value in values] for values in (IMAGENET_MEAN, IMAGENET_STD))
+        transform = transforms.Compose(
+            [
+                transforms.RandomResizedCrop(decoding.crop),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize(mean, std),
+            ]
+        )
+    loader = DataLoader(
+        datasets.ImageFolder(settings.datadir, transform, allow_empty=True), settings.batch_size, num_workers=threads,
+        pin_memory=on_gpu, drop_last=True, persistent_workers=True,
+        collate_fn=_in_lists if decoding.crop is None else None,
+    )  # fmt: skip
+    while True:
+        for images, labels in loader:
+            tensors = images if isinstance(images, list) else [images]
+            _ = [tensor.to(settings.device, non_blocking=True) for tensor in (*tensors, labels)]
+            yield len(labels)
+
+
+def _in_lists(samples: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A batch of images of different sizes."""
+    images, labels = zip(*samples, strict=True)
+    return list(images), torch.tensor(labels)
 
 
 def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> Generator[int]:
@@ -90,8 +173,8 @@ def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> G
     pipe = module.Pipeline(settings.batch_size, threads, settings.device.index if on_gpu else None)
     with pipe:
         images, labels = inputs()
-        if settings.decode:
-            images = module.fn.decoders.image(images, device="mixed" if on_gpu else "cpu")
+        if settings.decoding is not None:
+            images = settings.decoding.graph(images, on_gpu)
         elif on_gpu:
             images = images.gpu()
         pipe.set_outputs(images, labels)
@@ -108,12 +191,19 @@ def options_for(reader: str, options: Mapping[str, Any], device: torch.device) -
 
 def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
     """ImageNetDataset with one of its readers."""
-    offered = settings.options if settings.decode else {"threads": threads, **settings.options}
+    decoding = settings.decoding
+    offered = settings.options if decoding is not None else {"threads": threads, **settings.options}
     options = options_for(reader, offered, settings.device)
-    root = settings.packed if reader == "packed" else options.get("blockmap", settings.datadir)
+    root = {"packed": settings.packed, _RESIZED: settings.resized}.get(reader) or options.get(
+        "blockmap", settings.datadir
+    )
+    transforms: dict[str, Any] = {}
+    if decoding is not None:
+        transforms = {"crop": decoding.crop, "flip": decoding.flip, "normalize": decoding.normalize}
+        transforms["decoder"] = decoding.options
     dataset = ImageNetDataset(
-        root, settings.batch_size, reader, settings.device, settings.decode, threads=threads, last_batch="drop",
-        storage_options=options,
+        root, settings.batch_size, "packed" if reader == _RESIZED else reader, settings.device, decoding is not None,
+        num_threads=threads, last_batch="drop", storage_options=options, **transforms,
     )  # fmt: skip
     with closing(dataset):
         while True:
@@ -121,10 +211,13 @@ def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
                 yield len(batch["image"])
 
 
-PEERS: Mapping[str, Callable[[LoaderSettings, int], Generator[int]]] = {
+Peer: TypeAlias = Callable[[LoaderSettings, int], Generator[int]]
+
+PEERS: Mapping[str, Peer] = {
     "dali": dali_reader,
     "python-file": python_file,
-    **{name: partial(ours, name) for name in (*backend_names(), "packed")},
+    "torchvision": torchvision_loader,
+    **{name: partial(ours, name) for name in (*backend_names(), "packed", _RESIZED)},
 }
 
 
@@ -139,32 +232,52 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
     if settings.batch_size > len(images):
         raise ValueError(f"a batch of {settings.batch_size} is larger than the {len(images)} images there are")
     count = settings.batches or len(images) // settings.batch_size
-    if "packed" in readers:
-        packed = open_packed(settings.packed) if is_packed(settings.packed) else pack_folder(images, settings.packed)
-        if list(packed.images.names) != list(images.names):
-            raise ImageListError(f"{settings.packed} does not hold the images of {settings.datadir}: pack that folder")
+    _pack(settings, images, readers)
+    peers: dict[str, Peer] = {name: PEERS[name] for name in readers}
+    if settings.decoding is not None:
+        peers[_ALONE] = decoder_alone
     best: dict[str, int] = {}
-    samples: dict[str, list[float]] = {name: [] for name in readers}
+    samples: dict[str, list[float]] = {name: [] for name in peers}
     reasons: dict[str, str] = {}
-    for name in readers:
+    for name, peer in peers.items():
         try:
-            rates = {t: _rate(name, settings, t, count, progress) for t in dict.fromkeys(settings.threads)}
+            rates = {
+                t: _rate(peer, settings, t, count, partial(progress, name)) for t in dict.fromkeys(settings.threads)
+            }
             best[name] = max(rates, key=rates.__getitem__)
         except (BackendUnavailable, ValueError, OSError) as e:
             reasons[name] = str(e)
     for _ in range(settings.repeats):
         for name, threads in best.items():
-            samples[name].append(_rate(name, settings, threads, count, progress))
-    rows = [
-        Row(name, tuple(samples[name]), reasons.get(name, ""), {"threads": str(best.get(name, ""))}) for name in readers
-    ]
-    what = "decoded" if settings.decode else "encoded bytes"
-    return Report(f"{what} to {settings.device.type}", "images/s", rows, "dali" if "dali" in best else None)
+            samples[name].append(_rate(peers[name], settings, threads, count, partial(progress, name)))
+    rows = {
+        name: Row(name, tuple(samples[name]), reasons.get(name, ""), {"threads": str(best.get(name, ""))})
+        for name in peers
+    }
+    ceilings = [rows.pop(_ALONE)] if _ALONE in rows else []
+    reference = "dali" if "dali" in best else None
+    return Report(f"{settings.what} to {settings.device.type}", "images/s", list(rows.values()), reference, ceilings)
 
 
-def _rate(name: str, settings: LoaderSettings, threads: int, batches: int, progress: Progress) -> float:
+def _pack(settings: LoaderSettings, images: ImageList, readers: Sequence[str]) -> None:
+    """Packs the images where readers want them packed and they are not yet."""
+    wanted: list[tuple[Path, dict[str, Any]]] = [(settings.packed, {})] if "packed" in readers else []
+    if _RESIZED in readers:
+        if settings.max_side is None:
+            raise ValueError(f"{_RESIZED} reads images that were made smaller: give max_side")
+        wanted.append((settings.resized, {"max_side": settings.max_side, "quality": settings.quality}))
+    for folder, how in wanted:
+        with ThreadPoolExecutor() as executor:
+            packed = open_packed(folder) if is_packed(folder) else pack_folder(images, folder, executor=executor, **how)
+        if list(packed.images.names) != list(images.names):
+            raise ImageListError(f"{folder} does not hold the images of {settings.datadir}: pack that folder")
+
+
+def _rate(
+    peer: Peer, settings: LoaderSettings, threads: int, batches: int, progress: Callable[[int, float], None]
+) -> float:
     """Images per second over so many batches, after a tenth as many, at least ten, to warm up."""
-    with closing(PEERS[name](settings, threads)) as run:
+    with closing(peer(settings, threads)) as run:
         for _ in range(max(10, batches // 10)):
             next(run)
         _synchronize(settings.device)
@@ -174,7 +287,7 @@ def _rate(name: str, settings: LoaderSettings, threads: int, batches: int, progr
             elapsed = time.perf_counter() - start
             if elapsed - told > 0.5:
                 told = elapsed
-                progress(name, done, done / elapsed)
+                progress(done, done / elapsed)
         _synchronize(settings.device)
         return done / (time.perf_counter() - start)
 

@@ -20,11 +20,10 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.cache import data_root
@@ -43,6 +42,9 @@ from monai_gds.cache.encoding import ARRAY_ALIGNMENT, Opaque
 from monai_gds.cache.header import MOST_AXES
 from monai_gds.cache.passthrough import value_at
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
+
+if TYPE_CHECKING:
+    from monai.data import MetaTensor
 
 __all__ = ["Recipe", "TreePlan", "compile_tree", "tensor_of"]
 
@@ -486,6 +488,8 @@ class TreePlan:
         return lambda t, v, a: torch.view_as_complex(t[name]).numpy()
 
     def metatensor(self, data: _TreeForm, attributes: _TreeForm) -> _Build:
+        from monai.data import MetaTensor  # takes seconds, and packed images are records without any
+
         plain_of, attributes_of = self._node(data), self._node(attributes)
 
         def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> MetaTensor:

@@ -9,15 +9,15 @@ import enum
 import gc
 import math
 import pathlib
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.cache import data_root
@@ -38,6 +38,9 @@ from monai_gds.cache.codecs import (
 from monai_gds.cache.header import MOST_AXES
 from monai_gds.cache.passthrough import ItemValues
 from monai_gds.errors import DamagedRecord, UnsupportedType
+
+if TYPE_CHECKING:
+    from monai.data import MetaTensor
 
 __all__ = ["ARRAY_ALIGNMENT", "EncodedItem", "encode_item", "tensor_bytes"]
 
@@ -128,6 +131,8 @@ class _Encoder:
         encode = _ENCODERS.get(kind)
         if encode is not None:
             return encode(self, value, path)
+        if _is_metatensor(kind):
+            return self.metatensor(value, path)
         codec = codec_for(kind)
         if codec is not None:
             return self.registered(codec, value, path)
@@ -421,10 +426,15 @@ _ENCODERS: dict[type, _Encode] = {
     np.ndarray: _Encoder.array,
     np.memmap: _Encoder.array,
     torch.Tensor: _Encoder.tensor,
-    MetaTensor: _Encoder.metatensor,
     type: _Encoder.class_,
     slice: lambda e, v, p: {"$slice": e.members((v.start, v.stop, v.step), p)},
 }
+
+
+def _is_metatensor(kind: type) -> bool:
+    """Whether a type is MONAI's, without importing MONAI: packed images are records too, and need none of it."""
+    return kind is getattr(sys.modules.get("monai.data.meta_tensor"), "MetaTensor", None)
+
 
 _DESCRIPTIONS = {dtype: descr for descr, dtype in NUMERIC.items()}
 

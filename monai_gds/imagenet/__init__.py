@@ -5,7 +5,7 @@ Start with :class:`~monai_gds.imagenet.dataset.ImageNetDataset`. Importing this 
 
 from monai_gds.imagenet.dataset import ImageNetDataset
 from monai_gds.imagenet.iterable import dali_iterator
-from monai_gds.imagenet.packed import pack_folder
+from monai_gds.imagenet.packing import pack_folder
 from monai_gds.imagenet.source import READERS, ImageSource, open_images
 from monai_gds.imagenet.squirrel import squirrel_source
 

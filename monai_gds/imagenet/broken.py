@@ -15,7 +15,7 @@ import torch
 from monai_gds.errors import BrokenImage
 from monai_gds.imagenet.decoding import Decoding
 from monai_gds.imagenet.listing import ImageList
-from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed
+from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, execution
 from monai_gds.imagenet.readers import Batch
 
 __all__ = ["BrokenImages", "undecodable"]
@@ -97,7 +97,7 @@ def undecodable(
     decoding = Decoding(options=options)
     pipe: FedPipeline[np.ndarray] = FedPipeline(
         {"image": Input()}, lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda")},
-        batch_size=1, device=device, threads=1,
+        batch_size=1, device=device, execution=execution(num_threads=1),
     )  # fmt: skip
     found = []
     for i, image in enumerate(images):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -20,9 +19,9 @@ from monai_gds.imagenet.broken import BrokenImages
 from monai_gds.imagenet.decoding import Decoding
 from monai_gds.imagenet.listing import ImageList, StrPath
 from monai_gds.imagenet.packed import PackedImages
-from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, dali
+from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, dali, execution
 from monai_gds.imagenet.readers import Batch, ImageReader
-from monai_gds.imagenet.sampling import LastBatch, Sampler
+from monai_gds.imagenet.sampling import LastBatch, Sampler, policy_named
 from monai_gds.imagenet.source import arrays_of, list_of, open_images, open_reader
 from monai_gds.storage import resolve_device
 
@@ -38,8 +37,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
     where a DataLoader is expected, or give it to one with ``batch_size=None`` and no workers.
 
     Args:
-        root: an image folder ``<root>/<class>/<file>``, a folder written by ``monai-gds pack``, or a block map of an
-            image folder.
+        root: an image folder ``<root>/<class>/<file>``, a flat folder ``<root>/<file>``, a folder written by
+            ``monai-gds pack``, or a block map of an image folder.
         batch_size: images per batch.
         reader: how encoded images are read: one of :data:`~monai_gds.imagenet.source.READERS`, which are the storage
             backends, ``auto``, ``packed`` for the best backend over a packed folder, and ``python-file`` for plain
@@ -49,21 +48,30 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         decode: decode with DALI, on the GPU if ``device`` is one. False yields encoded bytes as a list of 1-D uint8
             tensors on ``device``. Without ``graph``, DALI is then not used and need not be installed. The tensors of a
             batch are slices of one buffer (packed: of one file's images), which any one of them keeps alive.
+        file_list, files, labels: name the images, as for ``fn.readers.file``; see
+            :func:`~monai_gds.imagenet.source.open_images`.
         shuffle: a new order in every epoch. A packed folder is shuffled within windows of ``window`` of its files.
         seed: of the order, and of random transforms, which differ between shards.
         shard_id, num_shards: this process's share of each epoch. Default: rank and world size of torch.distributed
             where it is initialised, else all images.
-        last_batch: ``"partial"``, ``"fill"`` or ``"drop"``, see :class:`~monai_gds.imagenet.sampling.Sampler`.
-        crop: (height, width) of a random resized crop, or None.
+        last_batch: ``"partial"`` (the default), ``"exact"``, ``"fill"`` or ``"drop"``, see
+            :class:`~monai_gds.imagenet.sampling.Sampler`. On uneven shards, ``"partial"`` repeats an image.
+        last_batch_policy: in its place, DALI's ``LastBatchPolicy`` or its name. ``FILL``, ``DROP`` and ``PARTIAL`` are
+            ``"fill"``, ``"drop"`` and ``"exact"``: each epoch of a shard is what DALI's iterator gives first over a
+            reader with ``pad_last_batch=True``.
+        crop: (height, width) of a random resized crop, or None. Only the part of an image that is in the crop is
+            decoded.
         flip: mirror each image with a probability of one half.
         normalize: float32 CHW, normalised with ImageNet's mean and deviation or with ``(mean, std)``; see
             :class:`~monai_gds.imagenet.decoding.Decoding`.
         graph: a function from the DALI nodes ``(images, labels)``, or ``(jpegs, labels)`` without ``decode``, to the
             nodes ``(image, label)``. It takes the place of crop, flip and normalize.
-        decoder: arguments of ``fn.decoders.image``, such as ``device_memory_padding`` and ``host_memory_padding``.
+        decoder: arguments of ``fn.decoders.image``, and with ``crop`` of ``fn.decoders.image_random_crop``, such as
+            ``hw_decoder_load``, the share of the images for a GPU's hardware decoder.
         skip_broken: replace an image that cannot be decoded, and its label, by another one, if possible of the same
             batch, and note it in ``broken``. Otherwise it raises BrokenImage.
-        threads: DALI's CPU threads. Default: one per core, at most 8.
+        num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
+            :func:`~monai_gds.imagenet.pipeline.execution`.
         window: files, see ``shuffle``. That many, and as many read ahead, are held in memory.
         storage_options: keyword arguments of the storage backend.
 
@@ -95,26 +103,33 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     def __init__(
         self,
-        root: StrPath,
-        batch_size: int,
+        root: StrPath | None = None,
+        batch_size: int = 1,
         reader: str = "auto",
         device: int | str | torch.device | None = None,
         decode: bool = True,
         *,
+        file_list: StrPath | None = None,
+        files: Sequence[StrPath] | None = None,
+        labels: Sequence[int] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         shard_id: int | None = None,
         num_shards: int | None = None,
-        last_batch: LastBatch = "partial",
+        last_batch: LastBatch | None = None,
+        last_batch_policy: Any = None,
         crop: tuple[int, int] | None = None,
         flip: bool = False,
         normalize: bool | tuple[Sequence[float], Sequence[float]] = False,
         graph: Callable[[Any, Any], tuple[Any, Any]] | None = None,
         decoder: Mapping[str, Any] | None = None,
         skip_broken: bool = False,
-        threads: int | None = None,
+        num_threads: int | None = None,
+        prefetch_queue_depth: int | None = None,
+        exec_dynamic: bool | None = None,
         window: int = 8,
         storage_options: Mapping[str, Any] | None = None,
+        threads: int | None = None,
     ) -> None:
         self.device = resolve_device(device)
         self.reader = reader
@@ -126,14 +141,16 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             raise ValueError("graph takes the place of crop, flip and normalize: give one or the other")
         if not decode and (transforms or decoder):
             raise ValueError("decode=False gives encoded bytes: crop, flip, normalize and decoder need decode=True")
-        images = open_images(root)
+        images = open_images(root, file_list=file_list, files=files, labels=labels)
         self.images = list_of(images)
         shard_id, num_shards = _shard(shard_id, num_shards)
         self._sampler = Sampler(
-            len(self.images), batch_size, shuffle, seed, shard_id, num_shards, last_batch, images.bounds, window
-        )
+            len(self.images), batch_size, shuffle, seed, shard_id, num_shards,
+            policy_named(last_batch, last_batch_policy), images.bounds, window,
+        )  # fmt: skip
+        how = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
         self._reader = self._open_reader(images, window=window, options=storage_options)
-        self._pipe = self._make_pipeline(threads or min(8, os.cpu_count() or 1))
+        self._pipe = self._make_pipeline(how)
         self._broken = BrokenImages(self.images, skip_broken)
         self.broken = self._broken.reasons
         self.copied_back = 0
@@ -155,7 +172,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         )
         return reader
 
-    def _make_pipeline(self, threads: int) -> FedPipeline[Batch] | None:
+    def _make_pipeline(self, how: Mapping[str, Any]) -> FedPipeline[Batch] | None:
         if not self._decode and self._graph is None:
             return None
         dali()  # an error now, not at the first batch
@@ -166,8 +183,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         )  # fmt: skip
         return FedPipeline(
             {"image": Input(on_device, no_copy=self._recycles), "label": Input()}, graph,
-            batch_size=self._sampler.batch_size, device=self.device, threads=threads,
-            seed=self._sampler.seed + self._sampler.shard_id,
+            batch_size=self._sampler.batch_size, device=self.device,
+            seed=self._sampler.seed + self._sampler.shard_id, execution=how,
         )  # fmt: skip
 
     @property
@@ -216,19 +233,27 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     def _run(self, epoch: int) -> Generator[dict[str, Any]]:
         batches = self._sampler.epoch(epoch)
+        ends_empty = self._sampler.ends_empty
+        if ends_empty:
+            del batches[-1]
+        nothing: dict[str, Any] = {}
         while batches:
             done = 0
             try:
                 for batch in self._loaded(batches):
                     done += 1
+                    if ends_empty:
+                        nothing = {key: _empty(value) for key, value in batch.items()}
                     yield batch
             except PipelineFailed as e:
                 self._broken.note_failure(e, self.device, self._decoding.options, self._decode)
             except BrokenImage as e:
                 self._broken.note_empty(e)
             else:
-                return
+                break
             batches = batches[done:]
+        if ends_empty:
+            yield nothing
 
     def _loaded(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
         """The batches as the user gets them."""
@@ -254,6 +279,11 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         if isinstance(labels, torch.Tensor) and labels.dtype == torch.int32 and labels.numel() == len(labels):
             return labels.reshape(-1).to(self.device, torch.int64, non_blocking=True)
         return labels
+
+
+def _empty(value: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """No image or label, in the form of these ones."""
+    return value.new_empty((0, *value.shape[1:])) if isinstance(value, torch.Tensor) else []
 
 
 def _graph_of(

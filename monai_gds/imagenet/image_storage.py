@@ -11,14 +11,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from monai_gds import limits
 from monai_gds.cache.checksum import checksum
-from monai_gds.cache.header import ARRAYS, Header, parse
+from monai_gds.cache.header import ARRAYS, Header
 from monai_gds.cache.reading import read_record
 from monai_gds.cache.record import pack_record
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
@@ -28,7 +28,7 @@ from monai_gds.process import PerProcess
 from monai_gds.storage import ALIGNMENT, FileId, Pending, Reads, Storage, open_storage
 from monai_gds.storage.pending import Then
 
-__all__ = ["Fetch", "ImageStorage", "load_item", "read_files", "save_item"]
+__all__ = ["Fetch", "ImageRecord", "ImageStorage", "load_item", "read_files", "read_layout", "save_item"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +171,26 @@ def read_files(storage: Storage, paths: Sequence[str], sizes: list[int]) -> torc
     return data
 
 
-def save_item(storage: Storage, path: Path, item: dict[str, Any]) -> dict[str, int]:
-    """Writes an item as the new file ``path``, a record without a key. Returns the offset of each of its tensors."""
-    buffers = pack_record(encode_item(item), key={})
-    storage.write(str(path), buffers)
-    header = bytes(buffers[0])
-    return {name: entry.offset for name, entry in parse(header, path.stat().st_size).tensors.items()}
+def save_item(storage: Storage, path: Path, item: dict[str, Any]) -> None:
+    """Writes an item as the new file ``path``, a record without a key."""
+    storage.write(str(path), pack_record(encode_item(item), key={}))
+
+
+class ImageRecord(NamedTuple):
+    """A file of packed images: the bytes of each image, where the first one begins, and the bytes of the file."""
+
+    sizes: np.ndarray
+    offset: int
+    nbytes: int
+
+
+def read_layout(path: str) -> ImageRecord:
+    """Reads where the images of a file are that :func:`save_item` wrote. Raises RecordError, OSError."""
+    with closing(open_storage(device="cpu")) as storage:
+        record, file, _ = read_record(path, storage)
+        told = record.tensors["sizes"]
+        (sizes,) = storage.load(Reads.of(path, [(told.offset, told.nbytes)], file)).wait()
+    return ImageRecord(sizes.view(torch.int64).numpy().copy(), record.tensors["images"].offset, file.size)
 
 
 def load_item(path: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -11,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from monai_gds.imagenet.pipeline import FedPipeline, Graph, Input, dali
-from monai_gds.imagenet.sampling import check_int
+from monai_gds.imagenet.pipeline import FedPipeline, Graph, Input, dali, execution
+from monai_gds.imagenet.sampling import check_int, policy_named
 from monai_gds.storage import resolve_device
 
 __all__ = ["DaliIterator", "dali_iterator"]
@@ -25,8 +24,7 @@ class DaliIterator:
     """Wraps an iterable as a DALI pipeline.
 
     Each ``iter()`` is an epoch. It yields dicts by key of torch tensors (batch, …), or of lists of tensors where shapes
-    differ. The last batch of an epoch is smaller if samples do not fill it. Tensors are on the device where the graph
-    left them.
+    differ. Tensors are on the device where the graph left them.
 
     Args:
         source: an iterable of dicts or tuples of arrays (NumPy, CuPy, torch on the CPU or a GPU) or numbers. It is
@@ -38,13 +36,17 @@ class DaliIterator:
         already_batched: items are batches: arrays with a leading batch axis, or lists of arrays.
         device: where DALI works: an int or ``"cuda:N"``, ``"cpu"``, or None for the current CUDA device if there is one
             and the CPU if not.
-        threads: DALI's CPU threads. Default: one per core, at most 8.
+        num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
+            :func:`~monai_gds.imagenet.pipeline.execution`.
+        last_batch_policy: DALI's ``LastBatchPolicy``, or its name: what becomes of an epoch's last samples if they do
+            not fill a batch. ``PARTIAL``, the default, makes a smaller batch, ``FILL`` repeats the last sample, and
+            ``DROP`` drops them. Not with ``already_batched``: there the source decides.
         seed: of random operators.
         layouts: DALI's layouts by key, such as ``{"image": "CHW"}``, which many operators need.
 
     Raises:
         BackendUnavailable: DALI is not installed.
-        ValueError: ``batch_size`` is not a positive int, or there is no such device.
+        ValueError: an argument is wrong, or there is no such device.
 
     While iterating: TypeError or ValueError, naming the key, for an item that is not an array of numbers or differs
     from the first in its keys, dtype, number of axes or device; RuntimeError if the source has nothing left for another
@@ -70,13 +72,21 @@ class DaliIterator:
         keys: Sequence[str] | None = None,
         already_batched: bool = False,
         device: int | str | torch.device | None = None,
-        threads: int | None = None,
+        num_threads: int | None = None,
+        prefetch_queue_depth: int | None = None,
+        exec_dynamic: bool | None = None,
+        last_batch_policy: Any = None,
         seed: int = 0,
         layouts: Mapping[str, str] | None = None,
+        threads: int | None = None,
     ) -> None:
         check_int("batch_size", batch_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least one sample per batch is needed")
+        if already_batched and last_batch_policy is not None:
+            raise ValueError("last_batch_policy is for samples: a source of batches has made its last one")
+        self._last_batch = policy_named(None, last_batch_policy)
+        self._execution = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
         dali()  # an error now, not at the first batch
         self.device = resolve_device(device)
         self._source = source
@@ -84,7 +94,6 @@ class DaliIterator:
         self._graph = graph
         self._keys = tuple(keys) if keys is not None else None
         self._already_batched = already_batched
-        self._threads = threads or min(8, os.cpu_count() or 1)
         self._seed = seed
         self._layouts = layouts or {}
         self._pipe: FedPipeline[Any] | None = None
@@ -104,7 +113,7 @@ class DaliIterator:
         items = iter(self._source() if callable(self._source) else self._source)
         batches = items
         if not self._already_batched:
-            batches = iter(lambda: list(islice(items, self._batch_size)), [])
+            batches = iter(lambda: self._of_samples(list(islice(items, self._batch_size))), [])
         first = list(islice(batches, 1))
         if not first:
             if self._epochs:
@@ -118,6 +127,13 @@ class DaliIterator:
             self._pipe = self._build(self._columns(first[0]))
         for _, outputs in self._pipe.run(chain(first, batches), self._arrays):
             yield outputs
+
+    def _of_samples(self, samples: list[Any]) -> list[Any]:
+        """A batch of these samples, of which there are fewer than asked for at the end of an epoch."""
+        missing = self._batch_size - len(samples)
+        if missing and self._last_batch == "drop":
+            return []
+        return samples + samples[-1:] * missing if self._last_batch == "fill" else samples
 
     def _columns(self, batch: Any) -> dict[str, Any]:
         """The batch by key: arrays with a batch axis, or lists of arrays."""
@@ -158,7 +174,7 @@ class DaliIterator:
 
         return FedPipeline(
             inputs, self._graph or bring_to_device, batch_size=self._batch_size, device=self.device,
-            threads=self._threads, seed=self._seed,
+            seed=self._seed, execution=self._execution,
         )  # fmt: skip
 
     def _arrays(self, batch: Any) -> dict[str, Any]:

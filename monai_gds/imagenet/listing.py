@@ -4,6 +4,9 @@ Images are at ``<root>/<class>/<file>``. Labels 0, 1, 2… are the classes in by
 those without images; the files of a class are in byte-wise order too. A file counts as an image by the end of its name,
 whatever its case (:data:`EXTENSIONS`). Hidden files and symbolic links are listed; nested folders, and files next to
 the classes, are not.
+
+A folder without any folder in it, in which DALI's reader finds nothing, is listed as DALI lists the same files by
+``files=``: in byte-wise order, with their positions as labels.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ class ImageList:
 
     Attributes:
         root: the folder they are in.
-        classes: all class names, in the order of their labels. Names hold any bytes, decoded by ``os.fsdecode``.
-        names: ``<class>/<file>`` of each image, in the order of their labels.
+        classes: all class names, in the order of their labels; none where labels are not those of folders. Names hold
+            any bytes, decoded by ``os.fsdecode``.
+        names: of each image: its path, relative to ``root`` or absolute.
         labels: int32, (images,).
         sizes: bytes of each, int64, (images,).
         bounds: None; see :class:`~monai_gds.imagenet.packed.PackedImages`.
@@ -56,14 +60,15 @@ class ImageList:
 
     def path(self, index: int) -> str:
         """The path of an image; in a packed folder, a name for messages."""
-        return f"{self.root}/{self.names[index]}"
+        name = self.names[index]
+        return name if name.startswith("/") else f"{self.root}/{name}"
 
 
 def list_folder(root: StrPath) -> ImageList:
-    """Lists ``<root>/<class>/<file>`` with labels and sizes.
+    """Lists ``<root>/<class>/<file>`` with labels and sizes, or ``<root>/<file>`` where there is no folder in ``root``.
 
     Raises:
-        ImageListError: no class, no image, or a dead symbolic link.
+        ImageListError: no image, a dead symbolic link, or a folder of which ``train`` or another folder is to be named.
         OSError: a folder cannot be read.
     """
     top = os.path.abspath(root)
@@ -72,18 +77,46 @@ def list_folder(root: StrPath) -> ImageList:
     with os.scandir(top) as entries:
         classes = sorted((entry.name for entry in entries if stat.S_ISDIR(_stat(entry).st_mode)), key=os.fsencode)
     if not classes:
-        raise ImageListError(f"{top} holds no class: images are expected at {top}/<class>/<file>")
+        return _list_flat(top)
     names: list[str] = []
     labels: list[int] = []
     sizes: list[int] = []
     for label, name in enumerate(classes):
-        for file, size in sorted(_images_in(f"{top}/{name}"), key=lambda image: os.fsencode(image[0])):
-            names.append(f"{name}/{file}")
-            labels.append(label)
-            sizes.append(size)
+        found = _sorted_images(f"{top}/{name}")
+        if not found and name == "train" and _is_root(f"{top}/train"):
+            raise ImageListError(_name_inner(top, name))
+        names += [f"{name}/{file}" for file, _ in found]
+        labels += [label] * len(found)
+        sizes += [size for _, size in found]
     if not names:
+        if (inner := next((name for name in classes if _is_root(f"{top}/{name}")), None)) is not None:
+            raise ImageListError(_name_inner(top, inner))
         raise ImageListError(f"{top} holds no image at {top}/<class>/<file> ({', '.join(EXTENSIONS)})")
     return ImageList(top, classes, names, np.asarray(labels, dtype=np.int32), np.asarray(sizes, dtype=np.int64))
+
+
+def _list_flat(top: str) -> ImageList:
+    found = _sorted_images(top)
+    if not found:
+        raise ImageListError(
+            f"{top} holds no image: images are expected at {top}/<class>/<file>, or at {top}/<file> "
+            f"({', '.join(EXTENSIONS)})"
+        )
+    sizes = np.asarray([size for _, size in found], dtype=np.int64)
+    return ImageList(top, (), [file for file, _ in found], np.arange(len(found), dtype=np.int32), sizes)
+
+
+def _name_inner(top: str, name: str) -> str:
+    return f"{top} is not a folder of classes, but {top}/{name} is: name {top}/{name}"
+
+
+def _is_root(folder: str) -> bool:
+    """Whether there are images at ``<folder>/<class>/<file>``."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(any(map(is_image, os.listdir(entry.path))) for entry in entries if entry.is_dir())
+    except OSError:  # it was only a guess
+        return False
 
 
 def list_block_map(file: StrPath) -> ImageList:
@@ -131,6 +164,11 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result:
 def is_image(name: str) -> bool:
     """Whether a file of this name counts as an image."""
     return os.fsencode(name).lower().endswith(_SUFFIXES)
+
+
+def _sorted_images(folder: str) -> list[tuple[str, int]]:
+    """(name, bytes) of every image directly in a folder, in byte-wise order."""
+    return sorted(_images_in(folder), key=lambda image: os.fsencode(image[0]))
 
 
 def _images_in(folder: str) -> Iterator[tuple[str, int]]:

@@ -20,34 +20,33 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from monai_gds import limits
 from monai_gds.cache.checksum import checksum
 from monai_gds.cache.header import Header
 from monai_gds.cache.reading import read_record
 from monai_gds.cache.tree import tensor_bytes
-from monai_gds.errors import BrokenImage, DamagedRecord, ImageListError, RecordError
-from monai_gds.imagenet.image_storage import load_item, read_files, save_item
+from monai_gds.errors import DamagedRecord, ImageListError, RecordError
+from monai_gds.imagenet.image_storage import load_item
 from monai_gds.imagenet.listing import ImageList, StrPath
-from monai_gds.storage import Reads, open_storage
+from monai_gds.storage import FileId, Reads, open_storage
 
 __all__ = [
-    "INDEX", "PackedImages", "damaged", "empty_folder", "is_packed", "open_packed", "pack_folder",
-    "packed_files", "verify_packed",
+    "FORMAT", "INDEX", "PackedImages", "damaged", "describe", "file_name", "is_packed", "open_packed", "packed_files",
+    "verify_packed",
 ]  # fmt: skip
 
 INDEX = "index.safetensors"
 
-_FORMAT: dict[str, Any] = {"format": "monai_gds packed images", "version": 1}
+#: What the index and every file begin with.
+FORMAT: dict[str, Any] = {"format": "monai_gds packed images", "version": 1}
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,12 @@ class PackedImages:
     Attributes:
         images: its images.
         files: int64, (files, 4), as in the index.
+        index: the identity of the index that told all this.
     """
 
     images: ImageList
     files: np.ndarray
+    index: FileId
 
     @cached_property
     def bounds(self) -> np.ndarray:
@@ -78,7 +79,7 @@ class PackedImages:
 
     def path(self, file: int) -> str:
         """The path of a file, by its number."""
-        return f"{self.images.root}/{_file_name(file)}"
+        return f"{self.images.root}/{file_name(file)}"
 
     def place(self, index: int) -> int:
         """Where an image begins within its file."""
@@ -100,7 +101,7 @@ class PackedImages:
             DamagedRecord: it is another file than the index describes: one of another folder, or two were swapped.
         """
         begin, end = self.bounds[file : file + 2].tolist()
-        told = _describe(self.images, begin, end)
+        told = describe(self.images, begin, end)
         expected = {name: checksum(tensor_bytes(told[name])) for name in ("names", "labels", "sizes")}
         found = {name: record.tensors[name].checksum for name in expected if name in record.tensors}
         data = record.tensors.get("images")
@@ -129,29 +130,30 @@ def open_packed(root: StrPath) -> PackedImages:
     top = os.path.abspath(root)
     index = os.path.join(top, INDEX)
     try:
+        identity = FileId.of(index)
         item = load_item(index)
-        if not isinstance(item, dict) or item["format"] != _FORMAT["format"]:
+        if not isinstance(item, dict) or item["format"] != FORMAT["format"]:
             raise ImageListError(f"{index} is not a record of packed images")
         if type(item["version"]) is not int:
             raise DamagedRecord(f"its version is {item['version']!r:.40}")
-        if item["version"] > _FORMAT["version"]:
+        if item["version"] > FORMAT["version"]:
             raise ImageListError(f"{index} has format version {item['version']}: update monai_gds")
         images, files = _told_by(item, top)
     except (RecordError, KeyError, OSError) as e:
         raise ImageListError(f"{index} is not an index of packed images: {e}; pack the folder again") from e
     for number, nbytes in enumerate(files[:, 3].tolist()):
-        path = f"{top}/{_file_name(number)}"
+        path = f"{top}/{file_name(number)}"
         try:
             found = os.stat(path).st_size
         except FileNotFoundError as e:
             raise ImageListError(f"{path} is missing: copy it again, or pack the folder again") from e
         if found != nbytes:
             raise ImageListError(f"{path} has {found} bytes instead of {nbytes}: copy it again")
-    return PackedImages(images, files)
+    return PackedImages(images, files, identity)
 
 
 def _told_by(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
-    """The images and files of an index. Raises KeyError or DamagedRecord for what :func:`pack_folder` never writes."""
+    """The images and files of an index. Raises KeyError or DamagedRecord for what packing never writes."""
     dtypes = {"names": torch.uint8, "labels": torch.int32, "sizes": torch.int64, "files": torch.int64}
     for key, dtype in dtypes.items():
         axes = 2 if key == "files" else 1
@@ -164,7 +166,7 @@ def _told_by(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
         raise DamagedRecord("its classes are not a list of names")
     if not names or len(names) != len(labels) or len(names) != len(sizes):
         raise DamagedRecord(f"it has {len(names)} names, {len(labels)} labels and {len(sizes)} sizes")
-    if labels.min() < 0 or labels.max() >= len(classes):
+    if classes and (labels.min() < 0 or labels.max() >= len(classes)):  # none if labels are not those of folders
         raise DamagedRecord("it has a label without a class")
     if files.shape[1] != 4 or files.min(initial=0) < 0 or files[:, 0].max(initial=0) > len(names):
         raise DamagedRecord("its files are not described as they should be")
@@ -194,8 +196,7 @@ def verify_packed(root: StrPath, progress: Callable[[int], None] | None = None) 
         What is wrong, by path; empty if nothing is.
 
     Example:
-        >>> from pathlib import Path
-        >>> from monai_gds.imagenet import open_images
+        >>>         >>> from monai_gds.imagenet import open_images, pack_folder
         >>> from monai_gds.imagenet.synthetic import write_image_folder
         >>> packed = pack_folder(open_images(write_image_folder(Path("images"), 3)), "packed")
         >>> verify_packed("packed")
@@ -223,88 +224,16 @@ def verify_packed(root: StrPath, progress: Callable[[int], None] | None = None) 
     return wrong
 
 
-def pack_folder(
-    images: ImageList,
-    out: StrPath,
-    *,
-    file_bytes: int = limits.PACKED_FILE_BYTES,
-    progress: Callable[[int], None] | None = None,
-) -> PackedImages:
-    """Packs the images of a folder. The index is written last, so that an unfinished folder does not count as packed.
-
-    Args:
-        images: what to pack.
-        out: an empty folder, created if missing.
-        file_bytes: image bytes per file. A larger image gets its own file.
-        progress: called with the number of images packed so far.
-
-    Raises:
-        ImageListError: ``out`` is not empty, or is a file.
-        BrokenImage: an image file is empty.
-        OSError: an image cannot be read, or the disk is full.
-        ValueError: ``file_bytes`` is not positive.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from monai_gds.imagenet import open_images
-        >>> from monai_gds.imagenet.synthetic import write_image_folder
-        >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
-        >>> packed = pack_folder(open_images(folder), "packed")
-        >>> len(open_images("packed").images)
-        3
-    """
-    if file_bytes < 1:
-        raise ValueError(f"file_bytes={file_bytes}: must be positive")
-    empty = np.flatnonzero(images.sizes == 0)
-    if len(empty):
-        raise BrokenImage(images.path(int(empty[0])), "it is empty and cannot be packed")
-    top = empty_folder(out)
-    rows: list[list[int]] = []
-    with closing(open_storage(device="cpu")) as storage:
-        for begin, end in _portions(images.sizes, file_bytes):
-            path, sizes = top / _file_name(len(rows)), images.sizes[begin:end].tolist()
-            data = read_files(storage, [images.path(i) for i in range(begin, end)], sizes)
-            offsets = save_item(storage, path, {**_FORMAT, **_describe(images, begin, end), "images": data})
-            rows.append([end - begin, sum(sizes), offsets["images"], path.stat().st_size])
-            if progress is not None:
-                progress(end)
-        index = {**_FORMAT, **_describe(images, 0, len(images)), "files": torch.tensor(rows)}
-        save_item(storage, top / f"{INDEX}.tmp", index)
-    os.replace(top / f"{INDEX}.tmp", top / INDEX)
-    return open_packed(top)
-
-
-def empty_folder(out: StrPath) -> Path:
-    """Returns the empty folder to pack into, created if missing. Raises ImageListError for another."""
-    top = Path(out)
-    try:
-        top.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as e:
-        file = next(path for path in (top, *top.parents) if path.exists())
-        raise ImageListError(f"{file} is a file: name a folder to pack into, a new or an empty one") from e
-    if any(top.iterdir()):
-        raise ImageListError(f"{top} is not empty: choose another folder to pack into")
-    return top
-
-
 _FILE = re.compile(r"images-[0-9]{5,}\.safetensors")
 
 
-def _file_name(number: int) -> str:
+def file_name(number: int) -> str:
+    """The name of a file of packed images, by its number."""
     return f"images-{number:05d}.safetensors"
 
 
-def _portions(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges (first, last + 1) of consecutive images, at least one each, of at most ``limit`` bytes together."""
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    begin = 0
-    while begin < len(sizes):
-        end = max(begin + 1, int(np.searchsorted(offsets, offsets[begin] + limit, side="right")) - 1)
-        yield begin, end
-        begin = end
-
-
-def _describe(images: ImageList, begin: int, end: int) -> dict[str, Any]:
+def describe(images: ImageList, begin: int, end: int) -> dict[str, Any]:
+    """What a file holds about so many of the images, beside their bytes."""
     names = b"".join(os.fsencode(name) + b"\0" for name in images.names[begin:end])
     return {
         "classes": list(images.classes),

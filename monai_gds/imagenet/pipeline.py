@@ -6,6 +6,7 @@ ImageNetDataset and :func:`monai_gds.imagenet.dali_iterator` both run :class:`Fe
 from __future__ import annotations
 
 import math
+import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from torch.utils.dlpack import from_dlpack
 
 from monai_gds import limits
 from monai_gds.errors import BackendUnavailable, MonaiGdsError
+from monai_gds.imagenet.sampling import check_int
 
-__all__ = ["FedPipeline", "Input", "PipelineFailed", "dali", "to_torch"]
+__all__ = ["FedPipeline", "Input", "PipelineFailed", "dali", "execution", "to_torch"]
 
 T = TypeVar("T")
 
@@ -51,6 +53,38 @@ class PipelineFailed(MonaiGdsError, RuntimeError):
         self.feeds = feeds
 
 
+def execution(
+    num_threads: int | None = None,
+    prefetch_queue_depth: int | None = None,
+    exec_dynamic: bool | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Checks the arguments that DALI's pipelines have for how they run, and fills in defaults.
+
+    Args:
+        num_threads: CPU threads. Default: one per core, at most 8.
+        prefetch_queue_depth: batches that DALI works on ahead of the consumer. Default: 2, as in DALI.
+        exec_dynamic: DALI's dynamic executor, or the older one, whose outputs are copied. Default: DALI's own.
+        threads: another name of ``num_threads``.
+
+    Raises:
+        ValueError: a number is not an int, or not positive; or ``num_threads`` is given by both names.
+    """
+    if threads is not None and num_threads is not None:
+        raise ValueError("threads is another name of num_threads: give one of them")
+    num_threads = threads if num_threads is None else num_threads
+    if num_threads is None:
+        num_threads = min(8, os.cpu_count() or 1)
+    if prefetch_queue_depth is None:
+        prefetch_queue_depth = limits.DALI_PREFETCH_BATCHES
+    for name, value in (("num_threads", num_threads), ("prefetch_queue_depth", prefetch_queue_depth)):
+        check_int(name, value)
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be positive")
+    chosen = {} if exec_dynamic is None else {"exec_dynamic": exec_dynamic}
+    return {"num_threads": int(num_threads), "prefetch_queue_depth": int(prefetch_queue_depth), **chosen}
+
+
 @dataclass(frozen=True)
 class Input:
     """One input of a pipeline.
@@ -74,22 +108,21 @@ class FedPipeline(Generic[T]):
         graph: a function from input nodes to output nodes, both by name.
         batch_size: maximum number of samples in a batch.
         device: a CUDA device, or the CPU for a pipeline without a GPU.
-        threads: DALI's CPU threads.
         seed: of random operators.
+        execution: DALI's own arguments, by :func:`execution`.
     """
 
     def __init__(
-        self, inputs: Mapping[str, Input], graph: Graph, *, batch_size: int, device: torch.device, threads: int,
-        seed: int = 0,
+        self, inputs: Mapping[str, Input], graph: Graph, *, batch_size: int, device: torch.device, seed: int = 0,
+        execution: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._inputs = inputs
         self._graph = graph
         self._arguments = {
             "batch_size": batch_size,
-            "num_threads": threads,
             "device_id": device.index if device.type == "cuda" else None,
             "seed": seed,
-            "prefetch_queue_depth": limits.DALI_PREFETCH_BATCHES,
+            **execution,
         }
         self._pipe: Any = None
         self._outputs: list[str] = []
@@ -121,10 +154,16 @@ class FedPipeline(Generic[T]):
             while not pipe.empty():
                 outputs = pipe.share_outputs()
                 feed = under_way.popleft()
-                pipe.schedule_run()  # before anything else: with one batch less under way DALI may run dry
+                if pipe.exec_dynamic:
+                    pipe.schedule_run()  # before anything else: with one batch less under way DALI may run dry
                 result = {name: to_torch(out) for name, out in zip(self._outputs, outputs, strict=True)}
                 del outputs
-                pipe.release_outputs()
+                if pipe.exec_dynamic:
+                    pipe.release_outputs()
+                else:  # the older executor writes to the outputs' memory again once they are released
+                    result = {name: _copied(out) for name, out in result.items()}
+                    pipe.release_outputs()
+                    pipe.schedule_run()
                 yield feed, result
             if pipe.feeder.error is not None:
                 raise pipe.feeder.error
@@ -226,6 +265,14 @@ def _pipeline_class() -> Any:
             self.feeder.feed(self)
 
     return Pipeline
+
+
+def _copied(output: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """Copies an output of a pipeline. The copy is complete on return, also on a GPU."""
+    copy = output.clone() if isinstance(output, torch.Tensor) else [tensor.clone() for tensor in output]
+    if output[0].is_cuda:
+        torch.cuda.current_stream(output[0].device).synchronize()
+    return copy
 
 
 def to_torch(outputs: Any) -> torch.Tensor | list[torch.Tensor]:

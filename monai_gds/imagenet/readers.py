@@ -24,6 +24,7 @@ from monai_gds.errors import BrokenImage, FileChanged, RecordError, StorageError
 from monai_gds.imagenet.image_storage import Fetch, ImageStorage
 from monai_gds.imagenet.listing import ImageList
 from monai_gds.imagenet.packed import PackedImages, damaged
+from monai_gds.process import PerProcess
 from monai_gds.storage import FileId, Pending
 from monai_gds.storage.files import check_open
 
@@ -136,11 +137,15 @@ def _settle(under_way: Iterable[tuple[object, Fetch]]) -> None:
         _ = fetch.pending.errors
 
 
+#: The files of packed folders whose images matched their checksum, by path and index: this process compares them once.
+_verified: PerProcess[dict[tuple[str, FileId], FileId]] = PerProcess(dict)
+
+
 class PackedReader(ImageReader):
     """Images of a packed folder. Each large file is read once per epoch, in one go, and kept while batches need it.
 
-    ``ahead`` files are read before they are needed. The first time a file is read, it is read whole and its checksum is
-    compared, in the thread that read it; at every epoch where the storage bypasses the file system.
+    ``ahead`` files are read before they are needed. The first time this process reads a file, it is read whole and its
+    checksum is compared, in the thread that read it; at every epoch where the storage bypasses the file system.
     """
 
     def __init__(self, images: PackedImages, storage: ImageStorage, *, ahead: int) -> None:
@@ -148,7 +153,6 @@ class PackedReader(ImageReader):
         self._packed = images
         self._storage = storage
         self._ahead = ahead
-        self._verified: dict[int, FileId] = {}  # files whose images matched their checksum, by number
 
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         coming = deque(_uses(self._packed, batches))
@@ -175,7 +179,7 @@ class PackedReader(ImageReader):
 
     def _start(self, use: _FileUse) -> Fetch:
         path = self._packed.path(use.file)
-        identity = self._verified.get(use.file)
+        identity = _verified().get((path, self._packed.index))
         if identity is not None and self._storage.coherent:
             sizes = self.images.sizes[use.begin : use.end].tolist()
             return self._storage.start_range(path, self._packed.place(use.begin), sizes, identity)
@@ -195,7 +199,7 @@ class PackedReader(ImageReader):
         def verify(data: torch.Tensor) -> None:
             if checksum(data) != expected:
                 raise damaged(path, "the bytes of its images do not match their checksum")
-            self._verified[use.file] = identity
+            _verified()[path, self._packed.index] = identity
 
         sizes = self.images.sizes[begin:end].tolist()
         fetch = self._storage.start_range(path, self._packed.place(begin), sizes, identity, verify)
@@ -205,7 +209,7 @@ class PackedReader(ImageReader):
         try:
             return _HeldFile(use, fetch)
         except FileChanged:  # it was copied anew: so it is verified anew
-            self._verified.pop(use.file, None)
+            _verified().pop((self._packed.path(use.file), self._packed.index), None)
         return _HeldFile(use, self._start(use))
 
     def close(self) -> None:

@@ -4,13 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-__all__ = ["LastBatch", "Sampler", "check_int"]
+__all__ = ["LastBatch", "Sampler", "check_int", "policy_named"]
 
-LastBatch: TypeAlias = Literal["fill", "drop", "partial"]
+LastBatch: TypeAlias = Literal["fill", "drop", "partial", "exact"]
+
+#: The policy for each name of DALI's LastBatchPolicy.
+_DALIS: dict[str, LastBatch] = {"FILL": "fill", "DROP": "drop", "PARTIAL": "exact"}
+
+
+def policy_named(last_batch: LastBatch | None, last_batch_policy: Any) -> LastBatch:
+    """The policy that a user chose, ours or DALI's; ``"partial"`` if neither.
+
+    Args:
+        last_batch: one of ours.
+        last_batch_policy: one of ``nvidia.dali.plugin.base_iterator.LastBatchPolicy``, or its name.
+
+    Raises:
+        ValueError: both are given, or DALI has no such policy.
+    """
+    if last_batch_policy is None:
+        return last_batch or "partial"
+    if last_batch is not None:
+        raise ValueError(
+            "last_batch and last_batch_policy both choose what becomes of the last batch: give one of them"
+        )
+    name = getattr(last_batch_policy, "name", last_batch_policy)
+    if name not in _DALIS:
+        raise ValueError(f"last_batch_policy={last_batch_policy!r} is not one of {', '.join(_DALIS)}")
+    return _DALIS[name]
 
 
 def check_int(name: str, value: object) -> None:
@@ -25,6 +50,17 @@ class Sampler:
 
     A shard is images ``count * shard_id // num_shards`` to ``count * (shard_id + 1) // num_shards`` of the epoch's
     order, as in DALI. Every shard has the same number of batches, so that the ranks of a distributed run stay in step.
+    Where shards are uneven, and one would have a batch less than another, the policies differ: of 10 images over 3
+    shards, in batches of 3, the first shard sees
+
+    ============= ========================= ======================================
+    ``last_batch`` batches of the first shard images seen by all shards
+    ============= ========================= ======================================
+    ``"partial"`` ``[0, 1, 2], [2]``        12: two of them twice
+    ``"exact"``   ``[0, 1, 2], []``         10: each once, as an evaluation counts
+    ``"fill"``    ``[0, 1, 2], [2, 2, 2]``  18
+    ``"drop"``    ``[0, 1, 2]``             9
+    ============= ========================= ======================================
 
     Args:
         count: images in all.
@@ -33,8 +69,8 @@ class Sampler:
         seed: of the order, 0 or more. The shards of a run must use the same.
         shard_id, num_shards: this shard, and how many there are.
         last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` drops an
-            incomplete last batch; ``"partial"`` makes the last batch smaller. (It repeats one image if this shard would
-            otherwise have one batch less than another.)
+            incomplete last batch; ``"partial"`` makes the last batch smaller, and repeats one image if this shard would
+            otherwise have one batch less than another; ``"exact"`` repeats none, so that the last batch may be empty.
         bounds: where the files of a packed folder begin and end, (files + 1,); None for single images.
         window: with ``bounds``, files are shuffled, and then images within this many files at a time.
 
@@ -79,11 +115,20 @@ class Sampler:
             return self.count // self.num_shards // self.batch_size
         return -(-self.count // (self.num_shards * self.batch_size))
 
+    @property
+    def ends_empty(self) -> bool:
+        """Whether this shard's last batch is empty: another shard has a batch more."""
+        images = self._share.stop - self._share.start
+        return self.last_batch == "exact" and images <= (len(self) - 1) * self.batch_size
+
+    @property
+    def _share(self) -> slice:
+        start, stop = (self.count * shard // self.num_shards for shard in (self.shard_id, self.shard_id + 1))
+        return slice(start, stop)
+
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """The image indices of each batch of an epoch, int64."""
-        start = self.count * self.shard_id // self.num_shards
-        stop = self.count * (self.shard_id + 1) // self.num_shards
-        order = self._order(epoch)[start:stop]
+        order = self._order(epoch)[self._share]
         if self.shuffle and self.bounds is not None:  # within windows of whole files, whose images are adjacent
             random = np.random.default_rng([self.seed, epoch, self.shard_id])
             file = np.searchsorted(self.bounds, order, side="right")
@@ -92,6 +137,8 @@ class Sampler:
         missing = len(self) * self.batch_size - len(order)
         if self.last_batch == "partial":
             missing = max(0, missing - self.batch_size + 1)
+        elif self.last_batch == "exact":
+            missing = 0
         if missing > 0:
             order = np.concatenate([order, np.full(missing, order[-1])])
         return [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self))]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from monai_gds.imagenet.image_storage import ImageStorage
 from monai_gds.imagenet.listing import ImageList, StrPath, list_block_map, list_folder
+from monai_gds.imagenet.named_files import labels_array, list_files, read_file_list
 from monai_gds.imagenet.packed import PackedImages, is_packed, open_packed
 from monai_gds.imagenet.readers import Batch, FileReader, ImageReader, PackedReader, PlainReader
 from monai_gds.imagenet.sampling import LastBatch, Sampler
@@ -26,15 +28,31 @@ _PLAIN = "python-file"
 READERS = ("auto", *backend_names(), _PACKED, _PLAIN)
 
 
-def open_images(root: StrPath) -> ImageList | PackedImages:
-    """Lists the images of an image folder, a packed folder or a block map (a JSON file).
+def open_images(
+    root: StrPath | None = None,
+    *,
+    file_list: StrPath | None = None,
+    files: Sequence[StrPath] | None = None,
+    labels: Sequence[int] | None = None,
+) -> ImageList | PackedImages:
+    """Lists images: of an image folder, a packed folder or a block map (a JSON file); or those that are named.
+
+    ``file_list``, ``files`` and ``labels`` are those of ``fn.readers.file``, and ``root`` is its ``file_root``.
 
     Args:
-        root: its path.
+        root: a folder ``<root>/<class>/<file>``, whose labels are 0, 1, 2… in the order of the classes' names; a flat
+            folder ``<root>/<file>``, whose labels are 0, 1, 2… in the order of the files' names, or ``labels``; a
+            folder written by ``monai-gds pack``; or a block map. With ``file_list`` or ``files``, the folder that
+            their paths are relative to. By default, that is the folder of the file list, or the current one.
+        file_list: a text file with a line ``file label`` for each image.
+        files: the path of each image.
+        labels: the label of each of ``files``, or of the images of a flat folder in the order of their names. By
+            default 0, 1, 2…
 
     Raises:
         ImageListError: none of these, or one that cannot be used.
         OSError: it cannot be read.
+        ValueError: these arguments do not go together.
 
     Example:
         >>> from pathlib import Path
@@ -43,10 +61,28 @@ def open_images(root: StrPath) -> ImageList | PackedImages:
         >>> found = open_images(folder)
         >>> len(found), list(found.classes)
         (3, ['n01440764'])
+        >>> found = open_images(folder / "n01440764", labels=[7, 7, 9])  # a flat folder
+        >>> found.names[2], found.labels.tolist()
+        ('n01440764_2.JPEG', [7, 7, 9])
     """
+    if file_list is not None and (files is not None or labels is not None):
+        raise ValueError("file_list names files with their labels: leave files and labels out")
+    if file_list is not None:
+        return read_file_list(file_list, root)
+    if files is not None:
+        return list_files(files, labels, root or "")
+    if root is None:
+        raise ValueError("name the images: by root, file_list or files")
+    images: ImageList | PackedImages
     if os.path.isfile(root):
-        return list_block_map(root)
-    return open_packed(root) if is_packed(root) else list_folder(root)
+        images = list_block_map(root)
+    else:
+        images = open_packed(root) if is_packed(root) else list_folder(root)
+    if labels is None:
+        return images
+    if isinstance(images, PackedImages) or images.classes:
+        raise ValueError(f"{os.fspath(root)} has labels of its own: labels are for files, or for a flat folder")
+    return replace(images, labels=labels_array(labels, len(images)))
 
 
 def open_reader(
@@ -99,6 +135,7 @@ class ImageSource:
         reader: one of :data:`READERS`.
         device: where the encoded images go. ``fn.external_source(device=…)`` must be given the same. Decoders want the
             CPU.
+        file_list, files, labels: name the images, see :func:`open_images`.
         shuffle, seed, shard_id, num_shards, last_batch, window: see :class:`~monai_gds.imagenet.sampling.Sampler`.
         keep: batches; at least DALI's ``prefetch_queue_depth`` + 1.
         storage_options: keyword arguments of the storage backend.
@@ -124,11 +161,14 @@ class ImageSource:
 
     def __init__(
         self,
-        root: StrPath,
-        batch_size: int,
+        root: StrPath | None = None,
+        batch_size: int = 1,
         reader: str = "auto",
         device: int | str | torch.device = "cpu",
         *,
+        file_list: StrPath | None = None,
+        files: Sequence[StrPath] | None = None,
+        labels: Sequence[int] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         shard_id: int = 0,
@@ -138,7 +178,7 @@ class ImageSource:
         keep: int = 8,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        images = open_images(root)
+        images = open_images(root, file_list=file_list, files=files, labels=labels)
         self.images = list_of(images)
         self._sampler = Sampler(
             len(self.images), batch_size, shuffle, seed, shard_id, num_shards, last_batch, images.bounds, window
@@ -148,8 +188,8 @@ class ImageSource:
         self._epoch = 0
 
     def __len__(self) -> int:
-        """Batches per epoch."""
-        return len(self._sampler)
+        """Batches per epoch, without an empty one, which DALI cannot take."""
+        return len(self._sampler) - self._sampler.ends_empty
 
     def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
         """One epoch of ``(images, labels)``: 1-D uint8 arrays, and int32 (batch, 1); NumPy, or torch on CUDA."""
@@ -158,7 +198,7 @@ class ImageSource:
 
     def _batches(self, epoch: int) -> Iterator[tuple[list[Any], Any]]:
         kept: deque[tuple[Batch, Any]] = deque(maxlen=self._keep)
-        for batch in self._reader.read(self._sampler.epoch(epoch)):
+        for batch in self._reader.read(self._sampler.epoch(epoch)[: len(self)]):
             labels: Any = batch.labels[:, None]
             if self._reader.device.type == "cuda":  # DALI takes all outputs of a source from one kind of memory
                 labels = torch.from_numpy(labels).to(self._reader.device)

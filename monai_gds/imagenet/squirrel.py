@@ -12,7 +12,7 @@ import numpy as np
 from monai_gds.errors import BackendUnavailable, BrokenImage, ImageListError
 from monai_gds.imagenet.iterable import Items
 from monai_gds.imagenet.listing import ImageList, StrPath
-from monai_gds.imagenet.packed import empty_folder
+from monai_gds.imagenet.packing import empty_folder
 
 __all__ = ["squirrel_source", "write_store"]
 

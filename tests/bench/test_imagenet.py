@@ -36,7 +36,7 @@ def rows(output: str) -> dict[tuple[str, str], dict[str, Any]]:
 @pytest.mark.parametrize(
     "readers",
     [
-        ["dali", "python-file", "posix", "packed", "kvikio"],
+        ["dali", "python-file", "torchvision", "posix", "packed", "packed-resized", "kvikio"],
         pytest.param([], id="all", marks=pytest.mark.long),  # with DeepNVMe's, which is compiled
     ],
     ids="-".join,
@@ -45,15 +45,21 @@ def test_loaders_side_by_side(folder: Path, tmp_path: Path, readers: list[str]) 
     plot = tmp_path / "plot.png"
     output = run(
         "loaders", "--datadir", str(folder), "--device", "cpu", "--batchsize", "4", "--batches", "7", "--repeats", "2",
-        "--threads", "1", "--threads", "2", "--json", "--plot", str(plot),
+        "--threads", "1", "--threads", "2", "--json", "--plot", str(plot), "--crop", "12", "--hw-decoder-load", "0.5",
+        "--max-side", "16",
         *(word for reader in readers for word in ("--reader", reader)),
     )  # fmt: skip
     found = rows(output)
-    for title in ("encoded bytes to cpu", "decoded to cpu"):
-        for name in ("dali", "python-file", "posix", "packed"):
+    crops = "random crops of 12 pixels, mirrored and normalised, to cpu"
+    ceilings = {report["title"]: report["ceilings"] for report in json.loads(output)["reports"]}
+    for title in ("encoded bytes to cpu", "decoded to cpu", crops):
+        assert [row["name"] for row in ceilings[title]] == (["the decoder alone"] if title[0] != "e" else [])
+        for name in ("dali", "python-file", "posix", "packed", "packed-resized"):
             assert len(found[title, name]["samples"]) == 2
             assert min(found[title, name]["samples"]) > 0
             assert found[title, name]["notes"]["threads"] in ("1", "2")
+        told = found[title, "torchvision"]
+        assert "no row of encoded bytes" in told["reason"] if title[0] == "e" else told["samples"] or told["reason"]
         assert "kvikio" in found[title, "kvikio"]["reason"]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -72,6 +78,7 @@ def test_loaders_make_their_images() -> None:
         (["loaders", "--make", "4", "--reader", "xnvme", "--uri", "/dev/nvme0n1"], "are for the block readers"),
         (["loaders", "--make", "4", "--reader", "nvme"], "'nvme' is not one of dali"),
         (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),
+        (["loaders", "--make", "4", "--reader", "packed-resized"], "of --max-side pixels"),
         (["loaders", "--make", "4", "--reader", "posix", "--mem", "gpu"], "are for the block readers"),
         (["dali", "--only", "speed"], "'speed' is not one of"),
         (["dali", "--store", ".", "--datadir", "d"], "leave --datadir and --make out"),

@@ -40,8 +40,8 @@ def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def as_dali_reads(
-    root: str | Path, batch_size: int = 1, *, decode: bool = False, device_id: int | None = None, shard_id: int = 0,
-    num_shards: int = 1,
+    root: str | Path | None, batch_size: int = 1, *, decode: bool = False, device_id: int | None = None,
+    shard_id: int = 0, num_shards: int = 1, **arguments: Any,
 ) -> list[list[tuple[bytes, tuple[int, ...], int]]]:  # fmt: skip
     """One padded epoch of ``fn.readers.file``, by batches: (bytes, shape, label) of every image."""
     from nvidia.dali import fn, pipeline_def
@@ -49,7 +49,8 @@ def as_dali_reads(
     @pipeline_def(batch_size=batch_size, num_threads=1, device_id=device_id)
     def pipeline() -> Any:
         images, labels = fn.readers.file(
-            file_root=str(root), name="files", shard_id=shard_id, num_shards=num_shards, pad_last_batch=True,
+            file_root=None if root is None else str(root), name="files", shard_id=shard_id, num_shards=num_shards,
+            pad_last_batch=True, **arguments,
         )  # fmt: skip
         if decode:
             images = fn.decoders.image(images, device="cpu" if device_id is None else "mixed")
@@ -66,9 +67,9 @@ def as_dali_reads(
     return batches
 
 
-def samples_of_dali(root: str | Path, *, decode: bool = False, device_id: int | None = None) -> list[Any]:
+def samples_of_dali(root: str | Path | None, **arguments: Any) -> list[Any]:
     """(bytes, shape, label) of every image, as ``fn.readers.file`` gives them."""
-    return [sample for batch in as_dali_reads(root, decode=decode, device_id=device_id) for sample in batch]
+    return [sample for batch in as_dali_reads(root, **arguments) for sample in batch]
 
 
 @pytest.fixture

@@ -94,6 +94,22 @@ def test_a_slow_consumer_reads_what_it_was_given(folder: Path, packed: Path, rea
         assert [int(s) for s in sums] == expected
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("reader", ["posix", "packed"])
+def test_however_far_ahead_dali_works(folder: Path, packed: Path, reader: str, depth: int, dynamic: bool) -> None:
+    """No buffer, pinned or DALI's own, is used again before the batch made of it is out. Batches are kept meanwhile."""
+    expected = samples(dataset(folder, packed, reader))
+    ours = dataset(folder, packed, reader, prefetch_queue_depth=depth, exec_dynamic=dynamic, num_threads=2)
+    for _ in range(3):
+        kept = []
+        for batch in ours:
+            torch.cuda._sleep(LONG // 10)
+            kept.append(batch)
+        assert samples(kept) == expected
+    ours.close()
+
+
 @pytest.mark.parametrize("decode", [False, True])
 def test_on_a_stream_of_ones_own(folder: Path, packed: Path, decode: bool) -> None:
     ours = dataset(folder, packed, "auto", decode=decode)
@@ -139,6 +155,15 @@ def test_decoder_padding_is_passed_through(folder: Path, packed: Path) -> None:
     assert samples(dataset(folder, packed, "posix", decoder=padding)) == samples(dataset(folder, packed, "posix"))
     with pytest.raises(Exception, match="no_such_option"):
         list(dataset(folder, packed, "posix", decoder={"no_such_option": 1}))
+
+
+@pytest.mark.parametrize("crop", [None, (12, 12)])
+@pytest.mark.parametrize("load", [0.0, 0.9])
+def test_the_hardware_decoders_share_is_passed_through(
+    folder: Path, packed: Path, load: float, crop: tuple[int, int] | None
+) -> None:
+    ours = dataset(folder, packed, "posix", decoder={"hw_decoder_load": load}, crop=crop)
+    assert [label for _, label in samples(ours)] == [label for _, label in reference(folder)]
 
 
 def test_a_graph_over_encoded_bytes_on_the_gpu(folder: Path, packed: Path) -> None:

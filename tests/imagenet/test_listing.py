@@ -61,7 +61,8 @@ def test_as_dali_lists_it(classes: dict[bytes, dict[bytes, str]], stray: set[byt
             Path(os.fsdecode(root + b"/" + name)).write_bytes(b"stray")
         try:
             images = list_folder(os.fsdecode(root))
-        except ImageListError:
+        except ImageListError as e:
+            assert "is not a folder of classes, but" not in str(e)
             with pytest.raises(RuntimeError, match="No files found"):
                 as_dali_sees_it(os.fsdecode(root))
             return
@@ -100,15 +101,74 @@ def test_a_link_to_a_folder_called_like_an_image_is_refused(tmp_path: Path) -> N
         list_folder(tmp_path)
 
 
-def test_a_root_without_classes_or_images_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(b"x")
-    with pytest.raises(ImageListError, match="holds no class"):
+def test_a_root_without_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImageListError, match="holds no image: images are expected"):
         list_folder(tmp_path)
+    (tmp_path / "a.jpg").write_bytes(b"x")
     (tmp_path / "n0").mkdir()
-    with pytest.raises(ImageListError, match="no image"):
+    with pytest.raises(ImageListError, match=r"no image at .*/<class>/<file>"):
         list_folder(tmp_path)
     with pytest.raises(ImageListError, match="not a folder"):
         list_folder(tmp_path / "absent")
+
+
+@given(st.dictionaries(names(), st.sampled_from(("file", "link")), min_size=1, max_size=8))
+def test_a_flat_folder_is_what_dali_lists_by_files(files: dict[bytes, str]) -> None:
+    with tempfile.TemporaryDirectory() as top:
+        for number, (name, kind) in enumerate(files.items()):
+            content = Path(top) / "content" / str(number)
+            content.parent.mkdir(exist_ok=True)
+            content.write_bytes(str(number).encode() + b"x")
+            path = os.fsencode(top) + b"/val/" + name
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(content, path) if kind == "link" else shutil.copy(content, os.fsdecode(path))
+        root = Path(top) / "val"
+        listed = sorted(name for name in files if name.lower().endswith(tuple(os.fsencode(e) for e in EXTENSIONS)))
+        if not listed:
+            with pytest.raises(ImageListError, match="holds no image"):
+                open_images(root)
+            return
+        images = open_images(root)
+        assert isinstance(images, listing.ImageList)
+        ours = [(Path(images.path(i)).read_bytes(), int(images.labels[i])) for i in range(len(images))]
+        file_list = Path(top) / "list.txt"  # from Python, files= of DALI takes UTF-8 only
+        file_list.write_bytes(b"".join(b"%s %d\n" % (name, label) for label, name in enumerate(listed)))
+        theirs = samples_of_dali(root, file_list=str(file_list))
+        assert ours == [(content, label) for content, _, label in theirs]
+        assert not images.classes
+
+
+def test_a_flat_folder_takes_labels_in_the_order_of_its_names(folder: Path, packed: Path) -> None:
+    flat = folder / "n01440764"
+    images = open_images(flat, labels=[5, 4, 3, 2, 1, 0, -1])
+    assert images.labels.tolist() == [5, 4, 3, 2, 1, 0, -1]  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"shape \(2,\) for 7 images"):
+        open_images(flat, labels=[1, 2])
+    for root in (folder, packed):
+        with pytest.raises(ValueError, match="has labels of its own"):
+            open_images(root, labels=[0] * 23)
+
+
+@pytest.mark.parametrize("beside", ["nothing", "a flat val", "a class of images"])
+def test_a_root_that_holds_train_is_told_to_name_it(folder: Path, tmp_path: Path, beside: str) -> None:
+    """DALI's reader lists the images of val as a class here, or finds nothing."""
+    (tmp_path / "train").symlink_to(folder)
+    if beside != "nothing":
+        shutil.copytree(folder / "n01440764", tmp_path / ("val" if beside == "a flat val" else "n0"))
+    with pytest.raises(ImageListError, match=f"{tmp_path}/train is: name {tmp_path}/train"):
+        open_images(tmp_path)
+    (tmp_path / "train").rename(tmp_path / "training")
+    if beside == "nothing":
+        with pytest.raises(ImageListError, match=f"name {tmp_path}/training"):
+            open_images(tmp_path)
+
+
+def test_train_may_be_a_class(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "n01440764", tmp_path / "train")
+    shutil.copytree(folder / "n01443537", tmp_path / "plane")
+    images = list_folder(tmp_path)
+    ours = [(Path(images.path(i)).read_bytes(), int(images.labels[i])) for i in range(len(images))]
+    assert ours == as_dali_sees_it(tmp_path)
 
 
 def test_a_block_map_lists_what_its_folder_does(folder: Path, tmp_path: Path) -> None:

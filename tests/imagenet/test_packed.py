@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from monai_gds.cache.checksum import checksum
-from monai_gds.cli import app
-from monai_gds.errors import BrokenImage, DamagedRecord, ImageListError
+from monai_gds.errors import DamagedRecord, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder, readers
 from monai_gds.imagenet.image_storage import Fetch, ImageStorage, load_item, save_item
 from monai_gds.imagenet.packed import INDEX, PackedImages, open_packed
 from monai_gds.imagenet.readers import PackedReader
-from monai_gds.storage import Storage, open_storage
-from monai_gds.storage.posix import PosixBackend
+from monai_gds.storage import open_storage
 from tests.commands import run
 from tests.imagenet.conftest import COUNT
 
@@ -50,14 +46,6 @@ def test_each_file_is_valid_safetensors_and_complete_in_itself(folder: Path, pac
             assert image.numpy().tobytes() == (folder / name).read_bytes()
         seen += names
     assert seen == open_images(folder).names  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("file_bytes", [1, 1500, 10**9])
-def test_files_hold_what_they_should(folder: Path, tmp_path: Path, file_bytes: int) -> None:
-    out = pack_folder(open_images(folder), tmp_path / "out", file_bytes=file_bytes)  # type: ignore[arg-type]
-    assert out.bounds[-1] == COUNT
-    assert len(out.files) == (COUNT if file_bytes == 1 else 1 if file_bytes > 10**8 else len(out.files))
-    assert all(count == 1 or nbytes <= file_bytes for count, nbytes in out.files[:, :2].tolist())
 
 
 class Counting(ImageStorage):
@@ -191,49 +179,6 @@ def test_an_index_that_nobody_packed_is_refused(packed: Path, tmp_path: Path, ch
         open_packed(copy)
 
 
-def test_nothing_half_written_is_taken_for_packed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: Storage, path: str, buffers: Any, **_: Any) -> None:
-        raise OSError(28, "No space left on device", path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PosixBackend, "write", fail)
-        with pytest.raises(OSError, match="No space left"):
-            pack_folder(open_images(folder), tmp_path / "out")  # type: ignore[arg-type]
-    assert not (tmp_path / "out" / INDEX).exists()
-
-
-def test_an_empty_image_and_a_full_folder_are_refused(copy_of: Callable[[], Path], tmp_path: Path) -> None:
-    root = copy_of()
-    with pytest.raises(ImageListError, match="not empty"):
-        pack_folder(open_images(root), root)  # type: ignore[arg-type]
-    bad = sorted(root.glob("*/*"))[3]
-    bad.write_bytes(b"")
-    with pytest.raises(BrokenImage, match=bad.name):
-        pack_folder(open_images(root), tmp_path / "out")  # type: ignore[arg-type]
-
-
-def test_the_command(folder: Path, tmp_path: Path) -> None:
-    runner = CliRunner()
-    done = runner.invoke(app, ["pack", str(folder), str(tmp_path / "out"), "--file-mb", "1"])
-    assert done.exit_code == 0, done.output
-    assert "23 images of 4 classes in 2 files" in done.output
-    assert len(open_packed(tmp_path / "out").images) == COUNT
-    assert runner.invoke(app, ["pack", str(tmp_path / "absent"), str(tmp_path / "x")]).exit_code == 2
-    assert runner.invoke(app, ["pack", str(folder), str(tmp_path / "x"), "--file-mb", "0"]).exit_code == 2
-
-
-def test_the_command_writes_a_squirrel_store(folder: Path, tmp_path: Path) -> None:
-    driver = pytest.importorskip("squirrel.driver", reason="squirrel-core is not installed")
-    out = tmp_path / "store"
-    done = CliRunner().invoke(app, ["pack", str(folder), str(out), "--format", "squirrel", "--size", "16"])
-    assert done.exit_code == 0, done.output
-    samples = driver.MessagepackDriver(str(out)).get_iter().collect()
-    assert {sample["image"].shape for sample in samples} == {(3, 16, 16)}
-    assert len(samples) == COUNT
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Damage
 
@@ -254,6 +199,13 @@ def copy(packed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packed, tmp_path / "copy"))
 
 
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at what this process has verified finds nothing, as in another process."""
+    monkeypatch.setattr(readers, "_verified", dict)
+
+
+@pytest.mark.usefixtures("forgetful")
 def test_no_flipped_bit_gives_other_bytes(folder: Path, copy: Path) -> None:
     """Of 200 bits all over the folder: each is an error that names the file and the remedy, or changes nothing."""
     images = open_images(folder)
@@ -303,14 +255,31 @@ def test_damage_outside_of_a_shard_is_found_where_its_file_is_read(copy: Path) -
         list(PackedReader(packed, Counting(), ahead=1).read([np.arange(begin, begin + 1)]))
 
 
-def test_checksums_are_compared_in_the_first_epoch_only(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_compared_once_in_a_process(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many epochs and datasets read the files."""
     compared: list[int] = []
     monkeypatch.setattr(readers, "checksum", lambda data: (compared.append(data.numel()), checksum(data))[1])
-    images = open_packed(packed)
-    reader = PackedReader(images, Counting(), ahead=2)
-    for epoch in range(3):
-        list(reader.read(np.array_split(np.arange(COUNT), 5)))
-        assert compared == images.files[:, 1].tolist(), f"after epoch {epoch}"
+    for number in range(2):
+        images = open_packed(copy)
+        reader = PackedReader(images, Counting(), ahead=2)
+        for epoch in range(2):
+            list(reader.read(np.array_split(np.arange(COUNT), 5)))
+            assert compared == images.files[:, 1].tolist(), f"after epoch {epoch} of dataset {number}"
+
+
+def test_a_folder_that_is_packed_anew_is_verified_anew(folder: Path, tmp_path: Path) -> None:
+    """Also if the clock, the files' sizes and their names do not show it: the index is another one."""
+    for number in range(2):
+        out = tmp_path / "packed"
+        pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
+        packed = open_packed(out)
+        if number:
+            flipped(out / "images-00001.safetensors", int(packed.files[1, 2]))
+            with pytest.raises(DamagedRecord, match="images-00001"):
+                list(PackedReader(packed, Counting(), ahead=1).read([np.arange(COUNT)]))
+        else:
+            list(PackedReader(packed, Counting(), ahead=1).read([np.arange(COUNT)]))
+            shutil.rmtree(out)
 
 
 def test_where_storage_bypasses_the_file_system_they_are_compared_in_every_epoch(

@@ -11,7 +11,7 @@ import torch
 
 from monai_gds import limits
 from monai_gds.imagenet import pipeline as module
-from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed
+from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, execution
 
 fn = pytest.importorskip("nvidia.dali.fn", reason="NVIDIA DALI is not installed on this machine")
 
@@ -22,7 +22,7 @@ def decoding(batch_size: int = 2) -> FedPipeline[int]:
         lambda nodes: {"image": fn.decoders.image(nodes["image"], device="cpu")},
         batch_size=batch_size,
         device=torch.device("cpu"),
-        threads=1,
+        execution=execution(num_threads=1),
     )
 
 
@@ -60,7 +60,11 @@ def test_no_more_is_taken_from_the_source_than_is_under_way(count: int) -> None:
             yield i
 
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input()}, lambda nodes: nodes, batch_size=1, device=torch.device("cpu"), threads=1
+        {"x": Input()},
+        lambda nodes: nodes,
+        batch_size=1,
+        device=torch.device("cpu"),
+        execution=execution(num_threads=1),
     )
     for number, (feed, outputs) in enumerate(ours.run(feeds(), lambda i: {"x": np.full((1, 3), i)})):
         assert feed == number == int(outputs["x"][0, 0])  # type: ignore[call-overload]
@@ -79,7 +83,11 @@ def test_the_next_batch_is_fed_before_anything_is_done_with_the_last(monkeypatch
 
     monkeypatch.setattr(module, "to_torch", noting)
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input()}, lambda nodes: nodes, batch_size=1, device=torch.device("cpu"), threads=1
+        {"x": Input()},
+        lambda nodes: nodes,
+        batch_size=1,
+        device=torch.device("cpu"),
+        execution=execution(num_threads=1),
     )
     list(ours.run((taken.append(i) or i for i in range(5)), lambda i: {"x": np.full((1, 3), i)}))  # type: ignore[func-returns-value]
     assert taken_when_converted == [3, 4, 5, 5, 5]
@@ -101,7 +109,7 @@ def to_chw(nodes: dict[str, Any]) -> dict[str, Any]:
 def test_whatever_dali_raises_is_a_failed_pipeline(graph: Any, layout: str, cause: type, message: str) -> None:
     """When it is built, and when it runs; with what DALI raised as the cause."""
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input(layout=layout)}, graph, batch_size=2, device=torch.device("cpu"), threads=1
+        {"x": Input(layout=layout)}, graph, batch_size=2, device=torch.device("cpu"), execution=execution(num_threads=1)
     )
     for _ in range(2):
         with pytest.raises(PipelineFailed, match=message) as e:
@@ -111,7 +119,11 @@ def test_whatever_dali_raises_is_a_failed_pipeline(graph: Any, layout: str, caus
 
 def test_errors_in_the_users_function_stay_as_they_are() -> None:
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input()}, lambda nodes: {"x": nodes["y"]}, batch_size=2, device=torch.device("cpu"), threads=1
+        {"x": Input()},
+        lambda nodes: {"x": nodes["y"]},
+        batch_size=2,
+        device=torch.device("cpu"),
+        execution=execution(num_threads=1),
     )
     with pytest.raises(KeyError, match="y"):
         list(ours.run(range(5), lambda _: {"x": [np.zeros(3)]}))
@@ -119,7 +131,11 @@ def test_errors_in_the_users_function_stay_as_they_are() -> None:
 
 def test_arrays_that_dali_refuses_leave_it_usable() -> None:
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input()}, lambda nodes: nodes, batch_size=2, device=torch.device("cpu"), threads=1
+        {"x": Input()},
+        lambda nodes: nodes,
+        batch_size=2,
+        device=torch.device("cpu"),
+        execution=execution(num_threads=1),
     )
     seen: list[int] = []  # what came before the error
     with pytest.raises(PipelineFailed, match="object") as e:

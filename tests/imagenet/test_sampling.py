@@ -42,7 +42,9 @@ def test_every_shard_has_as_many_batches_as_it_says(shards: list[Sampler], epoch
         batches = s.epoch(epoch)
         assert len(batches) == len(s) > 0
         assert all(len(b) == s.batch_size for b in batches[:-1])
-        assert len(batches[-1]) == s.batch_size or (s.last_batch == "partial" and 0 < len(batches[-1]) < s.batch_size)
+        least = {"partial": 1, "exact": 0}.get(s.last_batch, s.batch_size)
+        assert least <= len(batches[-1]) <= s.batch_size
+        assert s.ends_empty == (not len(batches[-1]))
 
 
 @given(samplers(), st.integers(0, 3))
@@ -55,6 +57,8 @@ def test_together_they_see_each_image_once(shards: list[Sampler], epoch: int) ->
         assert len(seen) == len(shards) * len(s) * s.batch_size
     else:
         assert len(seen) == s.count
+        if s.last_batch == "exact":
+            assert set(seen.values()) == {1}
         if s.last_batch == "partial":  # at most one repeated, by a shard that would have a batch fewer
             assert sum(seen.values()) - s.count < len(shards)
             assert len(shards) > 1 or sum(seen.values()) == s.count

@@ -28,7 +28,8 @@ from monai_gds.cache.heads import Form
 from monai_gds.cache.maintenance import check, prunable, survey
 from monai_gds.cache.reading import LazyItem
 from monai_gds.errors import BlockMapError, ImageListError, MonaiGdsError, RecordError
-from monai_gds.imagenet.packed import INDEX, PackedImages, pack_folder
+from monai_gds.imagenet.packed import INDEX, PackedImages
+from monai_gds.imagenet.packing import pack_folder
 from monai_gds.imagenet.source import ImageSource, open_images
 from monai_gds.imagenet.synthetic import write_image_folder
 from monai_gds.storage import open_storage

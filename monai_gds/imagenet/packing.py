@@ -1,0 +1,245 @@
+"""Writes packed folders (:mod:`monai_gds.imagenet.packed`) over any executor, and goes on where it was interrupted.
+
+While a folder is being packed it holds ``packing.json``, which tells of what and how. Each file is written under a
+temporary name and renamed, and the index is written last. So an unfinished folder does not count as packed, and packing
+the same images again keeps every file in it that is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, as_completed
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.cache.checksum import checksum
+from monai_gds.cache.tree import tensor_bytes
+from monai_gds.errors import BrokenImage, ImageListError, RecordError
+from monai_gds.imagenet.image_storage import ImageRecord, load_item, read_files, read_layout, save_item
+from monai_gds.imagenet.listing import ImageList, StrPath
+from monai_gds.imagenet.packed import FORMAT, INDEX, PackedImages, describe, file_name, is_packed, open_packed
+from monai_gds.imagenet.resizing import pillow, smaller_jpeg
+from monai_gds.storage import open_storage
+
+__all__ = ["empty_folder", "pack_folder"]
+
+#: What is being packed, in an unfinished folder.
+_PLAN = "packing.json"
+
+
+def pack_folder(
+    images: ImageList,
+    out: StrPath,
+    *,
+    file_bytes: int = limits.PACKED_FILE_BYTES,
+    max_side: int | None = None,
+    quality: int = 90,
+    executor: Executor | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> PackedImages:
+    """Packs the images of a folder. Where packing was interrupted, the same call goes on with what is left.
+
+    Args:
+        images: what to pack.
+        out: an empty folder, created if missing; or one in which packing the same images was interrupted.
+        file_bytes: image bytes per file. A larger image gets its own file.
+        max_side: images with more pixels than this in height or width are made smaller and become JPEGs, turned as
+            their EXIF data tell. All others are packed as they are.
+        quality: of these JPEGs, 1 to 100.
+        executor: where files are packed, such as a ProcessPoolExecutor, or Dask's ``client.get_executor()``, whose
+            workers see ``images.root`` and ``out`` under the same paths. Default: here, one after the other.
+        progress: called with the number of images packed so far.
+
+    Raises:
+        BackendUnavailable: ``max_side`` is given, and Pillow is not installed.
+        ImageListError: ``out`` is a file, holds something else, or is being packed by another process.
+        BrokenImage: an image file is empty, or is to be made smaller and cannot be decoded.
+        OSError: an image cannot be read, or the disk is full.
+        ValueError: ``file_bytes``, ``max_side`` or ``quality`` is out of range.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from monai_gds.imagenet import open_images
+        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
+        >>> packed = pack_folder(open_images(folder), "packed", max_side=256)
+        >>> len(open_images("packed").images)
+        3
+    """
+    if file_bytes < 1 or (max_side is not None and max_side < 1):
+        raise ValueError(f"file_bytes={file_bytes} and max_side={max_side} must be positive")
+    if not 1 <= quality <= 100:
+        raise ValueError(f"quality={quality}: 1 to 100")
+    empty = np.flatnonzero(images.sizes == 0)
+    if len(empty):
+        raise BrokenImage(images.path(int(empty[0])), "it is empty and cannot be packed")
+    if max_side is not None:
+        pillow()  # an error now, not at the first large image
+    top = Path(out).absolute()
+    told = describe(images, 0, len(images))
+    plan = {
+        "root": images.root, "of": [checksum(tensor_bytes(told[name])) for name in ("names", "labels", "sizes")],
+        "file_bytes": file_bytes, "max_side": max_side, "quality": quality if max_side else None,
+    }  # fmt: skip
+    with _begun(top, json.dumps(plan)):
+        portions = [
+            _Portion(str(top / file_name(number)), _part(images, begin, end), max_side, quality)
+            for number, (begin, end) in enumerate(_ranges(images.sizes, file_bytes))
+        ]
+        written = _all_written(portions, executor, progress)
+        packed = replace(images, sizes=np.concatenate([record.sizes for record in written]))
+        rows = [[len(record.sizes), int(record.sizes.sum()), record.offset, record.nbytes] for record in written]
+        temporary = top / f"{INDEX}.tmp"
+        temporary.unlink(missing_ok=True)
+        with closing(open_storage(device="cpu")) as storage:
+            save_item(storage, temporary, {**FORMAT, **describe(packed, 0, len(images)), "files": torch.tensor(rows)})
+        os.replace(temporary, top / INDEX)
+    return open_packed(top)
+
+
+class _Portion(NamedTuple):
+    """The images of one file."""
+
+    path: str
+    images: ImageList
+    max_side: int | None
+    quality: int
+
+
+def _all_written(
+    portions: list[_Portion], executor: Executor | None, progress: Callable[[int], None] | None
+) -> list[ImageRecord]:
+    """Has every file written, and returns what is in them, in order."""
+    done = 0
+
+    def note(portion: _Portion) -> None:
+        nonlocal done
+        done += len(portion.images)
+        if progress is not None:
+            progress(done)
+
+    if executor is None:
+        written = []
+        for portion in portions:
+            written.append(_written(portion))
+            note(portion)
+        return written
+    futures: dict[Future[ImageRecord], _Portion] = {}
+    try:
+        for portion in portions:
+            futures[executor.submit(_written, portion)] = portion
+        for future in as_completed(futures):
+            future.result()  # the first error ends it
+            note(futures[future])
+    finally:
+        for future in futures:
+            future.cancel()
+    return [future.result() for future in futures]
+
+
+def _written(portion: _Portion) -> ImageRecord:
+    """Writes a file, unless it is there and whole. Runs in a worker of the executor."""
+    path, images = portion.path, portion.images
+    if (found := _found(portion)) is not None:
+        return found
+    sources = [images.path(i) for i in range(len(images))]
+    temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")
+    with closing(open_storage(device="cpu")) as storage:
+        data = read_files(storage, sources, images.sizes.tolist())
+        if portion.max_side is not None:
+            encoded = [bytes(image) for image in np.split(data.numpy(), np.cumsum(images.sizes)[:-1])]
+            smaller = [_smaller(source, image, portion) for source, image in zip(sources, encoded, strict=True)]
+            images = replace(images, sizes=np.asarray([len(image) for image in smaller], dtype=np.int64))
+            data = torch.frombuffer(bytearray(b"".join(smaller)), dtype=torch.uint8)
+        try:
+            save_item(storage, temporary, {**FORMAT, **describe(images, 0, len(images)), "images": data})
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return read_layout(path)
+
+
+def _smaller(path: str, image: bytes, portion: _Portion) -> bytes:
+    assert portion.max_side is not None
+    try:
+        return smaller_jpeg(image, portion.max_side, portion.quality)
+    except Exception as e:  # Pillow raises errors of many types
+        raise BrokenImage(path, f"it cannot be decoded: {e}") from e
+
+
+def _found(portion: _Portion) -> ImageRecord | None:
+    """What is in a file that an interrupted run left, if every byte of it is as it was written, after its images."""
+    try:
+        item = load_item(portion.path)  # compares all checksums
+        told = describe(portion.images, 0, len(portion.images))
+        if not all(torch.equal(item[name], told[name]) for name in ("names", "labels")):
+            return None
+        changed = max(os.stat(portion.images.path(i)).st_mtime_ns for i in range(len(portion.images)))
+        return read_layout(portion.path) if changed <= os.stat(portion.path).st_mtime_ns else None
+    except (OSError, RecordError):
+        return None
+
+
+def _part(images: ImageList, begin: int, end: int) -> ImageList:
+    return replace(
+        images, names=images.names[begin:end], labels=images.labels[begin:end], sizes=images.sizes[begin:end]
+    )
+
+
+def _ranges(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
+    """Ranges (first, last + 1) of consecutive images, at least one each, of at most ``limit`` bytes together."""
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    begin = 0
+    while begin < len(sizes):
+        end = max(begin + 1, int(np.searchsorted(offsets, offsets[begin] + limit, side="right")) - 1)
+        yield begin, end
+        begin = end
+
+
+@contextmanager
+def _begun(top: Path, plan: str) -> Iterator[None]:
+    """Notes in a folder what is being packed into it, so that the same call can go on; removes the note at the end."""
+    if is_packed(top) or not (top / _PLAN).exists():
+        empty_folder(top)
+    with (top / _PLAN).open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as e:
+            raise ImageListError(f"{top} is being packed by another process") from e
+        file.seek(0)
+        before = file.read()
+        if before not in ("", plan):
+            raise ImageListError(
+                f"{top} holds an unfinished folder of other images, or packed in another way ({before}): pack these "
+                "into another folder, or remove that one"
+            )
+        if not before:
+            file.write(plan)
+            file.flush()
+        for abandoned in top.glob("images-*.safetensors.*.tmp"):
+            abandoned.unlink(missing_ok=True)
+        yield
+        (top / _PLAN).unlink()
+
+
+def empty_folder(out: StrPath) -> Path:
+    """Returns the empty folder to pack into, created if missing. Raises ImageListError for another."""
+    top = Path(out)
+    try:
+        top.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as e:
+        file = next(path for path in (top, *top.parents) if path.exists())
+        raise ImageListError(f"{file} is a file: name a folder to pack into, a new or an empty one") from e
+    if any(top.iterdir()):
+        raise ImageListError(f"{top} is not empty: choose another folder to pack into")
+    return top

@@ -1,0 +1,42 @@
+"""Makes JPEGs of large images before they are packed, so that there are fewer pixels to decode and bytes to read."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from monai_gds.errors import BackendUnavailable
+
+__all__ = ["pillow", "smaller_jpeg"]
+
+#: Modes of Pillow with 8 bits per channel. Images of others, such as 16-bit PNGs, are left as they are.
+_EIGHT_BITS = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
+
+
+def smaller_jpeg(image: bytes, max_side: int, quality: int) -> bytes:
+    """An encoded image as a JPEG of at most ``max_side`` pixels a side, or as it is if it has no more.
+
+    The picture is turned as its EXIF data tell, since the JPEG has none. Colours are RGB, or grey as before.
+
+    Raises:
+        BackendUnavailable: Pillow is not installed.
+        Exception: Pillow cannot decode it.
+    """
+    module, operations = pillow()
+    with module.open(io.BytesIO(image)) as opened:
+        if max(opened.size) <= max_side or opened.mode not in _EIGHT_BITS:
+            return image
+        opened.thumbnail((max_side, max_side), module.Resampling.LANCZOS, reducing_gap=3.0)
+        turned = operations.exif_transpose(opened)
+        file = io.BytesIO()
+        (turned if turned.mode in ("L", "RGB") else turned.convert("RGB")).save(file, "JPEG", quality=quality)
+        return file.getvalue()
+
+
+def pillow() -> tuple[Any, Any]:
+    """``PIL.Image`` and ``PIL.ImageOps``. Raises BackendUnavailable where they cannot be imported."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as e:
+        raise BackendUnavailable(f"making images smaller needs Pillow ({e}): pip install 'monai_gds[bench]'") from e
+    return Image, ImageOps
