@@ -109,6 +109,8 @@ def group(reads: Reads, most_bytes: int, most_reads: int, alone: int) -> list[sl
     if len(reads) < 2 or reads.nbytes.min() >= alone:
         return [slice(i, i + 1) for i in range(len(reads))]
     ends = np.cumsum(_pages(reads.nbytes + np.minimum(reads.room, ALIGNMENT)))  # stage() keeps gaps of that size
+    if ends[-1] <= most_bytes and len(reads) <= most_reads and reads.nbytes.max() < alone:
+        return [slice(0, len(reads))]
     large = np.flatnonzero(reads.nbytes >= alone)
     groups: list[slice] = []
     first = 0

@@ -288,4 +288,4 @@ def test_stages_include_their_time_on_the_device(make: Make) -> None:
     stats = loader.stats()
     assert stats.hits == COUNT
     assert stats.random_transforms["RandBusy"] > COUNT * 0.01
-    assert stats.random_transforms["RandBusy"] > 0.8 * sum(stats.stages.values())
+    assert max(stats.stages, key=stats.stages.__getitem__) == "random transforms"
