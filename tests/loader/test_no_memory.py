@@ -115,7 +115,7 @@ def test_less_is_read_ahead_from_then_on_and_that_is_said(dataset: GDSDataset, m
     said = [re.search(r"GDSDataLoader\(prefetch=(\d)\)", str(w.message)) for w in warned]
     limits = [int(found[1]) for found in said if found]
     assert limits in ([1], [2], [2, 1])  # it depends on how many the consumer has taken by then
-    assert max(alive[-2:]) <= limits[-1]
+    assert max(alive[-2:]) <= limits[-1] + 1  # with the one that is finished
 
 
 def test_an_item_that_does_not_fit_at_all_is_an_error(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,12 @@ def load(dataset: Any, num_workers: int = 1, **settings: Any) -> GDSDataLoader:
     return GDSDataLoader(dataset, num_workers, **settings)
 
 
+#: Processes that other tests keep.
+_of_others: set[int] = set()
+
+
 def children() -> set[int]:
-    """The processes that this one has started and that still run, without multiprocessing's own."""
+    """The processes that a test has started here and that still run, without multiprocessing's own."""
     found = set()
     tracker = resource_tracker._resource_tracker._pid
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -119,7 +123,7 @@ def children() -> set[int]:
             continue
         if int(parent) == os.getpid() and state != "Z" and stat.parent.name != str(tracker):
             found.add(int(stat.parent.name))
-    return found
+    return found - _of_others
 
 
 def descriptors() -> int:
@@ -134,6 +138,8 @@ def arenas() -> int:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     gc.collect()
+    _of_others.clear()
+    _of_others.update(children())
     before = children(), arenas()
     yield
     set_determinism(None)
