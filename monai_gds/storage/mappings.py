@@ -50,7 +50,10 @@ def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
 
 
 def is_resident(address: int, nbytes: int) -> bool:
-    """Whether every page of a mapping is in memory, so that touching it reads nothing from the drive."""
+    """Whether every page of a mapping is in memory, so that touching it reads nothing from the drive.
+
+    Of a file that the user neither owns nor may write, Linux tells that of every page.
+    """
     pages = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
     if _libc.mincore(address, nbytes, pages.ctypes.data):
         return False

@@ -2,7 +2,8 @@
 
 A copy from such a file is the link's own work: on an H200, 55 GB/s, where staging took 36 to 40 with eight threads.
 Registering takes 30 ms per GiB, so it pays only for files that stay registered; it runs in a thread of its own, behind
-the first read. Only files whose every page is in the page cache are registered.
+the first read. Only files whose every page is in the page cache are registered. Of a file that the user neither owns
+nor may write the kernel tells that of every page: what is missing is read from the drive then.
 
 A registered page lasts, whatever happens to its file: a file that is replaced or deleted still gives its bytes. One
 that is cut gives wrong bytes without an error. So the identity of the path is compared before each copy and behind it.
@@ -14,8 +15,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 
@@ -69,11 +72,12 @@ class PinnedFile:
             RuntimeError: CUDA refused.
         """
         stream = staging.copy_stream(device)
-        for offset, dest in zip(offsets, dests, strict=True):
-            if dest.nbytes:
-                staging.copy_to_device(dest.data_ptr(), self._address + offset, dest.nbytes, stream.cuda_stream)
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        done.record(stream)
+        with torch.cuda.stream(stream):
+            for offset, dest in zip(offsets, dests, strict=True):
+                if dest.nbytes:
+                    staging.copy_to_device(dest.data_ptr(), self._address + offset, dest.nbytes, stream.cuda_stream)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(stream)
         done.synchronize()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -87,11 +91,14 @@ class PinnedFiles:
 
     Args:
         nbytes: how much memory they may have together.
+        device: to which they are copied.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
+        self._device = device
         self.used = 0
+        self._refused = False  # CUDA gave no more: the rest is staged, in this storage's lifetime
         self._held: dict[str, PinnedFile | None] = {}  # None: being registered, or refused
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -101,18 +108,25 @@ class PinnedFiles:
         held = self._held.get(path)
         if held is None:
             return None
-        if held.file == expected == FileId.of(path):
-            return held
+        try:
+            if held.file == expected == FileId.of(path):
+                return held
+        except OSError:  # it was deleted, and takes room on its disk as long as it is registered
+            self._drop(path, held)
+            raise
+        self._drop(path, held)
+        return None
+
+    def _drop(self, path: str, held: PinnedFile) -> None:
         with self._lock:
             if self._held.get(path) is held:
                 del self._held[path]
                 self.used -= held.nbytes
-        return None
 
     def offer(self, path: str, file: FileId) -> None:
         """Has a file registered that was just read, if there is room for it."""
         with self._lock:
-            if path in self._held or self.used + file.size > self.nbytes:
+            if self._refused or path in self._held or self.used + file.size > self.nbytes:
                 return
             self._held[path] = None
             self.used += file.size
@@ -126,12 +140,15 @@ class PinnedFiles:
 
     def _register(self, path: str, file: FileId) -> None:
         try:
-            pinned = PinnedFile(path, file)
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                pinned = PinnedFile(path, file)
         except OSError:  # it was replaced, or pushed out of the page cache: the next read may offer it again
             self._forget(path, file)
-        except RuntimeError:  # CUDA gives no more: the rest is staged, in this storage's lifetime
+        except RuntimeError as e:
             self._forget(path, file)
-            self.nbytes = 0
+            if not self._refused:
+                self._refused = True
+                warnings.warn(f"{path} is copied as without pinned_bytes, and so are others: {e}", stacklevel=2)
         else:
             with self._lock:
                 self._held[path] = pinned

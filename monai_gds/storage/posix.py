@@ -86,7 +86,7 @@ class PosixBackend(BlockingBackend):
                 f"pinned_bytes={pinned_bytes:g}: it is a number of bytes in the page cache, for a CUDA target and "
                 f"without direct_io; this is for {device}{' with direct_io' if direct_io else ''}"
             )
-        self._pinned = PinnedFiles(int(pinned_bytes)) if pinned_bytes else None
+        self._pinned = PinnedFiles(int(pinned_bytes), device) if pinned_bytes else None
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -179,6 +179,6 @@ class PosixBackend(BlockingBackend):
             self._pinned.close()
 
     def describe(self) -> dict[str, Any]:
-        pinned = {} if self._pinned is None else {"pinned_bytes": self._pinned.nbytes, "pinned": self._pinned.used}
+        pinned = {} if self._pinned is None else {"pinned_limit": self._pinned.nbytes, "pinned": self._pinned.used}
         small = "io_uring" if ring_of_this_thread() and not self.direct_io else "one call after another"
         return {**super().describe(), "direct_io": self.direct_io, "small_files": small, **pinned}

@@ -183,15 +183,17 @@ def unpin(address: int) -> None:
 @functools.cache
 def compiled(source: str, name: str, device: int) -> int:
     """The ``CUfunction`` of a kernel, compiled by CuPy when it is first asked for. CuPy keeps the result on disk."""
-    return int(_module(source, device).get_function(name).kernel.ptr)
+    import cupy
+
+    with cupy.cuda.Device(device):  # CuPy compiles and loads when it is asked for the function
+        return int(_module(source, device).get_function(name).kernel.ptr)
 
 
 @functools.cache
 def _module(source: str, device: int) -> Any:
     import cupy
 
-    with cupy.cuda.Device(device):
-        return cupy.RawModule(code=source, options=("--std=c++14",))
+    return cupy.RawModule(code=source, options=("--std=c++14",))
 
 
 def launch(function: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:

@@ -91,7 +91,7 @@ class XnvmeBamBackend(XnvmeBlockBackend):
             raise BackendUnavailable(f"{_NO_DRIVE}; controller='software' tries the kernel without a drive")
         if controller != "software":
             raise ValueError(f"controller={controller!r} is not known; there is: software")
-        if not (1 <= queues <= _MOST_QUEUES and 2 <= queue_depth <= MOST_DEPTH and seconds > 0):
+        if not (1 <= queues <= _MOST_QUEUES and 2 <= queue_depth <= MOST_DEPTH and 0 < seconds < 1e9):
             raise ValueError(
                 f"queues={queues}, queue_depth={queue_depth}, seconds={seconds}: there are 1 to {_MOST_QUEUES} queues "
                 f"of 2 to {MOST_DEPTH} entries, and a time limit"

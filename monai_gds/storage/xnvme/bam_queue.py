@@ -230,12 +230,13 @@ class BamQueue:
 
     def _collect(self) -> list[Completion]:
         """What the last launch came to."""
-        running, self._running = self._running, []
+        running = self._running
         results = self._results[: len(running)].tolist()
         if min(results) < 0:  # a command may still be on its way: not once its queue is deleted
             pairs = len(self._pairs)
             self._delete()
             self._create(pairs)
+        self._running = []  # where no queue can be created, they are in flight for ever, and the drive is given up
         return [Completion(wanted.tag, result, 0) for wanted, result in zip(running, results, strict=True)]
 
     def close(self) -> None:

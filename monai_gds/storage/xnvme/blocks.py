@@ -204,6 +204,7 @@ class XnvmeBlockBackend(QueueBackend):
             self._waiting.popleft()
             self._burst += 1
             if read.error is not None:
+                transfer.drop_bounce()
                 self._over(read)
 
     def _poll(self) -> Iterable[tuple[Command, int | Exception]]:
@@ -227,6 +228,8 @@ class XnvmeBlockBackend(QueueBackend):
             self._complete.append((read.command, read.error or read.command.nbytes))
 
     def _give_up(self) -> None:
+        for transfer in self._waiting:
+            transfer.drop_bounce()
         self._waiting.clear()
         self._complete.clear()
         self._drives.give_up()
@@ -320,7 +323,7 @@ class _Transfer:
         try:
             return self._drive.queue.read(self, self._block, self._count, self._address)
         except StorageError:
-            self._drop_bounce()
+            self.drop_bounce()
             raise
 
     def finish(self, done: Completion) -> None:
@@ -329,16 +332,18 @@ class _Transfer:
             self._drive.check(done, self._block, self._count)
         except StorageError:
             self._drive.broken = True
-            self._drop_bounce()
+            self.drop_bounce()
             raise
         if self._bounce is not None:
             start = self.read.command.start + self._at
             dest = self.read.command.memory[start : start + self._nbytes]
             self._drive.bounce.deliver(self._bounce, self._skip, dest)
 
-    def _drop_bounce(self) -> None:
-        if self._bounce is not None:
-            self._drive.bounce.give_back(self._bounce)
+    def drop_bounce(self) -> None:
+        """Gives its bounce buffer back, if it has taken one: it is not issued, or it failed."""
+        bounce, self._bounce = self._bounce, None
+        if bounce is not None:
+            self._drive.bounce.give_back(bounce)
 
 
 def _identity(blocks: FileBlocks, device: int = 0) -> FileId:
