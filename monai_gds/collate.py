@@ -81,6 +81,8 @@ def collate(batch: Sequence[Any]) -> Any:
         if torch.get_default_device().type != "cpu":  # where torch would put numbers
             return list_data_collate(batch)
         return _Collation().batch(batch)
+    except torch.OutOfMemoryError:  # MONAI's way needs no less
+        raise
     except Exception:
         return list_data_collate(batch)
 

@@ -162,13 +162,13 @@ class Draws:
 
     def _go_on_with(self, turn: Turn, last: States | None) -> bool:
         """Begins to read what an item needs, as far as that is certain. Returns whether the next item may be drawn."""
-        if not self._tried:
-            if turn.lazy is not None:
-                self._read_whole(turn)
-            return True
-        if turn.lazy is None or not self._ahead or not turn.lazy.ready:
-            return False
         try:
+            if not self._tried:
+                if turn.lazy is not None:
+                    self._read_whole(turn)
+                return True
+            if turn.lazy is None or not self._ahead or not turn.lazy.ready:
+                return False
             self._draw(turn, self._ahead, last)
         except Exception as e:  # of another item than the one that is wanted: it comes again when its turn has come
             _log.debug("an item is not drawn ahead: %r", e)

@@ -5,6 +5,7 @@ Without a watch, as nearly always, each function looks into an empty dict and re
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -64,6 +65,7 @@ class Watch:
 
 #: By the thread's identity.
 _watches: dict[int, Watch] = {}
+os.register_at_fork(after_in_child=_watches.clear)  # a child's first thread has the number of the one that forked
 
 
 def measure(watch: Watch) -> None:

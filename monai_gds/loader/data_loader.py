@@ -92,8 +92,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
         prefetch_bytes: how many bytes of records may be in flight. One record may, whatever its size. With
-            ``transforms_on="workers"``: of shared memory, where batches of B bytes need ``(2 * num_workers + 4) * B``.
-            Batches that find no room are pickled, which is slower.
+            ``transforms_on="workers"``: of shared memory, where batches of B bytes need
+            ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
         transforms_on: ``"workers"`` runs random transforms in the ``num_workers`` processes, see above.
         kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
@@ -200,6 +200,13 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def _begin(self, watch: Watch | None) -> Iterator[Any]:
         state, self._loaded = self._loaded, None
+        try:
+            return self._begin_at(state, watch)
+        except BaseException:  # the loop that follows the remedy goes on from there
+            self._loaded = state
+            raise
+
+    def _begin_at(self, state: Mapping[str, Any] | None, watch: Watch | None) -> Iterator[Any]:
         parts = gds_datasets(self.dataset)
         devices = {part.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
@@ -311,7 +318,8 @@ class Epoch:
     ) -> None:
         for left in _left - {threading.current_thread()}:  # a transform may begin a loop
             left.join(_LEAVE_SECONDS)
-            _left.discard(left)
+            if not left.is_alive():
+                _left.discard(left)
         if device.type == "cpu":
             heed_load()
         ahead: ReadAhead | WorkerBatches

@@ -147,9 +147,12 @@ class ReadAhead:
         for pause in _PAUSES:
             try:
                 return work()
-            except torch.OutOfMemoryError:
+            except RuntimeError as e:  # MONAI raises another one in place of torch's
+                if not _is_of_memory(e):
+                    raise
                 self._give_up()
             time.sleep(pause)
+        self._limit = self._most_records = 1
         return work()
 
     def end(self) -> None:
@@ -259,11 +262,16 @@ class ReadAhead:
         return True
 
 
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether a device had no memory: so the error says, or the one that caused it."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _is_of_memory(error.__cause__))
+
+
 def _begin_all(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun | Exception]:
     """As ``dataset.begin``, with the exception of each item that has one."""
     try:
         return [*dataset.begin(indices)]
     except Exception as e:
-        if len(indices) == 1:
-            return [e]
+        if len(indices) == 1:  # the traceback of one that is tried again would keep what else was begun
+            return [e.with_traceback(None) if _is_of_memory(e) else e]
     return [_begin_all(dataset, [index])[0] for index in indices]

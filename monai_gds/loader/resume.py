@@ -117,12 +117,14 @@ def begin_or_go_on(
     epochs = place.epochs()
     place.go_to(state)
     batches = begin()
-    if place.batches:
-        following = next(islice(batches, place.batches, None), _NOTHING)
-        batches = chain([following], batches)
+    for _ in islice(batches, place.batches):
+        pass
     place.arrive(state, epochs)
-    if place.batches and following is _NOTHING:
-        return Place(loader), begin()
+    if place.batches:
+        following = next(batches, _NOTHING)
+        if following is _NOTHING:
+            return Place(loader), begin()
+        batches = chain([following], batches)
     return place, batches
 
 
@@ -152,6 +154,10 @@ class Counted:
         batch = next(self._batches)
         self._place.taken()
         return batch
+
+    def close(self) -> None:
+        """Leaves the loop."""
+        self._batches = iter(())
 
 
 class Later:

@@ -53,13 +53,30 @@ class Place(NamedTuple):
     nbytes: int
 
 
+#: Forks of this process. A child may have a batch that is gone here: its memory is not written to again.
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(before=_count_fork)
+
+
 class Arena:
-    """Shared memory for one batch at a time. The kernel gives it pages as they are written."""
+    """Shared memory for one batch at a time. The kernel gives it pages as they are written.
+
+    Attributes:
+        forks: of this process when the batch in it was handed out; None before.
+    """
 
     def __init__(self, nbytes: int) -> None:
         descriptor = os.memfd_create("monai-gds-batch")
         os.ftruncate(descriptor, nbytes)
         self.nbytes = nbytes
+        self.forks: int | None = None
         self.memory = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
         self.place = Place(next(_numbers), os.getpid(), descriptor, nbytes)
         self._pinned = _Pinned(self.memory.ctypes.data)
@@ -67,6 +84,7 @@ class Arena:
 
     def shared(self, nbytes: int, release: Callable[[], object]) -> np.ndarray:
         """The first bytes; ``release`` is called when nothing refers to them any more."""
+        self.forks = _forks
         return tensor_at(self.memory.ctypes.data, nbytes, release).numpy()
 
     def pin(self, nbytes: int) -> None:
@@ -129,7 +147,7 @@ class Arenas:
             self._free.append(self._copied.popleft()[1])
         while self._free:
             arena = self._free.pop()
-            if arena.nbytes >= self._size:
+            if arena.nbytes >= self._size and arena.forks in (None, _forks):
                 return arena
             del self._made[arena.place.number]
         if sum(arena.nbytes for arena in self._made.values()) + self._size > self._most:
@@ -259,7 +277,7 @@ class _Pickler(pickle.Pickler):
             if value.layout != torch.strided or value.is_cuda or value.is_quantized or value.requires_grad:
                 return NotImplemented
             plain = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-            if not plain.numel():
+            if not plain.numel() and id(value) not in self._moving:
                 return NotImplemented
             if not plain.is_contiguous():
                 plain = plain.clone(memory_format=torch.preserve_format)

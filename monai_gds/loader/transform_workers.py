@@ -173,7 +173,8 @@ class Processes:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.arenas = Arenas(order.most_bytes, order.ahead + _DELIVERED)
-        self.workers = Workers(Worker(order.work), order.num_workers, order.context)
+        context = order.context or ("spawn" if torch.cuda.is_initialized() else "fork")  # type: ignore[no-untyped-call]
+        self.workers = Workers(Worker(order.work), order.num_workers, context)
 
     def close(self) -> None:
         """Ends them at once."""
@@ -257,9 +258,15 @@ class WorkerBatches:
         self.assemble = loader.pinned if self.whole else loader.assemble
         collate = loader.collation if self.whole else None
         work = Work(views, collate, device.type == "cuda", capture_all())
-        context = loader.multiprocessing_context or ("spawn" if torch.cuda.is_initialized() else "fork")  # type: ignore[no-untyped-call]
         ahead = loader.batches_in_flight()
-        order = Order(_pickled(work), loader.num_workers, context, ahead, loader.prefetch_bytes, os.getpid())
+        order = Order(
+            _pickled(work),
+            loader.num_workers,
+            loader.multiprocessing_context,
+            ahead,
+            loader.prefetch_bytes,
+            os.getpid(),
+        )
         self._idle = loader.idle
         while self._idle and self._idle[-1].order != order:
             self._idle.pop().close()

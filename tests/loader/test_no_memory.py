@@ -118,6 +118,39 @@ def test_less_is_read_ahead_from_then_on_and_that_is_said(dataset: GDSDataset, m
     assert max(alive[-2:]) <= limits[-1] + 1  # with the one that is finished
 
 
+def test_an_error_of_monais_that_says_so_is_understood(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``list_data_collate`` and ``Compose`` raise RuntimeErrors of their own."""
+    expected = batches(dataset)
+    asked = 0
+
+    def wrapped(items: list[Any]) -> list[Any]:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise RuntimeError("collate error") from torch.OutOfMemoryError("CUDA out of memory")
+        return items
+
+    monkeypatch.setattr("tests.loader.test_no_memory.collate", wrapped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        assert_same(batches(dataset), expected)
+
+
+def test_at_last_there_is_one_in_flight(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "_PAUSES", (0.0,))
+    begin = GDSDataset.begin
+
+    def room_for_one(self: GDSDataset, indices: Any) -> Any:
+        if sum(type(found) is Begun for found in gc.get_objects()) + len(indices) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return begin(self, indices)
+
+    monkeypatch.setattr(GDSDataset, "begin", room_for_one)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        assert len(batches(dataset)) == COUNT // 2
+
+
 def test_an_item_that_does_not_fit_at_all_is_an_error(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         memory(Full(5, times=10**6), monkeypatch),

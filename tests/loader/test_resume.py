@@ -304,6 +304,41 @@ def test_loops_that_are_monais_are_continued_too(num_workers: int, of_monai: boo
         assert_same(list(again), expected[1])
 
 
+class _OfNumPy(mt.RandomizableTransform):  # type: ignore[misc]
+    def __call__(self, n: int) -> tuple[int, float]:
+        return n, np.random.rand()
+
+
+def test_a_loop_of_monais_does_not_draw_from_numpy_twice() -> None:
+    def loop() -> GDSDataLoader:
+        return GDSDataLoader(Dataset(list(range(6)), _OfNumPy()), batch_size=1, collate_fn=list)
+
+    np.random.seed(3)
+    expected = list(loop())
+    np.random.seed(3)
+    begun = loop()
+    batches = iter(begun)
+    taken = [next(batches) for _ in range(2)]
+    again = loop()
+    again.load_state_dict(saved(begun.state_dict()))
+    np.random.seed(99)
+    assert taken + list(again) == expected
+
+
+def test_a_loop_that_could_not_begin_does_not_lose_its_place(folder: Path) -> None:
+    begun = GDSDataLoader(dataset(folder), batch_size=1)
+    batches = iter(begun)
+    next(batches), next(batches)
+    again = GDSDataLoader(
+        dataset(folder), num_workers=1, transforms_on="workers", batch_size=1, collate_fn=lambda items: items
+    )
+    again.load_state_dict(begun.state_dict())
+    with pytest.raises(ValueError, match="collate_fn"):
+        next(iter(again))
+    again.collate_fn = list
+    assert len(list(again)) == COUNT - 2
+
+
 def test_a_dataset_without_transforms() -> None:
     def fresh(seed: int) -> GDSDataLoader:
         return loader(TensorDataset(torch.arange(9)), SETTINGS["shuffled"], seed)

@@ -661,3 +661,17 @@ def test_workers_of_a_cuda_target_load_to_the_cpu(tmp_path: Path) -> None:
     dataset.compression = "bitcomp"
     with pytest.raises(ValueError, match="bitcomp"):
         dataset.for_loading()
+
+
+def test_a_child_keeps_the_batch_that_it_was_forked_with(make: Make) -> None:
+    """As a process that writes a batch into a file while training goes on."""
+    forked = []
+    for n, batch in enumerate(load(make(data=range(20)), 1, batch_size=1)):
+        expected = Volume()(n)["image"].numpy().tobytes()
+        if n < 2 and not (pid := os.fork()):
+            time.sleep(1.0)
+            os._exit(batch["image"].numpy().tobytes() != expected)
+        if n < 2:
+            forked.append(pid)
+        del batch
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in forked] == [0, 0]
