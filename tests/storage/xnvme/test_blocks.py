@@ -443,6 +443,19 @@ class TestQueue:
             fill(storage, file, 1, dest)
         assert (double.count("buffers"), double.count("devices")) == (0, 0)
 
+    def test_a_transfer_that_waits_for_room_in_the_queue_gives_its_bounce_buffer_back(
+        self, file: Path, double: libraries.Double
+    ) -> None:
+        """One that has taken a buffer, found the queue full, and is not issued since another one fails meanwhile."""
+        dest = torch.empty(2_900_000, dtype=torch.uint8)
+        with opened(queue_depth=1) as storage:
+            for _ in range(3):
+                double.fail("BAD_STATUS")
+                with pytest.raises(StorageError):
+                    fill(storage, file, 1, dest)
+            fill(storage, file, 1, dest)
+        assert (double.count("buffers"), double.count("devices")) == (0, 0)
+
     def test_nothing_stays_open_or_allocated(self, file: Path, double: libraries.Double) -> None:
         with opened() as storage:
             tensor = storage.load(Reads.of(str(file), [(1, 100_000)])).wait()[0]
