@@ -355,7 +355,7 @@ def over_mpi(tmp_path: Path, log: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 def test_mpi(tmp_path: Path, log: Path) -> None:
     done = over_mpi(tmp_path, log)
-    assert done.stdout == "Populated(cached=0, computed=16, converted=0) 1\n", done.stderr
+    assert done.stdout == "Populated(cached=0, computed=16, converted=0, left_out=0) 1\n", done.stderr
     assert len(processes(log)) == 2
 
 
@@ -368,7 +368,7 @@ def test_a_lost_mpi_rank_ends_the_job_and_what_was_finished_is_cached(tmp_path: 
     cached = len(list((tmp_path / "cache").glob("*.safetensors")))
     assert 8 <= cached < 16
     trap.unlink()
-    assert over_mpi(tmp_path, log).stdout == f"Populated(cached={cached}, computed={16 - cached}, converted=0) 1\n"
+    assert over_mpi(tmp_path, log).stdout == f"Populated(cached={cached}, computed={16 - cached}, converted=0, left_out=0) 1\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
