@@ -184,7 +184,8 @@ def _found(portion: _Portion) -> ImageRecord | None:
         told = describe(portion.images, 0, len(portion.images))
         if not all(torch.equal(item[name], told[name]) for name in ("names", "labels")):
             return None
-        changed = max(os.stat(portion.images.path(i)).st_mtime_ns for i in range(len(portion.images)))
+        stats = [os.stat(portion.images.path(i)) for i in range(len(portion.images))]
+        changed = max(max(st.st_mtime_ns, st.st_ctime_ns) for st in stats)  # `cp -p` sets the first to an earlier time
         return read_layout(portion.path) if changed <= os.stat(portion.path).st_mtime_ns else None
     except (OSError, RecordError):
         return None

@@ -136,7 +136,7 @@ def test_packing_goes_on_where_it_ended(
         pack_folder(open_images(folder), out)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("what", ["damaged", "cut", "older"])
+@pytest.mark.parametrize("what", ["damaged", "cut", "older", "replaced"])
 def test_what_is_not_whole_or_older_than_its_images_is_packed_again(
     copy_of: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -150,12 +150,14 @@ def test_what_is_not_whole_or_older_than_its_images_is_packed_again(
         at = data.rindex(b"\xff\xd9")  # the end of the last JPEG
         file.write_bytes(data[:at] + b"\xfe" + data[at + 1 :])
     else:
+        time.sleep(0.02)  # the clock of a file system has ticks
         image = Path(open_images(folder).path(0))
         image.write_bytes(image.read_bytes()[:-1] + b"x")
-        os.utime(image, ns=(time.time_ns() + 10**9,) * 2)
+        # by a file that was written later, or by one from earlier whose time is kept, as by `cp -p`
+        os.utime(image, ns=(time.time_ns() + (10**9 if what == "older" else -(10**15)),) * 2)
     names = written(monkeypatch)
     pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
-    assert names[0] == ("images-00000" if what == "older" else "images-00001")
+    assert names[0] == ("images-00000" if what in ("older", "replaced") else "images-00001")
     assert verify_packed(out) == {}
     assert samples(out) == samples(folder)
 
