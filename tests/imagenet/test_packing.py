@@ -122,7 +122,7 @@ def test_packing_goes_on_where_it_ended(
 ) -> None:
     out = tmp_path / "out"
     interrupted(folder, out)
-    with pytest.raises(ImageListError, match="no image"):
+    with pytest.raises(ImageListError, match="interrupted, run the same `monai-gds pack` again"):
         open_images(out)  # what is unfinished does not count
     (out / "images-00007.safetensors.0123.tmp").write_bytes(b"left by a process that was killed")
     told: list[int] = []
