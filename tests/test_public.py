@@ -1,4 +1,4 @@
-"""Every public name has a description and an example that runs."""
+"""Every public name has a description and an example that runs; so do the examples of other names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import doctest
 import inspect
 import re
 import tomllib
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ MODULES = (monai_gds, errors, monai_gds.storage, monai_gds.imagenet)
 
 #: Extras that an example needs.
 NEEDS = {
+    "DaliIterator": ("nvidia.dali",),
     "IgzipReader": ("isal",),
     "ImageNetDataset": ("nvidia.dali", "PIL"),
     "ImageSource": ("nvidia.dali", "PIL"),
@@ -30,6 +32,7 @@ NEEDS = {
     "open_images": ("PIL",),
     "pack_folder": ("PIL",),
     "squirrel_source": ("nvidia.dali", "squirrel"),
+    "verify_packed": ("PIL",),
 }
 
 #: Values and aliases have no docstrings: a comment with ``#:`` describes them where they are defined.
@@ -42,6 +45,13 @@ def public() -> dict[str, Any]:
 
 
 PUBLIC = public()
+
+#: The modules whose docstrings hold examples.
+WITH_EXAMPLES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "monai_gds").rglob("*.py"))
+    if re.search(r"^ *>>> ", path.read_text(), re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -85,9 +95,26 @@ def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (test,) = doctest.DocTestFinder(recurse=False).find(thing, name, module=module) or (None,)
     assert test is not None
     assert test.examples, f"{name} has no example"
+    monkeypatch.chdir(tmp_path)
+    run(test, name)
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_examples_of_names_that_are_not_public_run(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for test in doctest.DocTestFinder().find(import_module(module)):
+        name = test.name.removeprefix(f"{module}.")
+        if test.examples and name not in PUBLIC:
+            folder = tmp_path / name
+            folder.mkdir()
+            monkeypatch.chdir(folder)
+            run(test, name)
+
+
+def run(test: doctest.DocTest, name: str) -> None:
     for package in NEEDS.get(name, ()):
         pytest.importorskip(package, reason=f"{package} is not installed on this machine")
-    monkeypatch.chdir(tmp_path)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     said: list[str] = []
     runner.run(test, out=said.append)

@@ -115,6 +115,7 @@ def compile_tree(
 
     Example:
         >>> import numpy as np
+        >>> from monai_gds.cache.encoding import encode_item
         >>> encoded = encode_item({"label": np.arange(3)})
         >>> compile_tree(encoded.tree, encoded.arrays, encoded.tensors, numpy=True)(encoded.tensors)
         {'label': array([0, 1, 2])}

@@ -53,6 +53,10 @@ def nearest(index: Index, wanted: Wanted) -> Nearest:
     same names. Among these the fewest differences win, then the newest record.
 
     Example:
+        >>> from pathlib import Path
+        >>> index, entry = Index("."), IndexEntry("ab" * 16, "item", "cafe0123", 4096, 1, (), {})
+        >>> Path(entry.name).touch()  # in place of a record
+        >>> index.note_record(entry)
         >>> index.describe_pipeline("cafe0123", {"transforms[0] Spacingd.pixdim": "1.5"})
         >>> nearest(index, Wanted("item", "beef0123", {}, {"transforms[0] Spacingd.pixdim": "1.0"})).differences
         ['Spacingd.pixdim 1.5 → 1.0']

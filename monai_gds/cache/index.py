@@ -65,9 +65,9 @@ class Index:
         file_mode: permissions that files have at most.
 
     Example:
-        >>> index = Index(directory)
+        >>> index = Index(".")
         >>> index.note_record(IndexEntry("ab" * 16, "item", "cafe0123", 4096, 1, (), {}))
-        >>> [entry.name for entry in Index(directory).entries().values()]
+        >>> [entry.name for entry in Index(".").entries().values()]
         ['abababababababababababababababab.v2.safetensors']
     """
 

@@ -163,11 +163,13 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             return open_reader(self.reader, images, self.device, **arguments)
         try:  # decoders want encoded bytes in host memory
             return open_reader(self.reader, images, torch.device("cpu"), pinned=True, **arguments)
-        except (BackendUnavailable, ValueError):  # a backend, or options, for GPU memory only; or another error again
+        except (BackendUnavailable, ValueError) as e:  # a backend, or options, for GPU memory only; or an error again
+            why = str(e)
             reader = open_reader(self.reader, images, self.device, **arguments)
         warnings.warn(
-            f"reader={self.reader!r} reads into GPU memory and decoders want encoded bytes in host memory: every "
-            "batch is copied back (counted in copied_back); reader='auto' reads into host memory",
+            f"reader={self.reader!r} reads into GPU memory, since it cannot read into host memory ({why}). Decoders "
+            "want encoded bytes in host memory: every batch is copied back (counted in copied_back); reader='auto' "
+            "reads into host memory",
             stacklevel=3,
         )
         return reader

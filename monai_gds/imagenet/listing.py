@@ -11,6 +11,7 @@ A folder without any folder in it, in which DALI's reader finds nothing, is list
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,16 @@ import numpy as np
 
 from monai_gds.errors import BlockMapError, ImageListError
 
-__all__ = ["EXTENSIONS", "ImageList", "list_block_map", "list_folder"]
+__all__ = ["EXTENSIONS", "UNFINISHED", "ImageList", "list_block_map", "list_folder"]
 
 #: Those of ``fn.readers.file`` (the default of its argument ``file_filters`` in DALI 2.4).
 EXTENSIONS = (
     ".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pnm", ".ppm", ".pgm", ".pbm", ".jp2", ".webp", ".flac", ".ogg",
     ".wav",
 )  # fmt: skip
+
+#: The file that an unfinished packed folder holds; see :mod:`monai_gds.imagenet.packing`.
+UNFINISHED = "packing.json"
 
 _SUFFIXES = tuple(os.fsencode(e) for e in EXTENSIONS)
 
@@ -91,13 +95,21 @@ def list_folder(root: StrPath) -> ImageList:
     if not names:
         if (inner := next((name for name in classes if _is_root(f"{top}/{name}")), None)) is not None:
             raise ImageListError(_name_inner(top, inner))
-        raise ImageListError(f"{top} holds no image at {top}/<class>/<file> ({', '.join(EXTENSIONS)})")
+        told = f"{top} holds no image at {top}/<class>/<file> ({', '.join(EXTENSIONS)})"
+        if _sorted_images(top):
+            told += f"; the images directly in it are not listed since it holds the folder {classes[0]!r}: move that, "
+            told += "or name them by files="
+        raise ImageListError(told)
     return ImageList(top, classes, names, np.asarray(labels, dtype=np.int32), np.asarray(sizes, dtype=np.int64))
 
 
 def _list_flat(top: str) -> ImageList:
     found = _sorted_images(top)
     if not found:
+        if os.path.exists(f"{top}/{UNFINISHED}"):
+            raise ImageListError(
+                f"{top} is not packed yet: where packing it was interrupted, run the same `monai-gds pack` again"
+            )
         raise ImageListError(
             f"{top} holds no image: images are expected at {top}/<class>/<file>, or at {top}/<file> "
             f"({', '.join(EXTENSIONS)})"
@@ -131,7 +143,8 @@ def list_block_map(file: StrPath) -> ImageList:
     try:
         blocks = BlockMap.load(file)
     except BlockMapError as e:
-        raise ImageListError(str(e)) from e
+        not_json = isinstance(e.__cause__, (json.JSONDecodeError, UnicodeDecodeError))
+        raise ImageListError(f"{e}{'; for a list of files, use file_list=' * not_json}") from e
     parts = [path.split("/") for path in blocks]
     images = sorted((p for p in parts if len(p) == 3 and is_image(p[2])), key=lambda p: [os.fsencode(x) for x in p])
     if not images:

@@ -38,7 +38,7 @@ def list_files(
         ValueError: another number of labels than of files, or a label beyond 32 bits.
     """
     names = [os.fspath(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
-    return _listed(names, labels_array(labels, len(names)), root, lambda i: f"files[{i}]")
+    return _listed(names, labels, root, lambda i: f"files[{i}]")
 
 
 def read_file_list(file: StrPath, root: StrPath | None = None) -> ImageList:
@@ -68,8 +68,7 @@ def read_file_list(file: StrPath, root: StrPath | None = None) -> ImageList:
             labels.append(int(found[2]))
             lines.append(number)
     top = os.path.dirname(os.path.abspath(file)) if root is None else root
-    listed = np.asarray(labels, dtype=np.int32)
-    return _listed(names, listed, top, lambda i: f"{os.fspath(file)}, line {lines[i]}")
+    return _listed(names, labels, top, lambda i: f"{os.fspath(file)}, line {lines[i]}")
 
 
 def labels_array(labels: Sequence[int] | None, count: int) -> np.ndarray:
@@ -77,17 +76,19 @@ def labels_array(labels: Sequence[int] | None, count: int) -> np.ndarray:
     given = np.arange(count) if labels is None else np.asarray(labels)
     if given.shape != (count,):
         raise ValueError(f"labels of shape {given.shape} for {count} images: give one for each")
+    if given.dtype.kind not in "iu":
+        raise ValueError(f"labels are int32, not {given.dtype}")
     array = given.astype(np.int32)
-    if given.dtype.kind not in "iu" or (array != given).any():
-        raise ValueError(f"labels are int32, not {given.dtype} up to {given.max()}")
+    if (array != given).any():
+        raise ValueError(f"labels are int32, not {given.dtype} from {given.min()} to {given.max()}")
     return array
 
 
-def _listed(names: list[str], labels: np.ndarray, root: StrPath, where: Callable[[int], str]) -> ImageList:
-    top = os.path.abspath(root)
-    images = ImageList(top, (), names, labels, np.zeros(len(names), dtype=np.int64))
+def _listed(names: list[str], labels: Sequence[int] | None, root: StrPath, where: Callable[[int], str]) -> ImageList:
     if not names:
         raise ImageListError("no file is named")
+    top, sizes = os.path.abspath(root), np.zeros(len(names), dtype=np.int64)
+    images = ImageList(top, (), names, labels_array(labels, len(names)), sizes)
     for i in range(len(names)):
         try:
             found = os.stat(images.path(i))

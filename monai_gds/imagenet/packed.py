@@ -196,7 +196,8 @@ def verify_packed(root: StrPath, progress: Callable[[int], None] | None = None) 
         What is wrong, by path; empty if nothing is.
 
     Example:
-        >>>         >>> from monai_gds.imagenet import open_images, pack_folder
+        >>> from pathlib import Path
+        >>> from monai_gds.imagenet import open_images, pack_folder
         >>> from monai_gds.imagenet.synthetic import write_image_folder
         >>> packed = pack_folder(open_images(write_image_folder(Path("images"), 3)), "packed")
         >>> verify_packed("packed")

@@ -7,16 +7,18 @@ the same images again keeps every file in it that is whole.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -26,15 +28,15 @@ from monai_gds.cache.checksum import checksum
 from monai_gds.cache.tree import tensor_bytes
 from monai_gds.errors import BrokenImage, ImageListError, RecordError
 from monai_gds.imagenet.image_storage import ImageRecord, load_item, read_files, read_layout, save_item
-from monai_gds.imagenet.listing import ImageList, StrPath
+from monai_gds.imagenet.listing import UNFINISHED, ImageList, StrPath
 from monai_gds.imagenet.packed import FORMAT, INDEX, PackedImages, describe, file_name, is_packed, open_packed
 from monai_gds.imagenet.resizing import pillow, smaller_jpeg
 from monai_gds.storage import open_storage
 
 __all__ = ["empty_folder", "pack_folder"]
 
-#: What is being packed, in an unfinished folder.
-_PLAN = "packing.json"
+#: The notes that are open in this process.
+_notes: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
 def pack_folder(
@@ -62,7 +64,8 @@ def pack_folder(
 
     Raises:
         BackendUnavailable: ``max_side`` is given, and Pillow is not installed.
-        ImageListError: ``out`` is a file, holds something else, or is being packed by another process.
+        ImageListError: ``out`` is a file, holds something else, is being packed already, or is on a file system without
+            locks.
         BrokenImage: an image file is empty, or is to be made smaller and cannot be decoded.
         OSError: an image cannot be read, or the disk is full.
         ValueError: ``file_bytes``, ``max_side`` or ``quality`` is out of range.
@@ -184,7 +187,8 @@ def _found(portion: _Portion) -> ImageRecord | None:
         told = describe(portion.images, 0, len(portion.images))
         if not all(torch.equal(item[name], told[name]) for name in ("names", "labels")):
             return None
-        changed = max(os.stat(portion.images.path(i)).st_mtime_ns for i in range(len(portion.images)))
+        stats = [os.stat(portion.images.path(i)) for i in range(len(portion.images))]
+        changed = max(max(st.st_mtime_ns, st.st_ctime_ns) for st in stats)  # `cp -p` sets the first to an earlier time
         return read_layout(portion.path) if changed <= os.stat(portion.path).st_mtime_ns else None
     except (OSError, RecordError):
         return None
@@ -209,15 +213,17 @@ def _ranges(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
 @contextmanager
 def _begun(top: Path, plan: str) -> Iterator[None]:
     """Notes in a folder what is being packed into it, so that the same call can go on; removes the note at the end."""
-    if is_packed(top) or not (top / _PLAN).exists():
+    note = top / UNFINISHED
+    new = is_packed(top) or not note.exists()
+    if new:
         empty_folder(top)
-    with (top / _PLAN).open("a+") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as e:
-            raise ImageListError(f"{top} is being packed by another process") from e
-        file.seek(0)
+    with _locked_note(note, new) as file:
         before = file.read()
+        # again, now that nobody else packs: another process may have begun or ended since
+        if is_packed(top) or (not before and {path.name for path in top.iterdir()} != {UNFINISHED}):
+            if new:
+                note.unlink(missing_ok=True)
+            raise _not_empty(top)
         if before not in ("", plan):
             raise ImageListError(
                 f"{top} holds an unfinished folder of other images, or packed in another way ({before}): pack these "
@@ -226,10 +232,45 @@ def _begun(top: Path, plan: str) -> Iterator[None]:
         if not before:
             file.write(plan)
             file.flush()
+            os.fsync(file.fileno())  # packing does not go on where the note is lost
         for abandoned in top.glob("images-*.safetensors.*.tmp"):
             abandoned.unlink(missing_ok=True)
         yield
-        (top / _PLAN).unlink()
+        note.unlink()
+
+
+@contextmanager
+def _locked_note(note: Path, new: bool) -> Iterator[TextIO]:
+    """Opens the note, which is created if ``new``, for one thread of one process at a time."""
+    busy = f"{note.parent} is being packed by another process or thread"
+    try:
+        file = note.open("x+" if new else "r+")
+    except (FileExistsError, FileNotFoundError) as e:  # it began, or ended, a moment ago
+        raise ImageListError(busy) from e
+    with file:
+        _notes.add(file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise ImageListError(busy) from e
+        except OSError as e:
+            if new:
+                note.unlink()
+            if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            raise ImageListError(
+                f"the file system of {note.parent} has no locks: pack into a local folder and copy it"
+            ) from e
+        yield file
+
+
+def _close_notes() -> None:
+    """In a forked process, which may outlive this one: a lock lasts as long as its file is open anywhere."""
+    for file in list(_notes):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_notes)
 
 
 def empty_folder(out: StrPath) -> Path:
@@ -238,8 +279,13 @@ def empty_folder(out: StrPath) -> Path:
     try:
         top.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as e:
-        file = next(path for path in (top, *top.parents) if path.exists())
-        raise ImageListError(f"{file} is a file: name a folder to pack into, a new or an empty one") from e
+        file = next((path for path in (top, *top.parents) if os.path.lexists(path) and not path.is_dir()), top)
+        what = "a file" if file.exists() else "a link that leads nowhere"
+        raise ImageListError(f"{file} is {what}: name a folder to pack into, a new or an empty one") from e
     if any(top.iterdir()):
-        raise ImageListError(f"{top} is not empty: choose another folder to pack into")
+        raise _not_empty(top)
     return top
+
+
+def _not_empty(top: Path) -> ImageListError:
+    return ImageListError(f"{top} is not empty: choose another folder to pack into")

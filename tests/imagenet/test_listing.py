@@ -106,7 +106,10 @@ def test_a_root_without_images_is_refused(tmp_path: Path) -> None:
         list_folder(tmp_path)
     (tmp_path / "a.jpg").write_bytes(b"x")
     (tmp_path / "n0").mkdir()
-    with pytest.raises(ImageListError, match=r"no image at .*/<class>/<file>"):
+    with pytest.raises(ImageListError, match=r"no image at .*/<class>/<file>.* the folder 'n0': move that, or name"):
+        list_folder(tmp_path)
+    (tmp_path / "a.jpg").unlink()
+    with pytest.raises(ImageListError, match=r"no image at .*/<class>/<file> \([^;]*\)$"):
         list_folder(tmp_path)
     with pytest.raises(ImageListError, match="not a folder"):
         list_folder(tmp_path / "absent")
@@ -219,6 +222,9 @@ def test_a_file_that_is_not_a_block_map_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[1]")
     with pytest.raises(ImageListError, match="not a block map"):
         list_block_map(tmp_path / "x.json")
+    (tmp_path / "list.txt").write_text("a.jpg 0\n")
+    with pytest.raises(ImageListError, match=r"not a block map.*; for a list of files, use file_list="):
+        open_images(tmp_path / "list.txt")
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ImageListError, match="maps no image"):
         list_block_map(tmp_path / "x.json")

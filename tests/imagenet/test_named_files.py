@@ -137,6 +137,18 @@ def test_labels_that_dali_would_not_take_as_they_are(tmp_path: Path, labels: Any
         list_files(["a.jpg", "7"], labels, tree(str(tmp_path)))
 
 
+def test_labels_beyond_32_bits_are_named_on_either_side() -> None:
+    for labels in ([1, -(2**40)], [-(2**40), 2**40]):
+        with pytest.raises(ValueError, match=f"int32, not int64 from {min(labels)} to {max(labels)}"):
+            list_files(["a.jpg", "7"], labels)
+
+
+@pytest.mark.parametrize("labels", [[], None])
+def test_no_file_is_named_as_such(labels: list[int] | None) -> None:
+    with pytest.raises(ImageListError, match="no file is named"):
+        open_images(files=[], labels=labels)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,7 +125,7 @@ def test_packing_goes_on_where_it_ended(
 ) -> None:
     out = tmp_path / "out"
     interrupted(folder, out)
-    with pytest.raises(ImageListError, match="no image"):
+    with pytest.raises(ImageListError, match="interrupted, run the same `monai-gds pack` again"):
         open_images(out)  # what is unfinished does not count
     (out / "images-00007.safetensors.0123.tmp").write_bytes(b"left by a process that was killed")
     told: list[int] = []
@@ -136,7 +139,7 @@ def test_packing_goes_on_where_it_ended(
         pack_folder(open_images(folder), out)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("what", ["damaged", "cut", "older"])
+@pytest.mark.parametrize("what", ["damaged", "cut", "older", "replaced"])
 def test_what_is_not_whole_or_older_than_its_images_is_packed_again(
     copy_of: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -150,12 +153,14 @@ def test_what_is_not_whole_or_older_than_its_images_is_packed_again(
         at = data.rindex(b"\xff\xd9")  # the end of the last JPEG
         file.write_bytes(data[:at] + b"\xfe" + data[at + 1 :])
     else:
+        time.sleep(0.02)  # the clock of a file system has ticks
         image = Path(open_images(folder).path(0))
         image.write_bytes(image.read_bytes()[:-1] + b"x")
-        os.utime(image, ns=(time.time_ns() + 10**9,) * 2)
+        # by a file that was written later, or by one from earlier whose time is kept, as by `cp -p`
+        os.utime(image, ns=(time.time_ns() + (10**9 if what == "older" else -(10**15)),) * 2)
     names = written(monkeypatch)
     pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
-    assert names[0] == ("images-00000" if what == "older" else "images-00001")
+    assert names[0] == ("images-00000" if what in ("older", "replaced") else "images-00001")
     assert verify_packed(out) == {}
     assert samples(out) == samples(folder)
 
@@ -189,7 +194,7 @@ def test_two_processes_do_not_pack_into_one_folder(folder: Path, tmp_path: Path)
     script = f"""if True:
         import fcntl, sys
         file = open({str(out / "packing.json")!r}, "a+")
-        fcntl.lockf(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
         print("locked", flush=True)
         sys.stdin.read()"""
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -199,6 +204,72 @@ def test_two_processes_do_not_pack_into_one_folder(folder: Path, tmp_path: Path)
             pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
         other.communicate()
     pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
+
+
+def test_nor_do_two_threads(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def again(_: int) -> None:
+        with pytest.raises(ImageListError, match="being packed by another process or thread"):
+            pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
+
+    pack_folder(open_images(folder), out, file_bytes=3000, progress=again)  # type: ignore[arg-type]
+    assert verify_packed(out) == {}
+
+
+@pytest.mark.parametrize("others", ["ended", "began anew"])
+def test_a_folder_that_another_process_packs_at_this_moment_is_left_alone(
+    folder: Path, copy_of: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    """The other process ends between a look at the folder and the lock."""
+    out, smaller = tmp_path / "out", copy_of()
+    shutil.rmtree(smaller / "n01440764")
+    interrupted(folder, out)
+    looked = Path.exists
+
+    def ending(path: Path) -> bool:
+        found = looked(path)
+        if path.name == "packing.json":
+            monkeypatch.undo()
+            pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
+            if others == "began anew":
+                path.write_bytes(b"")
+        return found
+
+    monkeypatch.setattr(Path, "exists", ending)
+    with pytest.raises(ImageListError, match="not empty" if others == "began anew" else "being packed by another"):
+        pack_folder(open_images(smaller), out, file_bytes=3000)  # type: ignore[arg-type]
+    assert len(open_packed(out).images) == COUNT
+    assert verify_packed(out) == {}
+
+
+def test_an_empty_note_beside_other_files_allows_nothing(folder: Path, tmp_path: Path) -> None:
+    for name in ("packing.json", "images-00000.safetensors"):
+        (tmp_path / name).write_bytes(b"" if name == "packing.json" else b"precious")
+    with pytest.raises(ImageListError, match="not empty"):
+        pack_folder(open_images(folder), tmp_path)  # type: ignore[arg-type]
+    assert content(tmp_path) == [("images-00000.safetensors", b"precious"), ("packing.json", b"")]
+    (tmp_path / "images-00000.safetensors").unlink()
+    pack_folder(open_images(folder), tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_file_system_without_locks_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ImageListError, match=f"the file system of {tmp_path}/out has no locks: pack into a local"):
+        pack_folder(open_images(folder), tmp_path / "out")  # type: ignore[arg-type]
+    assert content(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("what", ["a file", "a link that leads nowhere"])
+def test_what_is_in_the_way_of_the_folder_is_named(folder: Path, tmp_path: Path, what: str) -> None:
+    inside = tmp_path / "way"
+    inside.write_bytes(b"") if what == "a file" else inside.symlink_to("nowhere")
+    for out in (inside, inside / "out"):
+        with pytest.raises(ImageListError, match=f"{inside} is {what}: name a folder"):
+            pack_folder(open_images(folder), out)  # type: ignore[arg-type]
 
 
 def test_over_executors(folder: Path, packed: Path, tmp_path: Path) -> None:
@@ -228,10 +299,18 @@ def test_over_dask(folder: Path, packed: Path, tmp_path: Path) -> None:
 def test_an_error_over_an_executor_names_the_image(copy_of: Callable[[], Path], tmp_path: Path) -> None:
     root = copy_of()
     bad = sorted(root.glob("*/*"))[5]
-    bad.write_bytes(b"not a picture")
-    with ProcessPoolExecutor(2) as executor, pytest.raises(BrokenImage, match=f"{bad.name}: it cannot be decoded"):
+    data = bad.read_bytes()
+    bad.write_bytes(bytes(len(data)))
+
+    def pack() -> None:
         pack_folder(open_images(root), tmp_path / "out", max_side=10, file_bytes=3000, executor=executor)  # type: ignore[arg-type]
-    assert not (tmp_path / "out" / INDEX).exists()
+
+    with ProcessPoolExecutor(2) as executor:
+        with pytest.raises(BrokenImage, match=f"{bad.name}: it cannot be decoded"):
+            pack()
+        assert not (tmp_path / "out" / INDEX).exists()
+        bad.write_bytes(data)
+        pack()  # the processes that the executor forked hold no lock
 
 
 @pytest.mark.long
