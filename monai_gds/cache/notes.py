@@ -60,33 +60,42 @@ class Notes:
         kind: suffix of the files.
         whole: how many of these bytes are whole notes. The rest, a note that is being written, is read later.
         file_mode: permissions that files have at most.
+        foreign_seconds: how long the file of a process that cannot be seen from here is not merged after its last note.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], kind: str, whole: Callable[[bytes], int], file_mode: int = ANY
+        self,
+        directory: str | os.PathLike[str],
+        kind: str,
+        whole: Callable[[bytes], int],
+        file_mode: int = ANY,
+        foreign_seconds: float = FOREIGN_SECONDS,
     ) -> None:
         self.directory = os.path.abspath(directory)
         self.file_mode = file_mode
-        self._kind, self._whole = kind, whole
+        self._kind, self._whole, self._foreign_seconds = kind, whole, foreign_seconds
         self._name = re.compile(rf"{PATTERN}\.[0-9]+\.{kind}")
         self._own = PerProcess(lambda: _new_name(kind))
         self._read_up_to: dict[str, tuple[int, int]] = {}  # by file: its inode, and how much of it was read
 
-    def append(self, notes: bytes) -> None:
-        """Appends whole notes in one write to this process's file, if possible.
+    def append(self, notes: bytes) -> bool:
+        """Appends whole notes in one write to this process's file, if possible, and returns whether it was.
 
         The file is closed at once, so that others see the notes over NFS and no unmount has to wait.
         """
+        whole = False
         with contextlib.suppress(OSError), self.folder(make=True) as folder:
             fd = os.open(self._own(), _APPEND, 0o666, dir_fd=folder)
             try:
                 before = os.fstat(fd).st_size
                 if not before:
                     share_file(fd, os.fstat(folder), self.file_mode)
-                if os.write(fd, notes) < len(notes):  # a full disk cut a note off
+                whole = os.write(fd, notes) == len(notes)
+                if not whole:  # a full disk cut a note off
                     os.ftruncate(fd, before)
             finally:
                 os.close(fd)
+        return whole
 
     def added(self) -> dict[str, bytes]:
         """The notes of all processes that were not read yet, by the names of their files."""
@@ -122,7 +131,7 @@ class Notes:
         with contextlib.suppress(OSError), self.folder() as folder:
             remove_unfinished(folder)
             names = [name for name in os.listdir(folder) if self._name.fullmatch(name)]
-            ended = [name for name in names if _is_abandoned(folder, name)]
+            ended = [name for name in names if _is_abandoned(folder, name, self._foreign_seconds)]
             nbytes = sum(os.stat(name, dir_fd=folder, follow_symlinks=False).st_size for name in ended)
             if len(ended) > limits.NOTE_FILES or nbytes > limits.NOTE_BYTES:
                 self._merge(folder, ended, merge)
@@ -253,7 +262,7 @@ def _unlink(folder: int, name: str) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def _is_abandoned(folder: int, name: str) -> bool:
+def _is_abandoned(folder: int, name: str, foreign_seconds: float = FOREIGN_SECONDS) -> bool:
     """Whether a file's writer has ended and this user may delete the file."""
     try:
         st = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -263,4 +272,4 @@ def _is_abandoned(folder: int, name: str) -> bool:
     if not stat.S_ISREG(st.st_mode) or (sticky and st.st_uid != os.geteuid()):
         return False
     runs = still_runs(writer_of(name))
-    return time.time() - st.st_mtime > FOREIGN_SECONDS if runs is None else not runs
+    return time.time() - st.st_mtime > foreign_seconds if runs is None else not runs

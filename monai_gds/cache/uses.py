@@ -9,7 +9,9 @@ A line is one of
     ["end", seconds]               it uses nothing any more
 
 Records themselves are left alone: their times are part of their identity. A hit writes nothing. A record is noted where
-its head is first read, and written within a second or so of others.
+its head is first read, and written within a second or so of others. From then on it counts as used while its process
+runs. Of a process of another node or container that cannot be seen from here: it notes once a day that it runs, and
+counts as ended two days after it last did.
 
 Notes are advisory. If they are missing, records count as used when they were made, and may be deleted too early, which
 costs a second computation. Imports only the standard library.
@@ -22,6 +24,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,8 +39,8 @@ from monai_gds.process import PerProcess
 
 __all__ = ["Used", "Uses"]
 
-#: Seconds between writes while records are read for the first time, and while nothing new is.
-_SOON, _DAY = 1.0, 86400.0
+#: Seconds between writes while records are read for the first time, after one that failed, and while nothing is new.
+_SOON, _AGAIN, _DAY = 1.0, 60.0, 86400.0
 
 _DIGITS = 32
 _DIGESTS = re.compile(rf"(?:[0-9a-f]{{{_DIGITS}}})*")
@@ -50,7 +53,7 @@ class Used(NamedTuple):
     Attributes:
         last: when records were last used, in seconds since the epoch, by their digests. Those that are missing were not
             used since they were made.
-        open: pipelines that a process of this node uses now.
+        open: pipelines that a process uses now. One that cannot be seen from here does for two days after its last note.
     """
 
     last: dict[str, float]
@@ -76,6 +79,13 @@ class _File:
             else:
                 self.ended = True
 
+    def lives(self, process: str, now: float) -> bool:
+        """Whether the dataset is in use, by a process of this name."""
+        if self.ended or not self.opened:
+            return False
+        runs = still_runs(process)
+        return now - self.at < 2 * _DAY if runs is None else runs
+
     def last(self, now: float | None) -> dict[str, float]:
         """When the records were last used. What a dataset has read it uses as long as it is open: until ``now``."""
         at = self.at if now is None else now
@@ -98,7 +108,8 @@ class Uses:
 
     Args:
         directory: the cache directory. Nothing is created in it before something is noted.
-        began: when the run began. What any process has noted since, such as another worker, is not noted again.
+        began: when the run began. What any process has noted since, such as another worker, is not noted again, so that
+            times of last use are at most the length of a run too early.
         file_mode: permissions that files have at most.
 
     Attributes:
@@ -108,10 +119,11 @@ class Uses:
     def __init__(self, directory: str | os.PathLike[str], began: float = 0.0, file_mode: int = ANY) -> None:
         self.due = math.inf
         self._began = began
-        self._notes = Notes(directory, "uses", whole_lines, file_mode)
+        self._notes = Notes(directory, "uses", whole_lines, file_mode, foreign_seconds=2 * _DAY)
         self._files: dict[str, _File] = {}
         self._opened: set[str] = set()  # also by the process that this one was forked from, which lives as long
         self._own = PerProcess(partial(_Own, self._notes))
+        self._lock = PerProcess(threading.Lock)  # of what was read of the notes
 
     # Writing
 
@@ -119,9 +131,11 @@ class Uses:
         """Notes that records of a pipeline are used from now on, if possible."""
         if pipeline not in self._opened:
             self._opened.add(pipeline)
-            self._own().opened.add(pipeline)
-            self._notes.append(_line("open", pipeline))
-            self.due = min(self.due, time.monotonic() + _DAY)
+            own, wait = self._own(), _DAY
+            own.opened.add(pipeline)
+            if not self._notes.append(_line("open", pipeline)):  # a full drive
+                own.told, wait = -math.inf, _AGAIN
+            self.due = min(self.due, time.monotonic() + wait)
 
     def read(self, digest: str) -> None:
         """Notes that a record was read, unless that is known."""
@@ -143,27 +157,30 @@ class Uses:
         if now - own.told >= _DAY:
             own.opened |= self._opened
             still = b"".join(_line("open", pipeline) for pipeline in own.opened)
+        written = _write(self._notes, own.waiting, still)
+        if still and written:
             own.told = now
-        _write(self._notes, own.waiting, still)
-        own.written, self.due = now, now + _DAY
+        own.written, self.due = now, own.told + _DAY if written else now + _AGAIN
 
     # Reading
 
     def look(self) -> Used:
         """What was used by any process, as far as it is written. Only what was added since the last call is read."""
-        self._read()
-        now, last, opened = time.time(), dict[str, float](), set(self._opened)
-        for name, file in list(self._files.items()):
-            lives = not file.ended and bool(file.opened) and still_runs(writer_of(name)) is True
-            if lives:
-                opened |= file.opened
-            for digest, seconds in file.last(now if lives else None).items():
-                last[digest] = max(seconds, last.get(digest, 0.0))
+        with self._lock():
+            self._read()
+            now, last, opened = time.time(), dict[str, float](), set(self._opened)
+            for name, file in self._files.items():
+                lives = file.lives(writer_of(name), now)
+                if lives:
+                    opened |= file.opened
+                for digest, seconds in file.last(now if lives else None).items():
+                    last[digest] = max(seconds, last.get(digest, 0.0))
         return Used(last, frozenset(opened))
 
     def _noted_since(self, seconds: float) -> set[str]:
-        self._read()
-        return {digest for file in self._files.values() for digest, at in file.read.items() if at >= seconds}
+        with self._lock():
+            self._read()
+            return {digest for file in self._files.values() for digest, at in file.read.items() if at >= seconds}
 
     def _read(self) -> None:
         for name, notes in self._notes.added().items():
@@ -193,15 +210,14 @@ class Uses:
 # Lines
 
 
-def _write(notes: Notes, waiting: set[str], more: bytes) -> None:
-    """Writes digests that wait, and takes them off. ``more`` comes behind them."""
+def _write(notes: Notes, waiting: set[str], more: bytes) -> bool:
+    """Writes digests that wait, and takes them off. ``more`` comes behind them. Returns whether nothing was lost."""
     digests = []
     with contextlib.suppress(KeyError):  # without a lock: other threads may add some meanwhile
         while True:
             digests.append(waiting.pop())
     lines = (_line("read", "".join(digests)) if digests else b"") + more
-    if lines:
-        notes.append(lines)
+    return not lines or notes.append(lines)
 
 
 def _end(notes: Notes, waiting: set[str], opened: set[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,57 @@ def test_one_that_was_dropped_uses_nothing_any_more(tmp_path: Path) -> None:
     assert others.look().open == frozenset()
 
 
-def test_a_process_of_another_node_uses_what_it_noted_when_it_noted_it(tmp_path: Path) -> None:
-    """Whether it still runs cannot be seen from here. It notes once a day that it does."""
-    put(tmp_path, ["open", 100, "cafe"], ["read", 200, A], ["open", 300, "cafe"], ["read", 400, B])
+DAY = 86_400
+
+
+def test_a_process_that_cannot_be_seen_from_here_uses_what_it_opened_for_two_days(tmp_path: Path) -> None:
+    """Of another node or container. It notes once a day that it still runs."""
+    now = time.time()
+    put(tmp_path, ["open", now - 9 * DAY, "cafe"], ["read", 200, A], ["open", now - 1.9 * DAY, "cafe"])
+    put(tmp_path, ["open", 100, "dead"], ["read", 200, B], ["open", now - 2.1 * DAY, "dead"], ["read", 400, B], n=1)
+    put(tmp_path, ["open", now - 60, "beef"], ["end", now - 50, ""], n=2)
     found = Uses(tmp_path).look()
-    assert found.last == {A: 300, B: 400}
-    assert found.open == frozenset()
+    assert found.open == {"cafe"}
+    assert found.last[A] >= now, "it may read it again at any moment"
+    assert found.last[B] == pytest.approx(now - 2.1 * DAY)
+
+
+def test_notes_of_a_process_that_cannot_be_seen_from_here_are_not_merged_for_two_days(many: Path) -> None:
+    theirs = put(many, ["open", time.time(), "cafe"])
+    os.utime(theirs, (time.time() - 1.9 * DAY,) * 2)
+    Uses(many).tidy()
+    assert Uses(many).look().open == {"cafe"}
+    os.utime(theirs, (time.time() - 2.1 * DAY,) * 2)
+    for n in range(limits.NOTE_FILES + 1):
+        put(many, ["read", n, A], process=f"{this_process().split('.')[0]}.1.1", n=n)
+    Uses(many).tidy()
+    assert not theirs.exists()
+
+
+def test_threads_that_look_at_once_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes records makes room while the loop reads others for the first time."""
+    put(tmp_path, ["read", 7, A])
+    add = module._File.add
+    monkeypatch.setattr(module._File, "add", lambda self, notes: (time.sleep(0.05), add(self, notes)))
+    uses = Uses(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        looks = [pool.submit(uses.look) for _ in range(4)]
+        assert [look.result().last for look in looks] == [{A: 7}] * 4
+
+
+def test_on_a_drive_that_was_full_it_is_noted_later_that_a_pipeline_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses = Uses(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(module.Notes, "append", lambda self, notes: False)
+        uses.open("cafe")
+        uses.flush()
+    assert not Uses(tmp_path).look().open
+    assert time.monotonic() < uses.due <= time.monotonic() + 60
+    uses.flush()
+    assert Uses(tmp_path).look().open == {"cafe"}
+    assert uses.due > time.monotonic() + 86_000
 
 
 def test_once_a_day_it_is_noted_that_a_pipeline_is_still_in_use(
