@@ -11,9 +11,11 @@ import json
 import math
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -22,13 +24,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from monai_gds.cache import maintenance
-from monai_gds.cache.budget import unused
+from monai_gds.cache.budget import KNOWN_SECONDS, idle, unused
 from monai_gds.cache.header import VERSION
 from monai_gds.cache.index import Index
 from monai_gds.cache.maintenance import SHOWN, Found
 from monai_gds.cache.units import bytes_of, seconds_of
 from monai_gds.cache.uses import Uses
-from monai_gds.console import progress_bar, say, say_lines
+from monai_gds.console import progress_bar, say, say_lines, stderr
 from monai_gds.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
 
 if TYPE_CHECKING:
@@ -335,8 +337,10 @@ def prune(
         "unused_for": _amount(seconds_of, unused_for, "--unused-for"),
     }
     most = _amount(functools.partial(bytes_of, argument="--max-size"), max_size, "--max-size")
-    kept = [dataset_from(*_words(words)).pipeline_digest() for words in keep or []]
+    kept = {dataset_from(*_words(words)).pipeline_digest(): words for words in keep or []}
     records = maintenance.survey(directory)
+    for missing in kept.keys() - {found.pipeline for found in records}:
+        say(f"--keep: no record here is of the pipeline of {kept[missing]} ({missing[:SHOWN]})", stderr)
     try:
         unwanted = maintenance.pipeline_of(records, pipeline) if pipeline is not None else ""
     except ValueError as e:
@@ -355,16 +359,24 @@ def prune(
         doomed += [found for found in _checked([r.file for r in records if r.file not in gone]) if found.damaged]
     gone = {found.file for found in doomed}
     left = [found for found in records if found.file not in gone]
-    doomed += unused(left, Uses(directory).look(), max_size=most, keep=kept, **ages)
+    uses, began = Uses(directory), time.time()
+    idlers = unused(left, uses.look(), max_size=most, keep=kept, **ages)
+    gone = {found.file for found in idlers}
+    doomed += idlers
+
+    def stays(found: Found) -> bool:
+        """Whether a record was idle, and has been used since."""
+        return found.file in gone and not idle([replace(found, problem="")], uses.look(KNOWN_SECONDS), began, kept)
+
     quiet = summary or as_json
     refused: list[str] = []
-    deleted = doomed if dry_run else list(_deleted(doomed, quiet, refused))
+    deleted = doomed if dry_run else list(_deleted(doomed, stays, quiet, refused))
     if dry_run and not quiet:
         say_lines(f"{found.file}: {found.problem}" for found in doomed)
     if not dry_run:
         Index(directory).tidy()
-    gone = {found.file for found in deleted}
-    remaining = [found for found in records if found.file not in gone]
+    deleted_files = {found.file for found in deleted}
+    remaining = [found for found in records if found.file not in deleted_files]
     too_large = sum(found.nbytes for found in remaining) > most
     if as_json:
         files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
@@ -387,15 +399,19 @@ def _words(text: str) -> tuple[str, list[str]]:
     return function, arguments
 
 
-def _deleted(doomed: Sequence[Found], quiet: bool, refused: list[str]) -> Iterator[Found]:
-    """Deletes files and prints each, so that an interrupted run shows what it deleted.
+def _deleted(
+    doomed: Sequence[Found], stays: Callable[[Found], bool], quiet: bool, refused: list[str]
+) -> Iterator[Found]:
+    """Deletes files, but those that stay, and prints each, so that an interrupted run shows what it deleted.
 
     One that the system refuses to delete, such as another user's in a shared folder, joins ``refused``.
     """
     for found in doomed:
         outcome = found.problem
         try:
-            if maintenance.remove(found):
+            if stays(found):
+                outcome = "kept, since it has been used meanwhile"
+            elif maintenance.remove(found):
                 yield found
             else:
                 outcome = "kept, since it was replaced or removed meanwhile"

@@ -364,6 +364,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                     f"local_dir={str(local_dir)!r} keeps copies of records in cache_dir={cache_dir!r}: name two folders"
                 )
             prepare(self.local_dir, "local_dir")
+        elif self.local_bytes is not None:
+            raise ValueError(
+                f"local_bytes={local_bytes!r} limits the copies in a local_dir, and there is none: name one"
+            )
         if self.max_bytes is not None and cache_dir is None:
             raise ValueError(f"max_bytes={max_bytes!r} limits the records of a cache_dir, and there is none: name one")
         self.split()
@@ -699,7 +703,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         stages.enter("keys")
         keys = self._state.keys(items)
-        if keys and (keys[0].pipeline is not self._state.pipeline or time.monotonic() >= self._state.uses[-1].due):
+        if keys and (
+            keys[0].pipeline is not self._state.pipeline or time.monotonic() >= min(u.due for u in self._state.uses)
+        ):
             self._note_use(keys[0].pipeline)
         stages.enter("reading")
         if split.drawable and not whole and self._may_draw():
@@ -895,18 +901,25 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             if self.local_dir is None:
                 state.cache = CacheDirectory(self.cache_dir, storage, device_bytes=device_bytes, **settings)
             else:
-                limited = self._limited(1, self.local_dir, self.local_bytes)
+                limited = self._limited(1, self.local_dir, self.local_bytes, "local_bytes")
                 near = CacheDirectory(
-                    self.local_dir, storage, device_bytes=device_bytes, **{**settings, "index": None, **limited}
+                    self.local_dir,
+                    storage,
+                    device_bytes=device_bytes,
+                    copies=True,
+                    **{**settings, "index": None, **limited},
                 )
                 state.cache = TwoTiers(near, self._saves_behind(), self.cache_dir, storage, **settings)
             state.cache_owner = Owner()
         return state.cache
 
-    def _limited(self, which: int, folder: Path, nbytes: int | None) -> dict[str, Any]:
-        """What a directory's use is noted in, and its budget."""
-        uses = self._uses()[which]
-        return {"uses": uses, "budget": None if nbytes is None else Budget(str(folder), nbytes, uses, self._began)}
+    def _limited(self, which: int, folder: Path, nbytes: int | None, argument: str = "max_bytes") -> dict[str, Any]:
+        """What a directory's use is noted in, and its budget. Who uses a copy uses the record too."""
+        uses = self._uses()[: which + 1]
+        budget = None
+        if nbytes is not None:
+            budget = Budget(str(folder), nbytes, uses[which], self._began, self.file_mode, argument)
+        return {"uses": uses, "budget": budget}
 
     def _saves_behind(self) -> bool:
         """Whether this process may write after it has gone on.

@@ -121,6 +121,7 @@ class _Tally:
         self.cached += other.cached
         self.computed += other.computed
         self.converted += other.converted
+        self.left_out += other.left_out
         self.failures += other.failures
         self.killers += other.killers
 

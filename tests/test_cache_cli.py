@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from monai_gds import cache_cli
+from monai_gds.cache import maintenance
 from monai_gds.cache.notes import line
+from monai_gds.cache.uses import Uses
 from monai_gds.dataset import GDSDataset
 from tests.cache.handmade import key_of_version_2, version_2, write
 from tests.commands import Done, on_a_terminal, run
@@ -331,6 +334,22 @@ def test_prune_keeps_the_pipelines_of_datasets_that_are_named(tmp_path: Path, mo
     assert (found["count"], found["left"], found["files"]) == (0, 2, [])
     assert found["bytes_left"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert run("cache", "warm", "pruned_study:make", "fold=3").stdout == "0 items computed, 1 were cached already\n"
+    done = run("cache", "prune", "--keep", "pruned_study:make fold=7", "--summary", folder)
+    assert re.fullmatch(
+        r"--keep: no record here is of the pipeline of pruned_study:make fold=7 \([0-9a-f]+\)\n", done.stderr
+    )
+
+
+def test_prune_leaves_what_is_used_while_it_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    for n in range(4):
+        os.utime(version_2(folder, key_of_version_2(f"item {n}", pipeline=("aaaa", "bbbb")[n // 2])), (0, n))
+    monkeypatch.setattr(cache_cli, "KNOWN_SECONDS", 0.0)
+    training, remove = Uses(folder), maintenance.remove
+    monkeypatch.setattr(maintenance, "remove", lambda found: (training.open("bbbb"), remove(found))[1])
+    done = run("cache", "prune", "--max-size", "0", folder)
+    assert done.stdout.count("kept, since it has been used meanwhile") == 2
+    assert {found.pipeline for found in maintenance.survey(folder)} == {"bbbb"}
 
 
 @pytest.mark.parametrize(
@@ -389,8 +408,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}.py").write_text(MAKER)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(GDSDataset, "explain", lambda self, i: f"item {i} of {len(self)}: \x1b[1mmiss", raising=False)
-    monkeypatch.setattr(GDSDataset, "__str__", lambda self: "what is cached", raising=False)
+    monkeypatch.setattr(GDSDataset, "explain", lambda self, i: f"item {i} of {len(self)}: \x1b[1mmiss")
+    monkeypatch.setattr(GDSDataset, "__str__", lambda self: "what is cached")
     return name
 
 

@@ -24,14 +24,18 @@ from monai_gds import limits
 from monai_gds.cache import header, maintenance
 from monai_gds.cache.index import Index
 from monai_gds.cache.maintenance import Found
+from monai_gds.cache.permissions import ANY
 from monai_gds.cache.units import shown
 from monai_gds.cache.uses import Used, Uses
 from monai_gds.errors import NotSaved
 
-__all__ = ["Budget", "OverBudget", "idle", "unused"]
+__all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget", "idle", "unused"]
 
 #: Seconds until a directory without room is looked at again.
-_LOOK_AGAIN = 60.0
+LOOK_AGAIN = 60.0
+
+#: Age, in seconds, of what is known of the use of records when one is deleted.
+KNOWN_SECONDS = 1.0
 
 
 class OverBudget(NotSaved):
@@ -106,14 +110,19 @@ class Budget:
         nbytes: that its records may have.
         uses: what is used of it.
         began: when the run began.
+        file_mode: permissions that files have at most.
+        argument: the user's name for ``nbytes``.
 
     Attributes:
         nbytes: the same.
     """
 
-    def __init__(self, directory: str, nbytes: int, uses: Uses, began: float) -> None:
+    def __init__(
+        self, directory: str, nbytes: int, uses: Uses, began: float, file_mode: int = ANY, argument: str = "max_bytes"
+    ) -> None:
         self.nbytes = nbytes
         self._directory, self._uses, self._began = directory, uses, began
+        self._file_mode, self._argument = file_mode, argument
         self._left = 0  # bytes that this process may write before it looks again
         self._idle: list[Found] = []  # the longest idle one comes last
         self._refused = -math.inf
@@ -122,7 +131,7 @@ class Budget:
     @property
     def full(self) -> bool:
         """Whether a record found no room of late: others need not be made ready to be written."""
-        return time.monotonic() < self._refused + _LOOK_AGAIN
+        return time.monotonic() < self._refused + LOOK_AGAIN
 
     def take(self, nbytes: int) -> None:
         """Takes room for a record that will be written, after deleting others if need be.
@@ -134,10 +143,12 @@ class Budget:
             if self._left < nbytes:
                 self._left = self._look(nbytes)
             if self._left < nbytes:
-                self._refused = time.monotonic()
+                if nbytes <= self.nbytes:  # else others may fit
+                    self._refused = time.monotonic()
                 raise OverBudget(
-                    f"its budget of {shown(self.nbytes)} is full of records that are in use, or were since this run "
-                    "began: give it more bytes, or delete records by monai-gds cache prune"
+                    f"its budget of {shown(self.nbytes)} has no room for a record of {shown(nbytes)} beside those that "
+                    f"are in use, or were since this run began: raise {self._argument}, or delete records by "
+                    "monai-gds cache prune"
                 )
             self._left -= nbytes
 
@@ -155,13 +166,13 @@ class Budget:
         Returns the bytes of what was deleted.
         """
         if sum(record.nbytes for record in self._idle) < least:
-            records = maintenance.survey(self._directory, Index(self._directory))
+            records = maintenance.survey(self._directory, Index(self._directory, self._file_mode))
             self._idle = [record for _, record in reversed(idle(records, self._uses.look(), self._began))]
             if sum(record.nbytes for record in self._idle) < least:
                 return 0
-        freed, used = 0, self._uses.look()
+        freed = 0
         while self._idle and (freed < least or freed + self._idle[-1].nbytes <= most):
-            freed += self._delete(self._idle.pop(), used)
+            freed += self._delete(self._idle.pop(), self._uses.look(KNOWN_SECONDS))
         return freed
 
     def _delete(self, record: Found, used: Used) -> int:

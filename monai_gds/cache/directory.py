@@ -14,8 +14,10 @@ The parts: :mod:`.reading`, :mod:`.heads` (what is kept in memory), :mod:`.probl
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Literal
 
 from monai_gds import limits
 from monai_gds.cache import temporary
-from monai_gds.cache.budget import Budget
+from monai_gds.cache.budget import LOOK_AGAIN, Budget, OverBudget
 from monai_gds.cache.compression import WHOLE, Compression
 from monai_gds.cache.conversion import read_whole
 from monai_gds.cache.header import SUFFIX, parse
@@ -63,8 +65,9 @@ class CacheDirectory:
         compression: the form of new records; may be assigned anew.
         mmap: see :data:`~monai_gds.cache.reading.Mmap`.
         file_mode: permissions that records have at most. They have those of the directory otherwise.
-        uses: where it is noted which records are read, or None.
+        uses: where it is noted which records are read.
         budget: makes room for new records, or None: they take whatever room there is.
+        copies: the records are copies of another directory's: one that cannot be read is taken from there.
         unmade: :func:`prepare` has warned that the directory cannot be made, so nothing is reported until it exists.
     """
 
@@ -81,8 +84,9 @@ class CacheDirectory:
         compression: Compression = WHOLE,
         mmap: Mmap = "auto",
         file_mode: int = ANY,
-        uses: Uses | None = None,
+        uses: Sequence[Uses] = (),
         budget: Budget | None = None,
+        copies: bool = False,
         unmade: bool = False,
     ) -> None:
         self.path = os.path.abspath(path)
@@ -91,9 +95,10 @@ class CacheDirectory:
         self._storage = storage
         self._durable = durable
         self._file_mode = file_mode
-        self._problems = Problems(self.path, unmade)
+        self._problems = Problems(self.path, unmade, copies)
         self._budget = budget
-        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, uses)
+        self._failed = -math.inf  # when a record could not be copied
+        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, uses, copies)
 
     def record_path(self, digest: str) -> str:
         """Where the record of a key lies, whether there is one or not."""
@@ -157,8 +162,8 @@ class CacheDirectory:
 
     @property
     def full(self) -> bool:
-        """Whether the budget left no room for a record of late: new ones need not be made ready."""
-        return self._budget is not None and self._budget.full
+        """Whether there was no room for a record of late: new ones need not be made ready."""
+        return time.monotonic() < self._failed + LOOK_AGAIN or (self._budget is not None and self._budget.full)
 
     def save(self, key: Key, item: EncodedItem, over: FileId | None = None) -> None:
         """Writes a record and makes it visible whole. A failure leaves nothing behind.
@@ -243,6 +248,8 @@ class CacheDirectory:
                     shutil.copyfileobj(record, copy, limits.COPIED_BYTES)
         except OSError as e:
             if os.path.exists(source):  # else it was deleted meanwhile
+                if not isinstance(e, OverBudget):  # a drive that is full without a budget, or fails
+                    self._failed = time.monotonic()
                 self._problems.unwritable(e)
         finally:
             self._reader.forget(path)
@@ -327,7 +334,8 @@ def prepare(path: str | os.PathLike[str], argument: str = "cache_dir") -> bool:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as e:
-        warnings.warn(f"{argument}={path!r} cannot be made, so nothing is cached: {with_advice(e)}", CacheWarning, 2)
+        lost, advised = "cached" if argument == "cache_dir" else "copied", with_advice(e, argument)
+        warnings.warn(f"{argument}={path!r} cannot be made, so nothing is {lost}: {advised}", CacheWarning, 2)
         return False
     tidy(path)
     return True

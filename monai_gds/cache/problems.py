@@ -19,12 +19,12 @@ _SHARED = (
 )  # fmt: skip
 
 _ADVICE: dict[Any, str] = {
-    errno.ENOSPC: "free some space, or move cache_dir",
-    errno.EDQUOT: "free some of your quota, or move cache_dir",
-    errno.EROFS: "mount it writable, or move cache_dir",
-    errno.EACCES: "give yourself permission, or move cache_dir",
-    errno.EPERM: "give yourself permission, or move cache_dir",
-    errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move cache_dir",
+    errno.ENOSPC: "free some space, or move {folder}",
+    errno.EDQUOT: "free some of your quota, or move {folder}",
+    errno.EROFS: "mount it writable, or move {folder}",
+    errno.EACCES: "give yourself permission, or move {folder}",
+    errno.EPERM: "give yourself permission, or move {folder}",
+    errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move {folder}",
     errno.ESTALE: "the file server has lost it: mount it anew",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
     errno.ENFILE: "this machine has too many files open: raise fs.file-max",
@@ -34,12 +34,14 @@ _ADVICE: dict[Any, str] = {
 class Problems:
     """Reports the problems of one cache directory.
 
-    If it is ``unmade``, the user has been warned that it cannot be made. Nothing is reported until it exists.
+    If it is ``unmade``, the user has been warned that it cannot be made. Nothing is reported until it exists. Its
+    name for users is ``cache_dir``, or ``local_dir`` if it holds ``copies``.
     """
 
-    def __init__(self, directory: str, unmade: bool) -> None:
+    def __init__(self, directory: str, unmade: bool, copies: bool = False) -> None:
         self._directory = directory
         self._unmade = unmade
+        self._folder, self._instead = ("local_dir", "read from cache_dir") if copies else ("cache_dir", "computed anew")
         self._reported: set[Any] = set()
         self._newer: set[str] = set()
         self._lock = threading.Lock()
@@ -65,12 +67,15 @@ class Problems:
         once_for: Any = path
         reason = str(error)
         if isinstance(error, OSError) and error.errno in _SHARED:
-            once_for, reason = error.errno, f"{with_advice(error)}; the same goes for others, without another warning"
-        self.warn(once_for, f"cache record {path} cannot be used and is computed anew: {reason}")
+            advised = with_advice(error, self._folder)
+            once_for, reason = error.errno, f"{advised}; the same goes for others, without another warning"
+        self.warn(once_for, f"cache record {path} cannot be used and is {self._instead}: {reason}")
+        self._reported.add(path)
 
     def unwritable(self, error: OSError) -> None:
         """Warns, once per kind of error, that records cannot be saved."""
-        self.warn(error.errno, f"nothing more is cached in {self._directory} while this lasts: {with_advice(error)}")
+        advised = with_advice(error, self._folder)
+        self.warn(error.errno, f"nothing more is cached in {self._directory} while this lasts: {advised}")
 
     def warn(self, once_for: Any, message: str) -> None:
         """Gives a CacheWarning, unless one was given for the same thing."""
@@ -83,9 +88,9 @@ class Problems:
         warnings.warn(message, CacheWarning, stacklevel=2)
 
 
-def with_advice(error: OSError) -> str:
-    """The text of a disk error, followed by what to do about it."""
-    advice = _ADVICE.get(error.errno)
+def with_advice(error: OSError, folder: str = "cache_dir") -> str:
+    """The text of a disk error, followed by what to do about it; ``folder`` is the argument that names the folder."""
+    advice = _ADVICE.get(error.errno, "").format(folder=folder)
     if error.errno == errno.ENOTDIR and error.filename is not None:
         parents = Path(os.path.abspath(os.fsdecode(error.filename))).parents
         file = next((p for p in parents if p.exists() and not p.is_dir()), "a part of it")

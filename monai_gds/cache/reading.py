@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -96,10 +97,10 @@ class RecordReader:
 
     def __init__(
         self, storage: Storage, verify: Verify, form: Form, problems: Problems, device_bytes: int = 0,
-        mmap: Mmap = "auto", uses: Uses | None = None,
+        mmap: Mmap = "auto", uses: Sequence[Uses] = (), copies: bool = False,
     ) -> None:  # fmt: skip
         self.heads = HeadMemory()
-        self._uses = uses
+        self._uses, self._copies = uses, copies
         self._kept = KeptRecords(device_bytes) if device_bytes else None
         self._storage = storage
         self.device = storage.device
@@ -337,10 +338,12 @@ class RecordReader:
     def report_unusable(self, path: str, error: Exception) -> None:
         """Warns of a record that cannot be used, and forgets it, but for that it is damaged.
 
-        What is wrong may show in one way of reading only, and the record would stay as it is.
+        What is wrong may show in one way of reading only, and the record would stay as it is. So would a copy whose
+        header can be read and whose data cannot. Another record is tried again, since its server may come back.
         """
         head = self.heads.get(path)
-        if head is not None and isinstance(error, DamagedRecord):
+        spoilt = self._copies and isinstance(error, OSError) and error.errno == errno.EIO
+        if head is not None and (spoilt or isinstance(error, DamagedRecord)):
             self._damaged[path] = head.file
         self.forget(path)
         self._problems.unusable(path, error)
@@ -355,8 +358,8 @@ class RecordReader:
             if self._damaged.get(path) == file:
                 raise DamagedRecord("it was found damaged before")
             self.heads.keep(path, head)
-            if self._uses is not None:
-                self._uses.read(digest)
+            for uses in self._uses:
+                uses.read(digest)
         return head
 
     def _must_verify(self, path: str, file: FileId, whole: bool = True) -> bool:

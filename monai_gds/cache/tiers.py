@@ -1,7 +1,8 @@
 """Two cache directories: one that many machines share, and one on this machine's own drive.
 
 Records are looked for on the own drive first. One that is only in the shared directory is read from there, and copied
-byte for byte for the next time; while many copies wait, it is left for the epoch after. The copy is a record like any
+byte for byte for the next time, in the background where the process may write there; while many copies wait, it is left
+for the epoch after. The copy is a record like any
 other, verified when it is first read. Its key is the original's, so it is never out of date. New records go to the
 shared directory.
 """
@@ -72,7 +73,7 @@ class TwoTiers(CacheDirectory):
         if not self._behind:
             self._copy_now(digest)
             return
-        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+        with contextlib.suppress(OSError):  # deleted meanwhile, or lost by its server
             nbytes = os.stat(self.record_path(digest)).st_size
             # under a name of its own: who reads the record does not wait for the copy
             name = f"{self._near.record_path(digest)} from afar"

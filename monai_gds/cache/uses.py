@@ -53,7 +53,8 @@ class Used(NamedTuple):
     Attributes:
         last: when records were last used, in seconds since the epoch, by their digests. Those that are missing were not
             used since they were made.
-        open: pipelines that a process uses now. One that cannot be seen from here does for two days after its last note.
+        open: pipelines that a process uses now. One that cannot be seen from here does so until two days
+            after its last note.
     """
 
     last: dict[str, float]
@@ -124,6 +125,7 @@ class Uses:
         self._opened: set[str] = set()  # also by the process that this one was forked from, which lives as long
         self._own = PerProcess(partial(_Own, self._notes))
         self._lock = PerProcess(threading.Lock)  # of what was read of the notes
+        self._seen = -math.inf, Used({}, frozenset())  # what was found last, and when
 
     # Writing
 
@@ -164,9 +166,14 @@ class Uses:
 
     # Reading
 
-    def look(self) -> Used:
-        """What was used by any process, as far as it is written. Only what was added since the last call is read."""
+    def look(self, age: float = 0.0) -> Used:
+        """What was used by any process, as far as it is written. Only what was added since the last call is read.
+
+        What was found less than ``age`` seconds ago will do.
+        """
         with self._lock():
+            if time.monotonic() < self._seen[0] + age:
+                return self._seen[1]
             self._read()
             now, last, opened = time.time(), dict[str, float](), set(self._opened)
             for name, file in self._files.items():
@@ -175,7 +182,9 @@ class Uses:
                     opened |= file.opened
                 for digest, seconds in file.last(now if lives else None).items():
                     last[digest] = max(seconds, last.get(digest, 0.0))
-        return Used(last, frozenset(opened))
+            used = Used(last, frozenset(opened))
+            self._seen = time.monotonic(), used
+            return used
 
     def _noted_since(self, seconds: float) -> set[str]:
         with self._lock():

@@ -22,7 +22,7 @@ from monai.transforms import Compose, EnsureTyped, Lambdad, ScaleIntensityd
 from torch.utils.data import DataLoader
 
 from monai_gds.cache import budget, maintenance, temporary
-from monai_gds.cache.budget import Budget
+from monai_gds.cache.budget import Budget, OverBudget
 from monai_gds.cache.directory import tidy
 from monai_gds.cache.index import Index
 from monai_gds.cache.uses import Uses
@@ -115,14 +115,30 @@ def test_an_epoch_larger_than_the_budget_hits_what_is_there_and_warns_once(tmp_p
     assert size(tmp_path) <= 4 * NBYTES
     assert sorted(computed.values()) == [1, 1, 1, 3, 3, 3, 3, 3]
     (told,) = (str(w.message) for w in caught if "budget" in str(w.message))
-    assert told.startswith(f"nothing more is cached in {tmp_path} while this lasts: its budget of 0.3 MB is full")
+    assert told.startswith(f"nothing more is cached in {tmp_path} while this lasts: its budget of 0.3 MB has no room")
 
 
 def test_a_record_larger_than_the_budget_deletes_nothing(tmp_path: Path) -> None:
     (first,) = earlier_runs(tmp_path, 1)
-    with pytest.warns(CacheWarning, match=r"its budget of 0\.0 MB is full"):
+    with pytest.warns(CacheWarning, match=r"its budget of 0\.0 MB has no room for a record of 0\.1 MB"):
         run(tmp_path, 2, max_bytes=1000)
     assert names(tmp_path) == first
+
+
+def test_one_item_larger_than_the_budget_does_not_keep_others_out(tmp_path: Path) -> None:
+    data = [{"image": torch.zeros(1, NBYTES)}, *({"image": torch.full((1, 100), float(i))} for i in range(9))]
+    with pytest.warns(CacheWarning, match="1 items are computed in every epoch"):
+        done = GDSDataset(data, pipeline(1), tmp_path, "cpu", max_bytes=200_000).populate(0, progress=False)
+    assert (done.computed, done.left_out) == (9, 1)
+
+
+def test_what_a_budget_notes_has_no_more_permissions_than_records(tmp_path: Path) -> None:
+    tmp_path.chmod(0o775)
+    earlier_runs(tmp_path, 1)
+    shutil.rmtree(tmp_path / ".index")
+    run(tmp_path, 2, max_bytes=size(tmp_path) + NBYTES // 2, file_mode=0o600)
+    facts = list((tmp_path / ".index").glob("*.facts"))
+    assert {path.stat().st_mode & 0o777 for path in facts} == {0o600}
 
 
 def test_too_little_to_delete_deletes_nothing(tmp_path: Path) -> None:
@@ -159,6 +175,21 @@ def test_populate_and_warm_leave_out_what_does_not_fit(tmp_path: Path, monkeypat
     )
 
 
+def test_populate_counts_what_fails_in_workers_and_does_not_fit(tmp_path: Path) -> None:
+    parent = os.getpid()
+
+    def here_only(image: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != parent:
+            raise RuntimeError("it needs what only this process has")
+        return image
+
+    data = [{"image": torch.zeros(1, NBYTES)} for _ in range(4)]
+    transform = Compose([Lambdad("image", here_only)])
+    made = GDSDataset(data, transform, tmp_path, "cpu", hash_transform=lambda _: b"same", max_bytes=1000)
+    with pytest.warns(CacheWarning, match="4 items are computed in every epoch"):
+        assert made.populate(progress=False).left_out == 4
+
+
 def test_what_is_limited_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_bytes='1GB' limits the records of a cache_dir, and there is none"):
         GDSDataset([], pipeline(1), None, "cpu", max_bytes="1GB")
@@ -192,7 +223,9 @@ def test_what_a_process_of_this_node_uses_stays_until_it_ends(tmp_path: Path) ->
     (first,) = earlier_runs(tmp_path, 1)
     limit = size(tmp_path) + NBYTES // 2
     with holder(tmp_path):
-        with pytest.warns(CacheWarning, match="is full of records that are in use"):
+        with pytest.warns(
+            CacheWarning, match="beside those that are in use, or were since this run began: raise max_bytes"
+        ):
             run(tmp_path, 2, max_bytes=limit)
         assert names(tmp_path) == first
         assert command("cache", "prune", "--unused-for", "0d", tmp_path).stdout == "0 files, 0.0 MB deleted\n"
@@ -239,6 +272,21 @@ def test_a_record_used_since_the_run_began_stays(tmp_path: Path) -> None:
         made.flush()
     assert first <= names(tmp_path)
     assert not second & names(tmp_path)
+
+
+def test_what_is_opened_while_others_are_deleted_stays(crowded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "KNOWN_SECONDS", 0.0)
+    begun, remove = Uses(crowded), maintenance.remove
+
+    def then_another_begins(found: maintenance.Found) -> bool:
+        begun.open("bbbb")
+        return remove(found)
+
+    monkeypatch.setattr(maintenance, "remove", then_another_begins)
+    with pytest.raises(OverBudget):
+        take(crowded)
+    left = [found.pipeline for found in maintenance.survey(crowded)]
+    assert (left.count("aaaa"), left.count("bbbb")) == (0, 2)
 
 
 def test_processes_that_fill_a_cache_at_once_stay_within_its_budget(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import sys
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -18,11 +21,15 @@ from monai.transforms import Compose, EnsureTyped, RandSpatialCropd, ScaleIntens
 from monai_gds import GDSDataLoader
 from monai_gds.cache import blosc, directory, reading, temporary
 from monai_gds.cache.directory import CacheDirectory
+from monai_gds.cache.pending_item import PendingItem
+from monai_gds.cache.single_flight import Leases
+from monai_gds.cache.uses import Uses
 from monai_gds.dataset import GDSDataset
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import CacheWarning, StorageError
+from monai_gds.storage import FileId, Pending
 from tests.cache.test_budget import NBYTES, names, record_size, size
 from tests.interrupts import interrupted
-from tests.machines import fork, mounted_tmpfs
+from tests.machines import fork, in_child, mounted_tmpfs
 
 ITEMS = 4
 
@@ -149,6 +156,62 @@ def test_a_damaged_copy_is_read_from_afar_and_replaced(far: Path, near: Path, pl
         assert same(epoch(dataset(far, near)), items)
 
 
+def test_a_copy_whose_data_cannot_be_read_is_read_from_afar_and_replaced(
+    far: Path, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = filled(far)
+    epoch(dataset(far, near))
+    bad = {FileId.of(str(path)) for path in near.glob("*.safetensors")}
+    made_afar = {path.name: path.stat().st_mtime_ns for path in far.glob("*.safetensors")}
+    wait = PendingItem.wait
+
+    def failing(self: PendingItem, item: Any = None) -> Any:
+        if self._head.file in bad:  # a sector behind the header is bad
+            error = StorageError(errno.EIO, "reading at byte 4096: Input/output error", self._path)
+            self._pending = Pending.completed([], torch.device("cpu"), error)
+        return wait(self, item)
+
+    monkeypatch.setattr(PendingItem, "wait", failing)
+    monkeypatch.setattr(GDSDataset, "_compute", lambda *_: pytest.fail("computed"))
+    made = dataset(far, near)
+    with pytest.warns(CacheWarning, match="is read from cache_dir.*and move local_dir") as caught:
+        assert same(epoch(made), items)
+    assert len(caught) == 1
+    assert made_afar == {path.name: path.stat().st_mtime_ns for path in far.glob("*.safetensors")}
+    assert not bad & {FileId.of(str(path)) for path in near.glob("*.safetensors")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        assert same(epoch(made), items)
+
+
+def test_a_shared_directory_whose_server_loses_a_record_costs_its_copy_only(
+    far: Path, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = filled(far)
+    stat = os.stat
+
+    def stale(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if sys._getframe(1).f_code.co_name == "_copy":
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", stale)
+    assert same(epoch(dataset(far, near)), items)
+    assert not names(near)
+
+
+def test_who_reads_copies_uses_the_records_too(far: Path, near: Path) -> None:
+    """Or ``prune --unused-for`` deletes in the shared directory what everybody trains on."""
+    filled(far)
+    in_child(lambda: epoch(dataset(far, near)) and None)
+    since = time.time()
+    in_child(lambda: epoch(dataset(far, near)) and None)
+    for folder in (far, near):
+        used = Uses(folder).look().last
+        assert len(used) == ITEMS
+        assert min(used.values()) >= since - 0.001
+
+
 def test_what_was_deleted_on_either_side_is_served_by_the_other(far: Path, near: Path) -> None:
     items = filled(far)
     made = dataset(far, near)
@@ -165,7 +228,9 @@ def test_a_budget_on_the_own_drive(far: Path, near: Path, monkeypatch: pytest.Mo
     items = filled(far, items=8)
     counted = reads(monkeypatch)
     limit = 3 * record_size(far)
-    with pytest.warns(CacheWarning, match=f"nothing more is cached in {near} while this lasts: its budget") as caught:
+    with pytest.warns(
+        CacheWarning, match=f"nothing more is cached in {near} while this lasts: its budget.*raise local_bytes"
+    ) as caught:
         made = dataset(far, near, items=8, local_bytes=limit)
         for _ in range(3):
             assert same(epoch(made), items)
@@ -181,15 +246,19 @@ def test_a_budget_on_the_own_drive(far: Path, near: Path, monkeypatch: pytest.Mo
     assert size(near) <= limit
 
 
-def test_a_full_drive_costs_the_copies_only(far: Path, near: Path) -> None:
+def test_a_full_drive_costs_the_copies_only(far: Path, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = filled(far)
     with (
         mounted_tmpfs(near, 2 * record_size(far)),
         pytest.warns(CacheWarning, match=f"nothing more is cached in {near}"),
     ):
         made = dataset(far, near)
-        for _ in range(2):
+        tried: list[str] = []
+        taken = Leases.take
+        monkeypatch.setattr(Leases, "take", lambda self, digest: (tried.append(digest), taken(self, digest))[1])
+        for _ in range(3):
             assert same(epoch(made), items)
+    assert len(tried) <= ITEMS, "not in every epoch"
 
 
 def test_ranks_that_read_the_same_copy_it_once(far: Path, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +313,8 @@ def test_two_folders_are_needed(tmp_path: Path, far: Path) -> None:
             ValueError, match=r"local_dir='.*near' keeps copies of records in cache_dir=.*: name two folders"
         ):
             GDSDataset([], Compose([]), cache_dir, "cpu", local_dir=tmp_path / "near")
+    with pytest.raises(ValueError, match="local_bytes='1GB' limits the copies in a local_dir, and there is none"):
+        GDSDataset([], Compose([]), far, "cpu", local_bytes="1GB")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"local_dir='.*file' is a file"):
         GDSDataset([], Compose([]), far, "cpu", local_dir=tmp_path / "file")

@@ -17,13 +17,17 @@ from monai_gds.cache.units import bytes_of, seconds_of
         ("7", 7),
         (" 3 kb ", 3000),
         ("2TiB", 2 << 40),
+        ("20e9", 20 * 10**9),
+        ("1.5e+3 kB", 1_500_000),
     ],
 )
 def test_sizes(size: float | str, nbytes: int) -> None:
     assert bytes_of(size, "device_bytes") == nbytes
 
 
-@pytest.mark.parametrize("size", ["", "GB", "-1", -5, "20 parsecs", "1.2.3", float("nan"), float("inf"), "1e9"])
+@pytest.mark.parametrize(
+    "size", ["", "GB", "-1", -5, "20 parsecs", "1.2.3", float("nan"), float("inf"), "1e-9", "1e999", "2e"]
+)
 def test_sizes_that_are_none(size: float | str) -> None:
     with pytest.raises(ValueError, match=r"device_bytes=.*'20GB'"):
         bytes_of(size, "device_bytes")
