@@ -329,7 +329,7 @@ def prune(
 
     Records of a pipeline that you changed or no longer need are kept, since another run may use them, until you name
     the pipeline with --pipeline, or all that are old, unused or too many with --older-than, --unused-for or --max-size.
-    These three leave alone what a running process of this machine uses. Other files are left alone. Exit code 1 when a
+    These three leave alone what a running process uses. Other files are left alone. Exit code 1 when a
     file cannot be deleted, or more is left than --max-size.
     """
     ages = {

@@ -229,11 +229,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             the file's identity is compared. 0 keeps none.
         max_bytes: how much the records in ``cache_dir`` may occupy, such as ``"500GB"``. When a new one does not fit,
             others are deleted, the longest unused ones first: not those of pipelines that a dataset of a running
-            process of this node has, and not those that were used since this dataset was made. If that gives too little
-            room, what does not fit is computed in every epoch, with one warning. None: no limit.
+            process has, and not those that were made or first read since this dataset was made. If that gives too
+            little room, what does not fit is computed in every epoch, with one warning. Processes that save together
+            may exceed it by up to 1 GiB each. None: no limit.
         local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
-            Lustre. Records that are read from there are copied in the background, and read from here from then on, by
-            all processes of this machine. New records go to ``cache_dir``.
+            Lustre. Records that are read from there are copied, in the background where this is not a loader's worker,
+            and read from here from then on, by all processes of this machine. New records go to ``cache_dir``.
         local_bytes: as ``max_bytes``, for the records in ``local_dir``. What does not fit is read from ``cache_dir``.
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and

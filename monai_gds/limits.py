@@ -214,7 +214,7 @@ NOTE_BYTES = 512 << 20
 # Cache: the budget of a directory
 
 #: After looking at a directory, a process takes this part of the room that is left, and at most so many bytes, before
-#: it looks again: as many processes together do not exceed the budget. It makes room for as much at a time, too.
+#: it looks again: each may exceed the budget by as much. It makes room for as much at a time, too.
 #: Looking at 100,000 records took 2 s, on two busy cores.
 BUDGET_PARTS = 64
 BUDGET_PART_BYTES = 1 << 30

@@ -1,13 +1,13 @@
 """How many bytes the records of a directory may have, and which of them are deleted to make room.
 
-Deleted are the records that were not used for longest, and none of these: what was used since the run began, what a
-pipeline made that a process of this node uses now, and what cannot be read. So a run never deletes what it caches
-itself, and an epoch larger than the budget keeps hitting what is there: the rest is computed and not cached. Of two
-runs on different nodes only the later one deletes what the other uses, and the other one gets misses.
+Deleted are the records that were not used for longest, and none of these: what was noted as used since the run began,
+what a pipeline made that a process uses now (:mod:`monai_gds.cache.uses`), and what cannot be read. So a run never
+deletes what it caches itself, and an epoch larger than the budget keeps hitting what is there: the rest is computed and
+not cached.
 
 Looking at a large directory takes seconds. So a process takes a part of the room that is left, and makes room for more
-than one record, before it looks again. Many processes together exceed the budget by no more than a record each. Imports
-only the standard library.
+than one record, before it looks again. Each process may exceed the budget by what it took. Imports only the standard
+library.
 """
 
 from __future__ import annotations
