@@ -512,8 +512,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             self._warn_of_misses(why, stacklevel=3)
         if done.left_out and ranks.rank == 0:
             warnings.warn(
-                f"{done.left_out} items are computed in every epoch: the {shown(self.max_bytes or 0)} of max_bytes are "
-                f"full of records in {self.cache_dir} that are in use, or were since this run began",
+                f"{done.left_out} items are computed in every epoch: the {shown(self.max_bytes or 0)} of max_bytes "
+                f"have no room beside records in {self.cache_dir} that are in use, or were since this run began",
                 CacheWarning,
                 stacklevel=2,
             )

@@ -159,8 +159,10 @@ def test_too_little_to_delete_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_populate_and_warm_leave_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(CacheWarning, match=r"^4 items are computed in every epoch: the 0\.3 MB of max_bytes are full"):
-        done = dataset(tmp_path / "a", 1, items=8, max_bytes=5 * NBYTES).populate(2, progress=False)
+    with pytest.warns(
+        CacheWarning, match=r"^4 items are computed in every epoch: the 0\.3 MB of max_bytes have no room"
+    ):
+        done = dataset(tmp_path / "a", 1, items=8, max_bytes=5 * NBYTES).populate(1, progress=False)
     assert (done.computed, done.cached, done.left_out) == (4, 0, 4)
     (tmp_path / "budgeted_study.py").write_text(
         "from pathlib import Path\nfrom tests.cache.test_budget import NBYTES, dataset\n"
@@ -168,7 +170,7 @@ def test_populate_and_warm_leave_out_what_does_not_fit(tmp_path: Path, monkeypat
     )
     monkeypatch.chdir(tmp_path)
     with pytest.warns(CacheWarning, match="4 items"):
-        warmed = command("cache", "warm", "budgeted_study:make")
+        warmed = command("cache", "warm", "budgeted_study:make", "--num-workers", "1")
     assert (warmed.exit_code, warmed.stdout) == (
         0,
         "4 items computed, 0 were cached already, 4 left out by max_bytes\n",

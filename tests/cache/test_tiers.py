@@ -212,6 +212,15 @@ def test_who_reads_copies_uses_the_records_too(far: Path, near: Path) -> None:
         assert min(used.values()) >= since - 0.001
 
 
+def test_it_is_noted_in_time_in_both_that_a_pipeline_is_still_in_use(far: Path, near: Path) -> None:
+    made = dataset(far, near)
+    _ = made[0]
+    for uses in made._state.uses:
+        uses.due = 0
+        _ = made[0]
+        assert uses.due > 0
+
+
 def test_what_was_deleted_on_either_side_is_served_by_the_other(far: Path, near: Path) -> None:
     items = filled(far)
     made = dataset(far, near)
