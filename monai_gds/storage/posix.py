@@ -63,7 +63,7 @@ class PosixBackend(BlockingBackend):
         direct_io: reads with O_DIRECT, past the page cache, whatever is aligned to blocks of 4096 bytes. Nothing is
             mapped then, and the next epoch reads from the drive again.
         pinned_bytes: bytes of files in the page cache that may stay registered with CUDA, so that they are copied to
-            the device at the speed of the link and without the CPU (:mod:`.pinned_files`). Files are taken as they
+            the device without work of the CPU (:mod:`.pinned_files`). Files are taken as they
             come, and kept as long as this storage. The memory cannot be reclaimed or swapped meanwhile.
 
     Raises:

@@ -32,6 +32,19 @@ SIZE = 4 << 20
 Make = Callable[..., GDSDataset]
 
 
+def assert_waits_for_no_training(loop: Iterator[Any], batches: int) -> None:
+    """Takes all batches of a loop while a second of work is queued behind the first, before that work is over."""
+    next(loop)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    started = time.perf_counter()
+    left = len(list(loop))
+    waited = time.perf_counter() - started
+    assert not torch.cuda.current_stream().query(), "the training that was queued has ended: the test shows nothing"
+    assert left == batches - 1
+    assert waited < 0.6
+
+
 @pytest.fixture(params=["kvikio", "posix"])
 def backend(request: pytest.FixtureRequest) -> str:
     found = available_backends("cuda:0")[request.param]
@@ -150,16 +163,7 @@ def test_nothing_waits_for_the_training_that_is_queued(make: Make) -> None:
 
     dataset = make(Looks())
     list(GDSDataLoader(dataset, batch_size=2))
-    loop = iter(GDSDataLoader(dataset, batch_size=2))
-    next(loop)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second
-    started = time.perf_counter()
-    left = len(list(loop))
-    waited = time.perf_counter() - started
-    assert not torch.cuda.current_stream().query(), "the training that was queued has ended: the test shows nothing"
-    assert left == COUNT // 2 - 1
-    assert waited < 0.6
+    assert_waits_for_no_training(iter(GDSDataLoader(dataset, batch_size=2)), COUNT // 2)
 
 
 def test_metatensors_are_collated_on_the_device(make: Make) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from monai.utils import set_determinism
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset
 from monai_gds.loader import shared_memory
 from monai_gds.storage.staging import pin
+from tests.loader.test_gpu import assert_waits_for_no_training
 from tests.same import assert_same
 
 pytestmark = pytest.mark.gpu
@@ -156,16 +156,7 @@ def test_transforms_that_name_the_device_run_here_on_it(make: Make) -> None:
 def test_nothing_waits_for_the_training_that_is_queued(make: Make) -> None:
     loader = load(make(), batch_size=2)
     list(loader)
-    loop = iter(loader)
-    next(loop)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second
-    started = time.perf_counter()
-    left = len(list(loop))
-    waited = time.perf_counter() - started
-    assert not torch.cuda.current_stream().query(), "the training that was queued has ended: the test shows nothing"
-    assert left == COUNT // 2 - 1
-    assert waited < 0.6
+    assert_waits_for_no_training(iter(loader), COUNT // 2)
 
 
 def test_leaving_half_way_frees_device_and_host(make: Make) -> None:
