@@ -39,7 +39,7 @@ ALLOWED = {
     ("huge_pages.py", "HUGE"): "the size of a huge page",
     ("storage/uring.py", "_OFFSET_SQES"): "linux/io_uring.h",
     ("storage/uring.py", "_WORD"): "the ring counts in 32 bits",
-    ("cache/checksum.py", "_MASK"): "sums are modulo 2**64",
+    ("checksum.py", "_MASK"): "sums are modulo 2**64",
     ("cache/source_names.py", "_MOST_CHARACTERS"): "the kernel's PATH_MAX",
     # times, and patience
     ("cache/source_clock.py", "_TICK"): "nanoseconds",

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from monai_gds import stages
-from monai_gds.cache.checksum import checksum
 from monai_gds.cache.device_tiles import Unpacking
 from monai_gds.cache.heads import RecordHead, TensorTable
 from monai_gds.cache.tiles import Tiles
 from monai_gds.cache.tree import tensor_of
 from monai_gds.cache.unpacking import unpack
+from monai_gds.checksum import checksum
 from monai_gds.errors import DamagedRecord, FileChanged, RecordError
 from monai_gds.storage import FileId, Pending
 

@@ -20,7 +20,7 @@ only strings, as safetensors requires:
     header_crc32   always first, at a fixed offset: CRC-32 of the N bytes with these eight digits as zeros, in hex
     format         "monai_gds"
     version        "2"
-    checksum       the name of the checksum, "wsum64" (monai_gds.cache.checksum)
+    checksum       the name of the checksum, "wsum64" (monai_gds.checksum)
     checksums      JSON: {entry: 16 hex digits} for every entry but padding
     key            JSON: the key's ingredients (monai_gds.cache.key). The digest in the file's name was made from
                    ``parts``, and a reader computes it again. The rest serves maintenance and is never compared.
@@ -70,7 +70,7 @@ from typing import Any
 
 import torch
 
-from monai_gds.cache import checksum as _checksum
+from monai_gds import checksum as _checksum
 from monai_gds.cache import runs, tiles
 from monai_gds.cache.codecs import DTYPE_NAMES
 from monai_gds.cache.compression import WHOLE, Compression

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from monai_gds.cache import blosc
-from monai_gds.cache.checksum import checksum
 from monai_gds.cache.codecs import UnknownHere
 from monai_gds.cache.header import ARRAYS, BLOCKS, RUNS, TABLE, Header, Tensor
 from monai_gds.cache.passthrough import ANYTHING
@@ -22,6 +21,7 @@ from monai_gds.cache.tiles import BITCOMP, Layout, Tiles
 from monai_gds.cache.tiles import check as check_tiles
 from monai_gds.cache.tree import compile_tree
 from monai_gds.cache.unpacking import unpack
+from monai_gds.checksum import checksum
 from monai_gds.errors import DamagedRecord
 
 __all__ = ["check_record"]

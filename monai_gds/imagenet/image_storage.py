@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.cache.checksum import checksum
 from monai_gds.cache.header import ARRAYS, Header
 from monai_gds.cache.reading import read_record
 from monai_gds.cache.record import pack_record
 from monai_gds.cache.tree import compile_tree, encode_item, tensor_of
+from monai_gds.checksum import checksum
 from monai_gds.errors import DamagedRecord
 from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import PerProcess

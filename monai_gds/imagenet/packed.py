@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from monai_gds.cache.checksum import checksum
 from monai_gds.cache.header import Header
 from monai_gds.cache.reading import read_record
 from monai_gds.cache.tree import tensor_bytes
+from monai_gds.checksum import checksum
 from monai_gds.errors import DamagedRecord, ImageListError, RecordError
 from monai_gds.imagenet.image_storage import load_item
 from monai_gds.imagenet.listing import ImageList, StrPath

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.cache.checksum import checksum
 from monai_gds.cache.tree import tensor_bytes
+from monai_gds.checksum import checksum
 from monai_gds.errors import BrokenImage, ImageListError, RecordError
 from monai_gds.imagenet.image_storage import ImageRecord, load_item, read_files, read_layout, save_item
 from monai_gds.imagenet.listing import UNFINISHED, ImageList, StrPath

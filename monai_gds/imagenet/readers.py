@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.cache.checksum import checksum
+from monai_gds.checksum import checksum
 from monai_gds.errors import BrokenImage, FileChanged, RecordError, StorageError
 from monai_gds.imagenet.image_storage import Fetch, ImageStorage
 from monai_gds.imagenet.listing import ImageList

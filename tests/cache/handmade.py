@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from monai_gds.cache.checksum import checksum
+from monai_gds.checksum import checksum
 
 __all__ = ["digest_of", "key_of_version_2", "version_2", "write"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from monai_gds.cache.checksum import checksum
 from monai_gds.cache.header import BLOCKS, CRC, DTYPES, RUNS, TABLE
+from monai_gds.checksum import checksum
 
 __all__ = ["KINDS", "TILED", "Opened"]
 

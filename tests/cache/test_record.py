@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monai.data import MetaTensor
 
-from monai_gds import limits
-from monai_gds.cache import blosc, checksum
+from monai_gds import checksum, limits
+from monai_gds.cache import blosc
 from monai_gds.cache.compression import WHOLE, Compression
 from monai_gds.cache.header import ARRAYS, digest_of, parse
 from monai_gds.cache.reading import read_record

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from monai_gds.cache.checksum import checksum
+from monai_gds.checksum import checksum
 from monai_gds.errors import DamagedRecord, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder, readers
 from monai_gds.imagenet.image_storage import Fetch, ImageStorage, load_item, save_item

@@ -1,4 +1,4 @@
-"""``wsum64``: the checksum of a record's data, computed where the data are and equal on every device.
+"""``wsum64``: the checksum of data in records and block maps, computed where they are and equal on every device.
 
 The bytes are read as little-endian signed 64-bit words, padded with zeros. Each word is folded (``x + (x >> 32)``, so
 that its upper bits reach all bits of the sum), multiplied by an odd weight that depends on its position, and summed
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from monai_gds import limits
+from monai_gds.plain_read import read_at
 
-__all__ = ["NAME", "checksum"]
+__all__ = ["NAME", "checksum", "checksum_of_file", "checksums"]
 
 #: Its name in records.
 NAME = "wsum64"
@@ -47,7 +49,7 @@ def _row_weights(first: int, count: int) -> torch.Tensor:
 
 
 def _row_sums(words: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of whole rows, (rows * 4096,) -> (rows,) int64 on the CPU."""
+    """Weighted sums of whole rows, (rows * 4096,) -> (rows,) int64, on the device of the words."""
     weights = _column_weights(words.device)
     if words.device.type == "cpu":
         return torch.from_numpy(_row_sums_numpy(words.numpy(), weights.numpy()))
@@ -57,7 +59,7 @@ def _row_sums(words: torch.Tensor) -> torch.Tensor:
         chunk = words[start : start + count]
         folded = (chunk >> 32).add_(chunk).view(-1, _COLUMNS)
         sums.append((folded * weights).sum(1))  # torch has no int64 matrix-vector product on GPUs
-    return torch.cat(sums).cpu()
+    return torch.cat(sums)
 
 
 def _row_sums_numpy(words: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -82,20 +84,44 @@ def checksum(data: torch.Tensor) -> int:
 
     On a GPU it runs on the current stream, and waits for the result.
     """
+    return checksums([data])[0]
+
+
+def checksums(several: Sequence[torch.Tensor]) -> list[int]:
+    """The checksum of each of several tensors on one device. On a GPU all of them are waited for together."""
     if sys.byteorder != "little":
         raise RuntimeError("checksums are defined for little-endian machines")
-    nbytes = data.numel()
+    if not several:
+        return []
+    rows = [_rows(data) for data in several]
+    sums = torch.split(torch.cat(rows).cpu(), [len(row) for row in rows])
+    return [_total(data.numel(), row) for data, row in zip(several, sums, strict=True)]
+
+
+def checksum_of_file(fd: int, nbytes: int) -> int:
+    """The checksum of the first bytes of an open file, which is read a piece at a time. Raises OSError."""
+    rows = []
+    for start in range(0, nbytes, limits.CHECKSUM_PIECE_BYTES):
+        piece = bytearray(read_at(fd, min(limits.CHECKSUM_PIECE_BYTES, nbytes - start), start))
+        if piece:  # else the file has become shorter
+            rows.append(_rows(torch.frombuffer(piece, dtype=torch.uint8)))
+    return _total(nbytes, torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64))
+
+
+def _rows(data: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each row; the last row is padded with zeros."""
     row = 8 * _COLUMNS
-    whole = nbytes - nbytes % row
-    total = nbytes * 0x9E3779B97F4A7C15
+    whole = data.numel() - data.numel() % row
+    sums = []
     if whole:
         body = data[:whole]
-        if body.data_ptr() % 8:
-            body = body.clone()
-        sums = _row_sums(body.view(torch.int64))
-        total += int((sums * _row_weights(0, sums.numel())).sum())
-    if whole < nbytes:
+        sums.append(_row_sums((body.clone() if body.data_ptr() % 8 else body).view(torch.int64)))
+    if whole < data.numel():
         tail = torch.zeros(row, dtype=torch.uint8, device=data.device)
-        tail[: nbytes - whole] = data[whole:]
-        total += int((_row_sums(tail.view(torch.int64)) * _row_weights(whole // row, 1)).sum())
-    return total & _MASK
+        tail[: data.numel() - whole] = data[whole:]
+        sums.append(_row_sums(tail.view(torch.int64)))
+    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=data.device)
+
+
+def _total(nbytes: int, sums: torch.Tensor) -> int:
+    return nbytes * 0x9E3779B97F4A7C15 + int((sums * _row_weights(0, sums.numel())).sum()) & _MASK

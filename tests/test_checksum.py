@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from monai_gds.cache.checksum import checksum
+from monai_gds.checksum import checksum, checksum_of_file, checksums
 
 ROW = 8 * 4096
 SIZES = [0, 1, 7, 8, 9, 4096, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, (2 << 20) + ROW, (2 << 20) + 17]
@@ -89,3 +91,17 @@ def test_what_disks_do_shows(change, start: str) -> None:
 def test_length_counts() -> None:
     sums = [checksum(torch.zeros(n, dtype=torch.uint8)) for n in range(20)]
     assert len(set(sums)) == len(sums)
+
+
+def test_of_several_is_that_of_each() -> None:
+    several = [_data(n, n) for n in SIZES]
+    assert checksums(several) == [checksum(data) for data in several]
+    assert checksums([]) == []
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_of_a_file_is_that_of_its_bytes(nbytes: int, tmp_path: Path) -> None:
+    data = _data(nbytes)
+    (tmp_path / "file").write_bytes(data.numpy().tobytes() + b"more")
+    with (tmp_path / "file").open("rb") as file:
+        assert checksum_of_file(file.fileno(), nbytes) == checksum(data)
