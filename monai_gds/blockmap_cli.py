@@ -21,20 +21,33 @@ app = typer.Typer(
 MapFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A saved block map.")]
 
 
-@app.command("build", epilog="Example: monai-gds blockmap build /data/imagenet/train --output train.json")
+@app.command("build", epilog="Example: monai-gds blockmap build /data/imagenet/train --output train.json --checksums")
 def build(
     root: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A folder on ext4 or XFS.")],
     output: Annotated[Path, typer.Option(help="The file to write the map to.")],
     plain: Annotated[
         bool, typer.Option("--plain", help="Write only startblock and endblock, in sectors of 512 bytes.")
     ] = False,
+    checksums: Annotated[
+        bool,
+        typer.Option(
+            "--checksums",
+            help="Store a checksum for every file, which drivers in user space compare; reads every byte of them.",
+        ),
+    ] = False,
 ) -> None:
-    """Map every file below a folder."""
+    """Map every file below a folder. Files that cannot be mapped are listed, and then the exit code is 1."""
+    if plain and checksums:
+        raise typer.BadParameter("a plain map cannot hold them: leave --plain out", param_hint="--checksums")
     with progress_bar("mapping") as progress:
-        blocks = BlockMap.build(root, progress)
+        blocks = BlockMap.build(root, progress, checksums=checksums)
     blocks.save(output, plain=plain)
     assert blocks.origin is not None, "built from a file system"
-    say(f"{len(blocks)} files on {blocks.origin.disk.path}: {output}")
+    for path, (_, why) in blocks.unmapped.items():
+        say(f"{path}: {why}")
+    missing = f", {len(blocks.unmapped)} could not be mapped" * bool(blocks.unmapped)
+    say(f"{len(blocks)} files on {blocks.origin.disk.path}{missing}: {output}")
+    raise typer.Exit(1 if blocks.unmapped else 0)
 
 
 @app.command("verify", epilog="Example: monai-gds blockmap verify train.json --data")
@@ -69,15 +82,7 @@ def show_map(
     """Show a summary of a map, or the blocks of one file."""
     blocks = BlockMap.load(file)
     if path is not None:
-        try:
-            entry = blocks[path]
-        except KeyError as e:
-            raise typer.BadParameter(str(e.args[0]), param_hint="PATH") from None
-        extents = Table("byte of the file", "first block", "last block", "bytes", title=f"{entry.size} bytes")
-        for extent in entry.extents:
-            first, count = extent.start // blocks.block_size, extent.nbytes // blocks.block_size
-            extents.add_row(str(extent.offset), str(first), str(first + count - 1), str(extent.nbytes))
-        show(extents)
+        _show_file(blocks, path)
         return
     table = Table(show_header=False)
     origin = blocks.origin
@@ -90,4 +95,19 @@ def show_map(
     table.add_row("block", f"{blocks.block_size} bytes")
     table.add_row("files", f"{len(blocks)}, {sum(b.size for b in blocks.values()) / 1e6:.1f} MB")
     table.add_row("extents", f"{sum(len(b.extents) for b in blocks.values())}")
+    table.add_row("checksums", "yes" if blocks.has_checksums else "no")
+    for name, (_, why) in blocks.unmapped.items():
+        table.add_row("not mapped", escape(f"{name}: {why}"))
     show(table)
+
+
+def _show_file(blocks: BlockMap, path: str) -> None:
+    try:
+        entry = blocks[path]
+    except KeyError as e:
+        raise typer.BadParameter(str(e.args[0]), param_hint="PATH") from None
+    extents = Table("byte of the file", "first block", "last block", "bytes", title=f"{entry.size} bytes")
+    for extent in entry.extents:
+        first, count = extent.start // blocks.block_size, extent.nbytes // blocks.block_size
+        extents.add_row(str(extent.offset), str(first), str(first + count - 1), str(extent.nbytes))
+    show(extents)

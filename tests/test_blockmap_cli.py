@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,30 @@ def test_a_plain_map_is_verified_below_a_parent(disk: LoopDisk, tmp_path: Path) 
     assert run("build", disk.folder / "set", "--output", file, "--plain").exit_code == 0
     assert run("verify", file, "--parent", disk.folder).exit_code == 0
     assert "plain" in run("show", file).output
+
+
+def test_files_that_cannot_be_mapped_are_listed_with_the_remedy(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    with (disk.folder / "set/tail.bin").open("wb") as f:
+        os.posix_fallocate(f.fileno(), 0, 1 << 20)
+    built = run("build", disk.folder / "set", "--output", file)
+    assert built.exit_code == 1
+    assert "set/tail.bin: cannot be read" in built.output
+    assert "cp --reflink=never" in built.output
+    assert "2 files" in built.output
+    assert "1 could not be mapped" in built.output
+    assert "set/tail.bin" in run("show", file).output
+    assert "could not be mapped" in run("show", file, "set/tail.bin").output
+    assert run("verify", file, "--data").exit_code == 0
+
+
+def test_checksums(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    assert run("build", disk.folder / "set", "--output", file, "--checksums").exit_code == 0
+    assert BlockMap.load(file).has_checksums
+    refused = run("build", disk.folder / "set", "--output", file, "--checksums", "--plain")
+    assert refused.exit_code == 2
+    assert "plain map cannot hold" in refused.output
 
 
 def test_a_file_that_is_not_in_it(disk: LoopDisk, tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ import torch
 from monai_gds.storage import staging
 from monai_gds.storage.reads import Reads
 
-__all__ = ["Pending", "Then", "Unpacked"]
+__all__ = ["Check", "Pending", "Then", "Unpacked"]
 
 #: A step behind the reads: gets the destinations and the errors by file, returns the tensors to hand out instead.
 Then: TypeAlias = "Callable[[list[torch.Tensor], Mapping[int, Exception]], list[torch.Tensor]]"
+
+#: Looks at what was read: gets the errors by file, returns them with those that it adds.
+Check: TypeAlias = "Callable[[Mapping[int, Exception]], Mapping[int, Exception]]"
 
 
 class Pending:
@@ -141,6 +144,29 @@ class Pending:
                 e.add_note("".join(traceback.format_tb(e.__traceback__)))
                 after.fail_all(e.with_traceback(None))
             after.finish(behind)
+
+        self._follow(run)
+        return after
+
+    def checked(self, tensors: Sequence[torch.Tensor], files: int, check: Check) -> Pending:
+        """The first of its tensors and files, of which those fail that ``check`` finds wrong when all reads are over.
+
+        Args:
+            tensors: which to hand out.
+            files: how many files they are of.
+            check: see :data:`Check`. It runs as the steps of :meth:`then` do.
+        """
+        after = Pending(list(tensors), self._device, files)
+
+        def run() -> None:
+            try:
+                with staging.on_copy_stream(self._device):
+                    wrong = check(self._errors)
+            except Exception as e:
+                wrong = dict.fromkeys(range(files), e)
+            for file, error in wrong.items():
+                after.fail(file, error)
+            after.finish()
 
         self._follow(run)
         return after

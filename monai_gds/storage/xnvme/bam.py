@@ -16,6 +16,7 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class XnvmeBamBackend(XnvmeBlockBackend):
         if not (isinstance(blockmap, BlockMap) or blockmap is None):
             blockmap = BlockMap.load(blockmap)
         image = uri is not None and _is_file(uri)
-        if image and (blockmap is None or blockmap.origin is None):
+        if image and blockmap is None:
             raise ValueError(f"uri={uri!r} is an image, in which only a block map shows where files are: give blockmap")
         self.reaches_gpu = device.type == "cuda"
         setup = BamSetup(
@@ -124,7 +125,7 @@ class XnvmeBamBackend(XnvmeBlockBackend):
         return QueueBackend.memory(self, nbytes)
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        return QueueBackend.start(self, reads, into)
+        return self._start_checked(partial(QueueBackend.start, self), reads, into)
 
     def describe(self) -> dict[str, Any]:
         setup = self._setup

@@ -1,26 +1,33 @@
 """Block maps: which blocks of a disk the files of a folder occupy. Built from the file system, saved as JSON, verified.
 
 A map is made where the file system is mounted and used where it may not be: by the ``xnvme-block`` backend over a
-user-space driver, or by another program. On disk it is one JSON object, from paths to blocks::
+user-space driver, or by another program. A saved map is one JSON object, from paths to blocks::
 
     {
       "__blockmap__": {"version": 1, "block_size": 512, "parent": "/data", "kind": "ext4", "uuid": "…", "start": 0,
-                       "disk": {…}, "folders": ["train/n01491361", "train/without_files"]},
+                       "disk": {…}, "folders": ["train/n01491361", "train/without_files"],
+                       "unmapped": {"train/n01491361/shared.JPEG": {"size": 5000, "why": "its blocks are …"}}},
       "train/n01491361/n01491361_8657.JPEG":
-          {"startblock": 2048, "endblock": 2275, "size": 116504, "inode": 13, "mtime_ns": 1700000000000000000},
+          {"startblock": 2048, "endblock": 2275, "size": 116504, "inode": 13, "mtime_ns": 1700000000000000000,
+           "wsum64": "2fd6a3fbe3b2b1d0"},
       "train/n01491361/cut.JPEG":
-          {"extents": [[0, 4096, 4103], [8, 9000, 9003]], "size": 6000, "inode": 14, "mtime_ns": …}
+          {"extents": [[0, 4096, 4103], [8, 9000, 9003]], "size": 6000, "inode": 14, "mtime_ns": …, "wsum64": …}
     }
 
-* Paths are relative to the parent of the mapped folder, so they begin with the folder's name.
+* Paths are relative to the parent of the mapped folder, so they begin with the folder's name. ``parent`` is where that
+  was; a reader whose disk is mounted elsewhere takes another one.
 * Blocks have ``block_size`` bytes, the logical block size of the disk, and are numbered from the start of the whole
   disk. ``endblock`` is the last one.
 * A file of one extent has ``startblock`` and ``endblock``, which any program that knows only these reads correctly.
   Every other file has ``extents`` instead, each ``[first block within the file, startblock, endblock]``; such a program
   fails on it instead of reading wrong bytes. Ranges that no extent covers are zeros.
+* ``wsum64`` is the checksum of the file's bytes, 16 hexadecimal digits (:mod:`monai_gds.checksum` defines it), in maps
+  that were built with checksums.
 * ``folders`` lists all folders. One without files appears nowhere else, but may be a class that takes a label.
-* Without ``__blockmap__`` it is the plain format of the comparison of DALI and xNVMe: blocks of 512 bytes, no sizes.
-  :meth:`BlockMap.load` reads it, and :meth:`BlockMap.save` writes it with ``plain=True``.
+* ``unmapped`` lists the files whose bytes cannot be read from the disk, and why.
+* Without ``__blockmap__`` it is the plain format of the comparison of DALI and xNVMe: blocks of 512 bytes, no sizes, no
+  checksums. :meth:`BlockMap.load` reads it, and :meth:`BlockMap.save` writes it with ``plain=True``.
+* ``folders``, ``unmapped`` and ``wsum64`` may be missing, as in older maps.
 """
 
 from __future__ import annotations
@@ -34,12 +41,13 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from monai_gds.errors import BlockMapError, FileChanged, StorageError
+from monai_gds.errors import BlockMapError, FileChanged, NotMappable, StorageError
 from monai_gds.plain_read import read_at
 from monai_gds.storage.xnvme.extents import (
     Disk,
@@ -52,7 +60,7 @@ from monai_gds.storage.xnvme.extents import (
     runs,
 )  # fmt: skip
 
-__all__ = ["BlockMap", "FileBlocks", "Origin"]
+__all__ = ["BlockMap", "FileBlocks", "Origin", "Unmapped"]
 
 T = TypeVar("T")
 
@@ -65,6 +73,7 @@ PLAIN_BLOCK = 512
 _THREADS = 16  # measured on 2 cores: most of the time goes into waiting for inodes from the disk
 _CHUNK = 256  # files per task
 _COMPARE_BYTES = 8 << 20
+_CHECKSUM = "wsum64"
 
 
 class FileBlocks(NamedTuple):
@@ -75,12 +84,14 @@ class FileBlocks(NamedTuple):
         extents: in order. Ranges that none covers are zeros.
         inode: its inode number; None in a plain map.
         mtime_ns: time of its last change; None in a plain map.
+        checksum: of its bytes, see :mod:`monai_gds.checksum`; None in a map that was built without checksums.
     """
 
     size: int
     extents: tuple[Extent, ...]
     inode: int | None = None
     mtime_ns: int | None = None
+    checksum: int | None = None
 
     @classmethod
     def of(cls, fd: int, fs: FileSystem, path: str) -> FileBlocks:
@@ -114,8 +125,10 @@ class FileBlocks(NamedTuple):
         extents = [[e.offset // block, e.start // block, (e.start + e.nbytes) // block - 1] for e in self.extents]
         single = len(extents) == 1 and self.extents[0].offset == 0 and self.extents[0].nbytes >= self.size
         entry = {"startblock": extents[0][1], "endblock": extents[0][2]} if single else {"extents": extents}
+        if self.inode is None:
+            return entry
         known = {"size": self.size, "inode": self.inode, "mtime_ns": self.mtime_ns}
-        return entry if self.inode is None else {**entry, **known}
+        return {**entry, **known} if self.checksum is None else {**entry, **known, _CHECKSUM: f"{self.checksum:016x}"}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], block: int) -> FileBlocks:
@@ -128,7 +141,23 @@ class FileBlocks(NamedTuple):
         size = _whole(entry.get("size", sum(e.nbytes for e in extents)))
         if "inode" not in entry:
             return cls(size, extents)
-        return cls(size, extents, _whole(entry["inode"]), _whole(entry["mtime_ns"]))
+        known = entry.get(_CHECKSUM)
+        if known is not None and not re.fullmatch("[0-9a-f]{16}", _text(known)):
+            raise ValueError(f"{known!r:.40} is not a checksum")
+        checksum = None if known is None else int(known, 16)
+        return cls(size, extents, _whole(entry["inode"]), _whole(entry["mtime_ns"]), checksum)
+
+
+class Unmapped(NamedTuple):
+    """A file whose bytes cannot be read from the disk.
+
+    Attributes:
+        size: its bytes.
+        why: the reason, and the remedy if there is one.
+    """
+
+    size: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -155,6 +184,12 @@ class BlockMap(Mapping[str, FileBlocks]):
         origin: where they were made; None for a plain map.
         folders: every folder below the mapped one, including those without files, by paths like the map's; none for a
             plain map.
+        unmapped: files whose bytes cannot be read from the disk, by paths like the map's.
+        parent: the folder that the paths are relative to; default: the one they were made in.
+
+    Attributes:
+        parent: that folder; None for a plain map without one. Then a path counts by its end: any path that ends with a
+            path of the map is that file.
 
     Raises:
         BlockMapError: extents overlap, are out of order, or lie beyond the disk.
@@ -173,24 +208,58 @@ class BlockMap(Mapping[str, FileBlocks]):
     """
 
     def __init__(
-        self, files: Mapping[str, FileBlocks], origin: Origin | None = None, folders: Iterable[str] = ()
+        self,
+        files: Mapping[str, FileBlocks],
+        origin: Origin | None = None,
+        folders: Iterable[str] = (),
+        unmapped: Mapping[str, Unmapped] = MappingProxyType({}),
+        parent: str | os.PathLike[str] | None = None,
     ) -> None:
         self._files = dict(files)
+        self.parent = os.path.abspath(parent) if parent is not None else None
+        if origin is not None:
+            origin = replace(origin, parent=self.parent or origin.parent)
+            self.parent = origin.parent
         self.origin = origin
         self.folders = tuple(folders)
+        self.unmapped = dict(unmapped)
         _check(self._files, origin)
+        if both := self._files.keys() & self.unmapped.keys():
+            raise BlockMapError(f"{min(both)} is mapped and is not")
 
     def __getitem__(self, path: str) -> FileBlocks:
-        """The blocks of a file, by the map's own path or, unless the map is plain, by any other path of the file."""
-        try:
-            return self._files[path]
-        except KeyError:
-            pass
-        own = path if self.origin is None else os.path.relpath(os.path.abspath(path), self.origin.parent)
-        try:
-            return self._files[own]
-        except KeyError:
-            raise KeyError(f"{path} is not in the block map (its paths look like {next(iter(self), None)!r})") from None
+        """The blocks of a file, by the map's own path or any other path of the file."""
+        own = self._own(path, self._files)
+        if own is None:
+            why = self.why_not(path)
+            raise KeyError(self._missing(path) if why is None else f"{path} could not be mapped: {why}")
+        return self._files[own]
+
+    def why_not(self, path: str) -> str | None:
+        """Why a file could not be mapped, and what to do; None for any other file."""
+        own = self._own(path, self.unmapped)
+        return None if own is None else self.unmapped[own].why
+
+    def _own(self, path: str, among: Mapping[str, object]) -> str | None:
+        """The map's own path of a file that has this path."""
+        if path in among:
+            return path
+        if self.parent is not None:
+            own = os.path.relpath(os.path.abspath(path), self.parent)
+            return own if own in among else None
+        while "/" in path:
+            path = path.partition("/")[2]
+            if path in among:
+                return path
+        return None
+
+    def _missing(self, path: str) -> str:
+        told = f"{path} is not in the block map (its paths look like {next(iter(self), None)!r}"
+        if self.parent is None:
+            return f"{told})"
+        return (
+            f"{told} below {self.parent}; where the files are elsewhere, BlockMap.load(map, parent=…) names the folder)"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -203,11 +272,21 @@ class BlockMap(Mapping[str, FileBlocks]):
         """Bytes per block in the saved form."""
         return self.origin.disk.block_size if self.origin else PLAIN_BLOCK
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it has the checksum of every file."""
+        return all(blocks.checksum is not None for blocks in self._files.values())
+
     # Making one.
 
     @classmethod
-    def build(cls, root: str | os.PathLike[str], progress: Progress | None = None) -> BlockMap:
+    def build(
+        cls, root: str | os.PathLike[str], progress: Progress | None = None, *, checksums: bool = False
+    ) -> BlockMap:
         """Maps every file below a folder.
+
+        A file whose bytes cannot be read from the device is listed in ``unmapped`` with the reason, and the rest is
+        mapped.
 
         Symbolic links to files are followed. Links to folders are followed only directly in ``root``, where they are
         classes of images, and never if they lead back to ``root`` or above it.
@@ -215,9 +294,10 @@ class BlockMap(Mapping[str, FileBlocks]):
         Args:
             root: the folder; on ext4 or XFS, directly on a disk, a partition or a loop device.
             progress: called with (files done, files in all) as it goes.
+            checksums: store a checksum for every file, which reads all of it. Drivers in user space compare it.
 
         Raises:
-            NotMappable: a file cannot be read from the device; the message names it and says why.
+            NotMappable: no file can be read from the device; the message names one and says why.
             BlockMapError: the folder spans file systems, or holds no file.
             OSError: a file or folder cannot be opened, or a symbolic link is dead.
         """
@@ -231,14 +311,16 @@ class BlockMap(Mapping[str, FileBlocks]):
             raise BlockMapError(f"{root} holds no file")
         skip = len(parent.rstrip("/")) + 1
 
-        def map_chunk(chunk: Sequence[str]) -> dict[str, FileBlocks]:
-            found = {}
-            for path in chunk:
-                with _opened(path) as fd:
-                    found[path[skip:]] = FileBlocks.of(fd, fs, path)
-            return found
+        def map_chunk(chunk: Sequence[str]) -> dict[str, FileBlocks | Unmapped]:
+            return {path[skip:]: _map_file(path, fs, checksums) for path in chunk}
 
-        return cls(_in_threads(map_chunk, paths, progress), origin, [path[skip:] for path in folders])
+        found = _in_threads(map_chunk, paths, progress)
+        files = {path: entry for path, entry in found.items() if isinstance(entry, FileBlocks)}
+        unmapped = {path: entry for path, entry in found.items() if isinstance(entry, Unmapped)}
+        if not files:
+            path, (_, why) = next(iter(unmapped.items()))
+            raise NotMappable(errno.EOPNOTSUPP, why, os.path.join(parent, path))
+        return cls(files, origin, [path[skip:] for path in folders], unmapped)
 
     # Saving and loading.
 
@@ -247,7 +329,7 @@ class BlockMap(Mapping[str, FileBlocks]):
 
         Args:
             file: where to.
-            plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes.
+            plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes, and nothing of ``unmapped``.
 
         Raises:
             BlockMapError: ``plain``, and a file is empty, has a hole or several extents.
@@ -258,7 +340,8 @@ class BlockMap(Mapping[str, FileBlocks]):
             entries = {path: _plain(path, entry) for path, entry in entries.items()}
         elif self.origin is not None:
             known = {"version": VERSION, "block_size": self.block_size, **asdict(self.origin)}
-            entries = {HEADER: {**known, "folders": self.folders}, **entries}
+            unmapped = {path: entry._asdict() for path, entry in self.unmapped.items()}
+            entries = {HEADER: {**known, "folders": self.folders, "unmapped": unmapped}, **entries}
         temporary = Path(f"{os.fspath(file)}.{uuid.uuid4().hex}")
         try:
             with open(temporary, "x", encoding="ascii") as out:
@@ -268,11 +351,16 @@ class BlockMap(Mapping[str, FileBlocks]):
             temporary.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, file: str | os.PathLike[str]) -> BlockMap:
+    def load(cls, file: str | os.PathLike[str], parent: str | os.PathLike[str] | None = None) -> BlockMap:
         """Reads a map that :meth:`save` wrote, or a plain one.
 
         Whoever wrote it decides which blocks are read, and nothing else: the disk it names lies in ``/dev``, and its
         paths lead nowhere but below the folder that they are relative to.
+
+        Args:
+            file: the map.
+            parent: the folder that its paths are relative to, where the disk is mounted elsewhere than it was when the
+                map was made, or the map is plain.
 
         Raises:
             BlockMapError: it is not a map, has a newer format, or contradicts itself.
@@ -282,13 +370,14 @@ class BlockMap(Mapping[str, FileBlocks]):
             entries = json.loads(Path(file).read_bytes())
             header = entries.pop(HEADER, None)
             if header is None:
-                return cls(_files(entries, PLAIN_BLOCK))
+                return cls(_files(entries, PLAIN_BLOCK), parent=parent)
             if header["version"] > VERSION:
                 raise BlockMapError(f"it has format {header['version']}, newer than {VERSION}: update monai_gds")
             origin, folders = _origin(header), header.get("folders", [])
             if not isinstance(folders, list):
                 raise TypeError("its folders are not a list of paths")
-            return cls(_files(entries, origin.disk.block_size), origin, map(_below, folders))
+            files, unmapped = _files(entries, origin.disk.block_size), _unmapped(header.get("unmapped", {}))
+            return cls(files, origin, map(_below, folders), unmapped, parent)
         except BlockMapError as e:
             raise BlockMapError(f"{file}: {e}") from e
         except RecursionError as e:
@@ -304,7 +393,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         """Compares the map with the files as they are now.
 
         Args:
-            parent: the folder that the paths are relative to, if it is not the one the map was made in.
+            parent: the folder that the paths are relative to, if it is not that of the map.
             data: also compare every byte read through the device with every byte read through the file. This needs
                 the right to read the device.
             progress: called with (files done, files in all) as it goes.
@@ -315,10 +404,9 @@ class BlockMap(Mapping[str, FileBlocks]):
         Raises:
             BlockMapError: the map is plain and ``parent`` is not given.
         """
+        parent = self.parent if parent is None else parent
         if parent is None:
-            if self.origin is None:
-                raise BlockMapError("a plain block map does not hold the place of its files: give their parent folder")
-            parent = self.origin.parent
+            raise BlockMapError("a plain block map does not hold the place of its files: give their parent folder")
         base = os.fspath(parent)
 
         def verify_chunk(chunk: Sequence[str]) -> dict[str, str]:
@@ -332,7 +420,7 @@ class BlockMap(Mapping[str, FileBlocks]):
                         wrong[path] = str(e)
             return wrong
 
-        return _in_threads(verify_chunk, list(self._files), progress) | self._unmapped(base)
+        return _in_threads(verify_chunk, list(self._files), progress) | self._new_or_gone(base)
 
     def _verify_file(self, path: str, blocks: FileBlocks, data: bool, mounted: MountedFileSystems) -> None:
         with _opened(path) as fd:
@@ -346,7 +434,7 @@ class BlockMap(Mapping[str, FileBlocks]):
                 _compare(fd, fs.disk, now, path)
                 blocks.check(FileBlocks.of(fd, fs, path), path)
 
-    def _unmapped(self, base: str) -> dict[str, str]:
+    def _new_or_gone(self, base: str) -> dict[str, str]:
         """Files and folders that are new, and folders that are gone."""
         wrong: dict[str, str] = {}
         skip = len(base.rstrip("/")) + 1
@@ -357,12 +445,26 @@ class BlockMap(Mapping[str, FileBlocks]):
             except OSError as e:
                 wrong[str(e.filename or top)[skip:] or top] = str(e)
                 continue
-            wrong.update((path[skip:], "it is new") for path in files_now if path[skip:] not in self._files)
+            known = self._files.keys() | self.unmapped.keys()
+            wrong.update((path[skip:], "it is new") for path in files_now if path[skip:] not in known)
             folders.update(path[skip:] for path in folders_now)
         if self.folders:  # else none were recorded
             wrong.update((path, "it is a new folder") for path in sorted(folders.difference(self.folders)))
             wrong.update((path, "the folder is gone") for path in self.folders if path not in folders)
         return wrong
+
+
+def _map_file(path: str, fs: FileSystem, checksums: bool) -> FileBlocks | Unmapped:
+    with _opened(path) as fd:
+        try:
+            blocks = FileBlocks.of(fd, fs, path)
+        except NotMappable as e:
+            return Unmapped(os.fstat(fd).st_size, str(e.strerror))
+        if checksums:
+            from monai_gds.checksum import checksum_of_file  # brings torch
+
+            blocks = blocks._replace(checksum=checksum_of_file(fd, blocks.size))
+        return blocks
 
 
 @contextmanager
@@ -449,6 +551,13 @@ def _plain(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _files(entries: Mapping[str, Any], block: int) -> dict[str, FileBlocks]:
     return {_below(path): FileBlocks.from_json(entry, block) for path, entry in entries.items()}
+
+
+def _unmapped(entries: Mapping[str, Any]) -> dict[str, Unmapped]:
+    found = {_below(path): Unmapped(_whole(entry["size"]), _text(entry["why"])) for path, entry in entries.items()}
+    if any(entry.size < 0 for entry in found.values()):
+        raise ValueError("the size of a file is negative")
+    return found
 
 
 def _below(path: Any) -> str:

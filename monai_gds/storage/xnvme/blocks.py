@@ -22,7 +22,7 @@ import torch
 
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.backend import Availability
-from monai_gds.storage.files import Buffer, Expected, FileId, check_identity, ends_early, open_regular
+from monai_gds.storage.files import Buffer, Expected, FileId, ends_early, open_regular
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.storage.reads import Reads
@@ -33,6 +33,7 @@ from monai_gds.storage.xnvme.drive import Drive, Drives, Setup
 from monai_gds.storage.xnvme.extents import Disk, Extent, disk_of, extents_in, look, transfers
 from monai_gds.storage.xnvme.files import probe_library
 from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
+from monai_gds.storage.xnvme.mapped import MappedFiles, Start, WholeDisk, identity, lookup
 
 __all__ = ["XnvmeBlockBackend", "disk_behind"]
 
@@ -58,7 +59,10 @@ class XnvmeBlockBackend(QueueBackend):
             None: ``io_uring`` or, where the kernel does not allow it, ``thrpool``.
         mem: xNVMe's memory allocator; ``gpu`` for one that gives GPU memory. None: the one that goes with ``be``.
         queue_depth: commands in flight at once, a power of two.
-        blockmap: a saved map, or the path of one. Files must be where it says. Needed for a user-space driver.
+        blockmap: a saved map, or the path of one. Files must be where it says. Needed for a user-space driver: there a
+            file that was written, replaced or deleted after it was mapped is an error, and so are other bytes where the
+            map has checksums and the file is read whole. Where the disk is mounted elsewhere than it was when the map
+            was made, ``BlockMap.load(map, parent=…)``.
 
     Raises:
         BackendUnavailable: libxnvme is missing or does not fit.
@@ -91,7 +95,7 @@ class XnvmeBlockBackend(QueueBackend):
         user_space = by_address or be not in (None, *_KERNEL)
         if user_space and (be in (None, *_KERNEL) or uri is None):
             raise ValueError("a driver in user space is chosen with be='upcie' (or 'spdk'…) and uri='0000:01:00.0'")
-        if user_space and origin is None:
+        if user_space and blockmap is None:
             raise ValueError("over a driver in user space no file system is mounted: give the blockmap made before")
         if self.reaches_gpu and (device.type != "cuda" or uri is None):
             raise ValueError("buffers on a GPU need a CUDA target, and the drive by its uri")
@@ -102,6 +106,9 @@ class XnvmeBlockBackend(QueueBackend):
 
     def _read_through(self, drives: Drives, setup: Setup, blockmap: BlockMap | None) -> None:
         self._drives, self._setup, self._blockmap = drives, setup, blockmap
+        if setup.user_space:
+            assert blockmap is not None and setup.uri is not None, "the constructor asks for them"
+            self._mapped = MappedFiles(blockmap, setup.uri, self.device)
         self._waiting: deque[_Transfer] = deque()  # of commands that were taken
         self._complete: list[tuple[Command, int | Exception]] = []
         self._burst = 0
@@ -126,43 +133,41 @@ class XnvmeBlockBackend(QueueBackend):
     # Reading.
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        pending = super().start(reads, into)
+        pending = self._start_checked(super().start, reads, into)
         if self.reaches_gpu:
             pending.on_hand_off(lambda: used_by_current_stream([tensor for tensor in into if tensor.is_cuda]))
         return pending
 
+    def _start_checked(self, start: Start, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        return self._mapped.start(start, reads, into) if self._setup.user_space else start(reads, into)
+
     def _open(self, path: str, expected: Expected) -> _File:
+        if isinstance(path, WholeDisk):
+            whole = self._drives.only()
+            nbytes = whole.blocks * whole.block
+            return _File(path, nbytes, [Extent(0, 0, nbytes)], whole)
         if self._setup.user_space:
-            blocks = self._mapped(path)
-            device = expected.device if isinstance(expected, FileId) else 0
-            check_identity(expected, _identity(blocks, device), path)
+            blocks = self._mapped.entry(path, expected, expected.device if isinstance(expected, FileId) else 0)
             return _File(path, blocks.size, blocks.extents, self._drives.only())
-        fd, drive = open_regular(path, expected), None
+        fd = open_regular(path, expected)
+        drive: Drive | None = None
         try:
             st = os.fstat(fd)
             fs, drive = self._drives.of_file(fd, st.st_dev, path)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
             if self._blockmap is not None:
+                now = FileBlocks(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
                 try:
-                    entry = self._blockmap[path]
-                except KeyError as e:
-                    raise StorageError(errno.ENOENT, str(e.args[0]), path) from e
-                entry.check(FileBlocks(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns), path)
+                    lookup(self._blockmap, path).check(now, path)
+                except FileNotFoundError as e:
+                    raise StorageError(e.errno, e.strerror, path) from e
             return _File(path, st.st_size, extents, drive, fd, answer)
         except BaseException:
             os.close(fd)
             if drive is not None:
                 self._drives.release(drive)
             raise
-
-    def _mapped(self, path: str) -> FileBlocks:
-        """A file's entry, where the map is all there is; a file that it lacks is missing, a plain miss for a cache."""
-        assert self._blockmap is not None, "the constructor asks for one"
-        try:
-            return self._blockmap[path]
-        except KeyError as e:
-            raise FileNotFoundError(errno.ENOENT, str(e.args[0]), path) from e
 
     def _close(self, handle: _File) -> None:
         self._drives.release(handle.drive)
@@ -245,10 +250,10 @@ class XnvmeBlockBackend(QueueBackend):
     def head(self, path: str, nbytes: int) -> tuple[bytes, FileId]:
         if not self._setup.user_space:
             return super().head(path, nbytes)
-        blocks = self._mapped(path)
+        blocks = self._mapped.entry(path, None)
         head = torch.empty(min(nbytes, blocks.size), dtype=torch.uint8)
         self.start(Reads.of(path, [(0, head.numel())]), [head]).wait()
-        return head.numpy().tobytes(), _identity(blocks)
+        return head.numpy().tobytes(), identity(blocks)
 
     def close(self) -> None:
         super().close()
@@ -344,11 +349,6 @@ class _Transfer:
         bounce, self._bounce = self._bounce, None
         if bounce is not None:
             self._drive.bounce.give_back(bounce)
-
-
-def _identity(blocks: FileBlocks, device: int = 0) -> FileId:
-    """The identity of a file of which only the map's entry is known."""
-    return FileId(device, blocks.inode or 0, blocks.size, blocks.mtime_ns or 0)
 
 
 def disk_behind(uri: str) -> Disk:

@@ -45,6 +45,8 @@ _ROOM = 18  # extents per call: Python passes ioctl buffers below 1024 bytes on 
 _LAST = 0x1
 _HARMLESS = 0x1 | 0x1000  # the last extent; merged by the kernel from several
 
+_COPY = "put a copy in its place: cp --reflink=never FILE COPY && mv COPY FILE"
+
 #: FIEMAP flags of extents whose bytes cannot simply be read from the disk.
 _REFUSED_EXTENTS = {
     0x0002: "its place on the disk is unknown",
@@ -54,8 +56,8 @@ _REFUSED_EXTENTS = {
     0x0100: "it is not aligned to blocks",
     0x0200: "its bytes lie inline in the inode",
     0x0400: "its bytes share a block with other files' tails",
-    0x0800: "it is allocated but was never written",
-    0x2000: "its blocks are shared with another file (reflink), and the file system may remap them",
+    0x0800: f"it is allocated but was never written; {_COPY}",
+    0x2000: f"its blocks are shared with another file (reflink), and the file system may remap them; {_COPY}",
 }
 
 _GETFLAGS = 0x80086601  # FS_IOC_GETFLAGS: unlike FIEMAP's, these flags include fscrypt

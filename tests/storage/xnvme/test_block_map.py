@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from monai_gds.checksum import checksum
 from monai_gds.errors import BlockMapError, FileChanged, NotMappable
-from monai_gds.storage.xnvme import block_map, extents
+from monai_gds.storage.xnvme import block_map, extents, inodes
 from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks, Origin
 from monai_gds.storage.xnvme.extents import Disk, Extent
 from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
@@ -179,6 +181,76 @@ class TestBuild:
         with pytest.raises(BlockMapError, match="another file system"):
             BlockMap.build(ext4.folder / "set")
 
+    def test_a_file_that_cannot_be_mapped_is_listed_and_the_rest_is_mapped(self, xfs: LoopDisk, tmp_path: Path) -> None:
+        folder = xfs.folder / "set"
+        folder.mkdir()
+        for name in ("a.bin", "b.bin", "shared.bin", "tail.bin"):
+            (folder / name).write_bytes(content(10_000))
+        _reflink(folder / "shared.bin", xfs.folder / "elsewhere.bin")
+        with (folder / "tail.bin").open("r+b") as f:
+            os.posix_fallocate(f.fileno(), 0, 1 << 20)
+        BlockMap.build(folder).save(tmp_path / "map.json")
+        blocks = BlockMap.load(tmp_path / "map.json")
+        assert set(blocks) == {"set/a.bin", "set/b.bin"}
+        assert {path: entry.size for path, entry in blocks.unmapped.items()} == {
+            "set/shared.bin": 10_000,
+            "set/tail.bin": 1 << 20,
+        }
+        for name, why in (("shared.bin", "reflink"), ("tail.bin", "never written")):
+            with pytest.raises(KeyError, match=rf"{name} could not be mapped.*{why}.*cp --reflink=never"):
+                blocks[str(folder / name)]
+        assert blocks.verify() == {}
+
+    def test_its_remedy_helps(self, xfs: LoopDisk) -> None:
+        folder = xfs.folder / "set"
+        folder.mkdir()
+        (folder / "a.bin").write_bytes(content(10_000))
+        (folder / "shared.bin").write_bytes(content(10_000))
+        _reflink(folder / "shared.bin", xfs.folder / "elsewhere.bin")
+        (folder / "tail.bin").write_bytes(content(10_000))
+        with (folder / "tail.bin").open("r+b") as f:
+            os.posix_fallocate(f.fileno(), 0, 1 << 20)
+        assert len(BlockMap.build(folder).unmapped) == 2
+        for name in ("shared.bin", "tail.bin"):
+            run("cp", "--reflink=never", str(folder / name), str(folder / "copy"))
+            os.rename(folder / "copy", folder / name)
+        blocks = BlockMap.build(folder)
+        assert blocks.unmapped == {}
+        assert read_disk(xfs.device, blocks["set/tail.bin"]) == content(10_000) + bytes((1 << 20) - 10_000)
+
+    def test_checksums_are_those_of_the_files(self, disk: LoopDisk, tmp_path: Path) -> None:
+        BlockMap.build(disk.folder / "set", checksums=True).save(tmp_path / "map.json")
+        blocks = BlockMap.load(tmp_path / "map.json")
+        assert blocks.has_checksums
+        assert not BlockMap.build(disk.folder / "set").has_checksums
+        for path, entry in blocks.items():
+            data = np.frombuffer((disk.folder / path).read_bytes(), np.uint8).copy()
+            assert entry.checksum == checksum(torch.from_numpy(data)), path
+
+    def test_inodes_are_found_on_the_disk(self, disk: LoopDisk) -> None:
+        """As a driver in user space sees them, when the file system is unmounted."""
+        blocks = BlockMap.build(disk.folder / "set")
+        assert blocks.origin is not None
+        run("umount", str(disk.folder))
+        try:
+            with open(disk.device, "rb") as device:
+                start = blocks.origin.start
+
+                def read(offset: int, nbytes: int) -> bytes:
+                    return os.pread(device.fileno(), nbytes, start + offset)
+
+                table = inodes.inode_table(blocks.origin.kind, read)
+                assert table is not None
+                for entry in blocks.values():
+                    place = table.place(entry.inode or 0)
+                    assert place is not None
+                    found = table.parse(read(place, table.nbytes))
+                    assert found == inodes.Inode(True, entry.size, entry.mtime_ns or 0)
+                for number in (0, -5, 1 << 62):
+                    assert table.place(number) is None or not table.parse(read(table.place(number), 4096)).in_use
+        finally:
+            run("mount", disk.partition, str(disk.folder))
+
     def test_progress_ends_at_the_number_of_files(self, disk: LoopDisk) -> None:
         seen: list[tuple[int, int]] = []
         BlockMap.build(disk.folder / "set", progress=lambda *at: seen.append(at))
@@ -194,6 +266,11 @@ class TestBuild:
             blocks = BlockMap.build(disk.folder / "set")
         assert len(blocks) == 100_000
         assert {len(blocks[path].extents) for path in blocks} == {1}
+
+
+def _reflink(path: Path, copy: Path) -> None:
+    with path.open("rb") as source, copy.open("wb") as target:
+        fcntl.ioctl(target.fileno(), 0x40049409, source.fileno())  # FICLONE
 
 
 def refused(folder: Path, match: str) -> None:
@@ -259,8 +336,7 @@ class TestRefusals:
 
     def test_shared(self, xfs: LoopDisk) -> None:
         folder = self.one_file(xfs)
-        with (folder / "file.bin").open("rb") as source, (folder / "copy.bin").open("wb") as copy:
-            fcntl.ioctl(copy.fileno(), 0x40049409, source.fileno())  # FICLONE
+        _reflink(folder / "file.bin", folder / "copy.bin")
         refused(folder, "reflink")
 
     @pytest.mark.parametrize(
@@ -391,6 +467,10 @@ class TestFile:
             (f'{{"a/b": {{"startblock": 1, "endblock": {10**400}}}}}', "not a whole number"),
             ('{"a/b": {"extents": [[0, 5, 9]], "size": Infinity}}', "not a whole number"),
             ('{"a/b": {"extents": [[0, 5, 9]], "size": 5, "inode": "1", "mtime_ns": 1}}', "not a whole number"),
+            *(
+                (f'{{"a/b": {{"extents": [[0, 5, 9]], "size": 5, "inode": 1, "mtime_ns": 1, "wsum64": {bad}}}}}', match)
+                for bad, match in (("7", "not text"), ('"7"', "not a checksum"), (f'"{"g" * 16}"', "not a checksum"))
+            ),
             ('{"../../etc/shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
             ('{"a/../../b": {"startblock": 1, "endblock": 5}}', "not a path below"),
             ('{"/etc/shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
@@ -429,6 +509,14 @@ class TestFile:
             ({"folders": "abc"}, "not a list"),
             ({"folders": [5]}, "not text"),
             ({"folders": ["../x"]}, "not a path below"),
+            ({"unmapped": []}, "not a block map"),
+            ({"unmapped": {"a/c": "why"}}, "not a block map"),
+            ({"unmapped": {"a/c": {"size": 5}}}, "not a block map"),
+            ({"unmapped": {"a/c": {"size": -5, "why": "x"}}}, "negative"),
+            ({"unmapped": {"a/c": {"size": 1e400, "why": "x"}}}, "not a whole number"),
+            ({"unmapped": {"a/c": {"size": 5, "why": 7}}}, "not text"),
+            ({"unmapped": {"../c": {"size": 5, "why": "x"}}}, "not a path below"),
+            ({"unmapped": {"a/b": {"size": 5, "why": "x"}}}, "a/b is mapped and is not"),
         ],
     )
     def test_a_header_that_no_map_has_is_refused(self, tmp_path: Path, change: dict[str, Any], match: str) -> None:
@@ -459,6 +547,32 @@ class TestFile:
         BlockMap({"a/b": FileBlocks(512, (Extent(0, (1 << 20) - 512, 512),))}, origin)
         with pytest.raises(BlockMapError, match="of a disk of 1048576 bytes"):
             BlockMap({"a/b": FileBlocks(512, (Extent(0, 1 << 20, 512),))}, origin)
+
+    def test_an_older_map_is_read(self, disk: LoopDisk, tmp_path: Path) -> None:
+        """One without folders, checksums and what could not be mapped."""
+        blocks = BlockMap.build(disk.folder / "set")
+        blocks.save(tmp_path / "map.json")
+        saved = json.loads((tmp_path / "map.json").read_text())
+        del saved["__blockmap__"]["folders"], saved["__blockmap__"]["unmapped"]
+        (tmp_path / "map.json").write_text(json.dumps(saved))
+        again = BlockMap.load(tmp_path / "map.json")
+        assert (dict(again), again.unmapped, again.has_checksums) == (dict(blocks), {}, False)
+
+    def test_a_parent_takes_the_place_of_the_maps_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        origin = Origin("/data", "ext4", "", 0, Disk("loop0", "7:0", 512, 1 << 20, 1 << 20))
+        BlockMap({"set/a": FileBlocks(512, (Extent(0, 512, 512),), 1, 1)}, origin).save(tmp_path / "map.json")
+        monkeypatch.chdir(tmp_path)
+        for parent, there in ((None, "/data"), ("/mnt", "/mnt"), ("mnt", f"{tmp_path}/mnt")):
+            blocks = BlockMap.load("map.json", parent=parent)
+            assert blocks.parent == there
+            assert blocks[f"{there}/set/a"] == blocks["set/a"]
+            with pytest.raises(KeyError, match=f"below {there}"):
+                blocks["/elsewhere/set/a"]
+        (tmp_path / "plain.json").write_text('{"set/a": {"startblock": 1, "endblock": 1}}')
+        blocks = BlockMap.load("plain.json")
+        assert blocks["/elsewhere/set/a"] == blocks["set/a"]
+        with pytest.raises(KeyError, match="below /mnt"):
+            BlockMap.load("plain.json", parent="/mnt")["/elsewhere/set/a"]
 
 
 class TestVerify:

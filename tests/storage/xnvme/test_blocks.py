@@ -13,7 +13,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -642,27 +642,84 @@ class TestMoved:
             assert whole(storage, file) == content(3_000_000)
 
     @pytest.mark.usefixtures("double")
-    def test_a_map_may_be_a_path_or_plain(self, disk: LoopDisk, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_plain_map_knows_files_by_the_end_of_their_paths(self, disk: LoopDisk, file: Path) -> None:
         BlockMap.build(disk.folder / "set").save(disk.folder / "map.json", plain=True)
         with opened(blockmap=disk.folder / "map.json") as storage:
+            assert whole(storage, file) == content(3_000_000)
+            file.write_bytes(content(3_000_000, 1))
+            with pytest.raises(FileChanged, match="its blocks moved; build the map again"):
+                whole(storage, file)
+            (disk.folder / "file.bin").write_bytes(b"x")
             with pytest.raises(StorageError, match="not in the block map"):
-                whole(storage, file)  # a plain map does not say where its paths begin
-            monkeypatch.chdir(disk.folder)
-            assert bytes_of(storage.load(Reads.of("set/file.bin", [(0, 3_000_000)])).wait()[0]) == content(3_000_000)
+                whole(storage, disk.folder / "file.bin")
+
+    @pytest.mark.usefixtures("double")
+    def test_a_disk_that_is_mounted_elsewhere(self, disk: LoopDisk, file: Path, tmp_path: Path) -> None:
+        BlockMap.build(disk.folder / "set").save(tmp_path / "map.json")
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        run("mount", "--move", str(disk.folder), str(elsewhere))
+        try:
+            path = elsewhere / "set/file.bin"
+            with (
+                opened(blockmap=tmp_path / "map.json") as storage,
+                pytest.raises(StorageError, match=rf"below {disk.folder}; where the files are.*parent="),
+            ):
+                whole(storage, path)
+            blocks = BlockMap.load(tmp_path / "map.json", parent=elsewhere)
+            with opened(blockmap=blocks) as storage:
+                assert whole(storage, path) == content(3_000_000)
+            assert blocks.verify() == {}
+        finally:
+            run("mount", "--move", str(elsewhere), str(disk.folder))
+
+    @pytest.mark.usefixtures("double")
+    def test_a_file_that_could_not_be_mapped_says_why(self, disk: LoopDisk, file: Path) -> None:
+        tail = disk.folder / "set/tail.bin"
+        with tail.open("wb") as f:
+            f.write(content(5000))
+            os.posix_fallocate(f.fileno(), 0, 1 << 20)
+        blocks = BlockMap.build(disk.folder / "set")
+        with opened(blockmap=blocks) as storage:
+            assert whole(storage, file) == content(3_000_000)
+            with pytest.raises(NotMappable, match=r"never written; put a copy in its place: cp --reflink=never.*tail"):
+                whole(storage, tail)
+        with _user_space(disk) as storage, pytest.raises(NotMappable, match=r"cp --reflink=never.*tail"):
+            storage.load(Reads.of("set/tail.bin", [(0, 10)])).wait()
+
+
+@contextmanager
+def _unmounted(disk: LoopDisk) -> Iterator[None]:
+    """Cleanly, as for a driver in user space."""
+    run("umount", str(disk.folder))
+    try:
+        yield
+    finally:
+        run("mount", disk.partition, str(disk.folder))
+
+
+def _flip(device: str, place: int) -> None:
+    """Changes a byte on a device, below the file system."""
+    fd = os.open(device, os.O_RDWR | os.O_DIRECT | os.O_SYNC)
+    with mmap.mmap(-1, 4096) as page:
+        os.preadv(fd, [page], place - place % 4096)
+        page[place % 4096] ^= 1
+        os.pwritev(fd, [page], place - place % 4096)
+    os.close(fd)
 
 
 def _user_space(disk: LoopDisk, extra: list[tuple[str, Extent]] = [], **options: Any) -> Any:  # noqa: B006
     """The backend over a driver in user space, which the double plays; the drive is the loop device."""
-    made = BlockMap.build(disk.folder / "set") if any((disk.folder / "set").iterdir()) else None
-    if made is None:
+    if not any((disk.folder / "set").iterdir()):
         (disk.folder / "set/any.bin").write_bytes(b"x")
-        made = BlockMap.build(disk.folder / "set")
+    made = BlockMap.build(disk.folder / "set", checksums=True)
     assert made.origin is not None
     larger = made.origin.disk.__class__(**{**vars(made.origin.disk), "nbytes": 1 << 40})
     origin = made.origin.__class__(**{**vars(made.origin), "disk": larger})
-    files = dict(made) | {path: FileBlocks(extent.nbytes, (extent,), 1, 1) for path, extent in extra}
+    files = dict(made) | {path: FileBlocks(extent.nbytes, (extent,)) for path, extent in extra}
     os.environ["XNVME_DOUBLE_DRIVE"] = disk.device
-    return opened(uri="0000:01:00.0", be="upcie", blockmap=BlockMap(files, origin), **options)
+    blocks = BlockMap(files, origin, unmapped=made.unmapped)
+    return opened(uri="0000:01:00.0", be="upcie", blockmap=blocks, **options)
 
 
 class TestUserSpace:
@@ -682,6 +739,91 @@ class TestUserSpace:
                             storage.load(Reads.of(name, [(0, 1)], FileId(0, 1, 2, 3))).wait()
             finally:
                 run("mount", disk.device, str(disk.folder))
+
+    @pytest.mark.parametrize("partitioned", [False, True], ids=["", "partition"])
+    @pytest.mark.parametrize(("kind", "block"), [("ext4", 512), ("ext4", 4096), ("xfs", 512), ("xfs", 4096)])
+    def test_files_that_changed_before_it_was_unmounted_are_errors(
+        self, tmp_path: Path, kind: str, block: int, partitioned: bool, double: libraries.Double
+    ) -> None:
+        """Their old blocks still hold their old bytes. Of a batch, the other files are read."""
+        with loop_disk(tmp_path, kind, block_size=block, partitioned=partitioned) as disk:
+            folder = disk.folder / "set"
+            folder.mkdir()
+            names = ("deleted", "rewritten", "replaced", "grown", *(f"same{i}" for i in range(40)))
+            for seed, name in enumerate(names):
+                (folder / name).write_bytes(content(9000, seed))
+            with _user_space(disk) as storage:
+                (folder / "deleted").unlink()
+                (folder / "rewritten").write_bytes(content(9000, 100))
+                (folder / "new").write_bytes(content(9000, 101))
+                os.rename(folder / "new", folder / "replaced")
+                with (folder / "grown").open("ab") as f:
+                    f.write(b"x")
+                with _unmounted(disk):
+                    reads = Reads.join([Reads.of(f"set/{name}", [(0, 9000)]) for name in names])
+                    for _ in range(2):
+                        pending = storage.load(reads)
+                        assert {names[file] for file in pending.errors} == set(names[:4])
+                        assert all("build the map again" in str(error) for error in pending.errors.values())
+                        for seed in range(4, len(names)):
+                            assert bytes_of(pending.tensors[seed]) == content(9000, seed)
+                    with pytest.raises(FileChanged, match=r"deleted or replaced|written to"):
+                        storage.head("set/deleted", 10)
+
+    def test_inodes_are_read_once(self, disk: LoopDisk, double: libraries.Double) -> None:
+        for seed in range(64):
+            (disk.folder / f"set/{seed}.bin").write_bytes(content(5000, seed))
+        reads = Reads.join([Reads.of(f"set/{seed}.bin", [(0, 5000)]) for seed in range(64)])
+        with _user_space(disk) as storage, _unmounted(disk):
+            storage.load(reads).wait()
+            first = double.count("reads")
+            assert first < 64 + 20  # neighbouring inodes are read together
+            storage.load(reads).wait()
+            assert double.count("reads") == first + 64
+
+    def test_checksums_show_bytes_that_changed_below_the_file_system(
+        self, disk: LoopDisk, file: Path, double: libraries.Double
+    ) -> None:
+        (disk.folder / "set/other.bin").write_bytes(content(70_000))
+        with _user_space(disk) as storage, _unmounted(disk):
+            reads = Reads.join(
+                [Reads.of(f"set/{n}.bin", [(0, s)]) for n, s in (("file", 3_000_000), ("other", 70_000))]
+            )
+            storage.load(reads).wait()
+            (extent,) = storage._backend._blockmap["set/file.bin"].extents  # type: ignore[attr-defined]
+            _flip(disk.device, extent.start + 1_000_000)
+            pending = storage.load(reads)
+            assert list(pending.errors) == [0]
+            assert "do not match their checksum" in str(pending.errors[0])
+            assert bytes_of(pending.tensors[1]) == content(70_000)
+            with pytest.raises(FileChanged, match="checksum"):
+                storage.fill(
+                    Reads.of("set/file.bin", [(0, 3_000_000)]), [torch.empty(3_000_000, dtype=torch.uint8)]
+                ).wait()
+
+    def test_a_map_with_checksums_is_taken_without_a_word_and_others_with_a_warning(
+        self, disk: LoopDisk, file: Path, tmp_path: Path, double: libraries.Double, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
+        drive = {"uri": "0000:01:00.0", "be": "upcie"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with opened(**drive, blockmap=BlockMap.build(disk.folder / "set", checksums=True)):
+                pass
+            with opened(blockmap=BlockMap.build(disk.folder / "set")):  # the kernel knows where files are
+                pass
+        with pytest.warns(UserWarning, match="the block map has no checksums.*--checksums"):
+            opened(**drive, blockmap=BlockMap.build(disk.folder / "set"))
+        BlockMap.build(disk.folder / "set").save(tmp_path / "plain.json", plain=True)
+        with pytest.warns(UserWarning, match="a plain block map holds neither.*--checksums"):
+            storage = open_storage("xnvme-block", "cpu", **drive, blockmap=tmp_path / "plain.json")
+        with closing(storage), _unmounted(disk):
+            (data,) = storage.load(Reads.of(str(file), [(0, 3_000_000)], 3_000_000)).wait()
+            assert bytes_of(data) == content(3_000_000)
+            (data,) = storage.load(Reads.of("set/file.bin", [(0, 3_000_320)])).wait()  # all of its blocks
+            assert bytes_of(data) == content(3_000_000) + bytes(320)
+            with pytest.raises(FileChanged, match="3000320 bytes, and had 3000321"):
+                storage.load(Reads.of("set/file.bin", [(0, 1)], 3_000_321)).wait()
 
     def test_only_reads(self, disk: LoopDisk, double: libraries.Double) -> None:
         with _user_space(disk) as storage, pytest.raises(StorageError, match="no file system to write through"):
@@ -761,12 +903,7 @@ def test_checksums_are_compared_at_every_read(disk: LoopDisk, calls: Callable[[]
     dataset[0]
     (record,) = (disk.folder / "cache").rglob("*.safetensors")
     ((_, start, _),) = BlockMap.build(disk.folder / "cache")[str(record)].extents
-    fd = os.open(disk.device, os.O_RDWR | os.O_DIRECT | os.O_SYNC)
-    with mmap.mmap(-1, 4096) as page:
-        os.preadv(fd, [page], start + 4096)
-        page[100] ^= 1
-        os.pwritev(fd, [page], start + 4096)
-    os.close(fd)
+    _flip(disk.device, start + 4196)
     assert calls() == [0]
     with pytest.warns(CacheWarning, match="checksum"):
         again = dataset[0]
