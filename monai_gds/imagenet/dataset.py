@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from monai_gds.imagenet.sampling import LastBatch, Sampler, policy_named
 from monai_gds.imagenet.source import arrays_of, list_of, open_images, open_reader
 from monai_gds.storage import resolve_device
 
+if TYPE_CHECKING:
+    from monai_gds.storage.xnvme.block_map import BlockMap
+
 __all__ = ["ImageNetDataset"]
 
 
@@ -38,7 +41,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     Args:
         root: an image folder ``<root>/<class>/<file>``, a flat folder ``<root>/<file>``, a folder written by
-            ``monai-gds pack``, or a block map of an image folder.
+            ``monai-gds pack``, or a block map of an image folder (a :class:`monai_gds.BlockMap`, or the JSON file of
+            one). Readers that read by block maps take it as their ``blockmap``.
         batch_size: images per batch.
         reader: how encoded images are read: one of :data:`~monai_gds.imagenet.source.READERS`, which are the storage
             backends, ``auto``, ``packed`` for the best backend over a packed folder, and ``python-file`` for plain
@@ -103,7 +107,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     def __init__(
         self,
-        root: StrPath | None = None,
+        root: StrPath | BlockMap | None = None,
         batch_size: int = 1,
         reader: str = "auto",
         device: int | str | torch.device | None = None,

@@ -15,12 +15,16 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
 from monai_gds.errors import BlockMapError, ImageListError
+
+if TYPE_CHECKING:
+    from monai_gds.storage.xnvme.block_map import BlockMap
 
 __all__ = ["EXTENSIONS", "UNFINISHED", "ImageList", "list_block_map", "list_folder"]
 
@@ -49,6 +53,9 @@ class ImageList:
         names: of each image: its path, relative to ``root`` or absolute.
         labels: int32, (images,).
         sizes: bytes of each, int64, (images,).
+        blocks: the block map that was listed, if it was one.
+        rounded: bool, (images,): where ``sizes`` counts whole blocks, since a plain block map holds no more. A reader
+            that learns an image's size notes it in both. None: nowhere.
         bounds: None; see :class:`~monai_gds.imagenet.packed.PackedImages`.
     """
 
@@ -57,6 +64,8 @@ class ImageList:
     names: Sequence[str]
     labels: np.ndarray
     sizes: np.ndarray
+    blocks: BlockMap | None = None
+    rounded: np.ndarray | None = None
     bounds: ClassVar[None] = None
 
     def __len__(self) -> int:
@@ -131,38 +140,68 @@ def _is_root(folder: str) -> bool:
         return False
 
 
-def list_block_map(file: StrPath) -> ImageList:
+def list_block_map(map_: StrPath | BlockMap) -> ImageList:
     """Lists the images of a block map as :func:`list_folder` lists those of the folder it was built from.
+
+    A plain map does not record where that folder is: without a parent, it is looked for beside the map and in the
+    current folder. It holds sizes in whole blocks: the exact ones are those of the files, where they are there.
 
     Raises:
         ImageListError: it is not a block map, or holds no image ``<root>/<class>/<file>``.
     """
     from monai_gds.storage.xnvme.block_map import BlockMap
 
-    name = os.fspath(file)
-    try:
-        blocks = BlockMap.load(file)
-    except BlockMapError as e:
-        not_json = isinstance(e.__cause__, (json.JSONDecodeError, UnicodeDecodeError))
-        raise ImageListError(f"{e}{'; for a list of files, use file_list=' * not_json}") from e
-    parts = [path.split("/") for path in blocks]
+    blocks, name, beside = (map_, "the map", ".") if isinstance(map_, BlockMap) else _loaded(map_)
+    parts = [path.split("/") for path in (*blocks, *blocks.unmapped)]
     images = sorted((p for p in parts if len(p) == 3 and is_image(p[2])), key=lambda p: [os.fsencode(x) for x in p])
     if not images:
-        raise ImageListError(f"{name!r} maps no image <root>/<class>/<file>")
-    roots = {image[0] for image in images}
-    if len(roots) > 1:
-        raise ImageListError(f"{name!r} maps more than one folder: build a map of one")
-    (root,) = roots
+        raise ImageListError(f"{name} maps no image <root>/<class>/<file>")
+    root, *others = {image[0] for image in images}
+    if others:
+        raise ImageListError(f"{name} maps more than one folder: build a map of one")
     folders = [folder.split("/") for folder in blocks.folders]
     classes = sorted({p[1] for p in images} | {p[1] for p in folders if len(p) == 2}, key=os.fsencode)
     label = {name: i for i, name in enumerate(classes)}
-    return ImageList(
-        root=f"{blocks.origin.parent}/{root}" if blocks.origin else root,
+    paths = ["/".join(p) for p in images]
+    sizes = [(blocks.unmapped[path] if path in blocks.unmapped else blocks[path]).size for path in paths]
+    listed = ImageList(
+        root=_place(root, [beside, "."] if blocks.parent is None else [blocks.parent]),
         classes=classes,
         names=["/".join(p[1:]) for p in images],
         labels=np.asarray([label[p[1]] for p in images], dtype=np.int32),
-        sizes=np.asarray([blocks["/".join(p)].size for p in images], dtype=np.int64),
+        sizes=np.asarray(sizes, dtype=np.int64),
+        blocks=blocks,
     )
+    return listed if blocks.origin else replace(listed, rounded=_still_rounded(listed))
+
+
+def _loaded(file: StrPath) -> tuple[BlockMap, str, str]:
+    """A saved map, its name for messages, and the folder it lies in."""
+    from monai_gds.storage.xnvme.block_map import BlockMap
+
+    try:
+        return BlockMap.load(file), repr(os.fspath(file)), os.path.dirname(os.path.abspath(file))
+    except BlockMapError as e:
+        not_json = isinstance(e.__cause__, (json.JSONDecodeError, UnicodeDecodeError))
+        raise ImageListError(f"{e}{'; for a list of files, use file_list=' * not_json}") from e
+
+
+def _place(folder: str, parents: Sequence[str]) -> str:
+    """The path of a folder below the first of these that has it, or else the first of these."""
+    paths = [os.path.abspath(os.path.join(parent, folder)) for parent in parents]
+    return next(filter(os.path.isdir, paths), paths[0])
+
+
+def _still_rounded(images: ImageList) -> np.ndarray | None:
+    """Puts the sizes of files that are there in place of those of their blocks; returns the others, None if none."""
+    rounded = np.ones(len(images), dtype=bool)
+    if os.path.isdir(images.root):
+        for i, blocks in enumerate(images.sizes.tolist()):
+            with suppress(OSError):
+                size = os.stat(images.path(i)).st_size
+                if size <= blocks:
+                    images.sizes[i], rounded[i] = size, False
+    return rounded if rounded.any() else None
 
 
 def _stat(entry: os.DirEntry[str]) -> os.stat_result:

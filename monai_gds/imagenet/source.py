@@ -6,10 +6,11 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from monai_gds.errors import ImageListError
 from monai_gds.imagenet.image_storage import ImageStorage
 from monai_gds.imagenet.listing import ImageList, StrPath, list_block_map, list_folder
 from monai_gds.imagenet.named_files import labels_array, list_files, read_file_list
@@ -17,7 +18,10 @@ from monai_gds.imagenet.packed import PackedImages, is_packed, open_packed
 from monai_gds.imagenet.readers import Batch, FileReader, ImageReader, PackedReader, PlainReader
 from monai_gds.imagenet.sampling import LastBatch, Sampler
 from monai_gds.storage import resolve_device
-from monai_gds.storage.registry import backend_names
+from monai_gds.storage.registry import backend_names, backend_options
+
+if TYPE_CHECKING:
+    from monai_gds.storage.xnvme.block_map import BlockMap
 
 __all__ = ["READERS", "ImageSource", "open_images", "open_reader"]
 
@@ -29,21 +33,22 @@ READERS = ("auto", *backend_names(), _PACKED, _PLAIN)
 
 
 def open_images(
-    root: StrPath | None = None,
+    root: StrPath | BlockMap | None = None,
     *,
     file_list: StrPath | None = None,
     files: Sequence[StrPath] | None = None,
     labels: Sequence[int] | None = None,
 ) -> ImageList | PackedImages:
-    """Lists images: of an image folder, a packed folder or a block map (a JSON file); or those that are named.
+    """Lists images: of an image folder, a packed folder or a block map; or those that are named.
 
     ``file_list``, ``files`` and ``labels`` are those of ``fn.readers.file``, and ``root`` is its ``file_root``.
 
     Args:
         root: a folder ``<root>/<class>/<file>``, whose labels are 0, 1, 2… in the order of the classes' names; a flat
             folder ``<root>/<file>``, whose labels are 0, 1, 2… in the order of the files' names, or ``labels``; a
-            folder written by ``monai-gds pack``; or a block map. With ``file_list`` or ``files``, the folder that
-            their paths are relative to. By default, that is the folder of the file list, or the current one.
+            folder written by ``monai-gds pack``; or a block map of an image folder (a :class:`monai_gds.BlockMap`, or
+            the JSON file of one). With ``file_list`` or ``files``, the folder that their paths are relative to. By
+            default, that is the folder of the file list, or the current one.
         file_list: a text file with a line ``file label`` for each image.
         files: the path of each image.
         labels: the label of each of ``files``, or of the images of a flat folder in the order of their names. By
@@ -65,6 +70,10 @@ def open_images(
         >>> found.names[2], found.labels.tolist()
         ('n01440764_2.JPEG', [7, 7, 9])
     """
+    if not (root is None or isinstance(root, (str, os.PathLike))):
+        if file_list is not None or files is not None or labels is not None:
+            raise ValueError("a block map has labels of its own: leave file_list, files and labels out")
+        return list_block_map(root)
     if file_list is not None and (files is not None or labels is not None):
         raise ValueError("file_list names files with their labels: leave files and labels out")
     if file_list is not None:
@@ -112,10 +121,30 @@ def open_reader(
         raise ValueError(f"reader={name!r}, but {root} is not packed: run `monai-gds pack {root} OUT` and name OUT")
     if name == _PLAIN:
         return PlainReader(list_of(images), device)
-    storage = ImageStorage("auto" if name == _PACKED else name, device, pinned=pinned, options=options)
+    name = "auto" if name == _PACKED else name
+    options = _with_map(list_of(images), backend_options(name, device), options or {})
+    storage = ImageStorage(name, device, pinned=pinned, options=options)
     if isinstance(images, PackedImages):
         return PackedReader(images, storage, ahead=window)
     return FileReader(images, storage)
+
+
+def _with_map(images: ImageList, takes: frozenset[str], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A backend's options, with the block map that the images are from if it reads by one.
+
+    Raises:
+        ImageListError: the files are not where the map's paths lead, and no device is named to read them from.
+    """
+    if images.blocks is None:
+        return options
+    if "blockmap" in takes and ("uri" in options or os.path.isdir(images.root)):
+        return {"blockmap": images.blocks, **options}
+    if not os.path.isdir(images.root):
+        raise ImageListError(
+            f"the block map's files are not in {images.root}; BlockMap.load(map, parent=…) names the folder that its "
+            "paths are relative to"
+        )
+    return options
 
 
 def list_of(images: ImageList | PackedImages) -> ImageList:
@@ -130,7 +159,7 @@ class ImageSource:
     ``keep`` more batches, because with ``no_copy=True`` DALI reads from it until the batch's outputs are there.
 
     Args:
-        root: an image folder, a packed folder or a block map.
+        root: an image folder, a packed folder or a block map, see :func:`open_images`.
         batch_size: images per batch.
         reader: one of :data:`READERS`.
         device: where the encoded images go. ``fn.external_source(device=…)`` must be given the same. Decoders want the
@@ -161,7 +190,7 @@ class ImageSource:
 
     def __init__(
         self,
-        root: StrPath | None = None,
+        root: StrPath | BlockMap | None = None,
         batch_size: int = 1,
         reader: str = "auto",
         device: int | str | torch.device = "cpu",

@@ -229,24 +229,38 @@ class BlockMap(Mapping[str, FileBlocks]):
 
     def __getitem__(self, path: str) -> FileBlocks:
         """The blocks of a file, by the map's own path or any other path of the file."""
-        own = self._own(path, self._files)
+        return self.find(path)
+
+    def find(self, path: str, *, by_end: bool = False) -> FileBlocks:
+        """The blocks of a file.
+
+        Args:
+            path: the map's own path of it, or any other.
+            by_end: any path that ends with a path of the map counts as that file, wherever the map's folder was. For
+                callers who compare the entry with the file. Always so where ``parent`` is None.
+
+        Raises:
+            KeyError: the map lacks it; the message says why.
+        """
+        own = self._own(path, self._files, by_end)
         if own is None:
-            why = self.why_not(path)
+            why = self.why_not(path, by_end=by_end)
             raise KeyError(self._missing(path) if why is None else f"{path} could not be mapped: {why}")
         return self._files[own]
 
-    def why_not(self, path: str) -> str | None:
-        """Why a file could not be mapped, and what to do; None for any other file."""
-        own = self._own(path, self.unmapped)
+    def why_not(self, path: str, *, by_end: bool = False) -> str | None:
+        """Why a file could not be mapped, and what to do; None for any other file. Arguments as for :meth:`find`."""
+        own = self._own(path, self.unmapped, by_end)
         return None if own is None else self.unmapped[own].why
 
-    def _own(self, path: str, among: Mapping[str, object]) -> str | None:
+    def _own(self, path: str, among: Mapping[str, object], by_end: bool) -> str | None:
         """The map's own path of a file that has this path."""
         if path in among:
             return path
         if self.parent is not None:
             own = os.path.relpath(os.path.abspath(path), self.parent)
-            return own if own in among else None
+            if own in among or not by_end:
+                return own if own in among else None
         while "/" in path:
             path = path.partition("/")[2]
             if path in among:

@@ -61,8 +61,8 @@ class XnvmeBlockBackend(QueueBackend):
         queue_depth: commands in flight at once, a power of two.
         blockmap: a saved map, or the path of one. Files must be where it says. Needed for a user-space driver: there a
             file that was written, replaced or deleted after it was mapped is an error, and so are other bytes where the
-            map has checksums and the file is read whole. Where the disk is mounted elsewhere than it was when the map
-            was made, ``BlockMap.load(map, parent=…)``.
+            map has checksums and the file is read whole. For paths below another folder than the map was made in,
+            there ``BlockMap.load(map, parent=…)``.
 
     Raises:
         BackendUnavailable: libxnvme is missing or does not fit.
@@ -159,7 +159,7 @@ class XnvmeBlockBackend(QueueBackend):
             if self._blockmap is not None:
                 now = FileBlocks(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
                 try:
-                    lookup(self._blockmap, path).check(now, path)
+                    lookup(self._blockmap, path, by_end=True).check(now, path)
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
             return _File(path, st.st_size, extents, drive, fd, answer)

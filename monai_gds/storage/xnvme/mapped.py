@@ -48,17 +48,17 @@ class WholeDisk(str):
     __slots__ = ()
 
 
-def lookup(blocks: BlockMap, path: str) -> FileBlocks:
-    """A file's entry in a map.
+def lookup(blocks: BlockMap, path: str, *, by_end: bool = False) -> FileBlocks:
+    """A file's entry in a map; see :meth:`BlockMap.find`.
 
     Raises:
         NotMappable: it could not be mapped; the message says why.
         FileNotFoundError: the map lacks it.
     """
     try:
-        return blocks[path]
+        return blocks.find(path, by_end=by_end)
     except KeyError as e:
-        why = blocks.why_not(path)
+        why = blocks.why_not(path, by_end=by_end)
         if why is not None:
             raise NotMappable(errno.EOPNOTSUPP, why, path) from e
         raise FileNotFoundError(errno.ENOENT, str(e.args[0]), path) from e

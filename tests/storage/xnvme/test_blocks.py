@@ -655,21 +655,17 @@ class TestMoved:
 
     @pytest.mark.usefixtures("double")
     def test_a_disk_that_is_mounted_elsewhere(self, disk: LoopDisk, file: Path, tmp_path: Path) -> None:
-        BlockMap.build(disk.folder / "set").save(tmp_path / "map.json")
+        blocks = BlockMap.build(disk.folder / "set")
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         run("mount", "--move", str(disk.folder), str(elsewhere))
         try:
-            path = elsewhere / "set/file.bin"
-            with (
-                opened(blockmap=tmp_path / "map.json") as storage,
-                pytest.raises(StorageError, match=rf"below {disk.folder}; where the files are.*parent="),
-            ):
-                whole(storage, path)
-            blocks = BlockMap.load(tmp_path / "map.json", parent=elsewhere)
             with opened(blockmap=blocks) as storage:
-                assert whole(storage, path) == content(3_000_000)
-            assert blocks.verify() == {}
+                assert whole(storage, elsewhere / "set/file.bin") == content(3_000_000)
+                (elsewhere / "other/set").mkdir(parents=True)
+                (elsewhere / "other/set/file.bin").write_bytes(content(3_000_000))
+                with pytest.raises(FileChanged, match=r"other/set/file.bin is not where the block map says"):
+                    whole(storage, elsewhere / "other/set/file.bin")
         finally:
             run("mount", "--move", str(elsewhere), str(disk.folder))
 
@@ -770,6 +766,22 @@ class TestUserSpace:
                     with pytest.raises(FileChanged, match=r"deleted or replaced|written to"):
                         storage.head("set/deleted", 10)
 
+    def test_paths_below_another_folder_than_the_maps(
+        self, disk: LoopDisk, file: Path, tmp_path: Path, double: libraries.Double, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
+        BlockMap.build(disk.folder / "set", checksums=True).save(tmp_path / "map.json")
+        reads = Reads.of("/data/set/file.bin", [(0, 3_000_000)])
+        drive = {"uri": "0000:01:00.0", "be": "upcie"}
+        with _unmounted(disk):
+            with (
+                opened(**drive, blockmap=tmp_path / "map.json") as storage,
+                pytest.raises(FileNotFoundError, match=rf"below {disk.folder}; where the files are elsewhere.*parent="),
+            ):
+                storage.load(reads).wait()
+            with opened(**drive, blockmap=BlockMap.load(tmp_path / "map.json", parent="/data")) as storage:
+                assert bytes_of(storage.load(reads).wait()[0]) == content(3_000_000)
+
     def test_inodes_are_read_once(self, disk: LoopDisk, double: libraries.Double) -> None:
         for seed in range(64):
             (disk.folder / f"set/{seed}.bin").write_bytes(content(5000, seed))
@@ -790,7 +802,7 @@ class TestUserSpace:
                 [Reads.of(f"set/{n}.bin", [(0, s)]) for n, s in (("file", 3_000_000), ("other", 70_000))]
             )
             storage.load(reads).wait()
-            (extent,) = storage._backend._blockmap["set/file.bin"].extents  # type: ignore[attr-defined]
+            (extent,) = storage._backend._blockmap["set/file.bin"].extents
             _flip(disk.device, extent.start + 1_000_000)
             pending = storage.load(reads)
             assert list(pending.errors) == [0]
