@@ -43,9 +43,9 @@ def _column_weights(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(_mix(np.arange(_COLUMNS, dtype=np.uint64)).view(np.int64)).to(device)
 
 
-def _row_weights(first: int, count: int) -> torch.Tensor:
-    rows = np.arange(first, first + count, dtype=np.uint64) + np.uint64(1 << 32)
-    return torch.from_numpy(_mix(rows).view(np.int64))
+@functools.lru_cache(maxsize=16)
+def _row_weights(count: int) -> np.ndarray:
+    return _mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 32)).view(np.int64)
 
 
 def _row_sums(words: torch.Tensor) -> torch.Tensor:
@@ -94,8 +94,9 @@ def checksums(several: Sequence[torch.Tensor]) -> list[int]:
     if not several:
         return []
     rows = [_rows(data) for data in several]
-    sums = torch.split(torch.cat(rows).cpu(), [len(row) for row in rows])
-    return [_total(data.numel(), row) for data, row in zip(several, sums, strict=True)]
+    sums = torch.cat(rows).cpu().numpy()
+    ends = np.cumsum([len(row) for row in rows]).tolist()
+    return [_total(data.numel(), sums[begin:end]) for data, begin, end in zip(several, [0, *ends], ends, strict=False)]
 
 
 def checksum_of_file(fd: int, nbytes: int) -> int:
@@ -105,7 +106,7 @@ def checksum_of_file(fd: int, nbytes: int) -> int:
         piece = bytearray(read_at(fd, min(limits.CHECKSUM_PIECE_BYTES, nbytes - start), start))
         if piece:  # else the file has become shorter
             rows.append(_rows(torch.frombuffer(piece, dtype=torch.uint8)))
-    return _total(nbytes, torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64))
+    return _total(nbytes, torch.cat(rows).numpy() if rows else np.empty(0, np.int64))
 
 
 def _rows(data: torch.Tensor) -> torch.Tensor:
@@ -123,5 +124,5 @@ def _rows(data: torch.Tensor) -> torch.Tensor:
     return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=data.device)
 
 
-def _total(nbytes: int, sums: torch.Tensor) -> int:
-    return nbytes * 0x9E3779B97F4A7C15 + int((sums * _row_weights(0, sums.numel())).sum()) & _MASK
+def _total(nbytes: int, sums: np.ndarray) -> int:
+    return nbytes * 0x9E3779B97F4A7C15 + int(sums @ _row_weights(len(sums))) & _MASK

@@ -411,9 +411,14 @@ def hostile_maps(
         "start": 0,
         "disk": disk,
     }
-    one = {"startblock": 2048, "endblock": 2055, "size": 4000, "inode": 12, "mtime_ns": 1}
+    one = {"startblock": 2048, "endblock": 2055, "size": 4000, "inode": 12, "mtime_ns": 1, "wsum64": "00ff" * 4}
+    unmapped = {"train/a/3.JPEG": {"size": 5, "why": "its blocks are shared"}}
     two = {"extents": [[0, 4096, 4103], [8, 9000, 9003]], "size": 6000, "inode": 14, "mtime_ns": 2}
-    whole = {HEADER: {**origin, "folders": ["train/b"]}, "train/a/1.JPEG": one, "train/a/2.JPEG": two}
+    whole = {
+        HEADER: {**origin, "folders": ["train/b"], "unmapped": unmapped},
+        "train/a/1.JPEG": one,
+        "train/a/2.JPEG": two,
+    }
     plain = {"train/a/1.JPEG": {"startblock": 2048, "endblock": 2055}}
     file = folder / "map.json"
 
