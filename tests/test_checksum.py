@@ -99,6 +99,12 @@ def test_of_several_is_that_of_each() -> None:
     assert checksums([]) == []
 
 
+@pytest.mark.gpu
+def test_of_several_on_a_gpu() -> None:
+    several = [_data(n, n) for n in SIZES]
+    assert checksums([data.cuda() for data in several]) == checksums(several)
+
+
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_of_a_file_is_that_of_its_bytes(nbytes: int, tmp_path: Path) -> None:
     data = _data(nbytes)

@@ -813,6 +813,25 @@ class TestUserSpace:
                     Reads.of("set/file.bin", [(0, 3_000_000)]), [torch.empty(3_000_000, dtype=torch.uint8)]
                 ).wait()
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize(("kind", "options"), [("double", {}), ("double gpu", {"mem": "gpu"})])
+    def test_files_that_changed_are_errors_on_a_gpu_too(
+        self, disk: LoopDisk, file: Path, kind: str, options: dict[str, Any]
+    ) -> None:
+        for name in ("damaged", "rewritten"):
+            (disk.folder / "set" / name).write_bytes(content(70_000))
+        names = {"file.bin": 3_000_000, "damaged": 70_000, "rewritten": 70_000}
+        with libraries.using(kind), _user_space(disk, device="cuda", **options) as storage:
+            (disk.folder / "set/rewritten").write_bytes(content(70_000))
+            with _unmounted(disk):
+                reads = Reads.join([Reads.of(f"set/{name}", [(0, nbytes)]) for name, nbytes in names.items()])
+                assert list(storage.load(reads).errors) == [2]
+                (extent,) = storage._backend._blockmap["set/damaged"].extents
+                _flip(disk.device, extent.start + 10_000)
+                pending = storage.load(reads)
+                assert sorted(pending.errors) == [1, 2]
+                assert bytes_of(pending.tensors[0]) == content(3_000_000)
+
     def test_a_map_with_checksums_is_taken_without_a_word_and_others_with_a_warning(
         self, disk: LoopDisk, file: Path, tmp_path: Path, double: libraries.Double, monkeypatch: pytest.MonkeyPatch
     ) -> None:
