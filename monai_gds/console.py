@@ -5,6 +5,7 @@ Whatever is printed through :data:`stdout` or :data:`stderr`, lines as well as t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,20 @@ stdout = _Screen()
 
 #: For everything else.
 stderr = _Screen(stderr=True)
+
+
+def _print_past_bars() -> None:
+    """In a forked process: its output goes straight to the terminal, past the bar that its parent shows there.
+
+    Meanwhile rich puts a proxy in place of ``sys.stderr``, which takes a lock that a thread of rich's may hold at the
+    moment of the fork. Without that thread, the first line printed would wait for ever.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
+
+
+os.register_at_fork(after_in_child=_print_past_bars)
 
 
 def say(line: str, to: Console = stdout) -> None:
