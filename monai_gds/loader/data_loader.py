@@ -28,6 +28,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from math import inf
@@ -150,10 +151,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # where the loop that was begun last is
         self._loaded: Mapping[str, Any] | None = None  # where the next one goes on
-        self._recorder: Recorder | None = None
-        if stats:
-            self._recorder = Recorder()
-            measure_workers(self)
+        self._recorder: Recorder | None = Recorder() if stats else None
 
     def __iter__(self) -> Iterator[Any]:
         return self._measured() if self._loaded is None else Later(self._measured)
@@ -213,7 +211,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         if device is not None and (self.transforms_on or not self.num_workers):
             return Epoch(self, device, None, state, watch)
         if device is None or device.type == "cpu" or not all(part.caches for part in parts):
-            self._place, batches = begin_or_go_on(self, super().__iter__, state)
+            with nullcontext() if watch is None else measure_workers(self):
+                self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return Counted(batches, self._place)
         return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state, watch)
 
