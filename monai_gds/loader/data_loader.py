@@ -301,7 +301,7 @@ def find_item(dataset: Any, index: int) -> tuple[GDSDataset, int]:
 # An epoch
 
 
-class Epoch:
+class Epoch(Iterator[Any]):
     """One pass over a loader: what the consumer iterates over.
 
     The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
@@ -352,9 +352,6 @@ class Epoch:
         self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
         self.stop.atexit = False
         _epochs.add(self)
-
-    def __iter__(self) -> Epoch:
-        return self
 
     def __next__(self) -> Any:
         if not self._owner.is_this_process():

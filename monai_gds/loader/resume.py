@@ -141,14 +141,11 @@ def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
         )
 
 
-class Counted:
+class Counted(Iterator[Any]):
     """A loop of torch's own, with a place."""
 
     def __init__(self, batches: Iterator[Any], place: Place) -> None:
         self._batches, self._place = batches, place
-
-    def __iter__(self) -> Counted:
-        return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
@@ -160,15 +157,12 @@ class Counted:
         self._batches = iter(())
 
 
-class Later:
+class Later(Iterator[Any]):
     """A loop that begins with its first batch, since a sampler may be told its epoch before that."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin: Callable[[], Iterator[Any]] | None = begin
         self._batches: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Later:
-        return self
 
     def __next__(self) -> Any:
         if self._begin is not None:

@@ -185,16 +185,13 @@ class _Epoch:
         )
 
 
-class _Loop:
+class _Loop(Iterator[Any]):
     """A loop over the batches of an epoch that is measured."""
 
     def __init__(self, epoch: _Epoch, begin: Callable[[Watch], Iterator[Any]]) -> None:
         self._epoch = epoch
         with epoch.consumer_waits():
             self._batches = begin(epoch.watch)
-
-    def __iter__(self) -> _Loop:
-        return self
 
     def __next__(self) -> Any:
         with self._epoch.consumer_waits():
