@@ -12,10 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 __all__ = ["Owner", "PerProcess", "end_with_parent"]
 
@@ -87,20 +84,15 @@ class Owner:
         return self._pid == os.getpid()
 
 
-def end_with_parent(orders: Connection | None = None) -> None:
-    """Ends this process within a second of its parent's end, however that ends, or when it is told to.
+def end_with_parent() -> None:
+    """Ends this process within a second of its parent's end, however that ends.
 
     A thread watches. The kernel's own PR_SET_PDEATHSIG would not do: it follows the *thread* that started the process.
-
-    Args:
-        orders: anything that arrives here ends this process at once. It is not read, so one message ends every
-            process that shares the connection.
     """
-    threading.Thread(target=_watch, args=(os.getppid(), orders), name="monai-gds-parent", daemon=True).start()
+    threading.Thread(target=_watch, args=(os.getppid(),), name="monai-gds-parent", daemon=True).start()
 
 
-def _watch(parent: int, orders: Connection | None) -> None:
-    told = time.sleep if orders is None else orders.poll
-    while not told(_WATCH_SECONDS) and os.getppid() == parent:
-        pass
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
     os._exit(1)

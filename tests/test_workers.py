@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -46,6 +47,12 @@ def die(number: int) -> int:
 
 def sleep(seconds: float) -> float:
     time.sleep(seconds)
+    return seconds
+
+
+def sleep_in_a_library(seconds: float) -> float:
+    """As SimpleITK works: it has the interpreter's lock all the while, so that no other thread of the process runs."""
+    ctypes.PyDLL(None).sleep(int(seconds))
     return seconds
 
 
@@ -151,9 +158,10 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
         assert isinstance(workers.submit(1).exception(timeout=30), WorkerDied), "later ones too"
 
 
-def test_closing_half_way_drops_the_rest() -> None:
-    workers = Workers(sleep, 1)
-    futures = [workers.submit(1.0) for _ in range(50)]
+@pytest.mark.parametrize("work", [sleep, sleep_in_a_library])
+def test_closing_half_way_drops_the_rest(work: Callable[[float], float]) -> None:
+    workers = Workers(work, 1)
+    futures = [workers.submit(20.0) for _ in range(50)]
     time.sleep(0.3)
     start = time.monotonic()
     workers.close()
