@@ -196,6 +196,15 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         check(self, state_dict)
         self._loaded = dict(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, here or in another process, has begun no loop."""
+        recorder = None if self._recorder is None else Recorder()
+        return {**self.__dict__, "idle": [], "_place": None, "_recorder": recorder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        weakref.finalize(self, _close_all, self.idle)
+
     def _begin(self, watch: Watch | None) -> Iterator[Any]:
         state, self._loaded = self._loaded, None
         try:
