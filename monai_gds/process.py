@@ -29,9 +29,6 @@ class PerProcess(Generic[*Ts, T]):
     Any thread may call it. A forked child starts without results and makes its own on demand. Those of the parent
     stay in its memory and are never finalised there: freeing a stream, for example, would call CUDA, which does not
     work in a forked child.
-
-    Args:
-        make: makes the result for hashable arguments, in whichever thread calls first.
     """
 
     def __init__(self, make: Callable[[*Ts], T]) -> None:

@@ -104,13 +104,7 @@ class Place:
 def begin_or_go_on(
     loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], state: Mapping[str, Any] | None
 ) -> tuple[Place, Iterator[Any]]:
-    """Begins an epoch, or continues one behind the batches that were taken. Behind its last one, a new epoch begins.
-
-    Args:
-        loader: whose epoch it is.
-        begin: begins an epoch: its batches, or where their items are.
-        state: of the place to go on from.
-    """
+    """Begins an epoch, or continues one behind the batches that were taken. Behind its last one, a new epoch begins."""
     place = Place(loader)
     if state is None:
         return place, begin()
