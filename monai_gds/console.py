@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from monai_gds.printable import printable
+from monai_gds.process import print_past_bars
 
 __all__ = ["in_words", "progress", "progress_bar", "say", "say_lines", "show", "stderr", "stdout"]
 
@@ -38,19 +39,7 @@ stdout = _Screen()
 #: For everything else.
 stderr = _Screen(stderr=True)
 
-
-def _print_past_bars() -> None:
-    """In a forked process: its output goes straight to the terminal, past the bar that its parent shows there.
-
-    Meanwhile rich puts a proxy in place of ``sys.stderr``, which takes a lock that a thread of rich's may hold at the
-    moment of the fork. Without that thread, the first line printed would wait for ever.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
-
-
-os.register_at_fork(after_in_child=_print_past_bars)
+os.register_at_fork(after_in_child=print_past_bars)  # of executors of the user's, too
 
 
 def say(line: str, to: Console = stdout) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-__all__ = ["Owner", "PerProcess", "end_with_parent"]
+__all__ = ["Owner", "PerProcess", "end_with_parent", "print_past_bars"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -93,3 +94,14 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_WATCH_SECONDS)
     os._exit(1)
+
+
+def print_past_bars() -> None:
+    """In a forked process: has output go straight to the terminal, past the bar that the parent shows there by rich.
+
+    Meanwhile rich has a proxy in place of ``sys.stderr``, which takes a lock that a thread of rich's may hold at the
+    moment of the fork. Without that thread, the first line printed would wait for ever.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        setattr(sys, name, getattr(stream, "rich_proxied_file", stream))

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from monai_gds.errors import WorkerDied
-from monai_gds.process import end_with_parent
+from monai_gds.process import end_with_parent, print_past_bars
 
 __all__ = ["Workers"]
 
@@ -166,6 +166,7 @@ def _begin(work: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
     end_with_parent()
+    print_past_bars()  # Lightning shows some of rich's
     if isinstance(work, bytes):
         try:
             work = pickle.loads(work)

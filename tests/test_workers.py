@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.live import Live
 
 from monai_gds import WorkerDied
 from monai_gds.workers import Workers
@@ -36,6 +40,10 @@ def process(_: Any) -> int:
 
 def fail(kind: str) -> None:
     raise Odd("strange ", "thing") if kind == "odd" else KeyError(kind)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def die(number: int) -> int:
@@ -145,6 +153,22 @@ def test_exceptions_arrive_with_the_traceback_of_the_worker(context: str) -> Non
         assert isinstance(odd, RuntimeError)
         assert "Odd: strange thing" in str(odd)
         assert isinstance(workers.submit("x").exception(), KeyError), "the workers still work"
+
+
+def test_a_worker_prints_though_a_bar_was_being_drawn_when_it_was_forked() -> None:
+    console, drawing, drawn = Console(file=io.StringIO(), force_terminal=True), threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with console._lock:  # as rich's thread does many times a second
+            drawing.set()
+            drawn.wait(30)
+
+    with Live(console=console):
+        threading.Thread(target=draw).start()
+        drawing.wait(30)
+        with Workers(say, 1, "fork") as workers:
+            assert workers.submit("from a worker").result(timeout=10) is None
+        drawn.set()
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
