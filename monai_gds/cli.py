@@ -117,10 +117,9 @@ def _sizes_apart(arguments: Sequence[str]) -> list[str]:
     """``--size 64,64,32`` and ``--size=64,64,32`` as ``--size 64 64 32``, the way in which options take numbers."""
     found: list[str] = []
     for argument in arguments:
-        option, _, value = argument.rpartition("=")
-        numbers = re.fullmatch(r"(\d+),(\d+),(\d+)", value)
-        if numbers and (option or (found and found[-1].startswith("--"))):
-            found += [*([option] if option else []), *numbers.groups()]
+        size = re.fullmatch(r"(?:(--[\w-]+)=)?(\d+),(\d+),(\d+)", argument)
+        if size and (size[1] or (found and found[-1].startswith("--"))):
+            found += [part for part in size.groups() if part is not None]
         else:
             found.append(argument)
     return found

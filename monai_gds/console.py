@@ -5,6 +5,7 @@ Whatever is printed through :data:`stdout` or :data:`stderr`, lines as well as t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from monai_gds.printable import printable
+from monai_gds.process import print_past_bars
 
 __all__ = ["in_words", "progress", "progress_bar", "say", "say_lines", "show", "stderr", "stdout"]
 
@@ -36,6 +38,8 @@ stdout = _Screen()
 
 #: For everything else.
 stderr = _Screen(stderr=True)
+
+os.register_at_fork(after_in_child=print_past_bars)  # of executors of the user's, too
 
 
 def say(line: str, to: Console = stdout) -> None:

@@ -544,7 +544,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             ValueError: ``compression`` names a codec for GPUs.
         """
         view = copy(self)
-        view._state = _Runtime()
         split = self.split()
         steps = split.steps()
         if (count := before_cuda(steps)) < len(steps):

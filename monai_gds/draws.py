@@ -91,10 +91,7 @@ class Turn:
 class Draws:
     """The queue of draws of one loop over one dataset. Belongs to the thread that begins and ends the items.
 
-    Args:
-        split: the pipeline.
-        device: of the items.
-        notes: takes the names of transforms that cannot run on ghosts, and why.
+    ``notes`` takes the names of transforms that cannot run on ghosts, and why.
     """
 
     def __init__(self, split: Split, device: torch.device, notes: dict[str, str]) -> None:
@@ -204,13 +201,7 @@ class Draws:
         turn.drawn = drawn
 
     def _drawn(self, turn: Turn, count: int, before: States) -> _Drawn | None:
-        """An item behind its first steps; None if all of its values are needed, or the record is of no use.
-
-        Args:
-            turn: of the item.
-            count: of steps.
-            before: the present random states.
-        """
+        """An item behind its first steps; None if all of its values are needed, or the record is of no use."""
         elsewhere = GlobalStates()
         while count and turn.lazy is not None:
             ghosts = Ghosts(turn.lazy.tiled)

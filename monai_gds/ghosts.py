@@ -186,15 +186,11 @@ class Ghosts:
             self._real = [(t, t._version) for t, _ in _tensors(item) if t.device.type != "meta"]
 
     def run(self, step: Callable[..., Any], apply: Callable[[Any, Any], Any], item: Any) -> Any:
-        """Runs a transform.
-
-        Args:
-            step: the transform.
-            apply: runs a transform on an item.
-            item: what it gets. If this raises, it may have been changed, and so may random states.
+        """Runs a transform by ``apply``.
 
         Raises:
-            NotOnGhosts: the transform may not see ghosts, raised something, or used values.
+            NotOnGhosts: the transform may not see ghosts, raised something, or used values. The item may have been
+                changed, and so may random states.
         """
         if why := hazard(step):
             raise NotOnGhosts(why)

@@ -38,9 +38,7 @@ RunsOf = Callable[[torch.Tensor], Runs | None]
 class Selection:
     """The indices of some voxels of a label in C order, as a list of them would give them, but not listed.
 
-    Args:
-        runs: of the label.
-        chosen: indices of the values whose voxels these are.
+    ``chosen`` are the indices of their values among those of the runs.
     """
 
     def __init__(self, runs: Runs, chosen: list[int]) -> None:

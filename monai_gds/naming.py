@@ -20,12 +20,7 @@ _SUFFIX = re.compile(r"\w\.[A-Za-z]\w{0,7}$")
 
 @contextmanager
 def naming(index: Any, item: Any) -> Iterator[None]:
-    """Adds a note to an exception that leaves the block.
-
-    Args:
-        index: of the item in its dataset, if known.
-        item: its data, before any transform.
-    """
+    """Adds a note that names the item, as it is before any transform, to an exception that leaves the block."""
     try:
         yield
     except Exception as e:  # Ctrl-C has nothing to do with the item

@@ -107,7 +107,7 @@ def _stand_in(original: type, defaults: dict[str, Any]) -> type:
         given = {name: value for name, value in given.items() if name not in ("hash_func", "hash_transform")}
         if given.get("cache_dir") is None:
             given.pop("cache_dir", None)
-        GDSDataset.__init__(self, **{**defaults, **given})
+        GDSDataset.__init__(self, **{"transform": None, **defaults, **given})  # only CacheDataset may have none
 
     def reduce(self: GDSDataset) -> Any:  # in another process, this name may be MONAI's
         if type(self) is not made:

@@ -81,11 +81,13 @@ def populate(
                 engine = OverExecutor(dataset, executor)
             elif workers := default_workers(len(share)) if num_workers is None else num_workers:
                 engine = InWorkers(dataset, workers)
+            tally = _Tally()
             with closing(engine):
-                tally = _Filling(dataset, engine, bar).run(share)
-            if num_workers is None and isinstance(engine, InWorkers):  # transforms may need this process, as for CUDA
-                failed, tally.failures = tally.failures, []
-                tally.add(_Filling(dataset, Here(dataset), bar).run([item.index for item in failed]))
+                _Filling(dataset, engine, bar, tally).run(share)
+            if tally.failures and num_workers is None and isinstance(engine, InWorkers):
+                again = [item.index for item in tally.failures]  # transforms may need this process, as for CUDA
+                tally.failures = []
+                _Filling(dataset, Here(dataset), bar, tally).run(again)
             if ranks.together:
                 bar(description="waiting for the other ranks")
             return tally
@@ -116,36 +118,26 @@ class _Tally:
     failures: list[FailedItem] = field(default_factory=list)
     killers: list[FailedItem] = field(default_factory=list)  # items whose workers died
 
-    def add(self, other: _Tally) -> None:
-        """Adds what became of other items."""
-        self.cached += other.cached
-        self.computed += other.computed
-        self.converted += other.converted
-        self.left_out += other.left_out
-        self.failures += other.failures
-        self.killers += other.killers
-
 
 #: An exception is the engine's, and means that a worker died.
 _Outcome = Saved | FailedItem | Exception
 
 
 class _Filling:
-    """Fills a rank's share.
+    """Fills a rank's share, and counts what became of it in a tally.
 
     Items that another process is computing are tried again in the next round. Items that were under way when a worker
     died are tried once more at the end, one at a time, so that one that kills its worker takes no other with it.
     """
 
-    def __init__(self, dataset: GDSDataset, engine: Engine, bar: Callable[..., None]) -> None:
-        self._dataset, self._engine, self._bar = dataset, engine, bar
-        self._tally = _Tally()
+    def __init__(self, dataset: GDSDataset, engine: Engine, bar: Callable[..., None], tally: _Tally) -> None:
+        self._dataset, self._engine, self._bar, self._tally = dataset, engine, bar, tally
         self._running: dict[Future[Answer], tuple[int, str]] = {}  # index, and the digest of its key at submission
         self._workers: set[str] = set()
         self._suspects: list[int] = []
         self._lost = 0  # items in a row whose worker died
 
-    def run(self, share: Sequence[int]) -> _Tally:
+    def run(self, share: Sequence[int]) -> None:
         self._bar(total=len(share))
         try:
             self._fill(share, last=False)
@@ -153,7 +145,6 @@ class _Filling:
         finally:
             for future in self._running:
                 future.cancel()
-        return self._tally
 
     def _fill(self, left: Sequence[int], last: bool) -> None:
         waited, (pause, longest) = 0.0, _PAUSES

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-__all__ = ["Owner", "PerProcess", "end_with_parent"]
+__all__ = ["Owner", "PerProcess", "end_with_parent", "print_past_bars"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -32,9 +30,6 @@ class PerProcess(Generic[*Ts, T]):
     Any thread may call it. A forked child starts without results and makes its own on demand. Those of the parent
     stay in its memory and are never finalised there: freeing a stream, for example, would call CUDA, which does not
     work in a forked child.
-
-    Args:
-        make: makes the result for hashable arguments, in whichever thread calls first.
     """
 
     def __init__(self, make: Callable[[*Ts], T]) -> None:
@@ -87,20 +82,26 @@ class Owner:
         return self._pid == os.getpid()
 
 
-def end_with_parent(orders: Connection | None = None) -> None:
-    """Ends this process within a second of its parent's end, however that ends, or when it is told to.
+def end_with_parent() -> None:
+    """Ends this process within a second of its parent's end, however that ends.
 
     A thread watches. The kernel's own PR_SET_PDEATHSIG would not do: it follows the *thread* that started the process.
-
-    Args:
-        orders: anything that arrives here ends this process at once. It is not read, so one message ends every
-            process that shares the connection.
     """
-    threading.Thread(target=_watch, args=(os.getppid(), orders), name="monai-gds-parent", daemon=True).start()
+    threading.Thread(target=_watch, args=(os.getppid(),), name="monai-gds-parent", daemon=True).start()
 
 
-def _watch(parent: int, orders: Connection | None) -> None:
-    told = time.sleep if orders is None else orders.poll
-    while not told(_WATCH_SECONDS) and os.getppid() == parent:
-        pass
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
     os._exit(1)
+
+
+def print_past_bars() -> None:
+    """In a forked process: has output go straight to the terminal, past the bar that the parent shows there by rich.
+
+    Meanwhile rich has a proxy in place of ``sys.stderr``, which takes a lock that a thread of rich's may hold at the
+    moment of the fork. Without that thread, the first line printed would wait for ever.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        setattr(sys, name, getattr(stream, "rich_proxied_file", stream))

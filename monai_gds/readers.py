@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
-import nibabel
 from monai.data import NibabelReader
 from monai.utils import ensure_tuple
 
@@ -40,7 +39,8 @@ class IgzipReader(NibabelReader):  # type: ignore[misc]  # MONAI is untyped
         from isal import igzip
 
         images = super().read(data, **kwargs)
-        for image, file in zip(ensure_tuple(images), ensure_tuple(data), strict=True):
-            if fspath(file).lower().endswith(".gz") and nibabel.is_proxy(image.dataobj):
+        for image in ensure_tuple(images):
+            file = getattr(image.dataobj, "file_like", None)  # of the voxels: a pair is named by its header, too
+            if isinstance(file, str) and file.lower().endswith(".gz"):
                 image.dataobj.file_like = igzip.open(file)  # in place of the name, which nibabel would open
         return images

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from monai_gds.errors import WorkerDied
-from monai_gds.process import end_with_parent
+from monai_gds.process import end_with_parent, print_past_bars
 
 __all__ = ["Workers"]
 
@@ -53,7 +52,6 @@ class Workers(Generic[T]):
         self.kind = "threads"
         self.broken = False
         self._running: set[Future[T]] = set()
-        self._orders: Connection | None = None
         self._executor: Executor
         self._work: Callable[[Any], T] = _run
         chosen, why = _choose(context)
@@ -76,10 +74,7 @@ class Workers(Generic[T]):
                 sent = pickle.dumps(work)
             except Exception as e:
                 return f"what they would run cannot be pickled: {e}"
-        orders, self._orders = context.Pipe(duplex=False)
-        self._executor = ProcessPoolExecutor(
-            num_workers, mp_context=context, initializer=_begin, initargs=(sent, orders)
-        )
+        self._executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin, initargs=(sent,))
         try:
             first = self._executor.submit(_problem_of_this_one)  # starts all forked workers
             problem = "" if self.kind == "fork" else first.result()
@@ -135,14 +130,10 @@ class Workers(Generic[T]):
         """Ends the workers at once and drops their calls. Threads finish the calls that they have begun."""
         for future in list(self._running):
             future.cancel()
-        if self._orders is None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            return
-        if self._running:
-            self._orders.send_bytes(b"end")  # is never received, so that every worker sees it
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        self._orders.close()
-        self._orders = None
+        if isinstance(self._executor, ProcessPoolExecutor) and self._running:
+            for process in list((self._executor._processes or {}).values()):
+                process.kill()  # whatever it does: a C library may have the interpreter's lock for minutes
+        self._executor.shutdown(wait=self.kind != "threads", cancel_futures=True)
 
     def __enter__(self) -> Workers[T]:
         return self
@@ -170,11 +161,12 @@ _work: Callable[[Any], Any]
 _problem = ""
 
 
-def _begin(work: Any, orders: Connection) -> None:
+def _begin(work: Any) -> None:
     global _work, _problem
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
-    end_with_parent(orders)
+    end_with_parent()
+    print_past_bars()  # Lightning shows some of rich's
     if isinstance(work, bytes):
         try:
             work = pickle.loads(work)

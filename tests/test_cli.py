@@ -377,5 +377,6 @@ def test_a_size_may_be_written_with_commas(sizes: list[str]) -> None:
 
 
 def test_what_is_no_size_stays_as_it_is() -> None:
-    given = ["cache", "ls", "1,2,3", "/data/1,2,3", "--sort=name", "a=1,2", "1,2,3,4"]
+    given = ["cache", "ls", "1,2,3", "/data/1,2,3", "--sort=name", "a=1,2", "1,2,3,4", "m:f", "spacing=1,2,3"]
+    given += ["--keep", "m:f spacing=1,2,3", "--keep=m:f spacing=1,2,3"]
     assert cli._sizes_apart(given) == given

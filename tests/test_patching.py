@@ -83,6 +83,11 @@ def test_a_config_finds_them(items: list[dict[str, str]], tmp_path: Path) -> Non
     assert type(again) is ORIGINAL["CacheDataset"]
 
 
+def test_a_cache_dataset_needs_no_transform(tmp_path: Path) -> None:
+    with monai_gds.patch(tmp_path), pytest.warns(monai_gds.CacheWarning, match="there is no transform"):
+        assert list(monai.data.CacheDataset([1, 2])) == [1, 2]
+
+
 def test_undone_everything_is_as_before(tmp_path: Path) -> None:
     done = monai_gds.patch(tmp_path)
     assert "CacheDataset" in repr(done) and "are monai_gds.GDSDataset" in repr(done)

@@ -120,43 +120,19 @@ def test_an_owner_is_the_process_that_made_it() -> None:
     assert in_child(lambda: Owner().is_this_process())
 
 
-CHILD = """
-import os, signal, sys, time
-from multiprocessing import Pipe
+def test_a_killed_parent_takes_its_children_along() -> None:
+    printed = python(
+        """
+import os, signal, time
 from monai_gds.process import end_with_parent
 
-reader, writer = Pipe(duplex=False)
-def start(orders):
-    pid = os.fork()
-    if pid == 0:
-        end_with_parent(orders)
-        time.sleep(60)
-    return pid
-"""
-
-
-def test_one_message_ends_all_that_share_the_connection() -> None:
-    printed = python(
-        CHILD
-        + """
-pids = [start(reader) for _ in range(3)]
-time.sleep(0.2)
-assert os.waitpid(-1, os.WNOHANG) == (0, 0)
-writer.send_bytes(b"end")
-print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
-"""
-    )
-    assert printed == "[1, 1, 1]"
-
-
-@pytest.mark.parametrize("orders", ["reader", "None"])
-def test_a_killed_parent_takes_its_children_along(orders: str) -> None:
-    printed = python(
-        CHILD
-        + f"""
 middle = os.fork()
 if middle == 0:
-    print(start({orders}), flush=True)
+    child = os.fork()
+    if child == 0:
+        end_with_parent()
+        time.sleep(60)
+    print(child, flush=True)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 os.waitpid(middle, 0)

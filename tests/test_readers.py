@@ -47,6 +47,12 @@ def test_every_form_of_nifti(tmp_path: Path, igzip: Any, how: Any) -> None:
     assert_same(*(mt.LoadImage(kind)(path) for kind in (NibabelReader, IgzipReader)))
 
 
+@pytest.mark.parametrize("name", ["a.hdr.gz", "a.img.gz"])
+def test_a_pair_by_either_of_its_files(tmp_path: Path, igzip: Any, name: str) -> None:
+    path = saved(tmp_path / "a.img.gz", kind=nib.Nifti1Pair).with_name(name)
+    assert_same(*(mt.LoadImage(kind)(path) for kind in (NibabelReader, IgzipReader)))
+
+
 def test_several_files_and_files_of_several_members(tmp_path: Path, igzip: Any) -> None:
     plain = saved(tmp_path / "a.nii").read_bytes()
     packed = tmp_path / "b.nii.gz"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.live import Live
 
 from monai_gds import WorkerDied
 from monai_gds.workers import Workers
@@ -37,6 +42,10 @@ def fail(kind: str) -> None:
     raise Odd("strange ", "thing") if kind == "odd" else KeyError(kind)
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def die(number: int) -> int:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,6 +55,12 @@ def die(number: int) -> int:
 
 def sleep(seconds: float) -> float:
     time.sleep(seconds)
+    return seconds
+
+
+def sleep_in_a_library(seconds: float) -> float:
+    """As SimpleITK works: it has the interpreter's lock all the while, so that no other thread of the process runs."""
+    ctypes.PyDLL(None).sleep(int(seconds))
     return seconds
 
 
@@ -140,6 +155,22 @@ def test_exceptions_arrive_with_the_traceback_of_the_worker(context: str) -> Non
         assert isinstance(workers.submit("x").exception(), KeyError), "the workers still work"
 
 
+def test_a_worker_prints_though_a_bar_was_being_drawn_when_it_was_forked() -> None:
+    console, drawing, drawn = Console(file=io.StringIO(), force_terminal=True), threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with console._lock:  # as rich's thread does many times a second
+            drawing.set()
+            drawn.wait(30)
+
+    with Live(console=console):
+        threading.Thread(target=draw).start()
+        drawing.wait(30)
+        with Workers(say, 1, "fork") as workers:
+            assert workers.submit("from a worker").result(timeout=10) is None
+        drawn.set()
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
     with Workers(die, 2, context) as workers:
@@ -151,9 +182,10 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
         assert isinstance(workers.submit(1).exception(timeout=30), WorkerDied), "later ones too"
 
 
-def test_closing_half_way_drops_the_rest() -> None:
-    workers = Workers(sleep, 1)
-    futures = [workers.submit(1.0) for _ in range(50)]
+@pytest.mark.parametrize("work", [sleep, sleep_in_a_library])
+def test_closing_half_way_drops_the_rest(work: Callable[[float], float]) -> None:
+    workers = Workers(work, 1)
+    futures = [workers.submit(20.0) for _ in range(50)]
     time.sleep(0.3)
     start = time.monotonic()
     workers.close()

@@ -27,6 +27,16 @@ class Decoding:
     normalize: bool | tuple[Sequence[float], Sequence[float]] = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raises a ValueError for a ``normalize`` that cannot be used: now, and not at the first batch."""
+        if self.normalize and not isinstance(self.normalize, bool):
+            try:
+                _, _ = (tuple(map(float, part)) for part in self.normalize)
+            except (TypeError, ValueError) as e:
+                raise ValueError(
+                    f"normalize={self.normalize!r}: use True, or (mean, std), each a number per channel"
+                ) from e
+
     def graph(self, jpegs: Any, on_gpu: bool) -> Any:
         """Returns the node of decoded images: uint8 HWC RGB, or float32 CHW with ``normalize``."""
         module = dali()
@@ -38,7 +48,7 @@ class Decoding:
             images = fn.resize(fn.decoders.image_random_crop(jpegs, **options), size=self.crop)
         mirror = fn.random.coin_flip(probability=0.5) if self.flip else 0
         if self.normalize:
-            mean, std = self.normalize if isinstance(self.normalize, tuple) else (IMAGENET_MEAN, IMAGENET_STD)
+            mean, std = (IMAGENET_MEAN, IMAGENET_STD) if isinstance(self.normalize, bool) else self.normalize
             return fn.crop_mirror_normalize(
                 images, dtype=types.FLOAT, output_layout="CHW", mean=list(mean), std=list(std), mirror=mirror
             )

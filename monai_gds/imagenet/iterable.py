@@ -92,7 +92,7 @@ class DaliIterator:
         self._source = source
         self._batch_size = batch_size
         self._graph = graph
-        self._keys = tuple(keys) if keys is not None else None
+        self._keys = (keys,) if isinstance(keys, str) else tuple(keys) if keys is not None else None
         self._already_batched = already_batched
         self._seed = seed
         self._layouts = layouts or {}

@@ -101,15 +101,9 @@ class Input:
 
 
 class FedPipeline(Generic[T]):
-    """A DALI pipeline with named inputs and outputs.
+    """A DALI pipeline with named inputs and outputs, of at most ``batch_size`` samples in a batch.
 
-    Args:
-        inputs: by name.
-        graph: a function from input nodes to output nodes, both by name.
-        batch_size: maximum number of samples in a batch.
-        device: a CUDA device, or the CPU for a pipeline without a GPU.
-        seed: of random operators.
-        execution: DALI's own arguments, by :func:`execution`.
+    ``execution`` are DALI's own arguments, by :func:`execution`.
     """
 
     def __init__(

@@ -28,6 +28,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from math import inf
@@ -150,10 +151,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # where the loop that was begun last is
         self._loaded: Mapping[str, Any] | None = None  # where the next one goes on
-        self._recorder: Recorder | None = None
-        if stats:
-            self._recorder = Recorder()
-            measure_workers(self)
+        self._recorder: Recorder | None = Recorder() if stats else None
 
     def __iter__(self) -> Iterator[Any]:
         return self._measured() if self._loaded is None else Later(self._measured)
@@ -198,6 +196,15 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         check(self, state_dict)
         self._loaded = dict(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, here or in another process, has begun no loop."""
+        recorder = None if self._recorder is None else Recorder()
+        return {**self.__dict__, "idle": [], "_place": None, "_recorder": recorder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        weakref.finalize(self, _close_all, self.idle)
+
     def _begin(self, watch: Watch | None) -> Iterator[Any]:
         state, self._loaded = self._loaded, None
         try:
@@ -213,7 +220,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         if device is not None and (self.transforms_on or not self.num_workers):
             return Epoch(self, device, None, state, watch)
         if device is None or device.type == "cpu" or not all(part.caches for part in parts):
-            self._place, batches = begin_or_go_on(self, super().__iter__, state)
+            with nullcontext() if watch is None else measure_workers(self):
+                self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return Counted(batches, self._place)
         return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state, watch)
 
@@ -302,7 +310,7 @@ def find_item(dataset: Any, index: int) -> tuple[GDSDataset, int]:
 # An epoch
 
 
-class Epoch:
+class Epoch(Iterator[Any]):
     """One pass over a loader: what the consumer iterates over.
 
     The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
@@ -353,9 +361,6 @@ class Epoch:
         self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
         self.stop.atexit = False
         _epochs.add(self)
-
-    def __iter__(self) -> Epoch:
-        return self
 
     def __next__(self) -> Any:
         if not self._owner.is_this_process():

@@ -104,13 +104,7 @@ class Place:
 def begin_or_go_on(
     loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], state: Mapping[str, Any] | None
 ) -> tuple[Place, Iterator[Any]]:
-    """Begins an epoch, or continues one behind the batches that were taken. Behind its last one, a new epoch begins.
-
-    Args:
-        loader: whose epoch it is.
-        begin: begins an epoch: its batches, or where their items are.
-        state: of the place to go on from.
-    """
+    """Begins an epoch, or continues one behind the batches that were taken. Behind its last one, a new epoch begins."""
     place = Place(loader)
     if state is None:
         return place, begin()
@@ -141,14 +135,11 @@ def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
         )
 
 
-class Counted:
+class Counted(Iterator[Any]):
     """A loop of torch's own, with a place."""
 
     def __init__(self, batches: Iterator[Any], place: Place) -> None:
         self._batches, self._place = batches, place
-
-    def __iter__(self) -> Counted:
-        return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
@@ -160,15 +151,12 @@ class Counted:
         self._batches = iter(())
 
 
-class Later:
+class Later(Iterator[Any]):
     """A loop that begins with its first batch, since a sampler may be told its epoch before that."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin: Callable[[], Iterator[Any]] | None = begin
         self._batches: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Later:
-        return self
 
     def __next__(self) -> Any:
         if self._begin is not None:

@@ -185,16 +185,13 @@ class _Epoch:
         )
 
 
-class _Loop:
+class _Loop(Iterator[Any]):
     """A loop over the batches of an epoch that is measured."""
 
     def __init__(self, epoch: _Epoch, begin: Callable[[Watch], Iterator[Any]]) -> None:
         self._epoch = epoch
         with epoch.consumer_waits():
             self._batches = begin(epoch.watch)
-
-    def __iter__(self) -> _Loop:
-        return self
 
     def __next__(self) -> Any:
         with self._epoch.consumer_waits():
@@ -220,10 +217,18 @@ class _FromWorker(NamedTuple):
     measured: Measurements
 
 
-def measure_workers(loader: torch.utils.data.DataLoader[Any]) -> None:
-    """Has the workers of a loader measure, and send what they measured with each batch."""
-    loader.collate_fn = partial(_collate, loader.collate_fn)
-    loader.worker_init_fn = partial(_init, loader.worker_init_fn)
+@contextmanager
+def measure_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
+    """Has workers that a loader starts in the block measure, and send what they measured with each batch.
+
+    The loader gets its functions back: Lightning makes other loaders out of them.
+    """
+    collate, init = loader.collate_fn, loader.worker_init_fn
+    loader.collate_fn, loader.worker_init_fn = partial(_collate, collate), partial(_init, init)
+    try:
+        yield
+    finally:
+        loader.collate_fn, loader.worker_init_fn = collate, init
 
 
 #: What a worker measures.

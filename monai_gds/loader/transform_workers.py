@@ -231,13 +231,6 @@ class Loader(Protocol):
 class WorkerBatches:
     """The batches of one epoch, in order. Belongs to the loader's thread, but for :meth:`close`.
 
-    Args:
-        loader: whose batches.
-        parts: the datasets of it.
-        device: the target.
-        batches: what is to be made.
-        watch: takes what the workers measure; None measures nothing.
-
     Attributes:
         assemble: makes a batch for the consumer of what :meth:`next_batch` returns.
 

@@ -126,8 +126,12 @@ def available_backends(device: int | str | torch.device | None = None) -> dict[s
 
 def backend_options(name: str, device: torch.device) -> frozenset[str]:
     """The keyword arguments that a backend takes, or the one that ``auto`` chooses for ``device``."""
+    return frozenset(_parameters(name, device)) - {"device"}
+
+
+def _parameters(name: str, device: torch.device) -> Mapping[str, inspect.Parameter]:
     chosen, _ = choose_backend(name, device) if name == "auto" else (name, "")
-    return frozenset(inspect.signature(_backend(chosen)).parameters) - {"device"}
+    return inspect.signature(_backend(chosen)).parameters
 
 
 def check_options(name: str, options: Mapping[str, Any], device: torch.device) -> None:
@@ -138,7 +142,8 @@ def check_options(name: str, options: Mapping[str, Any], device: torch.device) -
     """
     takes = backend_options(name, device)
     wrong = sorted(options.keys() - takes)
-    if wrong:
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in _parameters(name, device).values())
+    if wrong and not takes_any:
         has = f"it takes {', '.join(sorted(takes))}" if takes else "it takes none"
         raise TypeError(f"backend {name!r} has no option {wrong[0]!r}: {has}")
 
@@ -203,6 +208,7 @@ def open_storage(name: str = "auto", device: int | str | torch.device | None = N
 
     Raises:
         BackendUnavailable: the backend does not work here; the message says why and what to do.
+        TypeError: the backend takes no such option; the message names those it takes.
         ValueError: no such backend or device.
 
     Example:
@@ -212,4 +218,5 @@ def open_storage(name: str = "auto", device: int | str | torch.device | None = N
     """
     target = resolve_device(device)
     chosen, _ = choose_backend(name, target)
+    check_options(chosen, options, target)
     return Storage(_backend(chosen)(target, **options))

@@ -220,11 +220,23 @@ def test_images_of_one_size_are_one_tensor(folder: Path) -> None:
         assert batch["image"].dtype == torch.float32
 
 
-def test_normalisation_is_what_it_says(folder: Path) -> None:
+@pytest.mark.parametrize("kind", [tuple, list])  # a config has lists
+def test_normalisation_is_what_it_says(folder: Path, kind: Callable[[Any], Any]) -> None:
     plain = next(iter(dataset(folder, 1)))["image"][0].float()
     mean, std = (10.0, 20.0, 30.0), (2.0, 4.0, 8.0)
-    normal = next(iter(dataset(folder, 1, normalize=(mean, std))))["image"][0]
+    normal = next(iter(dataset(folder, 1, normalize=kind([kind(mean), kind(std)]))))["image"][0]
     torch.testing.assert_close(normal, ((plain - torch.tensor(mean)) / torch.tensor(std)).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("given", [(1.0, 2.0), ([1.0],), ("mean", "std")])
+def test_a_normalisation_that_cannot_be_is_an_error_at_once(folder: Path, given: Any) -> None:
+    with pytest.raises(ValueError, match=r"normalize=.*: use True, or \(mean, std\)"):
+        dataset(folder, normalize=given)
+
+
+def test_an_option_that_the_backend_does_not_take_is_named_with_those_it_takes(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"backend 'posix' has no option 'thread': it takes .*threads"):
+        dataset(folder, storage_options={"thread": 3})
 
 
 def test_flips_are_random_and_follow_the_seed(folder: Path) -> None:

@@ -223,6 +223,7 @@ def test_items_that_cannot_be_used_are_named(items: list[Any], error: type[Excep
 
 def test_some_keys_only() -> None:
     assert [list(batch) for batch in loader([{"image": np.zeros(2), "name": "x"}], keys=["image"])] == [["image"]]
+    assert [list(batch) for batch in loader([{"image": np.zeros(2), "name": "x"}], keys="image")] == [["image"]]
 
 
 @pytest.mark.parametrize(("size", "message"), [(0, "batch_size=0"), ("8", "batch_size must be an int, not '8'")])

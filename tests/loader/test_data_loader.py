@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -733,6 +734,22 @@ def test_many_epochs_and_several_loops_at_once(make: Make) -> None:
         assert [len(batch["name"]) for batch in loader] == [2, 2, 1]
     for one, other in zip(loader, loader, strict=True):
         assert one["name"] == other["name"]
+
+
+@pytest.mark.parametrize("settings", [{"stats": True}, {"num_workers": 1, "transforms_on": "workers"}], ids=str)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_begins_loops_of_its_own(make: Make, settings: dict[str, Any], copied: Callable[[Any], Any]) -> None:
+    """As one of torch's. It holds no worker, lock or pipe of the loop that ended, or of the one under way."""
+    loader = GDSDataLoader(make(), **settings)
+    expected = list(loader)
+    batches = iter(loader)
+    next(batches)
+    again = copied(loader)
+    assert_same(list(again), expected)
+    del again
+    gc.collect()
+    assert len(list(batches)) == len(expected) - 1
+    assert_same(list(loader), expected)
 
 
 def test_set_data_between_epochs(make: Make, volumes: Any) -> None:

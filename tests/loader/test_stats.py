@@ -163,6 +163,15 @@ def test_workers_measure_too(make: Make) -> None:
     assert isinstance(batches[0], dict) and batches[0]["image"].shape == (2, 1, 48, 48, 48)
 
 
+def test_a_loader_with_the_functions_of_a_measured_one_gives_batches(make: Make) -> None:
+    """Lightning makes loaders out of the user's: for ``predict``, and with a sampler per rank."""
+    dataset = make()
+    loader = GDSDataLoader(dataset, 1, batch_size=2, stats=True)
+    list(loader)
+    taken = {name: getattr(loader, name) for name in ("collate_fn", "worker_init_fn")}
+    assert {type(batch) for batch in GDSDataLoader(dataset, 1, batch_size=2, **taken)} == {dict}
+
+
 def test_items_that_workers_of_a_cuda_target_compute_are_no_hits(make: Make) -> None:
     with make(SlowLoading()) as dataset:
         watch = stages.Watch()

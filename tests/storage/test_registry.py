@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -146,8 +148,17 @@ def test_options_go_to_the_backend_and_wrong_ones_are_refused() -> None:
     assert storage.describe() == {**storage.describe(), "backend": "posix", "device": "cpu", "threads": 3}
     assert {"threads", "direct_io"} <= registry.backend_options("posix", CPU)
     assert registry.backend_options("auto", CPU) == registry.backend_options("posix", CPU)
-    with pytest.raises(TypeError, match="thread_count"):
+    with pytest.raises(TypeError, match=r"backend 'posix' has no option 'thread_count': it takes .*threads"):
         open_storage("posix", "cpu", thread_count=3)
+
+
+def test_a_backend_of_another_package_may_hand_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(PosixBackend):
+        def __init__(self, device: torch.device, **options: Any) -> None:
+            super().__init__(device, **options)
+
+    monkeypatch.setattr(registry, "_backend", lambda name: Mine)
+    assert open_storage("posix", "cpu", threads=3).describe()["threads"] == 3
 
 
 @pytest.mark.gpu
