@@ -172,6 +172,21 @@ def test_the_namespace_of_another_map(taken: Taken) -> None:
         storage.load(Reads.of("set/1.bin", [(0, 1)])).wait()
 
 
+def test_another_process_may_not_reset_the_drive(taken: Taken) -> None:
+    with closing(taken.opened(1)) as storage:
+        storage.load(Reads.of("set/511.bin", [(0, 511)])).wait()
+        child = os.fork()
+        if not child:
+            with closing(taken.opened(1)) as other:
+                try:
+                    other.load(Reads.of("set/511.bin", [(0, 511)])).wait()
+                    os._exit(1)
+                except StorageError as e:
+                    os._exit(2 if "another process reads this drive" in str(e) else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert bytes_of(storage.load(Reads.of("set/513.bin", [(0, 513)])).wait()[0]) == content(513, 513)
+
+
 def test_a_namespace_that_is_not_there(taken: Taken) -> None:
     with closing(taken.opened(1, nsid=7)) as storage, pytest.raises(StorageError) as refused:
         storage.load(Reads.of("set/1.bin", [(0, 1)])).wait()

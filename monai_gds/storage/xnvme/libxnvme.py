@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from monai_gds.errors import BackendUnavailable, StorageError
+from monai_gds.storage.xnvme.user_space import claims
 
 __all__ = ["Completion", "Device", "Library", "Queue", "load"]
 
@@ -273,12 +274,7 @@ class Device:
         self._api = library.api
         with _opening:
             before = _descriptors_of(uri) if self.in_kernel else set()
-            try:
-                self.handle = library.open("xnvme_dev_open", uri, self._options(mem, gpu, nsid, heap_bytes))
-            except StorageError as e:
-                if mem is None:
-                    raise
-                raise StorageError(e.errno, f"{e.strerror}; perhaps {interface} has no allocator {mem!r}", uri) from e
+            self.handle = self._open(mem, self._options(mem, gpu, nsid, heap_bytes))
             try:
                 if self.in_kernel:
                     _check_read_only(_descriptors_of(uri) - before, uri, direct=self.counts_bytes)
@@ -298,6 +294,19 @@ class Device:
             except BaseException:
                 self.close()
                 raise
+
+    def _open(self, mem: str | None, opts: Any) -> Any:
+        if not self.in_kernel:
+            claims.take(self.uri)
+        try:
+            return self.library.open("xnvme_dev_open", self.uri, opts)
+        except StorageError as e:
+            if not self.in_kernel:
+                claims.give_up(self.uri)
+            if mem is None:
+                raise
+            why = f"{e.strerror}; perhaps {self.interface} has no allocator {mem!r}"
+            raise StorageError(e.errno, why, self.uri) from e
 
     def _options(self, mem: str | None, gpu: int | None, nsid: int | None, heap_bytes: int | None) -> Any:
         fields: dict[str, str | int | None] = {"be": self.library.driver_of(self.interface), "mem": mem, "nsid": nsid}
@@ -323,6 +332,8 @@ class Device:
         handle, self.handle = self.handle, None
         if handle:
             self._api.xnvme_dev_close(handle)
+            if not self.in_kernel:
+                claims.give_up(self.uri)
 
 
 class Queue:

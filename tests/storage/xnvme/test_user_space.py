@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.storage.xnvme.user_space import full_address, why_not_opened
+from monai_gds.errors import StorageError
+from monai_gds.storage.xnvme.user_space import Claims, full_address, why_not_opened
 
 ADDRESS = "0000:01:00.0"
 
@@ -67,6 +68,20 @@ def test_memory_that_may_not_be_locked(root: Path, monkeypatch: pytest.MonkeyPat
     assert "may lock 8192 KiB: ulimit -l unlimited" in why(root, errno.ENOMEM, heap_bytes=128 << 20)
     monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
     assert "a larger heap_bytes may help" in why(root, errno.ENOMEM, heap_bytes=128 << 20)
+
+
+def test_a_drive_belongs_to_one_process(root: Path) -> None:
+    (root / "sys/bus/pci/devices" / ADDRESS / "config").touch()
+    first, second = Claims(root), Claims(root)  # of two processes
+    first.take(ADDRESS)
+    first.take(ADDRESS)
+    first.give_up(ADDRESS)
+    with pytest.raises(StorageError, match="another process reads this drive"):
+        second.take(ADDRESS)
+    first.give_up(ADDRESS)
+    second.take(ADDRESS)
+    second.give_up(ADDRESS)
+    first.take("10.0.0.1:4420")  # in the network: whoever opens it says more
 
 
 def test_other_errors_and_other_drivers_have_their_errno_alone(root: Path) -> None:
