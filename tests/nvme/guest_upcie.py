@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from monai_gds import ImageNetDataset
-from monai_gds.errors import BackendUnavailable, StorageError
+from monai_gds.errors import BackendUnavailable, FileChanged, StorageError
 from monai_gds.imagenet.synthetic import write_image_folder
 from monai_gds.storage import Reads, Storage, open_storage
 from monai_gds.storage.xnvme import libxnvme
@@ -33,6 +33,9 @@ SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 116_000, 3_000_001, (16 << 20) +
 IMAGES = 48
 MAKE = {1: ["mkfs.ext4", "-q", "-F"], 2: ["mkfs.xfs", "-q", "-f"]}
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+
+#: Files that change once they are mapped: replaced, deleted, written in place.
+STALE = ("replaced.bin", "deleted.bin", "written.bin")
 
 #: Bytes of uPCIe's heap: its default, and enough for one drive.
 HEAPS = [None, 128 << 20]
@@ -73,10 +76,21 @@ class Taken:
         for size in SIZES:
             (folder / f"set/{size}.bin").write_bytes(content(size, size))
         shutil.copytree(self.copy, folder / "set/train")
+        for name in STALE:
+            (folder / "set" / name).write_bytes(content(70_000, 1))
         os.sync()
-        BlockMap.build(folder / "set").save(scratch / f"set{nsid}.json")
-        BlockMap.build(folder / "set/train").save(self.images(nsid))
-        files = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("set/**/*")) if p.is_file()}
+        BlockMap.build(folder / "set", checksums=True).save(self.map(nsid))
+        BlockMap.build(folder / "set/train", checksums=True).save(self.images(nsid))
+        (folder / "set/new").write_bytes(content(70_000, 2))
+        os.replace(folder / "set/new", folder / "set/replaced.bin")
+        (folder / "set/deleted.bin").unlink()
+        with (folder / "set/written.bin").open("r+b") as f:
+            f.write(b"in place")
+        files = {
+            str(p.relative_to(folder)): p.read_bytes()
+            for p in sorted(folder.glob("set/**/*"))
+            if p.is_file() and p.name not in STALE
+        }
         subprocess.run(["umount", folder], check=True)
         return files
 
@@ -86,8 +100,12 @@ class Taken:
 
     def opened(self, number: int, **options: Any) -> Storage:
         """The storage over the map of one namespace."""
-        given = {**self.drive(number), "blockmap": self.scratch / f"set{number}.json", **options}
+        given = {**self.drive(number), "blockmap": self.map(number), **options}
         return open_storage("xnvme-block", "cpu", **given)
+
+    def map(self, nsid: int) -> Path:
+        """The map of everything there."""
+        return self.scratch / f"set{nsid}.json"
 
     def images(self, nsid: int) -> Path:
         """The map of the images there."""
@@ -128,6 +146,20 @@ def test_loads(taken: Taken, nsid: int, heap: int | None) -> None:
         for pending, (path, data) in zip(everything, files.items(), strict=True):
             assert bytes_of(pending.wait()[0]) == data, path
             TALLY["loads"] += 1
+
+
+@pytest.mark.parametrize("nsid", MAKE)
+def test_files_that_changed_once_they_were_mapped(taken: Taken, nsid: int) -> None:
+    with closing(taken.opened(nsid)) as storage:
+        for name in STALE:
+            with pytest.raises(FileChanged, match="build the map again"):
+                storage.load(Reads.of(f"set/{name}", [(0, 70_000)])).wait()
+    done = run("blockmap", "verify", taken.map(nsid), "--be", "upcie", "--uri", taken.address, "--nsid", nsid)
+    assert done.exit_code == 1
+    assert f"{len(taken.files[nsid]) + 3} files, 3 of them not as mapped" in done.output
+    assert all(name in done.output for name in STALE)
+    done = run("blockmap", "verify", taken.images(nsid), "--be", "upcie", "--uri", taken.address, "--nsid", nsid)
+    assert (done.exit_code, f"{IMAGES} files, 0 of them" in done.output) == (0, True), done.output
 
 
 @pytest.mark.parametrize("decode", [False, True])
