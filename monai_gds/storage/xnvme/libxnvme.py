@@ -186,7 +186,7 @@ class Library:
         if drivers and self.driver_of(interface) not in drivers:
             raise BackendUnavailable(
                 f"{self.path} was built without {interface!r}; its drivers are {', '.join(drivers)}. "
-                "Set be to one of these, or build libxnvme with it"
+                "Choose another be, or a libxnvme that was built with it"
             )
 
     def driver_of(self, interface: str) -> str:
@@ -284,6 +284,8 @@ class Device:
                 self.nsid = self._api.xnvme_dev_get_nsid(self.handle)
                 if self.block_size not in (512, 1024, 2048, 4096) or not self.nbytes or not self.max_transfer:
                     guess = "is it a partition? Name the whole disk"
+                    if not self.in_kernel:
+                        guess = f"does the drive have a namespace {self.nsid} (nsid)?"
                     if mem is not None:
                         guess = f"does mem={mem!r} give no memory (huge pages that nobody reserved, for instance)?"
                     raise StorageError(

@@ -28,7 +28,6 @@ _LETS_GO = ("uio_pci_generic", "vfio-pci", "igb_uio")
 
 _ADDRESS = re.compile(r"([0-9a-fA-F]{4}:)?[0-9a-fA-F]{2}[:.][0-9a-fA-F]{2}\.[0-7]")
 
-
 #: Where the kernel lists PCI devices.
 _DEVICES = "sys/bus/pci/devices"
 
@@ -49,9 +48,9 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
         heap_bytes: of uPCIe's heap; None for its default.
         root: where /proc and /sys are.
     """
-    device = root / _DEVICES / address
     if full_address(address) is None:
-        return ""  # of a drive elsewhere in the network
+        return ""  # it is elsewhere in the network
+    device = root / _DEVICES / address
     if not device.exists():
         return "this machine has no PCI device of that address"
     bound = os.path.basename(os.path.realpath(device / "driver")) if (device / "driver").exists() else "no driver"
