@@ -2,7 +2,7 @@
 # make test   sets up and runs the tests, in TEST_PROCESSES processes (2), but for the long ones
 # make test-long  the long tests, and those of hypothesis with many more examples
 # make soak   campaigns of faults against the cache, MINUTES (10) in all, and a tally (CAMPAIGNS="kills hostile": only these)
-# make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too)
+# make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too, in user space where it has upcie)
 # make test-package  sdist and wheel, built, installed into an environment of their own, and tried there
 # make notebooks  executes tutorials/ and saves the outputs in them (NOTEBOOKS="block_map tensor_io": only these)
 # make docs   builds the site into build/site, and opens every page in headless Chromium where there is one

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -63,15 +65,53 @@ def verify(
         Path | None,
         typer.Option(help="The folder that the map's paths are relative to; default: the one it was made in."),
     ] = None,
+    be: Annotated[
+        str | None,
+        typer.Option(
+            help="Read the files through xNVMe's driver in user space, upcie for example; nothing is mounted."
+        ),
+    ] = None,
+    uri: Annotated[
+        str | None, typer.Option(help="With --be: the drive's PCI address, 0000:01:00.0 for example.")
+    ] = None,
+    nsid: Annotated[
+        int | None, typer.Option(min=1, help="With --be: the drive's namespace; default: the first.")
+    ] = None,
 ) -> None:
     """Compare a map with the files as they are now; exit code 1 if one is elsewhere."""
     blocks = BlockMap.load(file)
+    if be is None and (uri, nsid) != (None, None):
+        raise typer.BadParameter("name the driver too", param_hint="--be")
+    if be is not None and (data or parent is not None or uri is None or uri.startswith("/")):
+        raise typer.BadParameter(
+            "a driver in user space has the drive, by its PCI address in --uri, and nothing is mounted for --data or "
+            "--parent",
+            param_hint="--be",
+        )
     with progress_bar("verifying") as progress:
-        wrong = blocks.verify(parent, data=data, progress=progress)
+        if be is None:
+            wrong = blocks.verify(parent, data=data, progress=progress)
+        else:
+            wrong = _verify_through(blocks, {"be": be, "uri": uri, "nsid": nsid}, progress)
     for path, problem in wrong.items():
         say(f"{path}: {problem}")
     say(f"{len(blocks)} files, {len(wrong)} of them not as mapped")
     raise typer.Exit(1 if wrong else 0)
+
+
+def _verify_through(blocks: BlockMap, drive: Mapping[str, Any], progress: Callable[[int, int], None]) -> dict[str, str]:
+    """What is wrong with files that are read whole through a driver in user space, by path."""
+    from monai_gds.storage import Reads, open_storage
+
+    wrong = {}
+    with closing(open_storage("xnvme-block", "cpu", blockmap=blocks, **drive)) as storage:
+        for done, (path, entry) in enumerate(blocks.items(), start=1):
+            try:
+                storage.load(Reads.of(path, [(0, entry.size)])).wait()
+            except OSError as e:
+                wrong[path] = str(e)
+            progress(done, len(blocks))
+    return wrong
 
 
 @app.command("show", epilog="Example: monai-gds blockmap show train.json train/n01491361/n01491361_8657.JPEG")

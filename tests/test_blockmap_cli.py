@@ -12,6 +12,8 @@ from monai_gds.storage.xnvme.block_map import BlockMap
 from tests import commands
 from tests.commands import Done
 from tests.loopdisk import LoopDisk, loop_disk
+from tests.loopdisk import run as on_machine
+from tests.storage.xnvme import libraries
 
 
 @pytest.fixture
@@ -52,6 +54,27 @@ def test_verify_names_what_changed_and_fails(disk: LoopDisk, tmp_path: Path) -> 
     assert verified.exit_code == 1
     assert "set/a.bin" in verified.output
     assert "set/b.bin" not in verified.output
+
+
+def test_verify_through_a_driver_in_user_space(disk: LoopDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of libxnvme plays it."""
+    file = tmp_path / "map.json"
+    drive = ("--be", "upcie", "--uri", "0000:01:00.0", "--nsid", 2)
+    monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
+    run("build", disk.folder / "set", "--output", file)
+    with libraries.using("double next"):
+        on_machine("umount", str(disk.folder))
+        try:
+            verified = run("verify", file, *drive)
+            assert (verified.exit_code, "2 files, 0 of them not as mapped" in verified.output) == (0, True)
+            libraries.Double("double next").fail("BAD_STATUS", 2)
+            verified = run("verify", file, *drive)
+            assert (verified.exit_code, "2 files, 1 of them not as mapped" in verified.output) == (1, True)
+        finally:
+            on_machine("mount", disk.device, str(disk.folder))
+    assert run("verify", file, "--uri", "0000:01:00.0").exit_code == 2
+    assert run("verify", file, *drive, "--data").exit_code == 2
+    assert run("verify", file, "--be", "io_uring", "--uri", disk.device).exit_code == 2
 
 
 def test_a_plain_map_is_verified_below_a_parent(disk: LoopDisk, tmp_path: Path) -> None:

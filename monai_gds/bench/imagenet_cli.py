@@ -90,9 +90,20 @@ def loaders(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How many times each reader is timed.")] = 5,
     device: DeviceOption = None,
-    uri: Annotated[str | None, typer.Option(help="Block readers: the device, /dev/nvme0n1 for example.")] = None,
+    uri: Annotated[
+        str | None, typer.Option(help="Block readers: the device, /dev/nvme0n1 or 0000:01:00.0 for example.")
+    ] = None,
+    be: Annotated[
+        str | None, typer.Option(help="Block readers: xNVMe's interface, io_uring or upcie for example.")
+    ] = None,
+    nsid: Annotated[
+        int | None, typer.Option(min=1, help="Block readers: the namespace of a drive in user space.")
+    ] = None,
     mem: Annotated[Memory | None, typer.Option(help="Block readers: where their buffers are.")] = None,
-    bmap: Annotated[Path | None, typer.Option(help="Block readers: a block map of DATADIR.", exists=True)] = None,
+    bmap: Annotated[
+        Path | None,
+        typer.Option(help="Block readers: a block map of DATADIR, or of a drive that is not mounted.", exists=True),
+    ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
@@ -100,26 +111,33 @@ def loaders(
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.decoding import Decoding
-    from monai_gds.imagenet.listing import list_folder
     from monai_gds.storage import resolve_device
 
     wanted = reader or [name for name in bench.PEERS if name != "packed-resized" or max_side is not None]
     one_of(bench.PEERS, wanted, "--reader")
     if "packed-resized" in wanted and max_side is None:
         raise typer.BadParameter("packed-resized reads images of --max-side pixels", param_hint="--reader")
-    if datadir is None and make is None:
-        raise typer.BadParameter("name a folder of images, or let --make N make one", param_hint="--datadir")
     target = resolve_device(device)
-    options: dict[str, Any] = {"uri": uri, "mem": mem, "blockmap": bmap}
+    options: dict[str, Any] = {"uri": uri, "be": be, "nsid": nsid, "mem": mem and mem.value, "blockmap": bmap}
     options = {name: value for name, value in options.items() if value is not None}
-    if options and not any(bench.options_for(name, options, target) for name in wanted):
-        raise typer.BadParameter("--uri, --mem and --bmap are for the block readers", param_hint="--reader")
-    if mem is not None:
-        options["mem"] = "gpu" if mem is Memory.GPU else None
+    by_blocks = [name for name in bench.PEERS if bench.options_for(name, options, target)]
+    if options and not set(by_blocks).intersection(wanted):
+        raise typer.BadParameter(
+            "--uri, --be, --nsid, --mem and --bmap are for the block readers", param_hint="--reader"
+        )
+    if datadir is None and make is None:
+        if bmap is None:
+            raise typer.BadParameter(
+                "name a folder of images or, by --bmap, a map of one, or let --make N make one", param_hint="--datadir"
+            )
+        if reader and (others := [name for name in wanted if name not in by_blocks]):
+            raise typer.BadParameter(f"needed by {', '.join(others)}", param_hint="--datadir")
+        wanted, datadir = [name for name in wanted if name in by_blocks], bmap
     cores = os.cpu_count() or 1
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-bench-")))
         datadir = _image_folder(datadir, make, temporary)
+        images = bench.list_images(datadir)
         settings = bench.LoaderSettings(
             datadir, packed or temporary / "packed", target, batchsize, batches, threads=threads or
             [t for t in (1, 2, 4, 8, 16) if t <= cores], repeats=repeats, options=options,
@@ -140,7 +158,7 @@ def loaders(
             reports = [bench.compare(replace(settings, decoding=d), wanted, tell) for d in decodings]
         about = {
             **machine(target), "batch size": batchsize, "images": "made" if make else str(datadir),
-            "kB per image": round(list_folder(datadir).sizes.mean() / 1e3), "page cache": "warm",
+            "kB per image": round(images.sizes.mean() / 1e3), "page cache": "warm" if datadir.is_dir() else "not used",
         }  # fmt: skip
     emit(reports, as_json=as_json, plot=plot, about=about)
 

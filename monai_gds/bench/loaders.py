@@ -28,13 +28,13 @@ from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import ImageNetDataset
 from monai_gds.imagenet.decoding import IMAGENET_MEAN, IMAGENET_STD, Decoding
-from monai_gds.imagenet.listing import ImageList, list_folder
+from monai_gds.imagenet.listing import ImageList, list_block_map, list_folder
 from monai_gds.imagenet.packed import is_packed, open_packed
 from monai_gds.imagenet.packing import pack_folder
 from monai_gds.imagenet.pipeline import dali
 from monai_gds.storage.registry import backend_names, backend_options
 
-__all__ = ["PEERS", "LoaderSettings", "compare", "options_for"]
+__all__ = ["PEERS", "LoaderSettings", "compare", "list_images", "options_for"]
 
 #: Called with the peer, images so far, and images per second so far.
 Progress: TypeAlias = Callable[[str, int, float], None]
@@ -55,7 +55,7 @@ class LoaderSettings:
     """What is measured.
 
     Args:
-        datadir: an image folder ``<class>/<file>``.
+        datadir: an image folder ``<class>/<file>``; or a block map of one, for readers that need no more.
         packed: the same images, packed.
         device: where batches go.
         batch_size: images per batch.
@@ -115,7 +115,7 @@ def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
 def decoder_alone(settings: LoaderSettings, threads: int) -> Generator[int]:
     """No reader: the decoder is fed with a few batches that are in memory. No peer that decodes is faster."""
     fn = dali().fn
-    images = list_folder(settings.datadir)
+    images = list_images(settings.datadir)
     count = min(len(images) // settings.batch_size, _BATCHES_IN_MEMORY) * settings.batch_size
     data = [_read(images.path(i)) for i in range(count)]
     starts = range(0, count, settings.batch_size)
@@ -221,6 +221,11 @@ PEERS: Mapping[str, Peer] = {
 }
 
 
+def list_images(datadir: Path) -> ImageList:
+    """The images of :attr:`LoaderSettings.datadir`. Raises ImageListError."""
+    return list_block_map(datadir) if datadir.is_file() else list_folder(datadir)
+
+
 def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress) -> Report:
     """Measures some of :data:`PEERS` in turns, each with the number of threads that suits it best.
 
@@ -228,7 +233,7 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
         ImageListError: the folder cannot be used, or the packed one has other images.
         ValueError: the folder holds less than a batch.
     """
-    images = list_folder(settings.datadir)
+    images = list_images(settings.datadir)
     if settings.batch_size > len(images):
         raise ValueError(f"a batch of {settings.batch_size} is larger than the {len(images)} images there are")
     count = settings.batches or len(images) // settings.batch_size

@@ -17,7 +17,11 @@ from monai_gds.imagenet import pack_folder, synthetic
 from monai_gds.imagenet.listing import list_folder
 from monai_gds.imagenet.squirrel import write_store
 from monai_gds.imagenet.synthetic import write_image_folder
+from monai_gds.storage.xnvme.block_map import BlockMap
 from tests.imagenet.conftest import folder  # noqa: F401
+from tests.loopdisk import loop_disk
+from tests.loopdisk import run as on_machine
+from tests.storage.xnvme import libraries
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 
@@ -71,10 +75,32 @@ def test_loaders_make_their_images() -> None:
     assert 90 < json.loads(output)["about"]["kB per image"] < 130
 
 
+def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of libxnvme plays the driver; the map is all that is left of the folder."""
+    made = tmp_path / "map.json"
+    with loop_disk(tmp_path, "ext4") as disk, libraries.using("double next"):
+        write_image_folder(disk.folder / "train", 12)
+        BlockMap.build(disk.folder / "train").save(made)
+        monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
+        on_machine("umount", str(disk.folder))
+        try:
+            output = run(
+                "loaders", "--be", "upcie", "--uri", "0000:01:00.0", "--nsid", "2", "--bmap", str(made),
+                "--mem", "cpu", "--device", "cpu", "--batchsize", "4", "--repeats", "1", "--threads", "1", "--json",
+            )  # fmt: skip
+        finally:
+            on_machine("mount", disk.device, str(disk.folder))
+    found = rows(output)
+    assert {name for (_, name), row in found.items() if row["samples"]} == {"xnvme-block"}
+    assert {title for (title, _), row in found.items() if row["samples"]} == {"encoded bytes to cpu", "decoded to cpu"}
+    assert json.loads(output)["about"]["page cache"] == "not used"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["loaders"], "--make N"),
+        (["loaders", "--bmap", ".", "--reader", "xnvme-block", "--reader", "dali"], "needed by dali"),
         (["loaders", "--make", "4", "--reader", "xnvme", "--uri", "/dev/nvme0n1"], "are for the block readers"),
         (["loaders", "--make", "4", "--reader", "nvme"], "'nvme' is not one of dali"),
         (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),

@@ -28,7 +28,7 @@ cp kernel/boot/vmlinuz-* vmlinuz
 mkdir -p root/bin root/lib root/dev root/proc root/sys root/host
 cp kernel/bin/busybox root/bin/busybox
 depmod -b kernel "$version"
-for module in virtio_pci 9pnet_virtio 9p nvme ext4 xfs crc32c_generic; do
+for module in virtio_pci 9pnet_virtio 9p nvme ext4 xfs crc32c_generic uio_pci_generic; do
     modprobe -d kernel -S "$version" --show-depends $module | sed -n 's/^insmod \([^ ]*\).*/\1/p'
 done | awk '!seen[$0]++' > modules
 i=100

@@ -54,7 +54,8 @@ class PciController(Controller):
     """
 
     def __init__(self, device: Path, max_transfer: int = 2 << 20) -> None:
-        Path("/proc/sys/vm/nr_hugepages").write_text(str(_HUGE_PAGES))
+        reserved = Path("/proc/sys/vm/nr_hugepages")
+        reserved.write_text(str(max(_HUGE_PAGES, int(reserved.read_text()))))
         with (device / "resource0").open("r+b") as bar:
             self._bar = mmap.mmap(bar.fileno(), 0)
         self._registers = np.frombuffer(self._bar, np.uint32)

@@ -105,7 +105,8 @@ class XnvmeBamBackend(XnvmeBlockBackend):
         self.reaches_gpu = device.type == "cuda"
         setup = BamSetup(
             None, device, uri, disk_behind(uri) if uri is not None and not image else None, None, None, queue_depth,
-            None if blockmap is None else blockmap.origin, image, self.reaches_gpu, self._kernel, queues, seconds,
+            None if blockmap is None else blockmap.origin, image, self.reaches_gpu, None, None, self._kernel, queues,
+            seconds,
         )  # fmt: skip
         self._read_through(Drives(setup, BamDrive), setup, blockmap)
 

@@ -34,11 +34,11 @@ from monai_gds.storage.xnvme.extents import Disk, Extent, disk_of, extents_in, l
 from monai_gds.storage.xnvme.files import probe_library
 from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
 from monai_gds.storage.xnvme.mapped import MappedFiles, Start, WholeDisk, identity, lookup
+from monai_gds.storage.xnvme.user_space import UPCIE, full_address
 
 __all__ = ["XnvmeBlockBackend", "disk_behind"]
 
 _KERNEL = (*KERNEL_INTERFACES, PASSTHROUGH)
-_PCI_ADDRESS = re.compile(r"([0-9a-fA-F]{4}:)?[0-9a-fA-F]{2}[:.][0-9a-fA-F]{2}\.[0-7]")
 
 #: Drivers whose buffers are GPU memory without being asked.
 _GPU_DRIVERS = ("upcie-cuda",)
@@ -57,15 +57,18 @@ class XnvmeBlockBackend(QueueBackend):
         be: how commands reach it: ``io_uring``, ``libaio`` or ``thrpool`` through the kernel, ``io_uring_cmd`` for NVMe
             passthrough, or a user-space driver that libxnvme was built with (``spdk``, ``upcie``, ``upcie-cuda``…).
             None: ``io_uring`` or, where the kernel does not allow it, ``thrpool``.
-        mem: xNVMe's memory allocator; ``gpu`` for one that gives GPU memory. None: the one that goes with ``be``.
+        mem: where commands read into: ``cpu`` or ``gpu``, or xNVMe's name of an allocator. None: what goes with ``be``.
         queue_depth: commands in flight at once, a power of two.
         blockmap: a saved map, or the path of one. Files must be where it says. Needed for a user-space driver: there a
             file that was written, replaced or deleted after it was mapped is an error, and so are other bytes where the
             map has checksums and the file is read whole. For paths below another folder than the map was made in,
             there ``BlockMap.load(map, parent=…)``.
+        nsid: the namespace, for a user-space driver. None: the first.
+        heap_bytes: of ``upcie``'s heap in huge pages; ``upcie-cuda`` has a second one, as large, on the GPU. The first
+            drive of a process decides. None: 1 GiB; 128 MiB are enough for one drive.
 
     Raises:
-        BackendUnavailable: libxnvme is missing or does not fit.
+        BackendUnavailable: libxnvme is missing, does not fit, or was built without ``be``.
         ValueError: arguments that do not go together.
         BlockMapError: the map cannot be used.
         NotMappable: ``uri`` is a partition, or made of other devices.
@@ -83,25 +86,31 @@ class XnvmeBlockBackend(QueueBackend):
         mem: str | None = None,
         queue_depth: int = 64,
         blockmap: BlockMap | str | os.PathLike[str] | None = None,
+        nsid: int | None = None,
+        heap_bytes: int | None = None,
     ) -> None:
         super().__init__(device)
         if not (isinstance(blockmap, BlockMap) or blockmap is None):
             blockmap = BlockMap.load(blockmap)
         origin = None if blockmap is None else blockmap.origin
         self.reaches_gpu = mem == "gpu" or be in _GPU_DRIVERS
-        if queue_depth < 1 or queue_depth & (queue_depth - 1) or queue_depth >= 4096:
-            raise ValueError(f"queue_depth={queue_depth}: xNVMe takes powers of two below 4096")
-        by_address = uri is not None and _PCI_ADDRESS.fullmatch(uri) is not None
-        user_space = by_address or be not in (None, *_KERNEL)
-        if user_space and (be in (None, *_KERNEL) or uri is None):
-            raise ValueError("a driver in user space is chosen with be='upcie' (or 'spdk'…) and uri='0000:01:00.0'")
+        address = None if uri is None else full_address(uri)
+        user_space = address is not None or be not in (None, *_KERNEL)
+        _check_options(uri, be, mem, queue_depth, nsid, heap_bytes, user_space)
         if user_space and blockmap is None:
             raise ValueError("over a driver in user space no file system is mounted: give the blockmap made before")
         if self.reaches_gpu and (device.type != "cuda" or uri is None):
             raise ValueError("buffers on a GPU need a CUDA target, and the drive by its uri")
+        if mem == "cpu" or (mem == "gpu" and be in _GPU_DRIVERS):
+            mem = None  # no name of xNVMe's: its default is meant
         disk = None if uri is None or user_space else disk_behind(uri)
         library = libxnvme.load()
-        setup = Setup(library, device, uri, disk, be, mem, queue_depth, origin, user_space, self.reaches_gpu)
+        if be is not None:
+            library.check_driver(be)
+        setup = Setup(
+            library, device, address or uri, disk, be, mem, queue_depth, origin, user_space, self.reaches_gpu, nsid,
+            heap_bytes,
+        )  # fmt: skip
         self._read_through(Drives(setup), setup, blockmap)
 
     def _read_through(self, drives: Drives, setup: Setup, blockmap: BlockMap | None) -> None:
@@ -270,6 +279,23 @@ class XnvmeBlockBackend(QueueBackend):
             "mem": setup.mem or "that of be",
             "queue_depth": setup.depth,
         }
+
+
+def _check_options(
+    uri: str | None, be: str | None, mem: str | None, queue_depth: int, nsid: int | None, heap_bytes: int | None,
+    user_space: bool,
+) -> None:  # fmt: skip
+    """Raises ValueError for options that do not go together."""
+    if queue_depth < 1 or queue_depth & (queue_depth - 1) or queue_depth >= 4096:
+        raise ValueError(f"queue_depth={queue_depth}: xNVMe takes powers of two below 4096")
+    if user_space and (be in (None, *_KERNEL) or uri is None):
+        raise ValueError("a driver in user space is chosen with be='upcie' (or 'spdk'…) and uri='0000:01:00.0'")
+    if mem == "cpu" and be in _GPU_DRIVERS:
+        raise ValueError(f"be={be!r} has its buffers on the GPU: leave mem='cpu' out, or choose be='upcie'")
+    if nsid is not None and not user_space:
+        raise ValueError(f"nsid={nsid} is for a driver in user space: through the kernel, uri names the namespace")
+    if heap_bytes is not None and (be not in UPCIE or heap_bytes < 1):
+        raise ValueError(f"heap_bytes={heap_bytes}: only uPCIe has a heap (be='upcie'), of at least a byte")
 
 
 class _File:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from monai_gds.errors import StorageError
 from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import Owner
 from monai_gds.storage import staging
@@ -51,7 +52,7 @@ class BounceBuffers(ABC):
     def __init__(self, nbytes: int) -> None:
         self._nbytes = pages(nbytes)
         self._free: deque[Bounce] = deque()
-        self._left = max(1, MOST_BYTES // self._nbytes)
+        self._left, self._made = max(1, MOST_BYTES // self._nbytes), 0
 
     def take(self) -> Bounce | None:
         """A buffer that may be filled at once; None while all are in use."""
@@ -61,8 +62,15 @@ class BounceBuffers(ABC):
                 return self._free.popleft()
         if not self._left:
             return None
-        made = self._make()
+        try:
+            made = self._make()
+        except StorageError:
+            if not self._made:
+                raise
+            self._left = 0  # it has to do with those that there are
+            return None
         self._left -= 1
+        self._made += 1
         return made
 
     def give_back(self, bounce: Bounce) -> None:

@@ -18,6 +18,7 @@ from monai_gds.storage.xnvme.block_map import Origin
 from monai_gds.storage.xnvme.buffers import BounceBuffers, GpuBounceBuffers, GpuBuffers, HostBounceBuffers
 from monai_gds.storage.xnvme.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
 from monai_gds.storage.xnvme.libxnvme import PASSTHROUGH, Completion, Device, Library, Queue
+from monai_gds.storage.xnvme.user_space import why_not_opened
 
 __all__ = ["BlockDevice", "CommandQueue", "Drive", "Drives", "Setup", "most_bytes"]
 
@@ -63,6 +64,7 @@ class Setup:
         origin: where the block map was made, if there is a map that records that.
         user_space: whether ``be`` takes the drive from the kernel, so that only a block map shows where files are.
         gpu_memory: whether xNVMe's buffers lie on the GPU.
+        nsid, heap_bytes: as :class:`.blocks.XnvmeBlockBackend` has them.
     """
 
     library: Library | None
@@ -75,6 +77,8 @@ class Setup:
     origin: Origin | None
     user_space: bool
     gpu_memory: bool
+    nsid: int | None
+    heap_bytes: int | None
 
     def interfaces(self, uri: str) -> tuple[str, ...]:
         """What to try, in this order."""
@@ -236,10 +240,14 @@ def _open_queue(uri: str, setup: Setup) -> tuple[Device, Queue]:
     for interface in setup.interfaces(uri):
         device: Device | None = None
         try:
-            device = Device(setup.library, uri, interface, setup.mem, setup.target.index if setup.gpu_memory else None)
+            gpu = setup.target.index if setup.gpu_memory else None
+            device = Device(setup.library, uri, interface, setup.mem, gpu, setup.nsid, setup.heap_bytes)
             return device, Queue(device, setup.depth)
         except StorageError as e:
             refused = e
+            why = why_not_opened(e.errno or 0, uri, interface, setup.heap_bytes) if setup.user_space else ""
+            if why:
+                refused = StorageError(e.errno, f"{e.strerror} ({why})", uri)
             if device is not None:
                 device.close()
     raise refused or StorageError(errno.ENODEV, "no interface to try", uri)

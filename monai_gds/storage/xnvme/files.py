@@ -70,7 +70,7 @@ class XnvmeBackend(BlockingBackend):
         try:
             handle = self._library.open("xnvme_file_open", f"/proc/self/fd/{fd}", opts)
         except StorageError as e:
-            raise StorageError(e.errno, "xNVMe could not open it", path) from e
+            raise StorageError(e.errno, e.strerror, path) from e
         # xNVMe looks up the namespace with the first command, and must not do so in several threads at once.
         self._library.api.xnvme_dev_get_nsid(handle)
         return handle

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from monai_gds.errors import BackendUnavailable, StorageError
+from monai_gds.storage.xnvme.user_space import claims
 
 __all__ = ["Completion", "Device", "Library", "Queue", "load"]
 
@@ -171,11 +172,29 @@ class Library:
         return opts
 
     def open(self, function: str, path: str, opts: Any) -> Any:
-        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError if it gave nothing."""
+        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError, with xNVMe's errno, if it gave nothing."""
+        ctypes.set_errno(0)
         handle = getattr(self.api, function)(ctypes.create_string_buffer(os.fsencode(path)), ctypes.byref(opts))
         if not handle:
-            raise StorageError(errno.EIO, f"{function} of {self.path} could not open it", path)
+            code = ctypes.get_errno() or errno.EIO
+            raise StorageError(code, f"{function} could not open it: {os.strerror(code)}", path)
         return handle
+
+    def check_driver(self, interface: str) -> None:
+        """Raises BackendUnavailable if the library was built without the driver of an interface."""
+        drivers = self.drivers()
+        if drivers and self.driver_of(interface) not in drivers:
+            raise BackendUnavailable(
+                f"{self.path} was built without {interface!r}; its drivers are {', '.join(drivers)}. "
+                "Choose another be, or a libxnvme that was built with it"
+            )
+
+    def driver_of(self, interface: str) -> str:
+        """The name that ``be`` has in the options for it."""
+        if self.layout == "0.7":
+            return "linux" if interface in (*KERNEL_INTERFACES, PASSTHROUGH) else interface
+        # "io_uring" there means an NVMe namespace whose synchronous commands go by ioctl; _bdev any block device
+        return f"{interface}_bdev" if interface in KERNEL_INTERFACES else interface
 
     def describe(self) -> str:
         """One line: what was found, and how it is called."""
@@ -238,19 +257,24 @@ class Device:
         interface: one of KERNEL_INTERFACES, PASSTHROUGH, or the name of such a driver.
         mem: xNVMe's name of an allocator; None for the interface's own.
         gpu: index of the CUDA device for a driver with buffers on a GPU.
+        nsid: namespace of a drive in user space; None for the first.
+        heap_bytes: of uPCIe's heaps; None for its own default.
 
     Raises:
         StorageError: it cannot be opened.
     """
 
-    def __init__(self, library: Library, uri: str, interface: str, mem: str | None, gpu: int | None = None) -> None:
+    def __init__(
+        self, library: Library, uri: str, interface: str, mem: str | None, gpu: int | None = None,
+        nsid: int | None = None, heap_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self.library, self.uri, self.interface = library, uri, interface
         self.in_kernel = interface in (*KERNEL_INTERFACES, PASSTHROUGH)
         self.counts_bytes = interface in KERNEL_INTERFACES
         self._api = library.api
         with _opening:
             before = _descriptors_of(uri) if self.in_kernel else set()
-            self.handle = library.open("xnvme_dev_open", uri, self._options(mem, gpu))
+            self.handle = self._open(mem, self._options(mem, gpu, nsid, heap_bytes))
             try:
                 if self.in_kernel:
                     _check_read_only(_descriptors_of(uri) - before, uri, direct=self.counts_bytes)
@@ -260,6 +284,8 @@ class Device:
                 self.nsid = self._api.xnvme_dev_get_nsid(self.handle)
                 if self.block_size not in (512, 1024, 2048, 4096) or not self.nbytes or not self.max_transfer:
                     guess = "is it a partition? Name the whole disk"
+                    if not self.in_kernel:
+                        guess = f"does the drive have a namespace {self.nsid} (nsid)?"
                     if mem is not None:
                         guess = f"does mem={mem!r} give no memory (huge pages that nobody reserved, for instance)?"
                     raise StorageError(
@@ -271,17 +297,26 @@ class Device:
                 self.close()
                 raise
 
-    def _options(self, mem: str | None, gpu: int | None) -> Any:
-        fields: dict[str, str | int | None] = {"mem": mem}
+    def _open(self, mem: str | None, opts: Any) -> Any:
+        if not self.in_kernel:
+            claims.take(self.uri)
+        try:
+            return self.library.open("xnvme_dev_open", self.uri, opts)
+        except StorageError as e:
+            if not self.in_kernel:
+                claims.give_up(self.uri)
+            if mem is None:
+                raise
+            why = f"{e.strerror}; perhaps {self.interface} has no allocator {mem!r}"
+            raise StorageError(e.errno, why, self.uri) from e
+
+    def _options(self, mem: str | None, gpu: int | None, nsid: int | None, heap_bytes: int | None) -> Any:
+        fields: dict[str, str | int | None] = {"be": self.library.driver_of(self.interface), "mem": mem, "nsid": nsid}
         if self.library.layout == "next":
-            # "io_uring" there means an NVMe namespace whose synchronous commands go by ioctl; _bdev any block device
-            fields["be"] = f"{self.interface}_bdev" if self.counts_bytes else self.interface
-            fields["gpu_id"] = gpu
+            fields |= {"gpu_id": gpu, "host_heap_size": heap_bytes, "device_heap_size": heap_bytes}
         elif self.in_kernel:
             # sync "block": by pread, so that thrpool reports bytes and MDTS is not cut to what an ioctl takes
-            fields |= {"be": "linux", "async": self.interface, "sync": "block" if self.counts_bytes else "nvme"}
-        else:
-            fields["be"] = self.interface
+            fields |= {"async": self.interface, "sync": "block" if self.counts_bytes else "nvme"}
         return self.library.options(direct=int(self.counts_bytes), **fields)
 
     def alloc(self, nbytes: int) -> int:
@@ -299,6 +334,8 @@ class Device:
         handle, self.handle = self.handle, None
         if handle:
             self._api.xnvme_dev_close(handle)
+            if not self.in_kernel:
+                claims.give_up(self.uri)
 
 
 class Queue:
@@ -421,13 +458,13 @@ def load() -> Library:
 def _load(named: str | None) -> Library:
     if named:
         try:
-            return Library(ctypes.CDLL(named))
+            return Library(ctypes.CDLL(named, use_errno=True))
         except OSError as e:
             raise BackendUnavailable(f"{ENVIRONMENT} names {named}, which does not load: {e}") from e
     candidates = [*_NAMES, *_told_by_pkg_config()]
     for candidate in candidates:
         try:
-            return Library(ctypes.CDLL(candidate))
+            return Library(ctypes.CDLL(candidate, use_errno=True))
         except OSError:
             continue
     raise BackendUnavailable(f"no libxnvme was found ({ENVIRONMENT} is not set; tried {', '.join(candidates)})")

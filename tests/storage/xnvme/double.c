@@ -110,10 +110,13 @@ enum fault {
 	BROKEN_QUEUE,   /* poke fails with -EBADF, lasting */
 	REFUSED,        /* the next submission fails with -EINVAL */
 	STUCK,          /* nothing completes, lasting */
+	UNOPENED,       /* devices do not open, for the errno value, lasting */
+	HEAP,           /* a heap that holds so many buffers, lasting */
 };
 static enum fault fault;
 static long value;
-static long counts[8]; /* reads, alive buffers, writes, open devices, most in flight, largest read, gpu_id, queues */
+/* reads, alive buffers, writes, open devices, most in flight, largest read, gpu_id, queues, nsid, heap in MiB */
+static long counts[10];
 
 void double_fail(int what, long n) { fault = what; value = n; }
 long double_count(int which) { return counts[which]; }
@@ -142,7 +145,9 @@ static struct dev *open_any(const char *path, struct opts *o)
 
 	if (path[0] != '/') /* a PCI address: the drive that this variable names plays it */
 		path = getenv("XNVME_DOUBLE_DRIVE");
-	if (!path) {
+	if (fault == UNOPENED)
+		errno = value;
+	if (!path || fault == UNOPENED) {
 		free(dev);
 		return NULL;
 	}
@@ -171,7 +176,9 @@ static struct dev *open_any(const char *path, struct opts *o)
 		memset(&dev->geo, 0, sizeof dev->geo);
 #ifdef NEXT
 	counts[6] = o->gpu_id;
+	counts[9] = o->host_heap_size >> 20;
 #endif
+	counts[8] = o->nsid;
 	counts[3]++;
 	return dev;
 }
@@ -212,6 +219,8 @@ void *xnvme_buf_alloc(struct dev *dev, size_t nbytes)
 	}
 #endif
 	(void)dev;
+	if (fault == HEAP && value-- <= 0)
+		return NULL;
 	return xnvme_buf_virt_alloc(4096, nbytes);
 }
 void xnvme_buf_free(struct dev *dev, void *p)

@@ -295,7 +295,7 @@ def test_an_allocator_by_name(disk: LoopDisk, file: Path) -> None:
     with (
         libraries.using("real"),
         opened(mem="nonsense") as storage,
-        pytest.raises(StorageError, match="could not open it"),
+        pytest.raises(StorageError, match=r"could not open it: .*has no allocator 'nonsense'"),
     ):
         whole(storage, file)
 
@@ -715,7 +715,7 @@ def _user_space(disk: LoopDisk, extra: list[tuple[str, Extent]] = [], **options:
     files = dict(made) | {path: FileBlocks(extent.nbytes, (extent,)) for path, extent in extra}
     os.environ["XNVME_DOUBLE_DRIVE"] = disk.device
     blocks = BlockMap(files, origin, unmapped=made.unmapped)
-    return opened(uri="0000:01:00.0", be="upcie", blockmap=blocks, **options)
+    return opened(**{"uri": "0000:01:00.0", "be": "upcie", "blockmap": blocks, **options})
 
 
 class TestUserSpace:
@@ -856,6 +856,34 @@ class TestUserSpace:
             with pytest.raises(FileChanged, match="3000320 bytes, and had 3000321"):
                 storage.load(Reads.of("set/file.bin", [(0, 1)], 3_000_321)).wait()
 
+    def test_the_namespace_and_the_heap_are_passed_on(self, disk: LoopDisk, file: Path) -> None:
+        double = libraries.Double("double next")
+        double.reset()
+        with libraries.using("double next"), _user_space(disk, nsid=2, heap_bytes=128 << 20, mem="cpu") as storage:
+            assert whole(storage, file) == content(3_000_000)
+        assert (double.count("nsid"), double.count("heap_mib")) == (2, 128)
+
+    def test_an_address_without_its_domain(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
+        with _user_space(disk, uri="01:00.0") as storage:
+            assert storage.describe()["uri"] == "0000:01:00.0"
+            assert whole(storage, file) == content(3_000_000)
+
+    def test_a_heap_with_room_for_few_buffers(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
+        with _user_space(disk) as storage:
+            double.fail("HEAP", 2)
+            for _ in range(3):
+                assert whole(storage, file) == content(3_000_000)
+            assert double.count("most_in_flight") <= 2
+
+    def test_a_drive_that_does_not_open(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
+        with _user_space(disk, uri="ffff:01:00.0") as storage:
+            double.fail("UNOPENED", errno.ENOMEM)
+            with pytest.raises(
+                StorageError, match=r"Cannot allocate memory \(this machine has no PCI device"
+            ) as failed:
+                whole(storage, file)
+            assert failed.value.errno == errno.ENOMEM
+
     def test_only_reads(self, disk: LoopDisk, double: libraries.Double) -> None:
         with _user_space(disk) as storage, pytest.raises(StorageError, match="no file system to write through"):
             storage.write(str(disk.folder / "new.bin"), [b"x"])
@@ -880,6 +908,10 @@ class TestUserSpace:
         ({"be": "upcie"}, "driver in user space"),
         ({"be": "upcie", "uri": "0000:01:00.0"}, "give the blockmap"),
         ({"mem": "gpu", "uri": "/dev/null"}, "CUDA target"),
+        ({"mem": "cpu", "be": "upcie-cuda", "uri": "0000:01:00.0"}, "choose be='upcie'"),
+        ({"nsid": 2, "uri": "/dev/nvme0n1"}, "uri names the namespace"),
+        ({"heap_bytes": 1 << 27, "be": "spdk", "uri": "0000:01:00.0"}, "only uPCIe has a heap"),
+        ({"heap_bytes": 0, "be": "upcie", "uri": "0000:01:00.0"}, "of at least a byte"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], match: str) -> None:

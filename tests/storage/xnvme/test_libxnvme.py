@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from monai_gds.errors import BackendUnavailable
+from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage import available_backends, open_storage
 from monai_gds.storage.xnvme import libxnvme
+from monai_gds.storage.xnvme.block_map import BlockMap, Origin
+from monai_gds.storage.xnvme.extents import Disk
 from tests.storage.xnvme import libraries
 
 
@@ -43,6 +46,24 @@ def test_a_library_that_does_not_say_is_no_error() -> None:
     for kind in ("double", "double next"):
         with libraries.using(kind):
             assert (libxnvme.load().version(), libxnvme.load().drivers()) == ("", [])
+
+
+@pytest.mark.parametrize("kind", ["double", "double next"])
+def test_a_driver_that_the_library_was_built_without(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libxnvme.Library, "drivers", lambda _: ["linux", "io_uring_bdev", "ramdisk"])
+    made = BlockMap({}, Origin("/data", "ext4", "", 0, Disk("nvme0n1", "259:0", 512, 1 << 30, 1 << 20)))
+    with libraries.using(kind):
+        libxnvme.load().check_driver("io_uring")
+        with pytest.raises(BackendUnavailable, match=r"built without 'spdk'; its drivers are linux, io_uring_bdev"):
+            open_storage("xnvme-block", "cpu", be="spdk", uri="0000:01:00.0", blockmap=made)
+
+
+def test_an_error_of_opening_has_its_cause(tmp_path: Path) -> None:
+    with libraries.using("double"):
+        library = libxnvme.load()
+        with pytest.raises(StorageError, match="could not open it: No such file or directory") as failed:
+            library.open("xnvme_dev_open", str(tmp_path / "none"), library.options())
+        assert (failed.value.errno, failed.value.filename) == (errno.ENOENT, str(tmp_path / "none"))
 
 
 def test_nothing_that_writes_to_a_device_is_even_declared() -> None:

@@ -1,0 +1,126 @@
+"""Drives that a driver in user space has taken from the kernel: addresses, claims, and why one could not be opened.
+
+xNVMe gives an errno and no more. What it means is found in /sys and /proc.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import resource
+import threading
+from pathlib import Path
+
+from monai_gds.errors import StorageError
+
+__all__ = ["UPCIE", "Claims", "claims", "full_address", "why_not_opened"]
+
+#: xNVMe's drivers that take their memory from a heap of their own, in huge pages.
+UPCIE = ("upcie", "upcie-cuda")
+
+#: What that heap has where nobody asks for a size: XNVME_BE_UPCIE_DEFAULT_HEAP_SIZE.
+_HEAP_BYTES = 1 << 30
+
+#: Drivers of the kernel that leave a device to a process.
+_LETS_GO = ("uio_pci_generic", "vfio-pci", "igb_uio")
+
+_ADDRESS = re.compile(r"([0-9a-fA-F]{4}:)?[0-9a-fA-F]{2}[:.][0-9a-fA-F]{2}\.[0-7]")
+
+#: Where the kernel lists PCI devices.
+_DEVICES = "sys/bus/pci/devices"
+
+
+def full_address(uri: str) -> str | None:
+    """A PCI address with its domain, as xNVMe and /sys have it; None for what is not a PCI address."""
+    found = _ADDRESS.fullmatch(uri)
+    return found and (uri if found[1] else f"0000:{uri}")
+
+
+def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None, root: Path = Path("/")) -> str:
+    """The cause of an errno that opening a drive gave, and the remedy; empty where this machine shows none.
+
+    Args:
+        code: the errno.
+        address: of the drive.
+        driver: xNVMe's name of the driver.
+        heap_bytes: of uPCIe's heap; None for its default.
+        root: where /proc and /sys are.
+    """
+    if full_address(address) is None:
+        return ""  # it is elsewhere in the network
+    device = root / _DEVICES / address
+    if not device.exists():
+        return "this machine has no PCI device of that address"
+    bound = os.path.basename(os.path.realpath(device / "driver")) if (device / "driver").exists() else "no driver"
+    if bound not in _LETS_GO:
+        return f"it is bound to {bound}: unmount it and bind it to uio_pci_generic or vfio-pci (`xnvme-driver` does)"
+    if code == errno.ENOMEM and driver in UPCIE:
+        return _memory(heap_bytes or _HEAP_BYTES, root)
+    return ""
+
+
+class Claims:
+    """The drives that this process drives. A second process would reset a drive, and the reads of the first would hang.
+
+    Args:
+        root: where /sys is.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._held: dict[tuple[int, str], tuple[int, int]] = {}  # by process and address: descriptor, and how often
+
+    def take(self, address: str) -> None:
+        """Claims a drive, once more where this process has it. Raises StorageError where another process has it."""
+        key = os.getpid(), address
+        with self._lock:
+            fd, count = self._held.get(key, (-1, 0))
+            self._held[key] = (self._locked(address) if fd < 0 else fd, count + 1)
+
+    def _locked(self, address: str) -> int:
+        try:
+            fd = os.open(self._root / _DEVICES / address / "config", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return -1  # opening the drive gives a better error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            os.close(fd)
+            why = "another process reads this drive in user space, and only one can: read it in a single process"
+            raise StorageError(errno.EBUSY, why, address) from e
+        return fd
+
+    def give_up(self, address: str) -> None:
+        """Ends one claim."""
+        key = os.getpid(), address
+        with self._lock:
+            fd, count = self._held.pop(key, (-1, 0))
+            if count > 1:
+                self._held[key] = fd, count - 1
+            elif fd >= 0:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # also for processes forked since, which have the descriptor too
+                os.close(fd)
+
+
+#: Those of this process.
+claims = Claims()
+
+
+def _memory(heap: int, root: Path) -> str:
+    """What a heap takes, and what this machine has for it."""
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    told = {line[0]: int(line[1]) for line in lines}
+    page = told["Hugepagesize:"] << 10
+    needed, free = -(-heap // page), told["HugePages_Free:"] - told["HugePages_Rsvd:"]
+    takes = f"uPCIe's heap of {heap >> 20} MiB takes {needed} huge pages of {page >> 20} MiB"
+    if free < needed:
+        total = told["HugePages_Total:"] + needed - free
+        remedy = f"sysctl vm.nr_hugepages={total}, or a smaller heap_bytes"
+        return f"{takes}, and {free} are free: {remedy}"
+    allowed, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if allowed != resource.RLIM_INFINITY and allowed < heap:
+        return f"{takes}, and this process may lock {allowed >> 10} KiB: ulimit -l unlimited"
+    return f"{takes}: a larger heap_bytes may help"

@@ -1,0 +1,88 @@
+"""PCI addresses, and why a drive in user space was not opened, on machines made up below a folder."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from monai_gds.errors import StorageError
+from monai_gds.storage.xnvme.user_space import Claims, full_address, why_not_opened
+
+ADDRESS = "0000:01:00.0"
+
+
+def test_addresses() -> None:
+    assert full_address("01:00.0") == full_address(ADDRESS) == ADDRESS
+    assert full_address("/dev/nvme0n1") is None
+    assert full_address("10.0.0.1:4420") is None
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine with a drive, bound to uio_pci_generic, and 600 huge pages, 100 of them in use."""
+    (tmp_path / "sys/bus/pci/devices" / ADDRESS).mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    bind(tmp_path, "uio_pci_generic")
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal:       16384000 kB\nHugePages_Total:     600\nHugePages_Free:      520\nHugePages_Rsvd:       20\n"
+        "HugePages_Surp:        0\nHugepagesize:       2048 kB\n"
+    )
+    return tmp_path
+
+
+def bind(root: Path, driver: str) -> None:
+    """Binds the drive to a driver."""
+    link = root / "sys/bus/pci/devices" / ADDRESS / "driver"
+    link.unlink(missing_ok=True)
+    (root / "sys/bus/pci/drivers" / driver).mkdir(parents=True)
+    link.symlink_to(root / "sys/bus/pci/drivers" / driver)
+
+
+def why(root: Path, code: int, driver: str = "upcie", heap_bytes: int | None = None, address: str = ADDRESS) -> str:
+    return why_not_opened(code, address, driver, heap_bytes, root)
+
+
+def test_a_drive_that_is_not_there(root: Path) -> None:
+    assert "no PCI device" in why(root, errno.ENOENT, address="0000:02:00.0")
+
+
+def test_a_drive_that_the_kernel_has(root: Path) -> None:
+    bind(root, "nvme")
+    assert "bound to nvme: unmount it and bind it to uio_pci_generic" in why(root, errno.EOPNOTSUPP)
+    (root / "sys/bus/pci/devices" / ADDRESS / "driver").unlink()
+    assert "bound to no driver" in why(root, errno.ENOENT)
+
+
+def test_huge_pages_are_counted(root: Path) -> None:
+    """Those that other processes have been promised are not free."""
+    told = why(root, errno.ENOMEM)
+    assert "heap of 1024 MiB takes 512 huge pages of 2 MiB, and 500 are free" in told
+    assert "sysctl vm.nr_hugepages=612" in told
+    assert "takes 501 huge pages" in why(root, errno.ENOMEM, heap_bytes=1000 * 2**20 + 1)
+
+
+def test_memory_that_may_not_be_locked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 << 20, 8 << 20))
+    assert "may lock 8192 KiB: ulimit -l unlimited" in why(root, errno.ENOMEM, heap_bytes=128 << 20)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
+    assert "a larger heap_bytes may help" in why(root, errno.ENOMEM, heap_bytes=128 << 20)
+
+
+def test_a_drive_belongs_to_one_process(root: Path) -> None:
+    (root / "sys/bus/pci/devices" / ADDRESS / "config").touch()
+    first, second = Claims(root), Claims(root)  # of two processes
+    first.take(ADDRESS)
+    first.take(ADDRESS)
+    first.give_up(ADDRESS)
+    with pytest.raises(StorageError, match="another process reads this drive"):
+        second.take(ADDRESS)
+    first.give_up(ADDRESS)
+    second.take(ADDRESS)
+    second.give_up(ADDRESS)
+    first.take("10.0.0.1:4420")  # in the network: whoever opens it says more
+
+
+def test_other_errors_and_other_drivers_have_their_errno_alone(root: Path) -> None:
+    assert why(root, errno.EIO) == why(root, errno.ENOMEM, driver="spdk") == ""
