@@ -155,7 +155,7 @@ def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None =
     hasher = _Hasher(root, describes=True)
     digests = []
     for i, transform in enumerate(transforms):
-        name = getattr(transform, "__qualname__", type(transform).__qualname__)
+        name = _own(transform, "__qualname__") or type(transform).__qualname__
         digests.append(hasher.digest(transform, f"transforms[{i}] {name}"))
     digest = hasher.join([*digests, *hasher.definitions()]).hex()
     return HashedTransforms(
@@ -381,7 +381,7 @@ class _Hasher:
             return self._code(value, where)
         if isinstance(value, types.CellType):
             return [b"cell", *([self.digest(value.cell_contents, where)] if is_filled(value) else [])]
-        wrapped = getattr(value, "__wrapped__", None)
+        wrapped = _own(value, "__wrapped__")
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
@@ -466,7 +466,7 @@ class _Hasher:
 
     def _object(self, value: Any, where: str) -> list[bytes]:
         head = [b"object", self.digest(type(value), where)]
-        own = getattr(value, "__cache_key__", None)
+        own = _own(value, "__cache_key__")
         if own is not None:
             return [*head, self.digest(own(), f"{where}.__cache_key__()")]
         writes = any(known.writes_files(cls) for known in _libraries.values() for cls in type(value).__mro__)
@@ -494,7 +494,7 @@ class _Hasher:
 
     def _attributes(self, value: Any, where: str) -> Iterable[bytes]:
         skip: set[str] = set()
-        state = dict(getattr(value, "__dict__", {}))
+        state = dict(_own(value, "__dict__") or {})
         for cls in type(value).__mro__:
             name = f"{cls.__module__}.{cls.__qualname__}"
             for known in _libraries.values():
@@ -502,7 +502,7 @@ class _Hasher:
                 for attribute, compute in known.computed.get(name, {}).items():
                     state[attribute] = compute(value)
             if name == "torch.nn.modules.module.Module":  # the order in which Sequential runs its modules
-                state["order of _modules"] = list(value._modules)
+                state["order of _modules"] = list(value._modules.keys())  # TorchScript's are not a dict
             slots = vars(cls).get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
                 if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
@@ -513,7 +513,7 @@ class _Hasher:
 
     def _reduced(self, value: Any, where: str) -> Iterable[bytes]:
         """An object of a C type, by the parts it would be pickled as."""
-        getattr(value, "__dict__", None)  # many types create it on first access, and pickle it from then on
+        _own(value, "__dict__")  # many types create it on first access, and pickle it from then on
         try:
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce else value.__reduce_ex__(4)  # older protocols drop a datetime's fold
@@ -523,6 +523,14 @@ class _Hasher:
             return [parts.encode()]
         shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
         return [self.digest(list(p) if hasattr(p, "__next__") else p, where) for p in shown]
+
+
+def _own(value: Any, name: str) -> Any:
+    """An attribute that is there; None for any that the class's ``__getattr__`` would make up, or fail to."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def _plain(value: Any) -> list[bytes] | None:
@@ -615,7 +623,7 @@ def _short_array(value: np.ndarray, data: bytes) -> str:
 def _repeats_attributes(state: Any, value: Any) -> bool:
     """Whether an object's pickled state consists of its attributes alone, including transient ones."""
     pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # __dict__ and slots
-    attributes = getattr(value, "__dict__", {})
+    attributes = _own(value, "__dict__") or {}
     return all(
         piece is None or (isinstance(piece, dict) and all(k in attributes or hasattr(value, k) for k in piece))
         for piece in pieces

@@ -382,6 +382,26 @@ def test_objects_count_by_attributes() -> None:
     assert differ(Parameters(1).__call__, Parameters(2).__call__)
 
 
+class Settings(dict):
+    """As many projects have for their settings: attributes are keys, and others a KeyError."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Defaults(Settings):
+    """The same with more of itself for every key that is missing."""
+
+    def __missing__(self, key: str) -> Any:
+        return Defaults()
+
+
+@pytest.mark.parametrize("cls", [Settings, Defaults])
+def test_attributes_that_a_class_makes_up_are_not_looked_for(cls: type) -> None:
+    assert differ(cls(a=1), cls(a=2), {"a": 1})
+    assert hash_transforms([Parameters(cls(a=1))]).digest != hash_transforms([Parameters(cls(a=2))]).digest
+
+
 def test_copying_leaves_no_trace_in_a_class() -> None:
     class Copied:
         pass
@@ -422,6 +442,7 @@ def test_local_classes_count_by_what_they_close_over() -> None:
         pytest.param(lambda: open("/dev/null", "rb"), "", id="open binary file"),  # noqa: SIM115
         pytest.param(lambda: (i for i in range(3)), "", id="generator"),
         pytest.param(threading.Event, r"\._cond\._lock", id="event"),
+        pytest.param(lambda: torch.jit.script(torch.nn.ReLU()), r"\._\w+\._c", id="TorchScript"),
         pytest.param(lambda: torch.eye(2).to_sparse(), "", id="sparse tensor"),
         pytest.param(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "", id="nested tensor"),
         pytest.param(lambda: torch.ones(2, device="meta"), "", id="tensor without data"),
