@@ -143,7 +143,13 @@ class KeyMaker:
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
         """The key of an item. Raises HashingError if the item holds something without a stable content."""
-        seen = self._look(item)
+        try:
+            seen = self._look(item)
+        except RecursionError as e:
+            raise HashingError(
+                "the item contains itself, or is nested too deeply to be hashed: flatten it, or pass an object in its "
+                "place whose class has a method __cache_key__(self) that returns plain data"
+            ) from e
         paths = seen.absolute()
         identities = tuple(map(self._sources.identity, paths, seen.folders))
         if pipeline.files:

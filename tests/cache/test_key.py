@@ -20,6 +20,7 @@ from monai_gds.cache.hashing import canonical_hash, hash_item
 from monai_gds.cache.header import digest_of
 from monai_gds.cache.key import Key, KeyMaker, Pipeline
 from monai_gds.cache.sources import Sources
+from monai_gds.errors import HashingError
 
 PIPELINE = Pipeline("transforms", "1.6.1")
 
@@ -52,6 +53,13 @@ def _digests(keys: Keys, *items: Any) -> list[str]:
 
 
 # The item
+
+
+def test_an_item_that_contains_itself_is_an_error_with_a_way_out(keys: Keys) -> None:
+    item: dict[str, Any] = {"image": "ct.nii"}
+    item["self"] = item
+    with pytest.raises(HashingError, match=r"contains itself.*flatten it"):
+        keys(item)
 
 
 def test_is_stable(keys: Keys, volume: Path) -> None:
