@@ -35,14 +35,13 @@ def bytes_of(size: float | str, argument: str) -> int:
         >>> bytes_of("20GB", "device_bytes"), bytes_of(1e9, "device_bytes")
         (20000000000, 1000000000)
     """
-    found = re.fullmatch(
-        r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*", str(size) if isinstance(size, str) else f"{size:.0f}"
-    )
     try:
+        text = size if isinstance(size, str) else f"{size:.0f}"
+        found = re.fullmatch(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
         if found is None:
             raise ValueError
         return int(float(found[1]) * _BYTES[found[2].upper()])
-    except (KeyError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ValueError(
             f"{argument}={size!r}: it must be a number of bytes, or one with a unit: 20e9, '20GB' or '18GiB'"
         ) from None

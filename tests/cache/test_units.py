@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from monai_gds.cache.units import bytes_of, seconds_of
@@ -26,9 +28,9 @@ def test_sizes(size: float | str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", ["", "GB", "-1", -5, "20 parsecs", "1.2.3", float("nan"), float("inf"), "1e-9", "1e999", "2e"]
+    "size", ["", "GB", "-1", -5, "20 parsecs", "1.2.3", float("nan"), float("inf"), "1e-9", "1e999", "2e", None, [1]]
 )
-def test_sizes_that_are_none(size: float | str) -> None:
+def test_sizes_that_are_none(size: Any) -> None:
     with pytest.raises(ValueError, match=r"device_bytes=.*'20GB'"):
         bytes_of(size, "device_bytes")
 
