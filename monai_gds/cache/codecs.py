@@ -100,7 +100,8 @@ def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode:
         decode: makes the instance from that value.
 
     Raises:
-        ValueError: the name belongs to a class with another ``decode``, or begins with ``$`` as built-in ones do.
+        ValueError: the name belongs to another class with another ``decode``, or begins with ``$`` as built-in ones do.
+            A class of the same module and name is the same, defined again in a notebook.
 
     Example:
         >>> from ipaddress import IPv4Address
@@ -112,9 +113,13 @@ def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode:
     if TAGS and name.startswith("$"):
         raise ValueError(f"the name {name!r} begins with $, as only those of built-in types do: choose another")
     known = _by_name.get(name)
-    if known is not None and known.cls is not cls and known.decode is not decode:
+    if known is not None and _full_name(known.cls) != _full_name(cls) and known.decode is not decode:
         raise ValueError(f"the name {name!r} is already registered for {known.cls.__qualname__}")
     _by_class[cls] = _by_name[name] = Codec(name, cls, encode, decode)
+
+
+def _full_name(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
 
 
 def codec_for(cls: type) -> Codec | None:

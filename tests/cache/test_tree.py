@@ -1143,6 +1143,19 @@ def test_registering_again_replaces_and_a_taken_name_is_an_error(registry: None)
         register_type(Custom, "fraction", str, str)
 
 
+def test_a_class_that_a_notebook_defines_again_takes_its_name_along(registry: None, round_trip: RoundTrip) -> None:
+    def cell() -> type:
+        class Voxel(str):
+            __slots__ = ()
+
+        register_type(Voxel, "voxel", str.__str__, lambda value: Voxel(value))
+        return Voxel
+
+    first, again = cell(), cell()
+    assert first is not again
+    assert type(round_trip(again("a"))) is again
+
+
 def test_an_instance_that_a_codec_refuses_is_named_with_the_reason(registry: None) -> None:
     def encode(value: Fraction) -> str:
         raise ValueError("has no place here")
