@@ -55,6 +55,7 @@ def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, 
 
     Raises:
         RecordError: damaged, or of a newer format.
+        FileChanged: it was replaced meanwhile.
         OSError: the file cannot be read.
     """
     head, file = storage.head(path, limits.HEAD_READ_BYTES)
@@ -62,13 +63,12 @@ def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, 
     if file.size > limits.HOLES_BYTES:
         check_holes(path)
     if needed > len(head):
-        head, file = storage.head(path, needed)
+        head = _longer_head(path, file, needed, storage)
     record = parse(head, file.size)
     front = record.front()
     end = max((entry.offset + entry.nbytes for entry in front.values()), default=0)
     if end > len(head):
-        head, again = storage.head(path, end)
-        check_identity(file, again, path)
+        head = _longer_head(path, file, end, storage)
     blocks = {}
     for name, entry in front.items():
         blocks[name] = head[entry.offset : entry.offset + entry.nbytes]
@@ -76,6 +76,12 @@ def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, 
             raise DamagedRecord("it was cut off while it was read")
         check_entry(name, entry.checksum, torch.from_numpy(np.frombuffer(bytearray(blocks[name]), np.uint8)))
     return record, file, blocks
+
+
+def _longer_head(path: str, file: FileId, nbytes: int, storage: Storage) -> bytes:
+    head, again = storage.head(path, nbytes)
+    check_identity(file, again, path)
+    return head
 
 
 def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list[tuple[int, RecordHead, bool]]]:
@@ -303,7 +309,7 @@ class RecordReader:
         """
         try:
             record = self.examine(path, digest)
-        except FileNotFoundError:
+        except (FileChanged, FileNotFoundError):  # replaced or deleted by another process
             return False
         except Exception as e:
             if not is_of_record(e):

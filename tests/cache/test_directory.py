@@ -97,6 +97,33 @@ def no_warning() -> Any:
 
 
 @pytest.mark.usefixtures("no_warning")
+@pytest.mark.parametrize("kind", [str, np.array], ids=["in its header", "in its small arrays"])
+def test_a_record_replaced_while_its_front_is_read_is_no_damage(
+    cache: CacheDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[str], Any]
+) -> None:
+    """The front is longer than the first read, and that of the file that takes its place is longer still."""
+    publish = CacheDirectory(tmp_path, open_storage("posix", "cpu")).publish
+    read_head, texts = PosixBackend.head, [kind(length * "x") for length in (200_000, 100_000, 200_000, 100_000)]
+    calls = 0
+
+    def replaced_behind(self: Any, path: str, nbytes: int) -> Any:
+        nonlocal calls
+        calls += 1
+        found = read_head(self, path, nbytes)
+        if calls % 2 and texts:
+            assert publish(key(), encode_item({"text": texts.pop()}))
+        return found
+
+    assert publish(key(), encode_item({"text": kind("x" * 50_000)}))
+    monkeypatch.setattr(PosixBackend, "head", replaced_behind)
+    assert not cache.holds(key().digest)
+    pending = cache.start(key().digest)
+    assert pending is not None
+    found = pending.wait()
+    assert found is not None and len(str(found[0]["text"])) == 200_000
+
+
+@pytest.mark.usefixtures("no_warning")
 def test_a_record_that_is_not_there_is_no_news(cache: CacheDirectory) -> None:
     assert get(cache, "a") is None
 
