@@ -351,7 +351,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.durable = durable
         self.file_mode = _checked_mode(file_mode)
         self._state = _Runtime()
-        self._unmade = False
+        self._unmade = self._local_unmade = False
         self._computes_under: State | None = None  # of a copy that computes in another process
         if cache_dir is not None:
             self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # of now: it may change
@@ -364,7 +364,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 raise ValueError(
                     f"local_dir={str(local_dir)!r} keeps copies of records in cache_dir={cache_dir!r}: name two folders"
                 )
-            prepare(self.local_dir, "local_dir")
+            self._local_unmade = not prepare(self.local_dir, "local_dir")
         elif self.local_bytes is not None:
             raise ValueError(
                 f"local_bytes={local_bytes!r} limits the copies in a local_dir, and there is none: name one"
@@ -901,14 +901,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             if self.local_dir is None:
                 state.cache = CacheDirectory(self.cache_dir, storage, device_bytes=device_bytes, **settings)
             else:
-                limited = self._limited(1, self.local_dir, self.local_bytes, "local_bytes")
-                near = CacheDirectory(
-                    self.local_dir,
-                    storage,
-                    device_bytes=device_bytes,
-                    copies=True,
-                    **{**settings, "index": None, **limited},
-                )
+                of_copies = {
+                    "index": None,
+                    "copies": True,
+                    "unmade": self._local_unmade,
+                    **self._limited(1, self.local_dir, self.local_bytes, "local_bytes"),
+                }
+                near = CacheDirectory(self.local_dir, storage, device_bytes=device_bytes, **{**settings, **of_copies})
                 state.cache = TwoTiers(near, self._saves_behind(), self.cache_dir, storage, **settings)
             state.cache_owner = Owner()
         return state.cache

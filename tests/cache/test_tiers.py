@@ -270,6 +270,14 @@ def test_a_full_drive_costs_the_copies_only(far: Path, near: Path, monkeypatch: 
     assert len(tried) <= ITEMS, "not in every epoch"
 
 
+def test_a_local_directory_that_cannot_be_made_is_said_once(far: Path, tmp_path: Path) -> None:
+    items = filled(far)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.warns(CacheWarning, match=r"local_dir=.* cannot be made, so nothing is copied") as caught:
+        assert same(epoch(dataset(far, tmp_path / "file" / "near")), items)
+    assert len(caught) == 1
+
+
 def test_ranks_that_read_the_same_copy_it_once(far: Path, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = filled(far)
     pids = []
