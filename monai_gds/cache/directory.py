@@ -111,33 +111,26 @@ class CacheDirectory:
 
         Returns None if there is no usable record. Anything but a plain absence has been reported.
         """
-        path = self.record_path(digest)
-        process_writer().wait_for(path)
+        (path,) = self._saved([digest])
         return self._reader.start(path)
-
-    def start_lazily(self, digest: str) -> LazyItem | None:
-        """As :meth:`start`, but of tensors in tiles only the boxes are read that are asked for later."""
-        path = self.record_path(digest)
-        process_writer().wait_for(path)
-        return self._reader.start_lazily(path)
-
-    def start_all_lazily(self, digests: Sequence[str]) -> list[LazyItem | PendingItem | None]:
-        """As :meth:`start_all`, but of tensors in tiles only the boxes are read that are asked for later."""
-        paths = [self.record_path(digest) for digest in digests]
-        writer = process_writer()
-        for path in paths:
-            writer.wait_for(path)
-        return self._reader.start_all_lazily(paths)
 
     def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
         """As :meth:`start`, for several records; small ones are read together."""
         if len(digests) == 1:  # reading one record "together" costs 5 us
             return [CacheDirectory.start(self, digests[0])]
+        return self._reader.start_all(self._saved(digests))
+
+    def start_all_lazily(self, digests: Sequence[str]) -> list[LazyItem | PendingItem | None]:
+        """As :meth:`start_all`, but of tensors in tiles only the boxes are read that are asked for later."""
+        return self._reader.start_all_lazily(self._saved(digests))
+
+    def _saved(self, digests: Sequence[str]) -> list[str]:
+        """The paths of records, once those among them are saved that this process is just saving."""
         paths = [self.record_path(digest) for digest in digests]
         writer = process_writer()
         for path in paths:
             writer.wait_for(path)
-        return self._reader.start_all(paths)
+        return paths
 
     def holds(self, digest: str, converted: bool = False) -> bool:
         """Whether there is a record with a sound header. Its data are not read; a damaged header is reported.

@@ -102,7 +102,7 @@ class LazyItem:
             unpacking.check()
         if self._verify:
             verify_entries(head, head.rest, raw, unpacking)
-            self._reader.mark_verified(self._path, head.file, head.rest is head.table)
+            self._reader.mark_verified(self._path, head.file, whole=False)
         return tensors_of(head, head.rest, raw, unpacking)
 
     @property

@@ -124,11 +124,6 @@ class RecordReader:
         begun = self._start(path, tries, lazily=False)
         return None if begun is None else PendingItem(self, path, begun)
 
-    def start_lazily(self, path: str) -> LazyItem | None:
-        """As :meth:`start`, but of tensors in tiles only what is asked for later."""
-        begun = self._start(path, _TRIES, lazily=True)
-        return None if begun is None else LazyItem(self, path, begun)
-
     def _start(self, path: str, tries: int, lazily: bool) -> Begun | None:
         while True:
             try:
@@ -277,7 +272,7 @@ class RecordReader:
         return found
 
     def start_all_lazily(self, paths: Sequence[str]) -> list[LazyItem | PendingItem | None]:
-        """As :meth:`start_lazily` for records with tensors in tiles, and as :meth:`start_all` for all others."""
+        """As :meth:`start_all`, but of tensors in tiles only what is asked for later."""
         found: list[LazyItem | PendingItem | None] = [None] * len(paths)
         others: list[int] = []
         for i, path in enumerate(paths):

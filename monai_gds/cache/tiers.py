@@ -2,9 +2,8 @@
 
 Records are looked for on the own drive first. One that is only in the shared directory is read from there, and copied
 byte for byte for the next time, in the background where the process may write there; while many copies wait, it is left
-for the epoch after. The copy is a record like any
-other, verified when it is first read. Its key is the original's, so it is never out of date. New records go to the
-shared directory.
+for the epoch after. The copy is a record like any other, verified when it is first read. Its key is the original's, so
+it is never out of date. New records go to the shared directory.
 """
 
 from __future__ import annotations
@@ -40,13 +39,7 @@ class TwoTiers(CacheDirectory):
         self._near, self._behind = near, behind
 
     def start(self, digest: str) -> PendingItem | None:
-        found: PendingItem | None
-        (found,) = self._first([digest], lambda tier, digests: [CacheDirectory.start(tier, *digests)])
-        return found
-
-    def start_lazily(self, digest: str) -> LazyItem | None:
-        found: LazyItem | None
-        (found,) = self._first([digest], lambda tier, digests: [CacheDirectory.start_lazily(tier, *digests)])
+        (found,) = self.start_all([digest])
         return found
 
     def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:

@@ -19,6 +19,7 @@ from monai_gds.cache import blosc, device_tiles, reading
 from monai_gds.cache.boxes import Box
 from monai_gds.cache.compression import Compression
 from monai_gds.cache.directory import CacheDirectory
+from monai_gds.cache.lazy_item import LazyItem
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, MonaiGdsError
 from monai_gds.storage import open_storage
@@ -101,8 +102,8 @@ def test_boxes(tmp_path: Path, device_bytes: int) -> None:
     cache = _cache(tmp_path, device_bytes=device_bytes)
     boxes: list[Box] = [(slice(3, 20), slice(70, 90), slice(1, 9)), (slice(60, 80), slice(0, 33), slice(95, 100))]
     for _ in range(3):
-        lazy = cache.start_lazily(key().digest)
-        assert lazy is not None
+        (lazy,) = cache.start_all_lazily([key().digest])
+        assert isinstance(lazy, LazyItem)
         found = lazy.read({"label": boxes, "image": boxes[:1]}).wait()
         assert found is not None
         for name, volume in found.items():

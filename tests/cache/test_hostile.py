@@ -27,6 +27,7 @@ from monai_gds.cache.boxes import whole_box
 from monai_gds.cache.compression import WHOLE, Compression
 from monai_gds.cache.conversion import read_whole
 from monai_gds.cache.directory import CacheDirectory
+from monai_gds.cache.lazy_item import LazyItem
 from monai_gds.cache.maintenance import check, survey
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, RecordError
@@ -91,16 +92,15 @@ class Place:
         return found
 
     def _lazily(self) -> Any:
-        lazy = self.cache().start_lazily(key().digest)
-        if lazy is None:
-            return None
+        (lazy,) = self.cache().start_all_lazily([key().digest])
+        if not isinstance(lazy, LazyItem):
+            return None if lazy is None else lazy.wait()
         for runs in lazy.runs.values():
             for value in range(len(runs.values)):
                 chosen = np.arange(len(runs.values)) == value
                 with contextlib.suppress(RecordError, IndexError):
                     runs.find(chosen, runs.count(chosen) - 1)
-        read = lazy.read({name: [whole_box(form.shape)] for name, form in lazy.tiled.items()}) if lazy.tiled else None
-        parts = {} if read is None else read.wait()
+        parts = lazy.read({name: [whole_box(form.shape)] for name, form in lazy.tiled.items()}).wait()
         return None if parts is None else lazy.assemble({name: volume.whole() for name, volume in parts.items()})
 
 

@@ -22,6 +22,7 @@ from monai_gds.cache.compression import Compression
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.heads import Form, TensorForm
 from monai_gds.cache.lazy_item import LazyItem, Volume
+from monai_gds.cache.pending_item import PendingItem
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning
 from monai_gds.storage import open_storage
@@ -64,8 +65,8 @@ def crop(volume: Volume, whole: torch.Tensor, wanted: Box) -> torch.Tensor:
 
 
 def lazily(cache: CacheDirectory) -> LazyItem:
-    found = cache.start_lazily(key().digest)
-    assert found is not None
+    (found,) = cache.start_all_lazily([key().digest])
+    assert isinstance(found, LazyItem)
     return found
 
 
@@ -134,8 +135,8 @@ def tile_at(cache: CacheDirectory, wanted: Box) -> int:
 
 def corner(cache: CacheDirectory, wanted: Box = CORNER) -> bool | None:
     """Whether a box comes as it should; None if there is no usable record."""
-    found = cache.start_lazily(key().digest)
-    volumes = None if found is None else found.read({"image": [wanted]}).wait()
+    (found,) = cache.start_all_lazily([key().digest])
+    volumes = found.read({"image": [wanted]}).wait() if isinstance(found, LazyItem) else None
     return None if volumes is None else torch.equal(crop(volumes["image"], image(), wanted), image()[(..., *wanted)])
 
 
@@ -193,7 +194,7 @@ def test_a_record_that_is_replaced_is_read_anew_and_one_that_is_deleted_is_absen
     found = lazily(cache)
     path.unlink()
     assert found.read({"image": [CORNER]}).wait() is None
-    assert cache.start_lazily(key().digest) is None
+    assert cache.start_all_lazily([key().digest]) == [None]
 
 
 def test_an_input_output_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +228,7 @@ def test_a_damaged_table_makes_no_item(tmp_path: Path) -> None:
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
     flip(path, header + 20)
     with pytest.warns(CacheWarning, match="__tiles.image"):
-        assert opened(tmp_path).start_lazily(key().digest) is None
+        assert opened(tmp_path).start_all_lazily([key().digest]) == [None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,20 +304,19 @@ def test_a_record_without_tiles_is_read_whole(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     assert cache.publish(key(), encode_item({"image": image(), "n": 1}))
     for _ in range(2):
-        found = lazily(cache)
-        assert not found.tiled
-        (one,), (other,) = found.assemble({}), found.assemble({})
-        one["image"].fill_(0)
-        assert torch.equal(other["image"], image()) and other["n"] == 1
+        (found,) = cache.start_all_lazily([key().digest])
+        assert isinstance(found, PendingItem)
+        (read_whole,) = found.wait()
+        assert torch.equal(read_whole["image"], image()) and read_whole["n"] == 1
 
 
 def test_complex_tensors_and_those_with_gradients_are_read_whole(tmp_path: Path) -> None:
     cache = opened(tmp_path, codec="lz4")
     some = {"a": image().requires_grad_(), "b": torch.complex(image(), image())}
     assert cache.publish(key(), encode_item(some))
-    found = lazily(cache)
-    assert not found.tiled
-    (one,) = found.assemble({})
+    (found,) = cache.start_all_lazily([key().digest])
+    assert isinstance(found, PendingItem)
+    (one,) = found.wait()
     assert torch.equal(one["a"], image()) and one["a"].requires_grad and torch.equal(one["b"], some["b"])
 
 

@@ -15,6 +15,7 @@ from monai_gds.cache import blosc, header, runs
 from monai_gds.cache.heads import Form, HeadMemory
 from monai_gds.cache.lazy_item import LazyItem
 from monai_gds.cache.maintenance import check
+from monai_gds.cache.pending_item import PendingItem
 from monai_gds.cache.tree import encode_item
 from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged
 from tests.cache.conftest import key
@@ -59,7 +60,8 @@ def test_an_item_that_keeps_arrays_has_runs_of_tensors_only(tmp_path: Path) -> N
 def test_what_is_stored_whole_has_no_runs(tmp_path: Path, codec: str | None) -> None:
     cache = opened(tmp_path, codec=codec)
     assert cache.publish(key(), encode_item({"label": label()[:, :10] if codec else label()}))
-    assert lazily(cache).runs == {}
+    (found,) = cache.start_all_lazily([key().digest])
+    assert isinstance(found, PendingItem)
 
 
 def blocks_in(path: Path) -> slice:
@@ -122,7 +124,7 @@ def test_strange_entries_are_refused(tmp_path: Path, change: Change, says: str) 
     entries["__metadata__"]["checksums"] = json.dumps({**sums, **dict.fromkeys(entries, "0" * 16)})
     path.write_bytes(with_header(path.read_bytes(), entries))
     with pytest.warns(CacheWarning, match=says):
-        assert cache.start_lazily(key().digest) is None
+        assert cache.start_all_lazily([key().digest]) == [None]
 
 
 def test_runs_that_do_not_hold_what_their_table_counts_are_no_sound_record(

@@ -242,11 +242,10 @@ def read_together(path: Path) -> None:
 
 def read_boxes(path: Path) -> None:
     """As crops are."""
-    found = _opened(path, "first").start_lazily(str(digest_in(path.name)))
+    (found,) = _opened(path, "first").start_all_lazily([str(digest_in(path.name))])
     if not isinstance(found, LazyItem):
-        return
-    if not found.tiled:
-        found.assemble({})
+        if found is not None:
+            found.wait()
         return
     boxes = {}
     for name, form in found.tiled.items():
