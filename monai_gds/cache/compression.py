@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from monai_gds import limits
-from monai_gds.cache import blosc, device_tiles
+from monai_gds.cache import blosc
+from monai_gds.cache.device_tiles import why_not as why_not_on_gpu
 from monai_gds.cache.header import Header, bytes_of
 from monai_gds.cache.tiles import EDGE
 from monai_gds.errors import CodecMissing
 
-__all__ = ["CODECS", "EDGES", "WHOLE", "Codec", "Compression", "why_not", "why_not_on_gpu"]
+__all__ = ["CODECS", "EDGES", "WHOLE", "Codec", "Compression", "why_not"]
 
 Codec = Literal["lz4", "zstd", "bitcomp"]
 
@@ -36,11 +37,6 @@ EDGES = (16, 32, 64)
 def why_not(codec: str) -> str | None:
     """Why nothing can be compressed by a codec here; None if it can."""
     return why_not_on_gpu() if codec in _ON_GPU_ONLY else blosc.why_not()
-
-
-def why_not_on_gpu() -> str | None:
-    """Why tiles are not unpacked by a GPU here; None if they are."""
-    return device_tiles.why_not()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from monai_gds.cache import header
 from monai_gds.cache.header import ARRAYS, TABLE
 from monai_gds.cache.heads import check_codecs
+from monai_gds.cache.pending_item import check_entry
 from monai_gds.cache.record import check_name, without_tiles
 from monai_gds.cache.tiles import Layout, Tiles
 from monai_gds.cache.tree import EncodedItem, tensor_of
@@ -21,7 +22,7 @@ from monai_gds.checksum import checksum
 from monai_gds.errors import DamagedRecord
 from monai_gds.storage import FileId
 
-__all__ = ["read_whole"]
+__all__ = ["read_entry", "read_whole"]
 
 
 def read_whole(path: str, digest: str) -> tuple[FileId, EncodedItem]:
@@ -39,10 +40,10 @@ def read_whole(path: str, digest: str) -> tuple[FileId, EncodedItem]:
         record = header.read(file.fileno())
         check_name(record, digest)
         check_codecs(record, on_gpu=False)
-        front = {name: _bytes(file, name, entry) for name, entry in record.front().items()}
+        front = {name: _checked(file, name, entry) for name, entry in record.front().items()}
         tensors = {}
         for name, entry in record.tensors.items():
-            data = _bytes(file, name, entry)
+            data = _checked(file, name, entry)
             if name in record.tiles:
                 table = front[TABLE + name].numpy()
                 tiles = Tiles(Layout.of_node(record.tiles[name].layout), table, entry.nbytes)
@@ -53,12 +54,16 @@ def read_whole(path: str, digest: str) -> tuple[FileId, EncodedItem]:
     return identity, EncodedItem(without_tiles(record.tree), tensors, arrays)
 
 
-def _bytes(file: BufferedReader, name: str, entry: header.Tensor) -> torch.Tensor:
-    """The bytes of an entry, 1-D uint8. Raises DamagedRecord if they do not match their checksum."""
+def _checked(file: BufferedReader, name: str, entry: header.Tensor) -> torch.Tensor:
+    data = read_entry(file, entry)
+    check_entry(name, entry.checksum, data)
+    return data
+
+
+def read_entry(file: BufferedReader, entry: header.Tensor) -> torch.Tensor:
+    """The bytes of an entry, 1-D uint8. Raises DamagedRecord if they are not all there."""
     data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
     file.seek(entry.offset)
     if file.readinto(data.numpy().data) != entry.nbytes:
         raise DamagedRecord("it was cut off while it was read")
-    if checksum(data) != entry.checksum:
-        raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
     return data

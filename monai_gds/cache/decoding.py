@@ -566,6 +566,10 @@ def _coded(tag: str) -> _Parse:
     return lambda parser, payload: parser.value(codec_named(tag).decode(payload))
 
 
+def _container(tag: str) -> _Parse:
+    return lambda parser, payload: parser.container(tag, payload)
+
+
 def _converted(tag: str) -> _Parse:
     return lambda parser, payload: parser.converted(tag, payload)
 
@@ -601,6 +605,7 @@ _CONVERTED: dict[str, Callable[[dict[Any, Any]], Any]] = {
 _PARSERS: dict[str, _Parse] = {
     **{tag: _coded(tag) for tag in TAGS},
     **{tag: _converted(tag) for tag in _CONVERTED},
+    **{tag: _container(tag) for tag in _CONTAINERS if tag != "$list"},  # that is one of JSON
     "$root": lambda parser, p: parser.value(parser.text({"$root": p})),
     "$item": lambda parser, p: parser.item(p),
     "$int": _constant(lambda parser, p: int(p, 16)),
@@ -617,11 +622,6 @@ _PARSERS: dict[str, _Parse] = {
     "$numpy_bytes": _constant(lambda parser, p: np.bytes_(base64.b64decode(p))),
     "$void": lambda parser, p: ("void", parser.array(p)),
     "$dtype": _constant(lambda parser, p: np.lib.format.descr_to_dtype(_as_descr(p))),
-    "$tuple": lambda parser, p: parser.container("$tuple", p),
-    "$set": lambda parser, p: parser.container("$set", p),
-    "$frozenset": lambda parser, p: parser.container("$frozenset", p),
-    "$size": lambda parser, p: parser.container("$size", p),
-    "$slice": lambda parser, p: parser.container("$slice", p),
     "$dict": _TreeParser.pairs,
     "$defaultdict": _TreeParser.default_dict,
     "$deque": _TreeParser.deque,

@@ -148,16 +148,9 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
 
 
 def _as_noted(file: str, entry: IndexEntry) -> Found:
-    return Found(
-        file,
-        entry.nbytes,
-        mtime_ns=entry.mtime_ns,
-        item=entry.item,
-        pipeline=entry.pipeline,
-        sources=entry.sources,
-        tensors=entry.tensors,
-        form=entry.form,
-    )
+    facts = entry._asdict()
+    del facts["digest"]
+    return Found(file, **facts)
 
 
 def _to_note(found: Found) -> IndexEntry:

@@ -29,24 +29,12 @@ _MULTIPLIERS = {torch.int32: (-1640531527, 12), torch.int64: (-70460292543863531
 
 
 def patterns(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous CPU tensor as integers: a view, widened to 32 bits if they are of two bytes.
-
-    Returns:
-        1-D int32 or int64 tensor.
-
-    Raises:
-        TypeError: the elements are not of two, four or eight bytes.
-    """
+    """The elements of two, four or eight bytes of a contiguous CPU tensor, as 1-D int32 or int64: a view of four or
+    eight bytes."""
     flat = tensor.reshape(-1)
-    match tensor.element_size():
-        case 2:
-            return flat.view(torch.int16).to(torch.int32)
-        case 4:
-            return flat.view(torch.int32)
-        case 8:
-            return flat.view(torch.int64)
-        case size:
-            raise TypeError(f"no palette is made of elements of {size} bytes")
+    if tensor.element_size() == 2:
+        return flat.view(torch.int16).to(torch.int32)
+    return flat.view(torch.int32 if tensor.element_size() == 4 else torch.int64)
 
 
 class Palette:
@@ -56,7 +44,6 @@ class Palette:
         values: 1-D CPU tensor of at most 65,536 different values, in the order of their indices.
 
     Attributes:
-        values: as given.
         index_dtype: ``torch.uint8`` if indices fit one byte, otherwise ``torch.uint16``.
     """
 

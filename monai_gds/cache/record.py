@@ -66,6 +66,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -154,37 +155,34 @@ def _runs(tensors: dict[str, torch.Tensor]) -> dict[str, runs.Packed]:
     return found
 
 
-def _with_tiles(node: Any, packed: dict[str, tiles.Packed]) -> Any:
+def _with_tiles(tree: Any, packed: dict[str, tiles.Packed]) -> Any:
     """A copy of a tree whose nodes of packed tensors say how these are packed."""
-    if not packed:
-        return node
-    if isinstance(node, list):
-        return [_with_tiles(part, packed) for part in node]
-    if not isinstance(node, dict):
-        return node
-    tensor = node.get("$tensor")
-    if isinstance(tensor, dict) and tensor["name"] in packed:
-        return {"$tensor": {**tensor, "tiles": packed[tensor["name"]].layout.to_node()}}
-    return {key: _with_tiles(value, packed) for key, value in node.items()}
+
+    def described(tensor: dict[str, Any]) -> dict[str, Any]:
+        found = packed.get(tensor["name"])
+        return tensor if found is None else {**tensor, "tiles": found.layout.to_node()}
+
+    return _changed(tree, described) if packed else tree
 
 
 def without_tiles(node: Any) -> Any:
     """A copy of a record's tree in which no tensor is packed. Raises DamagedRecord if it is nested too deeply."""
     try:
-        return _without_tiles(node)
+        return _changed(node, lambda tensor: {key: value for key, value in tensor.items() if key != "tiles"})
     except RecursionError as e:
         raise DamagedRecord("its tree is nested too deeply") from e
 
 
-def _without_tiles(node: Any) -> Any:
+def _changed(node: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy of a tree with what ``change`` makes of the description of each tensor."""
     if isinstance(node, list):
-        return [_without_tiles(part) for part in node]
+        return [_changed(part, change) for part in node]
     if not isinstance(node, dict):
         return node
     tensor = node.get("$tensor")
     if isinstance(tensor, dict):
-        return {"$tensor": {key: value for key, value in tensor.items() if key != "tiles"}}
-    return {key: _without_tiles(value) for key, value in node.items()}
+        return {"$tensor": change(tensor)}
+    return {key: _changed(value, change) for key, value in node.items()}
 
 
 class _FileLayout:

@@ -27,7 +27,7 @@ from monai_gds import limits
 from monai_gds.cache import blosc
 from monai_gds.errors import DamagedRecord
 
-__all__ = ["Packed", "RunTable", "Runs", "check", "pack"]
+__all__ = ["Packed", "RunTable", "Runs", "pack"]
 
 #: Runs that are shorter than this on average do not pay: MONAI's indices take little longer than these would.
 _LEAST_LENGTH = 16
@@ -239,17 +239,6 @@ class RunTable:
         if not np.array_equal(counts, self._counts[block]):
             raise DamagedRecord(f"block {block} of {self.blocks} of its runs does not hold what its table counts")
         return lengths, ids
-
-
-def check(table: RunTable, blocks: np.ndarray) -> None:
-    """Decodes every block, given the bytes of all.
-
-    Raises:
-        DamagedRecord: one is not what was compressed.
-    """
-    for block in range(table.blocks):
-        begin, nbytes = table.range_of(block)
-        table.decode(block, blocks[begin : begin + nbytes])
 
 
 class Runs:

@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 
 from monai_gds.cache import blosc
 from monai_gds.cache.codecs import UnknownHere
-from monai_gds.cache.header import ARRAYS, BLOCKS, RUNS, TABLE, Header, Tensor
+from monai_gds.cache.conversion import read_entry
+from monai_gds.cache.header import ARRAYS, BLOCKS, RUNS, TABLE, Header
 from monai_gds.cache.passthrough import ANYTHING
 from monai_gds.cache.runs import RunTable
 from monai_gds.cache.tiles import BITCOMP, Layout, Tiles
-from monai_gds.cache.tiles import check as check_tiles
 from monai_gds.cache.tree import compile_tree
 from monai_gds.cache.unpacking import unpack
 from monai_gds.checksum import checksum
@@ -35,12 +35,12 @@ def check_record(file: BufferedReader, record: Header) -> None:
         NewerRecord: only a later version can make the item.
         OSError: it cannot be read.
     """
-    front = {name: _bytes(file, entry) for name, entry in record.front().items()}
+    front = {name: read_entry(file, entry) for name, entry in record.front().items()}
     blocks = {BLOCKS + name: entries.blocks for name, entries in record.runs.items()}
     wrong = [name for name, entry in record.front().items() if checksum(front[name]) != entry.checksum]
     labels: dict[str, torch.Tensor] = {}
     for name, entry in {**record.tensors, **blocks}.items():
-        data = _bytes(file, entry)
+        data = read_entry(file, entry)
         of = name.removeprefix(BLOCKS)
         if checksum(data) != entry.checksum:
             wrong.append(name)
@@ -60,18 +60,10 @@ def check_record(file: BufferedReader, record: Header) -> None:
         raise DamagedRecord(f"the safetensors library refuses it: {e}") from e
 
 
-def _bytes(file: BufferedReader, entry: Tensor) -> torch.Tensor:
-    data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-    file.seek(entry.offset)
-    if file.readinto(data.numpy().data) != entry.nbytes:
-        raise DamagedRecord("it was cut off while it was read")
-    return data
-
-
 def _unpacked(record: Header, name: str, table: torch.Tensor, streams: torch.Tensor) -> torch.Tensor | None:
     """A tensor in tiles; None if it cannot be unpacked here, and only its checksums were compared."""
     tiles = Tiles(Layout.of_node(record.tiles[name].layout), table.numpy(), len(streams))
-    check_tiles(tiles, streams.numpy())
+    tiles.check(streams.numpy(), tiles.starts, np.arange(len(tiles.sizes)))
     if tiles.layout.codec == BITCOMP or blosc.why_not() is not None:
         return None
     return unpack(tiles, streams.numpy())

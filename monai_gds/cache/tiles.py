@@ -31,7 +31,7 @@ from monai_gds.cache.header import DTYPES
 from monai_gds.errors import DamagedRecord, MonaiGdsError, NewerRecord
 from monai_gds.storage import ALIGNMENT
 
-__all__ = ["BITCOMP", "CODECS", "EDGE", "Layout", "Packed", "Tiles", "check", "pack", "tile_shape"]
+__all__ = ["BITCOMP", "CODECS", "EDGE", "Layout", "Packed", "Tiles", "pack", "tile_shape"]
 
 #: Voxels along each edge of a tile.
 EDGE = 32
@@ -107,13 +107,8 @@ class Layout:
         return PATTERNS[self.dtype.itemsize]
 
     @property
-    def filter(self) -> str:
-        """What tiles go through before the codec. Bitcomp works on elements of any size itself."""
-        return "shuffle" if self.shuffled else "none"
-
-    @property
     def shuffled(self) -> bool:
-        """Whether tiles go through the byte shuffle before the codec."""
+        """Whether tiles go through the byte shuffle before the codec. Bitcomp works on elements of any size itself."""
         return self.codec in blosc.CODECS
 
     @property
@@ -134,8 +129,8 @@ class Layout:
     def to_node(self) -> dict[str, Any]:
         """The layout as JSON, for the item tree."""
         return {
-            "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape), "tile": list(self.tile), "filter": self.filter,
-            "codec": self.codec, "palette": self.values,
+            "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape), "tile": list(self.tile),
+            "filter": _filter(self.codec), "codec": self.codec, "palette": self.values,
         }  # fmt: skip
 
     @classmethod
@@ -153,7 +148,7 @@ class Layout:
             raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
         if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
             raise DamagedRecord("the tiles of a tensor are not described as they should be")
-        if node["codec"] not in CODECS or node["filter"] != ("shuffle" if node["codec"] in blosc.CODECS else "none"):
+        if node["codec"] not in CODECS or node["filter"] != _filter(node["codec"]):
             raise NewerRecord(
                 f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version knows "
                 f"'shuffle' with {' or '.join(map(repr, blosc.CODECS))}, and 'none' with {BITCOMP!r}"
@@ -170,6 +165,10 @@ class Layout:
         if layout.row_bytes > blosc.MOST_BYTES:
             raise DamagedRecord(f"its rows of tiles have {layout.row_bytes} bytes, more than are decompressed at once")
         return layout
+
+
+def _filter(codec: str) -> str:
+    return "shuffle" if codec in blosc.CODECS else "none"
 
 
 class Packed(NamedTuple):
@@ -404,15 +403,6 @@ def _divisor(values: torch.Tensor) -> float | None:
     divisor = float(round(float(numbers[-1]) / float(wanted[-1])))
     found = np.divide(numbers, numbers.dtype.type(divisor)) if divisor else numbers
     return divisor if found.tobytes() == wanted.tobytes() else None
-
-
-def check(tiles: Tiles, streams: np.ndarray) -> None:
-    """Compares every stream with its CRC-32, given the bytes of all.
-
-    Raises:
-        DamagedRecord: one differs.
-    """
-    tiles.check(streams, tiles.starts, np.arange(len(tiles.sizes)))
 
 
 def _worth_joining(begin: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from monai_gds import limits
 from monai_gds.cache import blosc
 from monai_gds.cache import runs as module
-from monai_gds.cache.runs import Packed, RunTable, check, pack
+from monai_gds.cache.runs import Packed, RunTable, pack
 from monai_gds.errors import DamagedRecord
 from tests.runs_of import reading, unpacking
 
@@ -45,6 +45,13 @@ def packed_of(label: torch.Tensor) -> Packed:
 def table_of(label: torch.Tensor, packed: Packed) -> RunTable:
     """As a reader makes it."""
     return RunTable(tuple(label.shape), label.dtype, packed.table.numpy(), len(packed.blocks))
+
+
+def check(table: RunTable, blocks: np.ndarray) -> None:
+    """Decodes every block, given the bytes of all."""
+    for block in range(table.blocks):
+        begin, nbytes = table.range_of(block)
+        table.decode(block, blocks[begin : begin + nbytes])
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
