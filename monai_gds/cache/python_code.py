@@ -92,6 +92,8 @@ def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ..
     found = set()
     before: list[Any] = [0, None]
     for instruction in dis.get_instructions(code):
+        if instruction.opname == "EXTENDED_ARG":  # in front of any whose argument is above 255
+            continue
         if instruction.opname == "IMPORT_NAME":
             level, members = before
             name = (

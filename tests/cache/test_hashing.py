@@ -323,6 +323,17 @@ def test_changed_code_in_a_users_package_counts(module: Any, name: str) -> None:
     assert seen[0][1] != seen[1][1], "module.attribute.function"
 
 
+def test_what_a_function_of_many_names_imports_counts(module: Any) -> None:
+    """Those above the 256th are in bytecode of another form."""
+    reads = "\n".join(f"    x.a{i}" for i in range(300))
+    code = f"def f(x):\n{reads}\n    from .tools import helper\n    return helper(x)\n"
+    seen = [
+        canonical_hash(module("userpackage", __init__=code, tools=f"def helper(x): return x + {n}").f)
+        for n in (1, 2, 1)
+    ]
+    assert seen[0] == seen[2] != seen[1]
+
+
 def test_comments_docstrings_of_classes_and_places_do_not_count(module: Any) -> None:
     a = module("userpackage", __init__="class T:\n    def f(self): return 1\n").T()
     b = module("userpackage", __init__="\n\n# new\nclass T:\n    'doc'\n    def f(self):\n        return 1\n").T()
