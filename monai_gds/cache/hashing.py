@@ -38,7 +38,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -95,6 +95,9 @@ def register_library(name: str, classes: LibraryClasses) -> None:
 _DEVICE = "cpu|cuda|mps|xpu"
 _DEVICE_NAMES = frozenset({"device", "devices"})
 _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
+
+#: The code of every function that ``functools.singledispatch`` made.
+_SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
 
 #: Attributes of a class that have no effect on what its instances do.
 _CLASS_NOISE = frozenset(
@@ -385,6 +388,8 @@ class _Hasher:
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
+        if value.__code__ is _SINGLE_DISPATCH:  # it closes over a cache of what it was called with
+            return [b"single dispatch", *self._mapping(vars(value)["registry"], where)]
         library = library_of(value.__module__)
         named = "<" not in value.__qualname__
         if library is not None and named:
@@ -522,7 +527,7 @@ class _Hasher:
         if isinstance(parts, str):
             return [parts.encode()]
         shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
-        return [self.digest(list(p) if hasattr(p, "__next__") else p, where) for p in shown]
+        return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
 
 
 def _own(value: Any, name: str) -> Any:

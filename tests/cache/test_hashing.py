@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib
 import io
+import itertools
 import logging
 import operator
 import os
@@ -439,6 +440,32 @@ def _local(factor: int) -> Any:
             return x * factor
 
     return Local()
+
+
+def _dispatching(factor: int) -> Any:
+    class Local:
+        @functools.singledispatchmethod
+        def scaled(self, x: Any) -> Any:
+            return x
+
+        @scaled.register
+        def _(self, x: int) -> Any:
+            return x * factor
+
+    return Local()
+
+
+def test_what_dispatches_by_type_counts_by_its_functions_and_not_by_its_calls() -> None:
+    assert differ([_dispatching(2), _dispatching(3)], [_dispatching(2), _dispatching(2)])
+    used = _dispatching(2)
+    assert used.scaled(3) == 6
+    assert canonical_hash(used) == canonical_hash(_dispatching(2))
+
+
+def test_iterators_count_by_what_is_left_of_them() -> None:
+    counts = [itertools.count(3), itertools.count(4), itertools.count(3)]
+    assert differ(*counts[:2], zip([1], [2], strict=False), zip([1], [3], strict=False))
+    assert canonical_hash(counts[0]) == canonical_hash(counts[2]) and next(counts[0]) == 3
 
 
 def test_local_classes_count_by_what_they_close_over() -> None:
