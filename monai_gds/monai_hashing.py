@@ -55,5 +55,6 @@ register_library(
             "monai.transforms.io.array.LoadImage": {"readers": _requested_readers},
         },
         writes_files=_writes_files,
+        references="__local_refs",  # what "@" in an expression of a bundle's configuration becomes
     ),
 )

@@ -51,9 +51,11 @@ from monai_gds.cache.python_code import (
     is_pure_python,
     is_slot,
     library_of,
+    library_of_function,
     module_name,
     modules_imported,
     names_read,
+    texts_in,
 )
 from monai_gds.errors import HashingError
 
@@ -77,6 +79,8 @@ class LibraryClasses:
     computed: Mapping[str, Mapping[str, Callable[[Any], Any]]]
     # Whether a class writes the files its attributes name, so that they are not its inputs.
     writes_files: Callable[[type], bool]
+    # The global dict in which functions look others up by constant keys; all else in it does not count.
+    references: str
 
 
 _libraries: dict[str, LibraryClasses] = {}
@@ -370,7 +374,9 @@ class _Hasher:
         if isinstance(value, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)):
             owner = getattr(value, "__self__", None)
             bound = [] if owner is None or isinstance(owner, types.ModuleType) else [self.digest(owner, where)]
-            return [b"builtin", str(getattr(value, "__module__", "")).encode(), value.__qualname__.encode(), *bound]
+            module = getattr(value, "__module__", None) or getattr(_own(value, "__objclass__"), "__module__", None)
+            library = library_of(module) or b""
+            return [b"builtin", library, str(module).encode(), value.__qualname__.encode(), *bound]
         if isinstance(value, functools.partial):
             inner = (value.func, value.args, value.keywords)
             return [b"partial", *(self.digest(v, f"{where}.{n}") for v, n in zip(inner, "fak", strict=True))]
@@ -384,13 +390,15 @@ class _Hasher:
             return self._code(value, where)
         if isinstance(value, types.CellType):
             return [b"cell", *([self.digest(value.cell_contents, where)] if is_filled(value) else [])]
+        if library_of(type(value).__module__) is None:  # a user's wrapper may do more than what it wraps
+            return None
         wrapped = _own(value, "__wrapped__")
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
         if value.__code__ is _SINGLE_DISPATCH:  # it closes over a cache of what it was called with
             return [b"single dispatch", *self._mapping(vars(value)["registry"], where)]
-        library = library_of(value.__module__)
+        library = library_of_function(value)
         named = "<" not in value.__qualname__
         if library is not None and named:
             self.__describe_library(library)
@@ -414,10 +422,12 @@ class _Hasher:
         for name in names:
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
                 value = function.__globals__[name]
+                if isinstance(value, dict) and any(name == known.references for known in _libraries.values()):
+                    value = {key: value[key] for key in texts_in(function.__code__) if key in value}
                 yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
                     yield from self._module(value, names, f"{where}'s {name}")
-                elif isinstance(value, types.FunctionType) and library_of(value.__module__) is None:
+                elif isinstance(value, types.FunctionType) and library_of_function(value) is None:
                     own = {n: v for n, v in vars(value).items() if n in names}
                     yield from (self._mapping(own, f"{where}'s {name}") if own else ())
         for module in modules_imported(function):

@@ -19,9 +19,11 @@ __all__ = [
     "is_pure_python",
     "is_slot",
     "library_of",
+    "library_of_function",
     "module_name",
     "modules_imported",
     "names_read",
+    "texts_in",
 ]
 
 #: Libraries that count by name only. The layer that adds one makes its version an ingredient of keys.
@@ -50,6 +52,18 @@ def library_of(module: str | None) -> bytes | None:
     return f"{root} {version}".encode()
 
 
+def library_of_function(function: types.FunctionType) -> bytes | None:
+    """As :func:`library_of`, for a function: None unless its code is a library's, too.
+
+    ``functools.wraps`` gives a user's function the name of the library's that it calls. What ``eval`` makes, such as the
+    functions in a bundle's configuration, is of no module.
+    """
+    home = function.__globals__.get("__name__", function.__module__)
+    if function.__module__ is None or library_of(home) is None:
+        return None
+    return library_of(function.__module__)
+
+
 def _is_installed(root: str) -> bool:
     """Whether a top-level module belongs to an installed library. It is not imported to find out."""
     if root in sys.modules:
@@ -70,6 +84,12 @@ def names_read(code: types.CodeType) -> set[str]:
         if isinstance(const, types.CodeType):
             names |= names_read(const)
     return names
+
+
+def texts_in(code: types.CodeType) -> set[str]:
+    """The texts among the constants of a function and the functions inside it."""
+    inner = [texts_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return {const for const in code.co_consts if isinstance(const, str)}.union(*inner)
 
 
 def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]:

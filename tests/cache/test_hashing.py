@@ -455,6 +455,53 @@ def _dispatching(factor: int) -> Any:
     return Local()
 
 
+def _times(factor: int) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def inner(*args: Any) -> Any:
+            return factor * function(*args)
+
+        return inner
+
+    return decorate
+
+
+class Times:
+    def __init__(self, function: Any, factor: int) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.factor = function, factor
+
+    def __call__(self, *args: Any) -> Any:
+        return self.factor * self.function(*args)
+
+
+@pytest.mark.parametrize("function", [os.path.join, _uses_global, np.sum], ids=["Python's", "a user's", "a library's"])
+def test_a_wrapper_counts_as_itself_and_not_only_by_what_it_wraps(function: Any) -> None:
+    assert differ(function, _times(2)(function), _times(3)(function), Times(function, 2), Times(function, 3))
+    assert canonical_hash(_times(2)(function)) == canonical_hash(_times(2)(function))
+
+
+def test_expressions_of_bundles_count_by_what_they_call_and_refer_to(module: Any) -> None:
+    from monai.bundle import ConfigParser
+
+    def hashed(tool: str = "x + 1", **values: Any) -> bytes:
+        package = module("userpackage", __init__="from . import tools", tools=f"def helper(x): return {tool}")
+        config = {"factor": 2, "other": 1, "f": "$lambda x: userpackage.tools.helper(x) * @factor", **values}
+        parser = ConfigParser(config, globals={"userpackage": package})
+        parser.get_parsed_content("other")
+        return canonical_hash(mt.Lambdad("image", parser.get_parsed_content("f")))
+
+    assert len({hashed(), hashed("x + 2"), hashed(factor=3)}) == 3
+    assert hashed() == hashed(other=5)
+
+
+def test_functions_in_c_count_by_their_librarys_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = [torch.Tensor.sqrt, np.dot, torch.ones(2).sqrt]
+    before = [canonical_hash(function) for function in functions]
+    monkeypatch.setattr(hashing, "library_of", lambda module: f"{module} of another version".encode())
+    assert all(canonical_hash(f) != was for f, was in zip(functions, before, strict=True))
+
+
 def test_what_dispatches_by_type_counts_by_its_functions_and_not_by_its_calls() -> None:
     assert differ([_dispatching(2), _dispatching(3)], [_dispatching(2), _dispatching(2)])
     used = _dispatching(2)
