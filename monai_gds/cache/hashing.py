@@ -285,7 +285,7 @@ class _Hasher:
             if self.description is not None:
                 self._describe(where, _short(value))
             if isinstance(value, enum.Enum) and library_of(type(value).__module__) is None:
-                plain.append(self.digest(value.value, f"{where}.value"))
+                plain.append(self.digest(type(value), f"{where}'s class"))
         return plain
 
     def _describe(self, where: str, text: str) -> None:
@@ -455,7 +455,9 @@ class _Hasher:
         if library_of(cls.__module__) is not None:
             return parts
         if issubclass(cls, enum.Enum):
-            return [*parts, *self._mapping({name: m.value for name, m in cls.__members__.items()}, where)]
+            code = {k: v for k, v in vars(cls).items() if isinstance(v, (types.FunctionType, property, classmethod))}
+            values = {name: member.value for name, member in cls.__members__.items()}
+            return [*parts, *self._mapping(values, where), *self._mapping(code, where)]
         if "<locals>" in cls.__qualname__:  # its name is ambiguous
             return [*parts, *self._class_body(cls)]
         self._defined.setdefault(id(cls), (cls, where))
@@ -466,7 +468,8 @@ class _Hasher:
         if hasattr(cls, "__cache_key__"):  # it declares which data count; code counts all the same
             members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
         where = f"class {cls.__qualname__}"
-        return [*self._mapping(members, where), *self._all(cls.__bases__, where + "'s bases")]
+        makers = [type(cls)] if library_of(type(cls).__module__) is None else []
+        return [*self._mapping(members, where), *self._all([*cls.__bases__, *makers], where + "'s bases")]
 
     def __describe_library(self, library: bytes) -> None:
         name, _, version = library.decode().partition(" ")
@@ -518,6 +521,8 @@ class _Hasher:
                     state[attribute] = compute(value)
             if name == "torch.nn.modules.module.Module":  # the order in which Sequential runs its modules
                 state["order of _modules"] = list(value._modules.keys())  # TorchScript's are not a dict
+                hooks = {k: v for k, v in state.items() if "_hooks" in k and isinstance(v, dict)}
+                state.update({k: list(v.values()) for k, v in hooks.items()})  # their keys count all hooks of a process
             slots = vars(cls).get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
                 if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):

@@ -742,6 +742,39 @@ def test_an_enum_of_the_users_counts_by_its_values(monkeypatch: pytest.MonkeyPat
     assert canonical_hash(times) != before[1]
 
 
+CLASSES = {
+    "an enum's": """
+        import enum
+        class Mode(enum.Enum):
+            ONE = 1
+            def made(self): return {0}
+        class T:
+            mode = Mode.ONE
+            def __call__(self, x): return self.mode.made()
+    """,
+    "a class's class's": """
+        class Meta(type):
+            def made(cls): return {0}
+        class T(metaclass=Meta):
+            def __call__(self, x): return type(self).made()
+    """,
+    "a hook's": """
+        import torch
+        def hook(model, given, found): return found * {0}
+        class T(torch.nn.ReLU):
+            def __init__(self):
+                super().__init__()
+                self.register_forward_hook(hook)
+    """,
+}
+
+
+@pytest.mark.parametrize("code", CLASSES.values(), ids=list(CLASSES))
+def test_code_counts_that_is_reached_by_no_name(module: Any, code: str) -> None:
+    seen = [canonical_hash(module("userpackage", __init__=code.format(n)).T()) for n in (1, 2, 1)]
+    assert seen[0] == seen[2] != seen[1]
+
+
 def test_files_and_iterators_in_transforms_name_the_transform() -> None:
     class Logging(mt.Transform):
         def __init__(self) -> None:
