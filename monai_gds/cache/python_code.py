@@ -55,8 +55,8 @@ def library_of(module: str | None) -> bytes | None:
 def library_of_function(function: types.FunctionType) -> bytes | None:
     """As :func:`library_of`, for a function: None unless its code is a library's, too.
 
-    ``functools.wraps`` gives a user's function the name of the library's that it calls. What ``eval`` makes, such as the
-    functions in a bundle's configuration, is of no module.
+    ``functools.wraps`` gives a user's function the name of the library's that it calls. What ``eval`` makes, such as a
+    function in a bundle's configuration, is of no module.
     """
     home = function.__globals__.get("__name__", function.__module__)
     if function.__module__ is None or library_of(home) is None:
