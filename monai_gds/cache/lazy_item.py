@@ -155,12 +155,8 @@ class Volume(NamedTuple):
     def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
         """A view within the boxes, given as one of the whole tensor, contiguous and at the front of its memory.
 
-        Views share memory if those of the whole tensor did. A view has the strides that it would have there.
-
-        Args:
-            size: of the view.
-            stride: of the view, in elements.
-            offset: of its first element.
+        Views share memory if those of the whole tensor did. A view has the strides that it would have there, in
+        elements, as is the offset of its first one.
 
         Raises:
             ValueError: its first element is in no box.

@@ -50,12 +50,7 @@ _CHUNK = 1 << 18
 
 
 class Packed(NamedTuple):
-    """The runs of a tensor, packed.
-
-    Attributes:
-        table: its table, 1-D uint8 CPU tensor.
-        blocks: the streams of its blocks, 1-D uint8 CPU tensor.
-    """
+    """The runs of a tensor, packed: its table and the streams of its blocks, 1-D uint8 CPU tensors."""
 
     table: torch.Tensor
     blocks: torch.Tensor
@@ -149,8 +144,6 @@ class RunTable:
         nbytes: bytes of the blocks.
 
     Attributes:
-        shape: as given.
-        dtype: as given.
         values: the different values, 1-D CPU tensor.
         nbytes: bytes of memory of the table.
 
@@ -187,11 +180,7 @@ class RunTable:
         return len(self._sizes)
 
     def count(self, chosen: np.ndarray) -> int:
-        """How many elements have one of the chosen values.
-
-        Args:
-            chosen: bool, one per value.
-        """
+        """How many elements have one of the chosen values; ``chosen`` is a bool per value."""
         return int(self._counts[:, chosen].sum(dtype=np.int64))
 
     def block_of(self, chosen: np.ndarray, k: int) -> tuple[int, int, int]:
@@ -277,11 +266,7 @@ class Runs:
         self._noted = noted
 
     def count(self, chosen: np.ndarray) -> int:
-        """How many elements have one of the chosen values. Reads nothing.
-
-        Args:
-            chosen: bool, one per value.
-        """
+        """How many elements have one of the chosen values; ``chosen`` is a bool per value. Reads nothing."""
         return self._table.count(chosen)
 
     def find(self, chosen: np.ndarray, k: int) -> int:

@@ -172,13 +172,7 @@ def _filter(codec: str) -> str:
 
 
 class Packed(NamedTuple):
-    """A packed tensor.
-
-    Attributes:
-        layout: how.
-        table: its table, 1-D uint8 CPU tensor.
-        streams: its streams, 1-D uint8 CPU tensor.
-    """
+    """A packed tensor; its table and its streams are 1-D uint8 CPU tensors."""
 
     layout: Layout
     table: torch.Tensor
@@ -306,8 +300,7 @@ class Tiles:
         nbytes: bytes of the streams.
 
     Attributes:
-        layout: as given.
-        table: as given, a copy.
+        table: a copy of that given.
         sizes: bytes of each stream, int32; at most 0 for a tile without one, each byte of which is ``-size``.
         crcs: CRC-32 of each stream, uint32.
         verified: whether each stream has been compared with it, bool.
@@ -418,23 +411,12 @@ def _worth_joining(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 class _Slab(NamedTuple):
-    """Tiles that follow one another in one row of tiles of axis -3.
+    """Tiles that follow one another in one row of tiles of axis -3."""
 
-    Attributes:
-        lead: index of the leading axes.
-        row: of axis -3, in tiles.
-        first: of axis -2, in tiles.
-        last: behind the last of axis -2, in tiles.
-        begin: index of the first tile.
-        end: index behind the last tile.
-    """
-
-    lead: int
-    row: int
-    first: int
-    last: int
-    begin: int
-    end: int
+    lead: int  # index of the leading axes
+    row: int  # of axis -3, in tiles
+    first: int  # of axis -2, in tiles
+    last: int  # behind the last of axis -2, in tiles
 
     def of(self, whole: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
         """What these tiles cover of a tensor with one leading axis."""
@@ -448,10 +430,8 @@ def _slabs(layout: Layout) -> Iterator[_Slab]:
     step = max(1, limits.SLAB_BYTES // (deep * layout.tile_bytes))
     for lead in range(leading):
         for row in range(rows):
-            begin = (lead * rows + row) * columns * deep
             for first in range(0, columns, step):
-                last = min(first + step, columns)
-                yield _Slab(lead, row, first, last, begin + first * deep, begin + last * deep)
+                yield _Slab(lead, row, first, min(first + step, columns))
 
 
 def _cut(region: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
