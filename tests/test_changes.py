@@ -1005,6 +1005,50 @@ def a_decorator(s: Study) -> Change:
 
 
 @misses()
+def a_decorator_of_a_librarys_function(s: Study) -> Change:  # whose module and name it takes over
+    s.define(
+        "import functools\n\n\ndef logged(f):\n    @functools.wraps(f)\n    def g(x):\n        return f(x) + 0.0\n\n"
+        "    return g\n\n\npositive = logged(torch.nn.functional.relu)"
+    )
+    s.add('mt.Lambdad("image", positive)')
+    yield
+    s.edit("f(x) + 0.0", "f(x) + 0.5")
+
+
+@misses()
+def what_a_decorator_holds(s: Study) -> Change:
+    s.define(
+        "import functools\n\n\nclass Times:\n    def __init__(self, f, k):\n        functools.update_wrapper(self, f)\n"
+        "        self.f, self.k = f, k\n\n    def __call__(self, x):\n        return self.k * self.f(x)\n\n\n"
+        "def plus(x):\n    return x + 1.0\n\n\ntimes = Times(plus, 1.0)"
+    )
+    s.add('mt.Lambdad("image", times)')
+    yield
+    s.edit("Times(plus, 1.0)", "Times(plus, 1.5)")
+
+
+@misses()
+def what_an_expression_of_a_bundle_refers_to(s: Study) -> Change:
+    s.define(
+        "from monai.bundle import ConfigParser\n\nparser = ConfigParser({'k': 1.0, 'f': '$lambda x: x * @k'})\n"
+        "scaled = parser.get_parsed_content('f')"
+    )
+    s.add('mt.Lambdad("image", scaled)')
+    yield
+    s.edit("'k': 1.0", "'k': 1.5")
+
+
+@misses()
+def a_method_of_an_enum(s: Study) -> Change:
+    s.define(
+        "import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n\n    def of(self, x):\n        return x * 1.0"
+    )
+    s.add('mt.Lambdad("image", lambda x: Scale.LARGE.of(x))')
+    yield
+    s.edit("x * 1.0", "x * 1.5")
+
+
+@misses()
 def a_function_that_remembers(s: Study) -> Change:
     s.define("import functools\n\n\n@functools.lru_cache\ndef offset(i):\n    return i + 1.0")
     s.add('mt.Lambdad("image", lambda x: x + offset(1))')
