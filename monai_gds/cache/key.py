@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import xxhash
+
 from monai_gds import limits
 from monai_gds.cache.data_root import below
 from monai_gds.cache.hashing import canonical_hash, hash_item
@@ -172,13 +174,15 @@ class KeyMaker:
     def _look(self, item: Any) -> _KnownItem:
         """What does not depend on the content of the files that an item names.
 
-        An item of plain values is hashed once and recognised by its serialised value rather than its identity, since a
-        list of dicts may be changed in place. A user's hash function is called every time, since it may read files.
+        An item of plain values is hashed once and recognised by the XXH3 of its serialised value rather than by its
+        identity, since a list of dicts may be changed in place. A user's hash function is called every time, since it
+        may read files.
         """
         # not only plain values: marshal would write an array's bytes without dtype and shape
         if self._hash_func is not canonical_hash or not _is_plain(item):
             return self._hash(item)
-        fingerprint = marshal.dumps(item, 2)  # version 2 writes values only, no references
+        # version 2 writes values only, no references; of an image in the item nothing is kept in memory
+        fingerprint = xxhash.xxh3_128_digest(marshal.dumps(item, 2))
         found = self._known.get(fingerprint)
         if found is None:
             found = self._hash(item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,16 @@ def test_remembers_no_more_items_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
     assert [keys({"n": n}).digest for n in range(5)] == digests
     assert len(keys.make._known) == 3
     assert len(hashed) == 7
+
+
+def test_nothing_of_a_large_item_is_kept_in_memory(keys: Keys) -> None:
+    tracemalloc.start()
+    try:
+        for n in range(20):
+            keys({"image": bytes(1_000_000), "n": n})
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_keys_are_right_whether_they_are_remembered_or_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
