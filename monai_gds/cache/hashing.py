@@ -454,6 +454,8 @@ class _Hasher:
         parts = [b"class", self._name(cls)]
         if library_of(cls.__module__) is not None:
             return parts
+        if library_of(type(cls).__module__) is None:
+            parts.append(self.digest(type(cls), where))
         if issubclass(cls, enum.Enum):
             code = {k: v for k, v in vars(cls).items() if isinstance(v, (types.FunctionType, property, classmethod))}
             values = {name: member.value for name, member in cls.__members__.items()}
@@ -468,8 +470,7 @@ class _Hasher:
         if hasattr(cls, "__cache_key__"):  # it declares which data count; code counts all the same
             members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
         where = f"class {cls.__qualname__}"
-        makers = [type(cls)] if library_of(type(cls).__module__) is None else []
-        return [*self._mapping(members, where), *self._all([*cls.__bases__, *makers], where + "'s bases")]
+        return [*self._mapping(members, where), *self._all(cls.__bases__, where + "'s bases")]
 
     def __describe_library(self, library: bytes) -> None:
         name, _, version = library.decode().partition(" ")
@@ -545,14 +546,6 @@ class _Hasher:
         return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
 
 
-def _own(value: Any, name: str) -> Any:
-    """An attribute that is there; None for any that the class's ``__getattr__`` would make up, or fail to."""
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return None
-
-
 def _plain(value: Any) -> list[bytes] | None:
     """The parts of a value that holds no others."""
     if value is None or isinstance(value, (bool, type(...), type(NotImplemented))):
@@ -583,6 +576,14 @@ def _plain(value: Any) -> list[bytes] | None:
     if isinstance(value, (slice, range)):
         return [kind.__name__.encode(), repr((value.start, value.stop, value.step)).encode()]
     return None
+
+
+def _own(value: Any, name: str) -> Any:
+    """An attribute that is there; None for any that the class's ``__getattr__`` would make up, or fail to."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def _names_device(value: Any) -> bool:
