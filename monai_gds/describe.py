@@ -209,7 +209,8 @@ def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
     Empty too for a key whose record is there: why it is not used is reported when it is read.
     """
     there = os.path.exists(cache.record_path(key.digest))
-    near = None if cache.index is None or there else _nearest(cache.index, key)
+    # an index of its own, whose memory is free afterwards: 1 kB per record
+    near = None if cache.index is None or there else _nearest(Index(cache.index.directory), key)
     return near.differences if near is not None and near.entry is not None else []
 
 

@@ -350,8 +350,12 @@ def test_changed_source_changed_transform_changed_item(make: Make, tmp_path: Pat
     other = counted()
     other.transforms[5].scaler.b_max = 2.0
     with pytest.warns(CacheWarning, match=r"every item was computed anew.*ScaleIntensityRanged.*b_max 1.0 → 2.0"):
-        assert float(make(other, data)[0]["image"].median()) == 1.0
+        changed = make(other, data)
+        assert float(changed[0]["image"].median()) == 1.0
     assert Count.calls == 4
+    cache = changed._cache()
+    assert cache is not None and cache.index is not None
+    assert not cache.index._entries, "what was compared with takes no memory afterwards"
 
 
 def test_a_source_that_changes_while_it_is_read_is_not_cached_under_the_old_key(make: Make, tmp_path: Path) -> None:
