@@ -27,6 +27,7 @@ __all__ = [
     "CRC",
     "DTYPES",
     "MOST_AXES",
+    "PAD",
     "RUNS",
     "SUFFIX",
     "VERSION",
@@ -58,7 +59,9 @@ TABLE = "__tiles."
 RUNS = "__runs."
 BLOCKS = "__run_blocks."
 _RESERVED = "__"
-_PAD = "__pad."
+
+#: The entries between others: this and a number.
+PAD = "__pad."
 _ALIGNMENT = 4096
 
 #: A longer header is refused, as by the safetensors library: a sparse file of 4 kB can declare one of gigabytes.
@@ -300,7 +303,7 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
         if begin != end or stop - begin != math.prod(shape) * itemsize:
             raise DamagedRecord(f"its entry {name!r:.40} is not where or as large as it should be")
         end = stop
-        if not name.startswith(_PAD):
+        if not name.startswith(PAD):
             if not _CHECKSUM.fullmatch(checksums[name]):
                 raise DamagedRecord(f"the checksum of its entry {name!r:.40} is malformed")
             found[name] = Tensor(dtype, shape, start + begin, stop - begin, int(checksums[name], 16))

@@ -137,7 +137,7 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
         if entry and (entry.nbytes, entry.mtime_ns) == (st.st_size, st.st_mtime_ns):
             found.append(_as_noted(file.path, entry))
         else:
-            looked_at = _look(file.path)
+            looked_at = look(file.path)
             if looked_at is not None:
                 found.append(looked_at)
                 if not looked_at.problem and (entry is None or entry.mtime_ns <= looked_at.mtime_ns):
@@ -159,18 +159,14 @@ def _to_note(found: Found) -> IndexEntry:
     return IndexEntry(digest, *facts)
 
 
-def look(path: str | os.PathLike[str]) -> Found | None:
-    """What the header of a record tells. None if there is no such file."""
-    return _look(os.fspath(path))
-
-
 def check(path: str | os.PathLike[str]) -> Found | None:
     """Checks every byte of a record, also with the safetensors library. None if it was deleted meanwhile."""
-    return _look(os.fspath(path), _check_bytes)
+    return look(path, _check_bytes)
 
 
-def _look(path: str, more: Callable[[BufferedReader, Header], None] | None = None) -> Found | None:
-    """Reads the header of a record and runs ``more`` on the rest."""
+def look(path: str | os.PathLike[str], more: Callable[[BufferedReader, Header], None] | None = None) -> Found | None:
+    """What the header of a record tells, after ``more`` has run on the rest. None if there is no such file."""
+    path = os.fspath(path)
     file = Found(path, 0)
     try:
         with open(path, "rb") as opened:

@@ -75,14 +75,12 @@ from monai_gds import checksum as _checksum
 from monai_gds.cache import runs, tiles
 from monai_gds.cache.codecs import DTYPE_NAMES
 from monai_gds.cache.compression import WHOLE, Compression
-from monai_gds.cache.header import ARRAYS, BLOCKS, CRC, RUNS, TABLE, VERSION, Header, digest_of
+from monai_gds.cache.header import ARRAYS, BLOCKS, CRC, PAD, RUNS, TABLE, VERSION, Header, digest_of
 from monai_gds.cache.tree import EncodedItem, tensor_bytes
 from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
 from monai_gds.storage import ALIGNMENT, Buffer
 
 __all__ = ["LARGE", "check_name", "pack_record", "without_tiles"]
-
-PAD = "__pad."
 
 #: Tensors of at least this size begin at a multiple of ALIGNMENT.
 LARGE = 64 << 10

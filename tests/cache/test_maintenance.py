@@ -463,9 +463,9 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from monai_gds.cache import maintenance
 
     names: list[str] = []
-    look = maintenance._look
+    look = maintenance.look
     monkeypatch.setattr(
-        maintenance, "_look", lambda path, *more: names.append(os.path.basename(path)) or look(path, *more)
+        maintenance, "look", lambda path, *more: names.append(os.path.basename(path)) or look(path, *more)
     )
     return names
 
