@@ -47,6 +47,7 @@ import xxhash
 from monai_gds.cache.data_root import below
 from monai_gds.cache.python_code import (
     UNVERSIONED,
+    attributes_of,
     is_filled,
     is_pure_python,
     is_slot,
@@ -55,6 +56,7 @@ from monai_gds.cache.python_code import (
     module_name,
     modules_imported,
     names_read,
+    own_attribute,
     texts_in,
 )
 from monai_gds.errors import HashingError
@@ -162,7 +164,7 @@ def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None =
     hasher = _Hasher(root, describes=True)
     digests = []
     for i, transform in enumerate(transforms):
-        name = _own(transform, "__qualname__") or type(transform).__qualname__
+        name = own_attribute(transform, "__qualname__") or type(transform).__qualname__
         digests.append(hasher.digest(transform, f"transforms[{i}] {name}"))
     digest = hasher.join([*digests, *hasher.definitions()]).hex()
     return HashedTransforms(
@@ -374,7 +376,9 @@ class _Hasher:
         if isinstance(value, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)):
             owner = getattr(value, "__self__", None)
             bound = [] if owner is None or isinstance(owner, types.ModuleType) else [self.digest(owner, where)]
-            module = getattr(value, "__module__", None) or getattr(_own(value, "__objclass__"), "__module__", None)
+            module = getattr(value, "__module__", None) or getattr(
+                own_attribute(value, "__objclass__"), "__module__", None
+            )
             library = library_of(module) or b""
             return [b"builtin", library, str(module).encode(), value.__qualname__.encode(), *bound]
         if isinstance(value, functools.partial):
@@ -392,7 +396,7 @@ class _Hasher:
             return [b"cell", *([self.digest(value.cell_contents, where)] if is_filled(value) else [])]
         if library_of(type(value).__module__) is None:  # a user's wrapper may do more than what it wraps
             return None
-        wrapped = _own(value, "__wrapped__")
+        wrapped = own_attribute(value, "__wrapped__")
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
@@ -485,7 +489,7 @@ class _Hasher:
 
     def _object(self, value: Any, where: str) -> list[bytes]:
         head = [b"object", self.digest(type(value), where)]
-        own = _own(value, "__cache_key__")
+        own = own_attribute(value, "__cache_key__")
         if own is not None:
             return [*head, self.digest(own(), f"{where}.__cache_key__()")]
         writes = any(known.writes_files(cls) for known in _libraries.values() for cls in type(value).__mro__)
@@ -513,7 +517,7 @@ class _Hasher:
 
     def _attributes(self, value: Any, where: str) -> Iterable[bytes]:
         skip: set[str] = set()
-        state = dict(_own(value, "__dict__") or {})
+        state = attributes_of(value)
         for cls in type(value).__mro__:
             name = f"{cls.__module__}.{cls.__qualname__}"
             for known in _libraries.values():
@@ -524,17 +528,13 @@ class _Hasher:
                 state["order of _modules"] = list(value._modules.keys())  # TorchScript's are not a dict
                 hooks = {k: v for k, v in state.items() if "_hooks" in k and isinstance(v, dict)}
                 state.update({k: list(v.values()) for k, v in hooks.items()})  # their keys count all hooks of a process
-            slots = vars(cls).get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                    state[slot] = getattr(value, slot)
         for name in sorted(state.keys() - skip, key=str):
             if not self._is_device(name, state[name]):
                 yield str(name).encode() + self.digest(state[name], f"{where}.{name}")
 
     def _reduced(self, value: Any, where: str) -> Iterable[bytes]:
         """An object of a C type, by the parts it would be pickled as."""
-        _own(value, "__dict__")  # many types create it on first access, and pickle it from then on
+        own_attribute(value, "__dict__")  # many types create it on first access, and pickle it from then on
         try:
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce else value.__reduce_ex__(4)  # older protocols drop a datetime's fold
@@ -576,14 +576,6 @@ def _plain(value: Any) -> list[bytes] | None:
     if isinstance(value, (slice, range)):
         return [kind.__name__.encode(), repr((value.start, value.stop, value.step)).encode()]
     return None
-
-
-def _own(value: Any, name: str) -> Any:
-    """An attribute that is there; None for any that the class's ``__getattr__`` would make up, or fail to."""
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return None
 
 
 def _names_device(value: Any) -> bool:
@@ -644,7 +636,7 @@ def _short_array(value: np.ndarray, data: bytes) -> str:
 def _repeats_attributes(state: Any, value: Any) -> bool:
     """Whether an object's pickled state consists of its attributes alone, including transient ones."""
     pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # __dict__ and slots
-    attributes = _own(value, "__dict__") or {}
+    attributes = own_attribute(value, "__dict__") or {}
     return all(
         piece is None or (isinstance(piece, dict) and all(k in attributes or hasattr(value, k) for k in piece))
         for piece in pieces

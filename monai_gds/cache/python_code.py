@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = [
     "UNVERSIONED",
+    "attributes_of",
     "is_filled",
     "is_pure_python",
     "is_slot",
@@ -23,6 +24,7 @@ __all__ = [
     "module_name",
     "modules_imported",
     "names_read",
+    "own_attribute",
     "texts_in",
 ]
 
@@ -137,6 +139,27 @@ def is_filled(cell: types.CellType) -> bool:
 
 def is_slot(member: Any) -> bool:
     return isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def own_attribute(value: Any, name: str) -> Any:
+    """An attribute that is there; None for any that the class's ``__getattr__`` would make up, or fail to."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds in its ``__dict__`` and in its slots."""
+    found = dict(own_attribute(value, "__dict__") or {})
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{slot}" if private else slot
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
 def is_pure_python(cls: type) -> bool:

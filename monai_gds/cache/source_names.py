@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
 import stat
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
+
+from monai_gds.cache.python_code import attributes_of, library_of
 
 __all__ = ["absolute", "candidates", "companions", "files_named", "looks_like_path"]
 
@@ -78,7 +82,8 @@ def candidates(item: Any, loaded_keys: Collection[Any] | Literal["all"]) -> list
 
     A string may name a source if a transform loads the value under its key (``loaded_keys``, or ``"all"`` if whole
     items are loaded), if it looks like a path, or if it is a ``Path``. A folder counts if it is loaded, is a ``Path``,
-    or has a separator: ``{"split": "train"}`` never means ``./train``.
+    or has a separator: ``{"split": "train"}`` never means ``./train``. Attributes of a user's own objects count as
+    values, too.
 
     Each string comes once, sorted, because the order of sets differs between processes.
 
@@ -88,7 +93,7 @@ def candidates(item: Any, loaded_keys: Collection[Any] | Literal["all"]) -> list
         [('ct', True), ('see notes.txt', False)]
     """
     found: dict[str, bool] = {}
-    for text, is_path in _strings(item, loaded_keys, loaded_keys == "all"):
+    for text, is_path in _strings(item, loaded_keys, loaded_keys == "all", ()):
         if is_path or looks_like_path(text):
             found[text] = found.get(text, False) or is_path or "/" in text
             for other in companions(text):
@@ -96,10 +101,11 @@ def candidates(item: Any, loaded_keys: Collection[Any] | Literal["all"]) -> list
     return sorted(found.items())
 
 
-def _strings(value: Any, keys: Collection[Any], loaded: bool) -> Iterator[tuple[str, bool]]:
+def _strings(value: Any, keys: Collection[Any], loaded: bool, above: tuple[int, ...]) -> Iterator[tuple[str, bool]]:
     """Every string and path among an item's values, with whether it is known to be a path.
 
-    ``keys`` apply to an item, or to the dicts in an item that is a list, but not to dicts below a key.
+    ``keys`` apply to an item, or to the dicts in an item that is a list, but not to dicts below a key. ``above`` are
+    the ids of the objects that the value is in, to which it may refer back.
     """
     if isinstance(value, str):
         if 0 < len(value) < _MOST_CHARACTERS and "\0" not in value:
@@ -108,13 +114,23 @@ def _strings(value: Any, keys: Collection[Any], loaded: bool) -> Iterator[tuple[
         yield os.fsdecode(value), True
     elif isinstance(value, Mapping):
         for key, below in value.items():
-            yield from _strings(below, (), loaded or key in keys)
-    elif isinstance(value, (list, tuple, set, frozenset)):
+            yield from _strings(below, (), loaded or key in keys, above)
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         for element in value:
-            yield from _strings(element, keys, loaded)
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "UO":
-        for element in value.ravel().tolist():
-            yield from _strings(element, keys, loaded)
+            yield from _strings(element, keys, loaded, above)
+    elif isinstance(value, np.ndarray):
+        for element in value.ravel().tolist() if value.dtype.kind in "UO" else ():
+            yield from _strings(element, keys, loaded, above)
+    elif id(value) not in above:
+        for element in _attributes(value):
+            yield from _strings(element, (), loaded, (*above, id(value)))
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    """What an object of a user's class holds, or a namespace; nothing of others, such as tensors and readers."""
+    if library_of(type(value).__module__) is not None and not isinstance(value, types.SimpleNamespace):
+        return ()
+    return attributes_of(value).values()
 
 
 def files_named(strings: Iterable[str]) -> list[str]:

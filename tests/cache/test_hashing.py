@@ -377,6 +377,13 @@ class Slotted:
         self.a, self.device = a, device
 
 
+class Private:
+    __slots__ = ("__a",)
+
+    def __init__(self, a: int) -> None:
+        self.__a = a
+
+
 class Keyed:
     lock = threading.Lock()
 
@@ -390,6 +397,7 @@ class Keyed:
 def test_objects_count_by_attributes() -> None:
     assert differ(Parameters(1), Parameters(2), Parameters("1"))
     assert differ(Slotted(1, "cpu"), Slotted(2, "cpu"))
+    assert differ(Private(1), Private(2))
     assert canonical_hash(Slotted(1, "cuda:0")) == canonical_hash(Slotted(1, "cuda:1"))
     assert differ(Parameters(1).__call__, Parameters(2).__call__)
 

@@ -14,8 +14,11 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -756,6 +759,17 @@ def test_what_looks_like_a_path(text: str, expected: bool) -> None:
     assert looks_like_path(text) is expected
 
 
+@dataclass(slots=True)
+class Case:
+    """Refers back to itself, as parts of a tree do."""
+
+    path: str
+    case: Any = None
+
+    def __post_init__(self) -> None:
+        self.case = [self]
+
+
 @pytest.mark.parametrize(
     ("item", "loaded", "expected"),
     [
@@ -775,6 +789,10 @@ def test_what_looks_like_a_path(text: str, expected: bool) -> None:
         pytest.param({"x": {"c.nii", "a.nii", "b.nii"}}, (), [(f"{c}.nii", False) for c in "abc"], id="a set"),
         pytest.param({"x": np.array(["a.nii", "b"])}, (), [("a.nii", False)], id="an array of strings"),
         pytest.param({"x": np.array(["a.nii", 3], object)}, (), [("a.nii", False)], id="an array of objects"),
+        pytest.param({"x": Case("a.nii")}, (), [("a.nii", False)], id="an object of the user's"),
+        pytest.param(Case("d/ct"), (), [("d/ct", True)], id="an item that is one"),
+        pytest.param(SimpleNamespace(x="a.nii"), (), [("a.nii", False)], id="a namespace"),
+        pytest.param({"x": deque(["a.nii"])}, (), [("a.nii", False)], id="a deque"),
         pytest.param({"x": np.zeros(3), "y": 3, "z": b"a.nii"}, "all", [], id="nothing of that kind"),
         pytest.param({"a.nii": 1}, "all", [], id="a key"),
         pytest.param({"x": "\0.nii", "y": "x" * 5000 + ".nii"}, "all", [], id="no name of a file"),
