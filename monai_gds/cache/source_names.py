@@ -31,6 +31,8 @@ _COMPANIONS = {
 #: What hardly occurs in paths of data, but does in other texts with a slash.
 _UNUSUAL = re.compile(r"[\s*?%{}<>|\\]|://|/$")
 
+_NO_STRINGS = frozenset({bool, int, float, complex, bytes, type(None)})
+
 #: The longest path, in characters.
 _MOST_CHARACTERS = 4096
 
@@ -107,6 +109,8 @@ def _strings(value: Any, keys: Collection[Any], loaded: bool, above: tuple[int, 
     ``keys`` apply to an item, or to the dicts in an item that is a list, but not to dicts below a key. ``above`` are
     the ids of the objects that the value is in, to which it may refer back.
     """
+    if type(value) in _NO_STRINGS:  # 1,000 numbers take 0.2 ms, and took 2.3
+        return
     if isinstance(value, str):
         if 0 < len(value) < _MOST_CHARACTERS and "\0" not in value:
             yield str.__str__(value), loaded  # the plain string of np.str_ and enums
