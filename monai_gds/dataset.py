@@ -204,10 +204,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         verify: when checksums are compared: ``"first"`` (once per file and process; at every read with a backend that
             reads behind the file system's back), ``"always"`` or ``"never"``.
         mmap: whether tensors of 64 KiB and more are mappings of the record, on a CPU target and once their checksums
-            are compared. A page that cannot be read then ends the process (SIGBUS): on a disk that fails, and in a
-            file that another program cuts. False reads them into memory instead, and an error costs one record.
-            ``"auto"`` maps where ``cache_dir`` is on a file system of this machine, and reads where it is on another's,
-            such as NFS, SMB, Lustre or anything over FUSE.
+            are compared. A page that cannot be read then ends the process (SIGBUS), with a message that names the
+            record: on a disk that fails, and in a file that another program cuts. False reads them into memory
+            instead, and an error costs one record. ``"auto"`` maps where ``cache_dir`` is on a file system of
+            this machine, and reads where it is on another's, such as NFS, SMB, Lustre or anything over FUSE.
         compression: how new records are compressed. ``"lz4"`` and ``"zstd"`` cut tensors of 1 MiB and more into tiles
             and compress these without loss, if the tensor gets at least 15 % smaller. Images on their native grid and
             labels hold few different values and get several times smaller, resampled images less. ``"bitcomp"`` is

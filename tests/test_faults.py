@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
@@ -211,7 +212,18 @@ def test_a_disk_that_fails_costs_records_where_they_are_read(disk: LoopDisk, int
     assert [text for text in told if "computed anew" in text and "Input/output error" in text]
 
 
-def test_a_disk_that_fails_ends_a_process_that_maps_records(disk: LoopDisk, interpreter: Interpreter) -> None:
+def _reads_and_writes_errors_to(file: Path, disk: LoopDisk) -> None:
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
+    _reads_from_a_disk_that_fails(disk, True)
+
+
+def test_a_disk_that_fails_ends_a_process_that_maps_records(
+    tmp_path: Path, disk: LoopDisk, interpreter: Interpreter
+) -> None:
     """What ``mmap=False`` is for."""
     with pytest.raises(AssertionError, match="the process died"):
-        interpreter.call(_reads_from_a_disk_that_fails, disk, True)
+        interpreter.call(_reads_and_writes_errors_to, tmp_path / "stderr", disk)
+    told = (tmp_path / "stderr").read_text()
+    assert re.search(
+        rf"bus error, because .* {disk.folder}/cache/[0-9a-f]{{32}}\.v\d\.safetensors could not be", told
+    ), told

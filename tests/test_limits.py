@@ -26,6 +26,7 @@ ALLOWED = {
     ("cache/header.py", "_MOST_HOLES"): "a ratio",
     ("cache/codecs.py", "MAX_DEPTH"): "nesting that a record may have",
     ("cache/index.py", "_MOST"): "what a file system counts up to",
+    ("cache/bus_error.py", "_SHARED_AT"): "a multiple of every page size",
     ("cache/single_flight.py", "_MOST_BYTES"): "more than a lease has",
     ("cache/rounding.py", "ROUNDED_BYTES"): "decides values of items, so it belongs to the key",
     ("cache/rounding.py", "_CHUNK"): "fits the processor's cache",

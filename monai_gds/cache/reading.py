@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.cache import device_tiles
+from monai_gds.cache import bus_error, device_tiles
 from monai_gds.cache.device_tiles import Unpacking
 from monai_gds.cache.header import SUFFIX, Header, check_holes, header_length, parse
 from monai_gds.cache.heads import Form, HeadMemory, RecordHead, TensorTable
@@ -154,7 +154,10 @@ class RecordReader:
         """
         verify = self._must_verify(path, head.file, table is head.table)
         # A record to be verified is read, not mapped: on a failing disk a read raises, touching a mapping kills.
-        begin = self._storage.load if verify or not self._maps(path) else self._storage.map
+        maps = self._on_cpu and not verify and self._maps(path)
+        if maps:
+            bus_error.explain()
+        begin = self._storage.map if maps else self._storage.load
         if not head.tiles or not self.unpacks_there():
             return begin(table.reads.at(path, head.file)), None, verify
         tiles = [head.tiles.get(name) for name, _, _ in table.tensors]
