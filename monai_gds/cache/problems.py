@@ -16,6 +16,7 @@ __all__ = ["Problems", "with_advice"]
 #: Errors that concern the directory, its disk or this process rather than one file: hundreds of records have the same.
 _SHARED = (
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.EOPNOTSUPP,
 )  # fmt: skip
 
 _ADVICE: dict[Any, str] = {
@@ -27,6 +28,7 @@ _ADVICE: dict[Any, str] = {
     errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move {folder}",
     errno.ESTALE: "the file server has lost it: mount it anew",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
+    errno.EOPNOTSUPP: 'GDSDataset(backend="posix") reads without it; `monai-gds doctor` tells more',
     errno.ENFILE: "this machine has too many files open: raise fs.file-max",
 }
 

@@ -184,7 +184,8 @@ class KvikioBackend(QueueBackend):
         except Exception as e:
             with files.naming(path):
                 os.close(os.dup(fd))
-            raise StorageError(errno.EIO, f"KvikIO could not open it: {e}", path) from e
+            # The disk is well: a plain open found the file. cuFile refuses some file systems and containers.
+            raise StorageError(errno.EOPNOTSUPP, f"KvikIO could not open it: {e}", path) from e
 
     def _submit(self, command: Command) -> bool:
         file: _File = command.handle

@@ -166,12 +166,14 @@ class KvikIO:
 
     Attributes:
         fail: called with the offset of each task, and may raise.
+        called: called with the name of each call, and may raise in its place. Gives ``get`` another result, if any.
         opened, reads: what it was asked for: paths, and (offset, bytes) of each read.
         misused: what a caller did that would have crashed the real one.
     """
 
     def __init__(self, threads: int = 1) -> None:
         self.fail: Callable[[int], None] = lambda offset: None
+        self.called: Callable[[str], int | None] = lambda name: None
         self.opened: list[str] = []
         self.reads: list[tuple[int, int]] = []
         self.misused: list[str] = []
@@ -213,6 +215,7 @@ class CuFile:
 
     def __init__(self, kvikio: KvikIO, path: str, flags: str) -> None:
         self._kvikio = kvikio
+        kvikio.called("open")
         self._fd = os.open(path, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags])
         self._at_work = 0
         self._lock = threading.Lock()
@@ -228,12 +231,15 @@ class CuFile:
         if self._at_work:
             self._kvikio.misused.append("a file was closed while tasks were at work on it")
         os.close(self._fd)
+        self._kvikio.called("close")
 
     def pread(self, buffer: Any, size: int, file_offset: int = 0, task_size: int = 4 << 20) -> IOFuture:
+        self._kvikio.called("pread")
         self._kvikio.reads.append((file_offset, size))
         return self._start(os.preadv, buffer, size, file_offset, task_size)
 
     def pwrite(self, buffer: Any, size: int, file_offset: int = 0, task_size: int = 4 << 20) -> IOFuture:
+        self._kvikio.called("pwrite")
         return self._start(self._write_blocks, buffer, size, file_offset, task_size)
 
     @staticmethod
@@ -254,7 +260,8 @@ class CuFile:
             self._at_work += -(-size // task_size)
         starts = range(0, size, task_size)
         return IOFuture(
-            [self._kvikio.pool.submit(self._task, call, array[at : at + task_size], offset + at) for at in starts]
+            self._kvikio,
+            [self._kvikio.pool.submit(self._task, call, array[at : at + task_size], offset + at) for at in starts],
         )
 
     def _task(self, call: Any, part: np.ndarray, offset: int) -> int:
@@ -275,8 +282,10 @@ class CuFile:
 class IOFuture:
     """In place of KvikIO's: the bytes of all tasks, or the first error."""
 
-    def __init__(self, tasks: list[Future[int]]) -> None:
-        self._tasks = tasks
+    def __init__(self, kvikio: KvikIO, tasks: list[Future[int]]) -> None:
+        self._kvikio, self._tasks = kvikio, tasks
 
     def get(self) -> int:
-        return sum(task.result() for task in self._tasks)
+        done = sum(task.result() for task in self._tasks)
+        instead = self._kvikio.called("get")
+        return done if instead is None else instead
