@@ -12,6 +12,7 @@ target the arena is page-locked once, and used again when it is copied.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import logging
@@ -45,11 +46,16 @@ _numbers = itertools.count()
 
 
 class Place(NamedTuple):
-    """Where a worker finds an arena."""
+    """Where a worker finds an arena.
+
+    Attributes:
+        file: device and inode. The descriptor may be another file's by now, and that one is not to be written to.
+    """
 
     number: int
     process: int
     descriptor: int
+    file: tuple[int, int]
     nbytes: int
 
 
@@ -70,15 +76,23 @@ class Arena:
 
     Attributes:
         forks: of this process when the batch in it was handed out; None before.
+
+    Raises:
+        OSError: the process may have no more descriptors or memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         descriptor = os.memfd_create("monai-gds-batch")
-        os.ftruncate(descriptor, nbytes)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            st = os.fstat(descriptor)
+            self.memory = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+        except BaseException:
+            os.close(descriptor)
+            raise
         self.nbytes = nbytes
         self.forks: int | None = None
-        self.memory = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
-        self.place = Place(next(_numbers), os.getpid(), descriptor, nbytes)
+        self.place = Place(next(_numbers), os.getpid(), descriptor, (st.st_dev, st.st_ino), nbytes)
         self._pinned = _Pinned(self.memory.ctypes.data)
         weakref.finalize(self, _free, Owner(), descriptor, self._pinned)
 
@@ -142,7 +156,7 @@ class Arenas:
         return frozenset(self._made)
 
     def take(self) -> Arena | None:
-        """An arena that no batch is in; None if there is no more room."""
+        """An arena that no batch is in; None if there is no more room, or the system gives none."""
         while self._copied and self._copied[0][0].query():  # type: ignore[no-untyped-call]
             self._free.append(self._copied.popleft()[1])
         while self._free:
@@ -152,7 +166,11 @@ class Arenas:
             del self._made[arena.place.number]
         if sum(arena.nbytes for arena in self._made.values()) + self._size > self._most:
             return None
-        arena = Arena(self._size)
+        try:
+            arena = Arena(self._size)
+        except OSError as e:
+            _log.warning("batches are pickled: there is no memory to share with worker processes (%s)", str(e))
+            return None
         self._made[arena.place.number] = arena
         return arena
 
@@ -193,13 +211,22 @@ class Mapped:
             return None
         if place.number not in self._mappings:
             try:
-                descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                self._mappings[place.number] = _mapping(place)
             except OSError as e:
-                _log.warning("batches are pickled: the memory for them cannot be opened (%s)", e)
+                _log.warning("batches are pickled: the memory for them cannot be opened (%s)", str(e))
                 return None
-            with open(descriptor, "r+b", buffering=0):
-                self._mappings[place.number] = mmap.mmap(descriptor, place.nbytes)
         return memoryview(self._mappings[place.number])
+
+
+def _mapping(place: Place) -> mmap.mmap:
+    descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        st = os.fstat(descriptor)
+        if (st.st_dev, st.st_ino) != place.file:
+            raise FileNotFoundError(errno.ENOENT, "it is gone")
+        return mmap.mmap(descriptor, place.nbytes)
+    finally:
+        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

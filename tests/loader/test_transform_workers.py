@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import mmap
 import os
 import random
 import signal
@@ -26,7 +28,7 @@ from torch.utils.data import ConcatDataset, Subset
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.collate import collate
 from monai_gds.loader import transform_workers
-from monai_gds.loader.shared_memory import Arenas, pack, unpack
+from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, pack, unpack
 from tests.machines import in_child, python
 from tests.same import assert_same
 
@@ -326,6 +328,39 @@ def test_a_batch_that_fits_is_not_pickled(make: Make, monkeypatch: pytest.Monkey
         del batch
     assert [packed.loose for packed in noted] == [None] * 11
     assert max(len(packed.pickled) for packed in noted) < 16_000
+
+
+@pytest.mark.parametrize("where", ["here", "in workers"])
+@pytest.mark.parametrize(("module", "call"), [(os, "memfd_create"), (os, "ftruncate"), (mmap, "mmap"), (os, "open")])
+def test_a_batch_for_which_the_system_has_no_shared_memory_is_pickled(
+    make: Make, monkeypatch: pytest.MonkeyPatch, module: Any, call: str, where: str
+) -> None:
+    expected = list(GDSDataLoader(make(), batch_size=2))
+    before, here, real = descriptors(), os.getpid(), getattr(module, call)
+
+    def refused(*args: Any, **more: Any) -> Any:
+        concerned = call != "open" or "/fd/" in str(args[0])
+        if concerned and (os.getpid() == here) is (where == "here"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(*args, **more)
+
+    loader = load(make(), 2, batch_size=2)
+    with monkeypatch.context() as during:
+        during.setattr(module, call, refused)
+        for _ in range(2):
+            assert_same(list(loader), expected)
+    del loader
+    gc.collect()
+    assert descriptors() <= before
+
+
+def test_a_worker_writes_to_no_file_that_has_the_descriptor_of_memory_that_is_gone(tmp_path: Path) -> None:
+    arena = Arena(5000)
+    place = arena.place
+    with (tmp_path / "a user's").open("w+b") as file:
+        file.truncate(5000)
+        os.dup2(file.fileno(), place.descriptor)
+    assert Mapped().room(place, {place.number}) is None
 
 
 def test_arenas_follow_the_largest_batch_within_their_bound() -> None:
