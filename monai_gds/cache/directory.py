@@ -17,6 +17,7 @@ import contextlib
 import math
 import os
 import shutil
+import stat
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -322,10 +323,14 @@ def prepare(path: str | os.PathLike[str], argument: str = "cache_dir") -> bool:
         ValueError: it exists and is not a directory.
     """
     path = os.path.abspath(path)
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise ValueError(f"{argument}={path!r} is a file: name a directory (it is made when it is missing)")
     try:
-        os.makedirs(path, exist_ok=True)
+        try:
+            is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+        except FileNotFoundError:
+            os.makedirs(path, exist_ok=True)
+            is_folder = True
+        if not is_folder:
+            raise ValueError(f"{argument}={path!r} is a file: name a directory (it is made when it is missing)")
     except OSError as e:
         lost, advised = "cached" if argument == "cache_dir" else "copied", with_advice(e, argument)
         warnings.warn(f"{argument}={path!r} cannot be made, so nothing is {lost}: {advised}", CacheWarning, 2)

@@ -487,6 +487,26 @@ def test_a_directory_that_cannot_be_made_costs_the_cache(tmp_path: Path) -> None
     assert f"({tmp_path / 'file'} is a file: name another folder)" in said[0]
 
 
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_a_disk_that_fails_for_a_moment_does_not_make_a_directory_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    real, asked = os.stat, [0]
+
+    def fails(path: Any, *args: Any, **more: Any) -> Any:
+        asked[0] += path == str(tmp_path)
+        if path == str(tmp_path) and asked[0] == which:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", fails)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        there = prepare(tmp_path)
+    assert there is (not said)
+    assert all("cannot be made" in str(w.message) and "the disk fails" in str(w.message) for w in said)
+
+
 def test_a_directory_that_cannot_be_made_on_a_read_only_disk_is_said_once(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 8 << 20) as small:
         read_only(small)

@@ -259,17 +259,25 @@ def failures(folder: Path, rng: random.Random, often: float) -> Iterator[list[in
 
 
 def failing_calls(folder: Path, form: str, crops: bool, seed: float, seconds: float) -> Tally:
-    """Epochs in which calls on the cache folder fail now and then."""
+    """Epochs in which calls on the cache folder, and on one with copies, fail now and then."""
     enter()
     tally, rng, end = Tally(), random.Random(seed), time.monotonic() + seconds
     items = write_sources(folder, 4)
-    reader = Reader(items, folder / "cache", form, crops, TINY)
+    folders = folder / "cache", folder / "cache-near"  # failures() goes by how paths begin
+
+    def opened() -> Reader:
+        settings: dict[str, Any] = {"max_bytes": rng.choice([None, "3 MB", "400 kB"])}
+        if rng.random() < 0.5:
+            settings.update(local_dir=folders[1], local_bytes=rng.choice([None, "500 kB"]))
+        return Reader(items, folders[0], form, crops, TINY, **settings)
+
+    reader = opened()
     with warned():
         while time.monotonic() < end:
             if rng.random() < 0.3:
-                reader = Reader(items, folder / "cache", form, crops, TINY)
+                reader = opened()
             if rng.random() < 0.3:
-                for record in (folder / "cache").glob("*.safetensors"):
+                for record in rng.choice(folders).glob("*.safetensors"):
                     record.unlink()
             with failures(folder / "cache", rng, rng.choice([0.02, 0.2, 0.7])) as counted:
                 reader.check(rng.randrange(4), tally)
