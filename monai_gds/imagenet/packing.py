@@ -218,7 +218,9 @@ def _begun(top: Path, plan: str) -> Iterator[None]:
     if new:
         empty_folder(top)
     with _locked_note(note, new) as file:
-        before = file.read()
+        before = file.read().rstrip("\0")
+        if before != plan and plan.startswith(before):  # the disk was full, or a power cut came, while it was written
+            before = ""
         # again, now that nobody else packs: another process may have begun or ended since
         if is_packed(top) or (not before and {path.name for path in top.iterdir()} != {UNFINISHED}):
             if new:
@@ -230,6 +232,8 @@ def _begun(top: Path, plan: str) -> Iterator[None]:
                 "into another folder, or remove that one"
             )
         if not before:
+            file.seek(0)
+            file.truncate()
             file.write(plan)
             file.flush()
             os.fsync(file.fileno())  # packing does not go on where the note is lost
@@ -244,7 +248,7 @@ def _locked_note(note: Path, new: bool) -> Iterator[TextIO]:
     """Opens the note, which is created if ``new``, for one thread of one process at a time."""
     busy = f"{note.parent} is being packed by another process or thread"
     try:
-        file = note.open("x+" if new else "r+")
+        file = note.open("x+" if new else "r+", errors="replace")
     except (FileExistsError, FileNotFoundError) as e:  # it began, or ended, a moment ago
         raise ImageListError(busy) from e
     with file:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from monai_gds.cli import app
 from monai_gds.errors import BrokenImage, ImageListError
-from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
+from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder, packing
 from monai_gds.imagenet.packed import INDEX, open_packed, verify_packed
 from monai_gds.imagenet.resizing import smaller_jpeg
 from monai_gds.imagenet.synthetic import jpeg
@@ -251,6 +251,27 @@ def test_an_empty_note_beside_other_files_allows_nothing(folder: Path, tmp_path:
     assert content(tmp_path) == [("images-00000.safetensors", b"precious"), ("packing.json", b"")]
     (tmp_path / "images-00000.safetensors").unlink()
     pack_folder(open_images(folder), tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["cut", "zeros", "rubbish"])
+def test_a_note_that_was_not_written_whole_is_written_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """By a disk that was full, or before a power cut."""
+    images, out = open_images(folder), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_all_written", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pack_folder(images, out)  # type: ignore[arg-type]
+    note = out / "packing.json"
+    text = note.read_bytes()
+    note.write_bytes({"cut": text[:20], "zeros": bytes(len(text)), "rubbish": b"\xff" + text}[how])
+    if how == "rubbish":
+        with pytest.raises(ImageListError, match="remove that one"):
+            pack_folder(images, out)  # type: ignore[arg-type]
+        return
+    assert pack_folder(images, out).bounds[-1] == COUNT  # type: ignore[arg-type]
+    assert not note.exists()
 
 
 def test_a_file_system_without_locks_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
