@@ -238,11 +238,13 @@ class KvikioBackend(QueueBackend):
             super().write(path, buffers, durable=durable)
             return
         torch.cuda.current_stream(self.device).synchronize()  # KvikIO does not wait for what fills the buffers
-        with (
-            files.new_file(path, files.total_bytes(buffers), durable=durable) as fd,
-            self._cu_file(fd, "r+", path) as cu_file,
-        ):
-            _write_parts(fd, cu_file, buffers)
+        with files.new_file(path, files.total_bytes(buffers), durable=durable) as fd:
+            cu_file = self._cu_file(fd, "r+", path)
+            try:
+                _write_parts(fd, cu_file, buffers)
+            finally:
+                with contextlib.suppress(Exception):  # every byte is written by now
+                    cu_file.close()
 
     def close(self) -> None:
         super().close()
@@ -294,7 +296,11 @@ class _Writes:
         pieces = plan.cut(Reads.of("", [(offset, tensor.numel())]), limits.KVIKIO_TASK_BYTES, even=True)
         for part, at in zip(pieces.parts([tensor]), pieces.offset.tolist(), strict=True):
             if part.numel():
-                self._pieces.append((part, at, cu_file.pwrite(part, part.numel(), at, limits.KVIKIO_TASK_BYTES)))
+                try:
+                    future = cu_file.pwrite(part, part.numel(), at, limits.KVIKIO_TASK_BYTES)
+                except Exception as e:
+                    raise StorageError(errno.EIO, f"KvikIO took no more to write at {at}: {e}") from e
+                self._pieces.append((part, at, future))
 
     def settle(self) -> None:
         """Waits until no piece is under way, through any Ctrl-C: KvikIO reads the tensors and writes to the file."""

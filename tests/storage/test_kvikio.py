@@ -303,6 +303,33 @@ def test_simulated_a_failed_write_names_the_file(
         backend.write(str(tmp_path / "file.bin"), [dest(9 << 20)], durable=False)
 
 
+@pytest.mark.parametrize("name", ["open", "pwrite", "get", "close"])
+def test_simulated_whatever_fails_of_a_write_is_an_oserror_that_names_the_file(
+    backend: KvikioBackend, kvikio: simulated.KvikIO, tmp_path: Path, name: str
+) -> None:
+    parts = [dest(5 << 20), b"between", dest(3 << 20)]
+    for first in range(1, 9):
+        seen = [0]
+
+        def fail(call: str, first: int = first, seen: list[int] = seen) -> None:
+            seen[0] += call == name
+            if call == name and seen[0] == first:
+                raise RuntimeError("cuFile error: 5011")
+
+        kvikio.called = fail
+        path, before = tmp_path / f"{first}.bin", descriptors()
+        try:
+            backend.write(str(path), parts, durable=True)
+        except StorageError as e:
+            assert seen[0] >= first
+            assert "cuFile error: 5011" in str(e)
+            assert e.filename == str(path)
+        else:
+            assert seen[0] < first or name == "close"
+            assert path.stat().st_size == (8 << 20) + 7
+        assert descriptors() <= before
+
+
 # Settings.
 
 
