@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import monai_gds
-from monai_gds.cache import directory, single_flight, temporary, writer
+from monai_gds.cache import budget, directory, notes, single_flight, temporary, tiers, uses, writer
 from monai_gds.cache.directory import prepare
 from tests.interrupts import interrupted
 from tests.soak.made import TINY, USUAL, Reader, enter, warned, write_source, write_sources
@@ -168,7 +168,7 @@ def look_after(folder: Path, form: str, crops: bool) -> Tally:
 # Ctrl-C at every place in turn
 
 PACKAGE = str(Path(monai_gds.__file__).parent) + "/"
-WRITING = [module.__file__ for module in (directory, single_flight, temporary, writer)]
+WRITING = [module.__file__ for module in (directory, single_flight, temporary, writer, budget, tiers, uses, notes)]
 
 #: What is interrupted: a miss, a hit in this process, the first hit of a process, a flush.
 MOMENTS: dict[str, Callable[[Reader], object]] = {
@@ -222,14 +222,15 @@ def interrupt_from(
     items = write_sources(folder, 2)
     shape = USUAL if crops else TINY
     files = [PACKAGE] if event == "line" else WRITING
+    settings: dict[str, Any] = {"max_bytes": "1 GB", "local_dir": folder / "near"} if crops else {}
     reached = True
     with warned() as said:
-        reader = Reader(items, folder / "cache", form, crops, shape)
+        reader = Reader(items, folder / "cache", form, crops, shape, **settings)
         while reached and time.monotonic() < end:
             if moment == "a first hit":
-                reader = Reader(items, folder / "cache", form, crops, shape)
+                reader = Reader(items, folder / "cache", form, crops, shape, **settings)
             if moment in ("a miss", "flush", "populate"):
-                for record in (folder / "cache").glob("*.safetensors"):
+                for record in folder.glob("*/*.safetensors"):
                     record.unlink()
             if moment == "flush":
                 reader.dataset[0]
