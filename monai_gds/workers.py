@@ -79,6 +79,7 @@ class Workers(Generic[T]):
             first = self._executor.submit(_problem_of_this_one)  # starts all forked workers
             problem = "" if self.kind == "fork" else first.result()
         except BaseException as e:
+            self._kill()  # the executor forgets those that it started before it could start no more
             self.close()
             if isinstance(e, BrokenProcessPool):
                 raise WorkerDied(
@@ -130,10 +131,14 @@ class Workers(Generic[T]):
         """Ends the workers at once and drops their calls. Threads finish the calls that they have begun."""
         for future in list(self._running):
             future.cancel()
-        if isinstance(self._executor, ProcessPoolExecutor) and self._running:
+        if self._running:
+            self._kill()
+        self._executor.shutdown(wait=self.kind != "threads", cancel_futures=True)
+
+    def _kill(self) -> None:
+        if isinstance(self._executor, ProcessPoolExecutor):
             for process in list((self._executor._processes or {}).values()):
                 process.kill()  # whatever it does: a C library may have the interpreter's lock for minutes
-        self._executor.shutdown(wait=self.kind != "threads", cancel_futures=True)
 
     def __enter__(self) -> Workers[T]:
         return self

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import gc
 import io
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -169,6 +172,29 @@ def test_a_worker_prints_though_a_bar_was_being_drawn_when_it_was_forked() -> No
         with Workers(say, 1, "fork") as workers:
             assert workers.submit("from a worker").result(timeout=10) is None
         drawn.set()
+
+
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_where_no_more_processes_can_be_started_none_stays(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    before, descriptors = set(multiprocessing.active_children()), len(os.listdir("/proc/self/fd"))
+    real, forked = os.fork, [0]
+
+    def fork() -> int:
+        forked[0] += 1
+        if forked[0] == which:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real()
+
+    with monkeypatch.context() as during:
+        during.setattr(os, "fork", fork)
+        with pytest.raises(BlockingIOError):
+            Workers(process, 3, "fork")
+    end = time.monotonic() + 20
+    while set(multiprocessing.active_children()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(multiprocessing.active_children()) <= before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # Python's own: its pipes to the process that was not
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
