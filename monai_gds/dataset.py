@@ -896,6 +896,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 "compression": self.record_form(),
                 "file_mode": self.file_mode,
                 "unmade": self._unmade,
+                "run": self._began,
                 **self._limited(0, self.cache_dir, self.max_bytes),
             }
             if self.local_dir is None:

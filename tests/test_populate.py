@@ -515,10 +515,10 @@ def test_records_that_cannot_be_unpacked_here_are_kept(
     dataset = volumes(compression=None)
     with pytest.warns(CacheWarning, match="without being replaced: Blosc2 is not installed") as given:
         assert dataset.populate(convert=True) == Populated(3, 0)
-    with pytest.warns(CacheWarning, match="without being replaced") as again:
+    with warnings.catch_warnings(action="error", category=CacheWarning):  # it was said in this run
         assert float(dataset[1]["image"][0, 0, 0, 0]) == np.float32(1 / 7)
         assert_same(dataset[1], dataset[1])
-    assert len(given) == len(again) == 1
+    assert len(given) == 1
     assert {path: path.read_bytes() for path in files} == files
     assert dataset.explain(1).startswith("item 1 is computed at every access: ")
     assert "pip install it" in dataset.explain(1)

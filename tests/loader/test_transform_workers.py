@@ -601,6 +601,29 @@ def test_spawned_workers_give_the_same(make: Make) -> None:
     assert_same(values("spawn"), values("fork"))
 
 
+def test_spawned_workers_warn_once_that_the_budget_is_used_up(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    dataset = make(data=range(12), max_bytes=200_000)
+    for _ in range(2):
+        next(iter(load(dataset, batch_size=12, multiprocessing_context="spawn")))  # a worker of its own
+    assert capfd.readouterr().err.count("CacheWarning: nothing more is cached") == 1
+
+
+@pytest.mark.parametrize("transforms_on", ["workers", None])
+def test_a_run_warns_once_that_its_budget_is_used_up(tmp_path: Path, transforms_on: str | None) -> None:
+    told = python(f"""
+import os, warnings
+import monai.transforms as mt, torch
+from monai_gds import GDSDataLoader, GDSDataset
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, *_: os.write(1, f"{{message}}\\n".encode())  # in forked workers too
+items = [{{"image": torch.full((1, 40, 40, 40), float(n))}} for n in range(8)]
+dataset = GDSDataset(items, mt.Compose([mt.EnsureTyped("image")]), {str(tmp_path)!r}, "cpu", max_bytes=600_000)
+for _ in range(3):
+    next(iter(GDSDataLoader(dataset, 2, batch_size=8, transforms_on={transforms_on!r})))  # workers of its own
+""")
+    assert told.count("nothing more is cached") == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Transforms that name a CUDA device
 
