@@ -33,6 +33,7 @@ from monai_gds.errors import CacheWarning
 from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import Owner
 from monai_gds.storage.staging import pin, unpin
+from monai_gds.told import Topic
 
 __all__ = ["Arena", "Arenas", "Mapped", "Packed", "Place", "pack", "unpack"]
 
@@ -105,7 +106,8 @@ class _Pinned:
             pin(self._address, nbytes)
             self.nbytes = nbytes
         except RuntimeError as e:
-            _log.warning("batches are copied from memory that is not page-locked, which is slower: %s", e)
+            if Topic("not page-locked", str(e)).is_new():
+                _log.warning("batches are copied from memory that is not page-locked, which is slower: %s", e)
 
     def end(self) -> None:
         if self.nbytes:
@@ -195,7 +197,8 @@ class Mapped:
             try:
                 descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
             except OSError as e:
-                _log.warning("batches are pickled: the memory for them cannot be opened (%s)", e)
+                if Topic("not opened", place.process, e.errno).is_new():
+                    _log.warning("batches are pickled: the memory for them cannot be opened (%s)", e)
                 return None
             with open(descriptor, "r+b", buffering=0):
                 self._mappings[place.number] = mmap.mmap(descriptor, place.nbytes)
