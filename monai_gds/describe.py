@@ -76,9 +76,18 @@ def _tiers(dataset: GDSDataset) -> list[tuple[str, str]]:
 
 def _records(dataset: GDSDataset) -> str:
     try:
-        return f"new ones as {dataset.record_form()}"
+        form = dataset.record_form()
     except (MonaiGdsError, ValueError) as e:  # print() must work on a broken dataset
         return f"none: {e}"
+    return f"{_there(dataset)}, new ones as {form}"
+
+
+def _there(dataset: GDSDataset) -> str:
+    """How many records this pipeline has, for the items of this dataset and of others."""
+    try:
+        return f"{Index(dataset.cache_dir or '').count(dataset.pipeline_digest())} of this pipeline"
+    except (OSError, MonaiGdsError, ValueError):  # no such folder yet
+        return "none"
 
 
 def _pipeline(dataset: GDSDataset) -> str:

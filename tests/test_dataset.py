@@ -1177,6 +1177,17 @@ def test_auto_without_blosc2_writes_whole_tensors_and_only_print_says_why(
     assert "pip install 'monai_gds[tiles]'" in str(dataset)
 
 
+def test_print_counts_the_records_of_the_pipeline(make: Make, cache_dir: Path) -> None:
+    dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), VOLUMES)
+    assert "records:    0 of this pipeline, new ones as" in str(dataset)
+    dataset.populate(0, progress=False)
+    assert f"records:    {len(VOLUMES)} of this pipeline, new ones as" in str(dataset)
+    next(cache_dir.glob("*.safetensors")).unlink()
+    assert f"records:    {len(VOLUMES) - 1} of this pipeline" in str(dataset)
+    other = make(mt.Compose([mt.Lambda(_volume), mt.Identity()]), VOLUMES)
+    assert "records:    0 of this pipeline" in str(other)
+
+
 @needs_blosc2
 @pytest.mark.usefixtures("small_volumes_are_cut")
 def test_the_form_is_told(make: Make) -> None:
