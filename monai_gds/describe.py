@@ -31,7 +31,7 @@ __all__ = ["describe", "explain_item", "uncached", "why_missed"]
 
 def _name_of(transform: Callable[..., Any]) -> str:
     """The name of a function, or of an object's type."""
-    return str(getattr(transform, "__qualname__", type(transform).__name__))
+    return str(getattr(transform, "__qualname__", type(transform).__name__)).rpartition("<locals>.")[2]
 
 
 def describe(dataset: GDSDataset) -> str:
@@ -163,8 +163,8 @@ def uncached(split: Split) -> str:
     if not behind:
         return ""
     return (
-        f"{behind} transforms behind {_name_of(rest[0])} run in every epoch although they are deterministic, since it "
-        "is not a Transform of MONAI's and counts as random: use Lambda or Lambdad, or derive it from "
+        f"{_name_of(rest[0])} is not a Transform of MONAI's and counts as random, so what comes behind it runs in "
+        f"every epoch, though the next {behind} could be cached: use Lambda or Lambdad, or derive it from "
         "monai.transforms.Transform"
     )
 

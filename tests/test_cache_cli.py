@@ -425,7 +425,7 @@ def test_explains_items_and_the_dataset(module: str) -> None:
     [
         (["{}:make", "3"], "the dataset has 3 items"),
         (["{}:make", "x"], "does not have the form key=value"),
-        (["{}:other"], "returned a int"),
+        (["{}:other"], "a value of type int"),
         (["{}:nothing"], "has no function 'nothing'"),
         (["{}"], "module:function"),
         (["no_such_module:make"], "no module 'no_such_module'"),

@@ -98,6 +98,8 @@ def unused(
 
 
 def _ago(seconds: float) -> str:
+    if seconds < 3600:
+        return "less than an hour"
     days, hours = int(seconds // 86400), int(seconds // 3600)
     number, unit = (days, "day") if days else (hours, "hour")
     return f"{number} {unit}{'' if number == 1 else 's'}"
@@ -146,9 +148,13 @@ class Budget:
             if self._left < nbytes:
                 self._left = self._look(nbytes)
             if self._left < nbytes:
-                if nbytes <= self.nbytes:  # else others may fit
-                    self._refused = time.monotonic()
-                    self._found_full.tell()
+                if nbytes > self.nbytes:  # others may fit
+                    raise OverBudget(
+                        f"its budget of {shown(self.nbytes)} is smaller than a record of {shown(nbytes)}: raise "
+                        f"{self._argument}"
+                    )
+                self._refused = time.monotonic()
+                self._found_full.tell()
                 raise OverBudget(
                     f"its budget of {shown(self.nbytes)} has no room for a record of {shown(nbytes)} beside those that "
                     f"are in use, or were since this run began: raise {self._argument}, or delete records by "
