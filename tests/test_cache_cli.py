@@ -311,6 +311,7 @@ def test_prune_deletes_what_is_old_unused_or_too_much(cache: Path, options: list
     assert (cache / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.filterwarnings("ignore:every item was computed anew")  # each fold is another pipeline
 def test_prune_keeps_the_pipelines_of_datasets_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pruned_study.py").write_text(
         "import torch\nfrom monai.transforms import Compose, EnsureTyped, ScaleIntensityd\n"

@@ -352,6 +352,7 @@ def test_a_dataset_without_transforms() -> None:
     assert_same(list(again), expected[2:])
 
 
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
 def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning", reason="this machine has no Lightning")
     from lightning.pytorch.callbacks import ModelCheckpoint
