@@ -105,7 +105,7 @@ def _lines(records: Sequence[Found]) -> list[str]:
     line = "{:<47}  {:<8}  {:<16} {:>7}  {}".format
     lines = [line("record", "pipeline", "made", "MB", "tensors from sources")]
     for found in records:
-        names = ", ".join(os.path.basename(path) or path for path in found.sources)
+        names = ", ".join(dict.fromkeys(os.path.basename(path) or path for path in found.sources))
         smaller = f" {found.packed}" if found.packed else ""
         content = found.problem or _tensors(found.tensors) + smaller + (f" from {names}" if names else "")
         megabytes = f"{found.nbytes / 1e6:.1f}"

@@ -127,7 +127,8 @@ class Begun:
                 self.arrive()
             assert self._arrived is not None, "the line above has set it"
             (item, done), self._arrived = self._arrived, None
-            return self._dataset._post_transform(item) if turn is None else self._dataset.split().after(item, done)
+            with naming(self._index, self._item):
+                return self._dataset._post_transform(item) if turn is None else self._dataset.split().after(item, done)
         finally:
             if turn is not None:
                 turn.queue.go_on()
@@ -246,7 +247,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             one warning tells.
 
     Raises:
-        TypeError: ``data`` is not a sequence; ``cache_dir`` is not a path; the backend takes no such option.
+        TypeError: ``data`` is not a sequence; a transform cannot be called; ``cache_dir`` is not a path; the backend
+            takes no such option.
         ValueError: no such device, backend or choice; choices that contradict each other; ``cache_dir`` is a file, or
             empty; ``root`` is not a folder.
         BackendUnavailable: the backend named does not work here.
@@ -321,6 +323,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             track_meta=track_meta,
             weights_only=weights_only,
         )
+        _check_transforms(self.transform.transforms)
         self.device = resolve_device(device)
         Compression.of(compression, tiles, self.device.type == "cuda", crops=False)  # raises what is wrong with them
         self.backend, self.backend_reason = choose_backend(backend, self.device)
@@ -896,6 +899,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
                 "compression": self.record_form(),
                 "file_mode": self.file_mode,
                 "unmade": self._unmade,
+                "run": self._began,
                 **self._limited(0, self.cache_dir, self.max_bytes),
             }
             if self.local_dir is None:
@@ -1012,6 +1016,13 @@ def _check_unused(given: Mapping[str, Any]) -> None:
         names = ", ".join(sorted(given))
         told = f"{names}: of no effect in a GDSDataset, which caches every item, on disk; leave it out"
         warnings.warn(told, CacheWarning, stacklevel=3)
+
+
+def _check_transforms(transforms: Sequence[Any]) -> None:
+    """Refuses what cannot be called, such as the name of a transform."""
+    for step in transforms:
+        if not callable(step):
+            raise TypeError(f"transform holds {step!r}, which cannot be called: give transforms, such as Flip()")
 
 
 def _check_data(data: Any) -> None:

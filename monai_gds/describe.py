@@ -31,7 +31,7 @@ __all__ = ["describe", "explain_item", "uncached", "why_missed"]
 
 def _name_of(transform: Callable[..., Any]) -> str:
     """The name of a function, or of an object's type."""
-    return str(getattr(transform, "__qualname__", type(transform).__name__))
+    return str(getattr(transform, "__qualname__", type(transform).__name__)).rpartition("<locals>.")[2]
 
 
 def describe(dataset: GDSDataset) -> str:
@@ -76,9 +76,18 @@ def _tiers(dataset: GDSDataset) -> list[tuple[str, str]]:
 
 def _records(dataset: GDSDataset) -> str:
     try:
-        return f"new ones as {dataset.record_form()}"
+        form = dataset.record_form()
     except (MonaiGdsError, ValueError) as e:  # print() must work on a broken dataset
         return f"none: {e}"
+    return f"{_there(dataset)}, new ones as {form}"
+
+
+def _there(dataset: GDSDataset) -> str:
+    """How many records this pipeline has, for the items of this dataset and of others."""
+    try:
+        return f"{Index(dataset.cache_dir or '').count(dataset.pipeline_digest())} of this pipeline"
+    except (OSError, MonaiGdsError, ValueError):  # no such folder yet
+        return "none"
 
 
 def _pipeline(dataset: GDSDataset) -> str:
@@ -154,8 +163,8 @@ def uncached(split: Split) -> str:
     if not behind:
         return ""
     return (
-        f"{behind} transforms behind {_name_of(rest[0])} run in every epoch although they are deterministic, since it "
-        "is not a Transform of MONAI's and counts as random: use Lambda or Lambdad, or derive it from "
+        f"{_name_of(rest[0])} is not a Transform of MONAI's and counts as random, so what comes behind it runs in "
+        f"every epoch, though the next {behind} could be cached: use Lambda or Lambdad, or derive it from "
         "monai.transforms.Transform"
     )
 

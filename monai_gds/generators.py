@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from ctypes import string_at
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,7 +34,14 @@ _kept = struct.Struct("i4xd")
 
 def is_generator(value: Any) -> bool:
     """Whether this draws random numbers."""
-    return isinstance(value, (np.random.RandomState, np.random.Generator, random.Random, torch.Generator))
+    return _is_a(type(value), _GENERATORS)
+
+
+_GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
+
+
+#: Asking classes of MONAI and torch anew for each value takes most of the time of a walk.
+_is_a: Callable[[Any, Any], bool] = cache(issubclass)
 
 
 def state_of(generator: Any) -> Any:
@@ -135,26 +142,23 @@ def slots(transform: Any) -> dict[str, Slot]:
             continue
         seen.add(id(part))
         for name, value in _members(part):
-            if type(value) in _PLAIN:
-                continue
             if is_generator(value):
-                if isinstance(part, _TRANSFORMS):
+                if _is_a(type(part), _TRANSFORMS):
                     found[path + name] = Slot(part, name)
-            elif isinstance(value, _WALKED):
+            elif _is_a(type(value), _WALKED):
                 left.append((f"{path}{name}.", value))
     return found
 
 
 _TRANSFORMS = (mt.Transform, mt.Randomizable)
 _WALKED = (*_TRANSFORMS, dict, list, tuple)
-_PLAIN = frozenset({str, int, float, bool, type(None)})  # asking whether these are transforms takes most of the time
 
 
 def _members(part: Any) -> Iterator[tuple[str, Any]]:
     """Attributes or members by name, in an order that does not depend on when they were set."""
-    if isinstance(part, _TRANSFORMS):
+    if _is_a(type(part), _TRANSFORMS):
         yield from sorted(vars(part).items(), key=lambda attribute: attribute[0])
-        if isinstance(part, mt.Randomizable) and "R" not in vars(part):
+        if _is_a(type(part), mt.Randomizable) and "R" not in vars(part):
             yield "R", part.R
     elif isinstance(part, dict):
         yield from ((str(name), value) for name, value in part.items())

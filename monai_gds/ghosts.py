@@ -13,10 +13,11 @@ Otherwise :class:`NotOnGhosts` is raised, and the caller runs the transform on t
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import monai.transforms as mt
@@ -126,15 +127,21 @@ def parts(transform: Any) -> Iterator[Any]:
             continue
         seen.add(id(part))
         yield part
-        if isinstance(part, (mt.Transform, mt.Randomizable)):
-            left.extend(vars(part).values())
-            if isinstance(part, mt.Randomizable):
-                left.append(part.R)
-        elif isinstance(part, dict):
-            left.extend(part.keys())
-            left.extend(part.values())
-        elif isinstance(part, (list, tuple, set, frozenset)):
-            left.extend(part)
+        members = _members_of(type(part))  # type: ignore[arg-type]
+        if members is not None:
+            left.extend(members(part))
+
+
+@functools.cache  # asking MONAI's abstract classes about each part takes longer than all the rest
+def _members_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    """What gives the members of values of a type; None if they have none."""
+    if issubclass(kind, mt.Randomizable):
+        return lambda part: [*vars(part).values(), part.R]
+    if issubclass(kind, mt.Transform):
+        return lambda part: vars(part).values()
+    if issubclass(kind, dict):
+        return lambda part: [*part.keys(), *part.values()]
+    return iter if issubclass(kind, (list, tuple, set, frozenset)) else None
 
 
 def _is_a_librarys(value: Any) -> bool:

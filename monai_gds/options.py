@@ -132,5 +132,5 @@ def dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
 
     if not isinstance(dataset, GDSDataset):
         kind = type(dataset).__name__
-        raise typer.BadParameter(f"{function} returned a {kind}, not a GDSDataset", param_hint="FUNCTION")
+        raise typer.BadParameter(f"{function} returned no GDSDataset but a value of type {kind}", param_hint="FUNCTION")
     return dataset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,6 +25,9 @@ def profile(
     arguments: DatasetArguments = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Items in a batch.")] = 1,
     num_workers: Annotated[int, typer.Option(min=0, help="As of GDSDataLoader.")] = 0,
+    transforms_on: Annotated[
+        Literal["workers"] | None, typer.Option(help="As of GDSDataLoader; with --num-workers.")
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs, one after the other.")] = 2,
     as_json: JsonOption = False,
 ) -> None:
@@ -34,11 +37,13 @@ def profile(
     do nothing but load. `GDSDataLoader(stats=True)` measures the same beside your training. The last lines are this
     machine's limits, measured with a file in the cache directory.
     """
+    if transforms_on and not num_workers:
+        raise typer.BadParameter("needs workers: give --num-workers too", param_hint="--transforms-on")
     dataset = dataset_from(function, arguments or [])
     from monai_gds.bench.own_pipeline import profile as measure
 
     with stdout.status("running epochs…"):
-        stats, limits, reason = measure(dataset, batch_size, num_workers, epochs)
+        stats, limits, reason = measure(dataset, batch_size, num_workers, epochs, transforms_on)
     if as_json:
         found = {"epochs": [one.as_dict() for one in stats], "limits": {row.name: row.median for row in limits}}
         say(json.dumps(found))

@@ -5,6 +5,7 @@ Used by :mod:`monai_gds.draws` and by the loader's workers.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -50,7 +51,7 @@ def seed_transforms(transforms: Iterable[Callable[..., Any]], *seed: int) -> Non
     MONAI's share one until they are seeded, which some do to those within them as they run. Generators of other kinds
     stay, and are seeded.
     """
-    found = {id(part): part for transform in transforms for part in parts(transform) if isinstance(part, _SEEDED)}
+    found = {id(part): part for transform in transforms for part in parts(transform) if _is_seeded(type(part))}  # type: ignore[arg-type]
     seen: set[int] = set()
     for part, word in zip(found.values(), _words(len(found), *seed), strict=True):
         if isinstance(part, Randomizable):
@@ -64,6 +65,11 @@ def seed_transforms(transforms: Iterable[Callable[..., Any]], *seed: int) -> Non
             part.bit_generator.state = type(part.bit_generator)(word).state
         else:
             part.seed(word)
+
+
+@functools.cache  # for each item, all parts of all transforms are asked
+def _is_seeded(kind: type) -> bool:
+    return issubclass(kind, _SEEDED)
 
 
 def _words(count: int, *seed: int) -> list[int]:

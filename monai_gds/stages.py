@@ -29,12 +29,14 @@ class Watch:
     Attributes:
         seconds: by the stage and a part of it, such as ``("random transforms", "RandFlipd")``.
         counts: ``"hits"``, ``"computed"`` and ``"bytes"``, those that were read of records.
+        in_workers: whether other processes measured a part of it.
         stream: of a CUDA device, whose work belongs to the stage that began it.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.counts: Counter[str] = Counter()
+        self.in_workers = False
         self.stream: torch.cuda.Stream | None = None
         self._stage: tuple[str, str] | None = None
         self._since = 0.0
@@ -57,7 +59,8 @@ class Watch:
         return taken
 
     def add(self, taken: Measurements) -> None:
-        """Adds what another watch has measured."""
+        """Adds what the watch of another process has measured."""
+        self.in_workers = True
         for stage, seconds in taken[0].items():
             self.seconds[stage] += seconds
         self.counts.update(taken[1])

@@ -35,7 +35,7 @@ from monai.data.utils import json_hashing, pickle_hashing
 from torch.utils.data import Subset
 
 import monai_gds
-from monai_gds import CacheWarning, CodecMissing, GDSDataset, HashingError, UnsupportedType
+from monai_gds import CacheWarning, CodecMissing, GDSDataLoader, GDSDataset, HashingError, UnsupportedType
 from monai_gds.cache import blosc, compression
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.maintenance import survey
@@ -1175,6 +1175,41 @@ def test_auto_without_blosc2_writes_whole_tensors_and_only_print_says_why(
     dataset[0]
     assert forms(cache_dir) == [""]
     assert "pip install 'monai_gds[tiles]'" in str(dataset)
+
+
+def test_what_cannot_be_called_is_refused(make: Make) -> None:
+    with pytest.raises(TypeError, match="transform holds 'LoadImaged', which cannot be called: give transforms"):
+        make(mt.Compose(["LoadImaged"]), VOLUMES)
+
+
+@pytest.mark.parametrize("crops", [True, False])
+def test_an_error_of_a_random_transform_names_the_item(make: Make, crops: bool) -> None:
+    dataset = make(
+        mt.Compose([mt.Lambda(_volume), *([CROPS] if crops else []), mt.RandGaussianNoised("imag", prob=1)]), VOLUMES
+    )
+    for _ in range(2):  # computed, and read
+        with pytest.raises(RuntimeError) as raised:
+            list(GDSDataLoader(dataset))
+        assert raised.value.__notes__ == ["monai_gds: while computing item 0 of the dataset"]
+
+
+def test_a_function_among_the_transforms_is_named_as_the_user_does(make: Make) -> None:
+    def mine(data: Any) -> Any:
+        return data
+
+    with pytest.warns(CacheWarning, match="^mine is not a Transform of MONAI's .* though the next 1 could be cached"):
+        make(mt.Compose([mt.Lambda(_volume), mine, mt.Identity()]), VOLUMES)
+
+
+def test_print_counts_the_records_of_the_pipeline(make: Make, cache_dir: Path) -> None:
+    dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), VOLUMES)
+    assert "records:    0 of this pipeline, new ones as" in str(dataset)
+    dataset.populate(0, progress=False)
+    assert f"records:    {len(VOLUMES)} of this pipeline, new ones as" in str(dataset)
+    next(cache_dir.glob("*.safetensors")).unlink()
+    assert f"records:    {len(VOLUMES) - 1} of this pipeline" in str(dataset)
+    other = make(mt.Compose([mt.Lambda(_volume), mt.Identity()]), VOLUMES)
+    assert "records:    0 of this pipeline" in str(other)
 
 
 @needs_blosc2

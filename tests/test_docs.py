@@ -195,6 +195,7 @@ def test_profile(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.C
     assert "2 computed items" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
 def test_lightning(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     pytest.importorskip("lightning", reason="this machine has no Lightning")
     (code,) = examples(DOCS / "howto/lightning.md")

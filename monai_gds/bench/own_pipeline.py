@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,11 @@ __all__ = ["beside_others", "profile"]
 
 
 def profile(
-    dataset: GDSDataset, batch_size: int, num_workers: int, epochs: int
+    dataset: GDSDataset,
+    batch_size: int,
+    num_workers: int,
+    epochs: int,
+    transforms_on: Literal["workers"] | None = None,
 ) -> tuple[list[Stats], Sequence[Row], str]:
     """Measures epochs through ``GDSDataLoader``, each with all that it has saved, and then the machine.
 
@@ -35,7 +39,7 @@ def profile(
     Returns:
         What each epoch took; what the machine allows, in GB/s; and why that was not measured, or nothing.
     """
-    loader = GDSDataLoader(dataset, num_workers, batch_size=batch_size, stats=True)
+    loader = GDSDataLoader(dataset, num_workers, batch_size=batch_size, transforms_on=transforms_on, stats=True)
     found = []
     for _ in range(epochs):
         for batch in loader:

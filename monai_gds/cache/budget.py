@@ -28,6 +28,7 @@ from monai_gds.cache.permissions import ANY
 from monai_gds.cache.units import shown
 from monai_gds.cache.uses import Used, Uses
 from monai_gds.errors import NotSaved
+from monai_gds.told import Topic
 
 __all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget", "idle", "unused"]
 
@@ -97,6 +98,8 @@ def unused(
 
 
 def _ago(seconds: float) -> str:
+    if seconds < 3600:
+        return "less than an hour"
     days, hours = int(seconds // 86400), int(seconds // 3600)
     number, unit = (days, "day") if days else (hours, "hour")
     return f"{number} {unit}{'' if number == 1 else 's'}"
@@ -126,12 +129,14 @@ class Budget:
         self._left = 0  # bytes that this process may write before it looks again
         self._idle: list[Found] = []  # the longest idle one comes last
         self._refused = -math.inf
+        self._found_full = Topic("full", directory, argument, began)  # by any process of the run
         self._lock = threading.Lock()
 
     @property
     def full(self) -> bool:
         """Whether a record found no room of late: others need not be made ready to be written."""
-        return time.monotonic() < self._refused + LOOK_AGAIN
+        refused = self._refused if self._left else self._found_full.told()
+        return time.monotonic() < refused + LOOK_AGAIN
 
     def take(self, nbytes: int) -> None:
         """Takes room for a record that will be written, after deleting others if need be.
@@ -143,8 +148,13 @@ class Budget:
             if self._left < nbytes:
                 self._left = self._look(nbytes)
             if self._left < nbytes:
-                if nbytes <= self.nbytes:  # else others may fit
-                    self._refused = time.monotonic()
+                if nbytes > self.nbytes:  # others may fit
+                    raise OverBudget(
+                        f"its budget of {shown(self.nbytes)} is smaller than a record of {shown(nbytes)}: raise "
+                        f"{self._argument}"
+                    )
+                self._refused = time.monotonic()
+                self._found_full.tell()
                 raise OverBudget(
                     f"its budget of {shown(self.nbytes)} has no room for a record of {shown(nbytes)} beside those that "
                     f"are in use, or were since this run began: raise {self._argument}, or delete records by "

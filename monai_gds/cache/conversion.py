@@ -18,7 +18,6 @@ from monai_gds.cache.record import check_name, without_tiles
 from monai_gds.cache.tiles import Layout, Tiles
 from monai_gds.cache.tree import EncodedItem, tensor_of
 from monai_gds.cache.unpacking import unpack
-from monai_gds.checksum import checksum
 from monai_gds.errors import DamagedRecord
 from monai_gds.storage import FileId
 

@@ -70,6 +70,7 @@ class CacheDirectory:
         budget: makes room for new records, or None: they take whatever room there is.
         copies: the records are copies of another directory's: one that cannot be read is taken from there.
         unmade: :func:`prepare` has warned that the directory cannot be made, so nothing is reported until it exists.
+        run: when the run began. Its processes give each warning once.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class CacheDirectory:
         budget: Budget | None = None,
         copies: bool = False,
         unmade: bool = False,
+        run: float | None = None,
     ) -> None:
         self.path = os.path.abspath(path)
         self.index = index
@@ -96,7 +98,7 @@ class CacheDirectory:
         self._storage = storage
         self._durable = durable
         self._file_mode = file_mode
-        self._problems = Problems(self.path, unmade, copies)
+        self._problems = Problems(self.path, unmade, copies, run)
         self._budget = budget
         self._failed = -math.inf  # when a record could not be copied
         self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, uses, copies)

@@ -306,6 +306,14 @@ def _whole_elements(before: Attributes, now: Attributes) -> dict[str, str]:
     return found
 
 
+def _is_told_by_parts(name: str, before: Attributes, now: Attributes) -> bool:
+    """Whether this is the hash of code, and something named within the code differs too."""
+    if not (before.get(name, "").startswith("code ") and now.get(name, "").startswith("code ")):
+        return False
+    within = (f"{name}'s ", f"{name}.", f"{name}[")
+    return any(part.startswith(within) and before.get(part) != now.get(part) for part in {*before, *now})
+
+
 def _attribute_differences(label: str, before: Attributes, now: Attributes) -> list[str]:
     differences = []
     whole = _whole_elements(before, now)
@@ -314,6 +322,8 @@ def _attribute_differences(label: str, before: Attributes, now: Attributes) -> l
         differences.append(f"{'.'.join(part for part in (label, element) if part)} {what}{hint}")
     for name in dict.fromkeys([*before, *now]):
         if (found := _ELEMENT.fullmatch(name)) and found[1] in whole:
+            continue
+        if _is_told_by_parts(name, before, now):
             continue
         full = ".".join(part for part in (label, name) if part)
         if name not in now:

@@ -224,9 +224,11 @@ class _Hasher:
         found, done = set(), 0
         while done < len(self._defined):
             for value, where in list(self._defined.values())[done:]:
+                with self._silence():  # it was described where it was met
+                    head = self.digest(value, where)
                 parts = self._class_body(value) if isinstance(value, type) else self._globals(value, where)
-                code = self.join([self.digest(value, where), *parts])
-                self._describe(f"{value.__module__}.{value.__qualname__}", f"code {code.hex()[:8]}")
+                code = self.join([head, *parts])
+                self._describe(_class_place(value) if isinstance(value, type) else where, f"code {code.hex()[:8]}")
                 found.add(code)
                 done += 1
         return sorted(found)
@@ -473,7 +475,7 @@ class _Hasher:
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not is_slot(v)}
         if hasattr(cls, "__cache_key__"):  # it declares which data count; code counts all the same
             members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
-        where = f"class {cls.__qualname__}"
+        where = _class_place(cls)
         return [*self._mapping(members, where), *self._all(cls.__bases__, where + "'s bases")]
 
     def __describe_library(self, library: bytes) -> None:
@@ -544,6 +546,11 @@ class _Hasher:
             return [parts.encode()]
         shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
         return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
+
+
+def _class_place(cls: type) -> str:
+    """Where a user's class is described."""
+    return f"class {cls.__qualname__}"
 
 
 def _plain(value: Any) -> list[bytes] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord
+from monai_gds.told import Topic
 
 __all__ = ["Problems", "with_advice"]
 
@@ -37,11 +38,13 @@ class Problems:
     """Reports the problems of one cache directory.
 
     If it is ``unmade``, the user has been warned that it cannot be made. Nothing is reported until it exists. Its
-    name for users is ``cache_dir``, or ``local_dir`` if it holds ``copies``.
+    name for users is ``cache_dir``, or ``local_dir`` if it holds ``copies``. Processes with an equal ``run`` report
+    each problem once.
     """
 
-    def __init__(self, directory: str, unmade: bool, copies: bool = False) -> None:
+    def __init__(self, directory: str, unmade: bool, copies: bool = False, run: Any = None) -> None:
         self._directory = directory
+        self._run = run
         self._unmade = unmade
         self._folder, self._instead = ("local_dir", "read from cache_dir") if copies else ("cache_dir", "computed anew")
         self._reported: set[Any] = set()
@@ -87,6 +90,8 @@ class Problems:
             if once_for in self._reported:
                 return
             self._reported.add(once_for)
+        if self._run is not None and not Topic(self._directory, self._run, once_for).is_new():
+            return
         warnings.warn(message, CacheWarning, stacklevel=2)
 
 

@@ -67,16 +67,17 @@ class _File:
 
     read: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
-    at: float = 0.0  # of the last line that tells of a dataset in use
+    at: float = 0.0  # of the last line that tells of a dataset in use, or of its end
     ended: bool = False
 
     def add(self, notes: bytes) -> None:
         for kind, seconds, what in _entries(notes):
             if kind == "read":
                 self.read.update(dict.fromkeys(_split(what), seconds))
-            elif kind == "open":
+                continue
+            self.at = max(self.at, seconds)
+            if kind == "open":
                 self.opened.add(what)
-                self.at = max(self.at, seconds)
             else:
                 self.ended = True
 
@@ -99,6 +100,7 @@ class _Own:
     def __init__(self, notes: Notes) -> None:
         self.opened: set[str] = set()
         self.seen: set[str] | None = None  # digests that need not be noted
+        self.left_out: set[str] = set()  # those of them that were read here
         self.waiting: set[str] = set()
         self.written, self.told = -math.inf, time.monotonic()
         Finalize(self, _end, (notes, self.waiting, self.opened), exitpriority=0)
@@ -145,6 +147,7 @@ class Uses:
         if own.seen is None:
             own.seen = self._noted_since(max(self._began, time.time() - _DAY))
         if digest in own.seen:
+            own.left_out.add(digest)
             return
         own.seen.add(digest)
         own.waiting.add(digest)
@@ -153,16 +156,26 @@ class Uses:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits, and once a day that the pipelines are still in use."""
+        """Writes what waits, and once a day that the pipelines and the records that were read are still in use."""
         own, now = self._own(), time.monotonic()
         still = b""
         if now - own.told >= _DAY:
             own.opened |= self._opened
+            self._take_over(own)
             still = b"".join(_line("open", pipeline) for pipeline in own.opened)
         written = _write(self._notes, own.waiting, still)
         if still and written:
             own.told = now
         own.written, self.due = now, own.told + _DAY if written else now + _AGAIN
+
+    def _take_over(self, own: _Own) -> None:
+        """Notes what was read here and noted by processes that have ended, such as workers of an earlier epoch."""
+        if not own.left_out:
+            return
+        last, day = self.look().last, time.time() - _DAY
+        ended = {digest for digest in own.left_out.copy() if last.get(digest, 0.0) < day}
+        own.left_out -= ended
+        own.waiting |= ended
 
     # Reading
 

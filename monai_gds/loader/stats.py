@@ -16,8 +16,8 @@ from monai_gds.stages import Measurements, Watch, enter, measure
 
 __all__ = ["Recorder", "Stats", "measure_workers"]
 
-#: The stage in which the loader's thread has nothing to do.
-_AHEAD = "waiting for the training"
+#: The stages in which the loader's thread has nothing to do.
+_AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
 
 #: A training that waits for less of an epoch gains nothing from a faster loader.
 _LITTLE = 0.05
@@ -32,11 +32,12 @@ _REMEDIES = {
     "encoding": "compression='lz4' or None packs faster, and the next epoch only reads",
     "saving": "the records are written to a drive that is slower than the transforms; the next epoch only reads",
     "waiting for other processes": "they compute the same items; the next epoch reads them",
-    "waiting for workers": "more of them are faster; items that they compute are read in the next epoch",
+    _BEHIND: "more of them are faster; items that they compute are read in the next epoch",
     "collating": "smaller batches, or a collate_fn that copies less",
 }
 
 _OF_RANDOM = "run them in workers (num_workers=8, with a CUDA target transforms_on='workers' too), or on the GPU"
+_OF_RANDOM_IN_WORKERS = "more workers are faster while processor cores are idle; or run them on the GPU"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Stats:
         hits: items that were read.
         computed: items that were computed.
         nbytes: that were read of records.
+        in_workers: whether worker processes ran the random transforms.
     """
 
     seconds: float
@@ -67,6 +69,7 @@ class Stats:
     hits: int
     computed: int
     nbytes: int
+    in_workers: bool = False
 
     @property
     def hit_rate(self) -> float:
@@ -85,17 +88,19 @@ class Stats:
             return (
                 f"The training waits {_share(self.waiting, self.seconds)} of the epoch: a faster loader gains nothing."
             )
-        work = {stage: seconds for stage, seconds in self.stages.items() if stage != _AHEAD}
+        idle = (_AHEAD, _BEHIND) if self.in_workers else (_AHEAD,)  # what workers do is measured there
+        work = {stage: seconds for stage, seconds in self.stages.items() if stage not in idle}
         if not work:
             return f"The training waits {_share(self.waiting, self.seconds)} of the epoch for what is not measured."
         stage = max(work, key=work.__getitem__)
-        share = _share(work[stage], sum(work.values()))
+        whose = "the workers'" if self.in_workers else "the loader's"
+        share = f"{_share(work[stage], sum(work.values()))} of {whose} time"
         if stage == "random transforms":
             name = max(self.random_transforms, key=self.random_transforms.__getitem__)
             most = _share(self.random_transforms[name], sum(work.values()))
-            share, remedy = f"{share} of the loader's time, {name} alone {most}", _OF_RANDOM
+            share, remedy = f"{share}, {name} alone {most}", _OF_RANDOM_IN_WORKERS if self.in_workers else _OF_RANDOM
         else:
-            share, remedy = f"{share} of the loader's time", _REMEDIES[stage]
+            remedy = _REMEDIES[stage]
         verb = "take" if stage.endswith("transforms") or stage == "keys" else "takes"
         return f"{stage.capitalize()} {verb} {share}: {remedy}."
 
@@ -182,6 +187,7 @@ class _Epoch:
             hits=counts.get("hits", 0),
             computed=counts.get("computed", 0),
             nbytes=counts.get("bytes", 0),
+            in_workers=self.watch.in_workers,
         )
 
 

@@ -32,6 +32,7 @@ from monai_gds.naming import naming
 from monai_gds.random_states import seed_everything, seed_transforms
 from monai_gds.stages import Measurements, Watch, enter, measured
 from monai_gds.state import State, apply, capture_all
+from monai_gds.told import attach, place
 from monai_gds.workers import Workers
 
 __all__ = ["Processes", "WorkerBatches"]
@@ -51,12 +52,14 @@ class Work(NamedTuple):
         collate: makes a batch of a list of items; None leaves that to the loader's process.
         on_device: whether batches go to a CUDA device.
         state: the settings of the loader's process.
+        told: where that process notes what it has told.
     """
 
     parts: list[GDSDataset]
     collate: Callable[[list[Any]], Any] | None
     on_device: bool
     state: State
+    told: str
 
 
 class Task(NamedTuple):
@@ -109,6 +112,7 @@ def _unpickled(pickled: bytes) -> Work:
             f"a worker process cannot load the dataset: {e}. Define transforms and functions in a module that it can "
             "import, not in a notebook or behind `if __name__ == '__main__':`"
         ) from e
+    attach(work.told)
     apply(work.state)
     with warnings.catch_warnings(action="ignore"):  # of the split, which the loader's process has given
         for part in work.parts:
@@ -250,7 +254,7 @@ class WorkerBatches:
         self.whole = all(len(part.split().steps()) == done for part, done in zip(parts, self._done, strict=True))
         self.assemble = loader.pinned if self.whole else loader.assemble
         collate = loader.collation if self.whole else None
-        work = Work(views, collate, device.type == "cuda", capture_all())
+        work = Work(views, collate, device.type == "cuda", capture_all(), place())
         ahead = loader.batches_in_flight()
         order = Order(
             _pickled(work),

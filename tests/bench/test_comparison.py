@@ -59,6 +59,7 @@ def test_a_competitor_that_gives_another_number_of_batches_is_found_out(
         compare(comparison(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # in MONAI's ThreadBuffer
 def test_a_competitor_that_cannot_serve_the_items_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(item: Any) -> Any:
         raise TypeError("no such items")

@@ -59,6 +59,14 @@ def test_epochs_as_json(module: str) -> None:
     assert max(found["limits"].values()) > 0
 
 
+def test_random_transforms_in_workers(module: str) -> None:
+    done = run("profile", module, "--json", "--num-workers", "1", "--transforms-on", "workers")
+    (_, epoch) = json.loads(done.stdout)["epochs"]
+    assert epoch["stages"]["waiting for workers"] > 0 and epoch["random_transforms"]["RandOwn"] > 0
+    done = run("profile", module, "--transforms-on", "workers")
+    assert done.exit_code == 2 and "give --num-workers too" in done.output
+
+
 def test_without_a_cache_there_is_no_drive_to_measure(module: str) -> None:
     done = run("profile", module, "cached=False")
     assert done.exit_code == 0, done.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monai_gds.cache.explain import Wanted, description_differences, nearest, source_differences
+from monai_gds.cache.hashing import hash_transforms
 from monai_gds.cache.index import Index, IndexEntry
 
 CT = "/data/ct_3.nii.gz"
@@ -111,6 +113,43 @@ def test_a_transform_without_attributes_and_a_lambda() -> None:
     assert description_differences(before, before | {"transforms[1] <lambda>": "code 2"}) == [
         "<lambda> code 1 → code 2"
     ]
+
+
+#: Pipelines before and after an edit of their code.
+EDITED = """
+import monai.transforms as mt
+
+def helper(x):
+    return x * {factor}
+
+def scale(x):
+    return helper(x)
+
+class Own(mt.Transform):
+    def __call__(self, data):
+        return data * {factor}
+
+found = [mt.Lambdad("a", lambda x: x * {factor}), mt.Lambdad("a", scale), Own(), mt.Lambdad("a", lambda x: x {sign} 2)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    [
+        (0, "Lambdad.func[0] (<lambda>)'s constants[1] 2 → 3"),
+        (1, "Lambdad.func[0] (scale)'s global helper (helper)'s constants[1] 2 → 3"),
+        (2, "class Own['__call__'] (Own.__call__)'s constants[1] 2 → 3"),
+        (3, "Lambdad.func[0] (<lambda>) code … → code …"),
+    ],
+)
+def test_an_edit_of_code_is_told_once(which: int, told: str) -> None:
+    descriptions = []
+    for edited in ({"factor": 2, "sign": "*"}, {"factor": 3, "sign": "+"}):
+        module: dict[str, Any] = {"__name__": "training"}
+        exec(EDITED.format(**edited), module)
+        descriptions.append(hash_transforms([module["found"][which]]).description)
+    (found,) = description_differences(*descriptions)
+    assert re.sub(r"code \w+", "code …", found) == told
 
 
 texts = st.sampled_from("12")

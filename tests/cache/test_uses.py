@@ -165,6 +165,35 @@ def test_once_a_day_it_is_noted_that_a_pipeline_is_still_in_use(
     assert uses.due > day
 
 
+def test_a_long_run_notes_once_a_day_what_only_ended_processes_have_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of the first epoch have noted it, and those that come after them live for three weeks."""
+    began = time.time()
+    monkeypatch.setattr(module, "still_runs", lambda process: process == this_process())
+    put(tmp_path, ["read", began, A + B])
+    uses = Uses(tmp_path, began)
+    uses.open("cafe")
+    uses.read(A)
+    uses.flush()
+    monotonic, clock = time.monotonic, time.time
+    for day in range(1, 22):
+        later = 86_401 * day
+        monkeypatch.setattr(module.time, "monotonic", lambda later=later: monotonic() + later)
+        monkeypatch.setattr(module.time, "time", lambda later=later: clock() + later)
+        assert uses.due <= module.time.monotonic()
+        uses.flush()
+    assert [file.read_text().count(A) for file in files(tmp_path)] == [1, 1]
+    found = Uses(tmp_path).look().last
+    assert found[A] >= began + 21 * 86_400 > found[B]
+
+
+def test_the_end_of_a_run_counts_as_use(tmp_path: Path) -> None:
+    now = time.time()
+    put(tmp_path, ["open", now - 9 * DAY, "cafe"], ["read", now - 9 * DAY, A], ["end", now - 50, ""])
+    assert Uses(tmp_path).look().last[A] == pytest.approx(now - 50)
+
+
 def test_what_is_read_is_written_in_few_writes_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     appended: list[int] = []
     append = module.Notes.append

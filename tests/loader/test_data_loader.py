@@ -722,7 +722,6 @@ loop = iter(GDSDataLoader(dataset))
 print(tuple(next(loop)["x"].shape))
 """,
         str(tmp_path / "cache"),
-        timeout=60,
     )
     assert printed == "(1, 9)"
     assert not list((tmp_path / "cache" / ".tmp").iterdir()), "what was computed is saved"

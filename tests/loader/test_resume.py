@@ -352,6 +352,7 @@ def test_a_dataset_without_transforms() -> None:
     assert_same(list(again), expected[2:])
 
 
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
 def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning", reason="this machine has no Lightning")
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -366,10 +367,15 @@ def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
             self.seen.append([(item["number"], item["normal"]) for item in batch])
             return self.weight.square()
 
+        def validation_step(self, batch: Any, index: int) -> None:
+            pass
+
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def fit(settings: str, seed: int, **given: Any) -> list[Any]:
+    def fit(settings: str, seed: int, validates: bool, **given: Any) -> list[Any]:
+        if validates:
+            given["val_dataloaders"] = loader(dataset(folder), SETTINGS["shuffled"], seed)
         model = Seen()
         checkpoint = ModelCheckpoint(
             tmp_path / f"{settings} {seed}",
@@ -385,12 +391,12 @@ def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
         trainer.fit(model, loader(dataset(folder), SETTINGS[settings], seed), weights_only=True, **given)
         return model.seen
 
-    for settings in ("shuffled", "one of two ranks"):
-        expected = fit(settings, 3)
+    for settings, validates in (("shuffled", False), ("its generator", True), ("one of two ranks", False)):
+        expected = fit(settings, 3, validates)
         batches = len(expected)
         assert batches in (6, 9)
-        for step in range(batches // 3 - 1, batches):  # from the end of the first epoch on
-            got = fit(settings, 50 + step, ckpt_path=tmp_path / f"{settings} 3" / f"step={step}.ckpt")
+        for step in range(batches // 3 - 1, batches):  # among them the last one of each epoch
+            got = fit(settings, 50 + step, validates, ckpt_path=tmp_path / f"{settings} 3" / f"step={step}.ckpt")
             assert got == expected[step:]
 
 

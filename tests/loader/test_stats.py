@@ -172,6 +172,14 @@ def test_a_loader_with_the_functions_of_a_measured_one_gives_batches(make: Make)
     assert {type(batch) for batch in GDSDataLoader(dataset, 1, batch_size=2, **taken)} == {dict}
 
 
+@pytest.mark.parametrize("transforms_on", ["workers", None])
+def test_workers_are_not_advised_twice(make: Make, transforms_on: Any) -> None:
+    with make(RandSlow()) as dataset:
+        list(dataset)
+        stats = epoch(GDSDataLoader(dataset, num_workers=1, stats=True, transforms_on=transforms_on))
+    assert stats.in_workers and "more workers are faster" in stats.advice, stats.advice
+
+
 def test_items_that_workers_of_a_cuda_target_compute_are_no_hits(make: Make) -> None:
     with make(SlowLoading()) as dataset:
         watch = stages.Watch()
@@ -260,6 +268,14 @@ def test_nothing_is_measured_unless_asked(make: Make) -> None:
         (
             {"stages": {"random transforms": 8.0, "reading": 2.0}, "random_transforms": {"RandRotated": 6.0, "A": 2.0}},
             "Random transforms take 80% of the loader's time, RandRotated alone 60%: run them in workers",
+        ),
+        (  # in workers already
+            {
+                "stages": {"waiting for workers": 9.0, "random transforms": 8.0},
+                "in_workers": True,
+                "random_transforms": {"RandRotated": 8.0},
+            },
+            "Random transforms take 100% of the workers' time, RandRotated alone 100%: more workers are faster",
         ),
     ],
 )

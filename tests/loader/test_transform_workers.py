@@ -27,8 +27,8 @@ from torch.utils.data import ConcatDataset, Subset
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.collate import collate
-from monai_gds.loader import transform_workers
-from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, pack, unpack
+from monai_gds.loader import shared_memory, transform_workers
+from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
 from tests.machines import in_child, python
 from tests.same import assert_same
 
@@ -634,6 +634,55 @@ def test_spawned_workers_give_the_same(make: Make) -> None:
         ]
 
     assert_same(values("spawn"), values("fork"))
+
+
+def test_spawned_workers_warn_once_that_the_budget_is_used_up(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    dataset = make(data=range(12), max_bytes=200_000)
+    for _ in range(2):
+        next(iter(load(dataset, batch_size=12, multiprocessing_context="spawn")))  # a worker of its own
+    assert capfd.readouterr().err.count("CacheWarning: nothing more is cached") == 1
+
+
+@pytest.mark.parametrize("transforms_on", ["workers", None])
+def test_a_run_warns_once_that_its_budget_is_used_up(tmp_path: Path, transforms_on: str | None) -> None:
+    told = python(f"""
+import os, warnings
+import monai.transforms as mt, torch
+from monai_gds import GDSDataLoader, GDSDataset
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, *_: os.write(1, f"{{message}}\\n".encode())  # in forked workers too
+items = [{{"image": torch.full((1, 40, 40, 40), float(n))}} for n in range(8)]
+dataset = GDSDataset(items, mt.Compose([mt.EnsureTyped("image")]), {str(tmp_path)!r}, "cpu", max_bytes=600_000)
+for _ in range(3):
+    next(iter(GDSDataLoader(dataset, 2, batch_size=8, transforms_on={transforms_on!r})))  # workers of its own
+""")
+    assert told.count("nothing more is cached") == 1
+
+
+def test_memory_that_workers_cannot_open_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mapped = Mapped()
+    for number in range(3):
+        assert mapped.room(Place(number, 2**22, number, (0, 0), 4096), {number}) is None
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "monai_gds"]
+    assert told.startswith("batches are pickled: the memory for them cannot be opened ([Errno 2]")
+
+
+def test_memory_that_cannot_be_pinned_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pin(address: int, nbytes: int) -> None:
+        raise RuntimeError("CUDA refused")
+
+    monkeypatch.setattr(shared_memory, "pin", pin)
+    arenas = [Arena(4096), Arena(4096)]
+    for arena in arenas:
+        arena.pin(4096)
+    told = [record.getMessage() for record in caplog.records if record.name == "monai_gds"]
+    assert len(told) == 1 and told[0].startswith("batches are copied from memory that is not page-locked")
+    caplog.clear()  # which holds the error, which holds an arena
+    del arenas, arena
 
 
 # ---------------------------------------------------------------------------------------------------------------------

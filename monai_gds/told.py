@@ -1,0 +1,80 @@
+"""What was told in a run: a small table in memory that a process shares with those it forks.
+
+Workers of a loader may live for one epoch. Without the table each would repeat the warnings that others gave, and look
+again at what others found. The table holds a hash of each topic and when it was told. It forgets the oldest of those
+that share a row, so something may be told twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import mmap
+import os
+import struct
+import time
+from typing import Any
+
+__all__ = ["Topic", "attach", "place"]
+
+_ROWS = 512
+_ROW = struct.Struct("=" + 8 * "Qd")  # pairs of a hash and a time; a time of 0 is long ago
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, _ROWS * _ROW.size)
+
+
+_descriptor = os.memfd_create("monai-gds-told")
+os.ftruncate(_descriptor, _ROWS * _ROW.size)
+_table = _map(_descriptor)
+_place = f"/proc/{os.getpid()}/fd/{_descriptor}"
+
+
+class Topic:
+    """Something that is told once in a run, named by any values.
+
+    Example:
+        >>> [Topic("drive full", "/nvme").is_new() for _ in range(2)]
+        [True, False]
+    """
+
+    def __init__(self, *what: Any) -> None:
+        self._hash = int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little")
+        self._offset = self._hash % _ROWS * _ROW.size
+
+    def told(self) -> float:
+        """When it was told last, by ``time.monotonic``; minus infinity if it was not."""
+        hashes, times = self._row()
+        return times[hashes.index(self._hash)] if self._hash in hashes else -math.inf
+
+    def tell(self) -> None:
+        """Notes that it is told now."""
+        hashes, times = self._row()
+        slot = hashes.index(self._hash) if self._hash in hashes else times.index(min(times))
+        struct.pack_into("=Qd", _table, self._offset + 16 * slot, self._hash, time.monotonic())
+
+    def is_new(self) -> bool:
+        """Whether it was not told before. From now on it was."""
+        if self.told() > -math.inf:
+            return False
+        self.tell()
+        return True
+
+    def _row(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        row = _ROW.unpack_from(_table, self._offset)
+        return row[::2], row[1::2]
+
+
+def place() -> str:
+    """Where :func:`attach` finds the table of this process."""
+    return _place
+
+
+def attach(place: str) -> None:
+    """Shares the table of the process that spawned this one, if the system permits it."""
+    global _table, _place
+    if place != _place:
+        with contextlib.suppress(OSError), open(place, "r+b", buffering=0) as file:
+            _table, _place = _map(file.fileno()), place
