@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from monai_gds import limits
 from monai_gds.console import progress_bar, say, show
 from monai_gds.storage.xnvme.block_map import BlockMap
 
@@ -43,6 +44,8 @@ def build(
         raise typer.BadParameter("a plain map cannot hold them: leave --plain out", param_hint="--checksums")
     with progress_bar("mapping") as progress:
         blocks = BlockMap.build(root, progress, checksums=checksums)
+    if plain:
+        blocks = blocks.plain_part()
     blocks.save(output, plain=plain)
     assert blocks.origin is not None, "built from a file system"
     for path, (_, why) in blocks.unmapped.items():
@@ -88,6 +91,10 @@ def verify(
             "--parent",
             param_hint="--be",
         )
+    if be is not None and blocks.origin is None:
+        raise typer.BadParameter(
+            "a plain map holds nothing to compare: verify it with --parent, mounted", param_hint="--be"
+        )
     with progress_bar("verifying") as progress:
         if be is None:
             wrong = blocks.verify(parent, data=data, progress=progress)
@@ -103,15 +110,30 @@ def _verify_through(blocks: BlockMap, drive: Mapping[str, Any], progress: Callab
     """What is wrong with files that are read whole through a driver in user space, by path."""
     from monai_gds.storage import Reads, open_storage
 
-    wrong = {}
+    wrong: dict[str, str] = {}
+    done = 0
     with closing(open_storage("xnvme-block", "cpu", blockmap=blocks, **drive)) as storage:
-        for done, (path, entry) in enumerate(blocks.items(), start=1):
+        for some in _together({path: entry.size for path, entry in blocks.items()}):
             try:
-                storage.load(Reads.of(path, [(0, entry.size)])).wait()
-            except OSError as e:
-                wrong[path] = str(e)
+                errors = storage.load(Reads.join([Reads.of(path, [(0, nbytes)]) for path, nbytes in some])).errors
+            except (MemoryError, RuntimeError) as e:  # torch's, of a file larger than memory
+                errors = dict.fromkeys(range(len(some)), e)
+            wrong.update((some[file][0], str(error)) for file, error in errors.items())
+            done += len(some)
             progress(done, len(blocks))
     return wrong
+
+
+def _together(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, int]]]:
+    """Paths and sizes of files to read at once: many small ones, or a large one."""
+    group: list[tuple[str, int]] = []
+    for path, nbytes in sizes.items():
+        if group and (len(group) == limits.RING_FILES or sum(n for _, n in group) + nbytes > limits.SLOT_BYTES):
+            yield group
+            group = []
+        group.append((path, nbytes))
+    if group:
+        yield group
 
 
 @app.command("show", epilog="Example: monai-gds blockmap show train.json train/n01491361/n01491361_8657.JPEG")

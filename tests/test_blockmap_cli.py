@@ -61,7 +61,7 @@ def test_verify_through_a_driver_in_user_space(disk: LoopDisk, tmp_path: Path, m
     file = tmp_path / "map.json"
     drive = ("--be", "upcie", "--uri", "0000:01:00.0", "--nsid", 2)
     monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
-    run("build", disk.folder / "set", "--output", file)
+    run("build", disk.folder / "set", "--output", file, "--checksums")
     with libraries.using("double next"):
         on_machine("umount", str(disk.folder))
         try:
@@ -73,6 +73,9 @@ def test_verify_through_a_driver_in_user_space(disk: LoopDisk, tmp_path: Path, m
         finally:
             on_machine("mount", disk.device, str(disk.folder))
     assert run("verify", file, "--uri", "0000:01:00.0").exit_code == 2
+    run("build", disk.folder / "set", "--output", file.with_name("plain.json"), "--plain")
+    refused = run("verify", file.with_name("plain.json"), *drive)
+    assert (refused.exit_code, "holds nothing to compare" in refused.output) == (2, True)
     assert run("verify", file, *drive, "--data").exit_code == 2
     assert run("verify", file, "--be", "io_uring", "--uri", disk.device).exit_code == 2
 
@@ -97,6 +100,20 @@ def test_files_that_cannot_be_mapped_are_listed_with_the_remedy(disk: LoopDisk, 
     assert "set/tail.bin" in run("show", file).output
     assert "could not be mapped" in run("show", file, "set/tail.bin").output
     assert run("verify", file, "--data").exit_code == 0
+    (disk.folder / "set/tail.bin").write_bytes(b"can be mapped")
+    os.sync()
+    verified = run("verify", file)
+    assert (verified.exit_code, "set/tail.bin: it could not be mapped, and now it can" in verified.output) == (1, True)
+    (disk.folder / "set/tail.bin").unlink()
+    assert "set/tail.bin: [Errno 2]" in run("verify", file).output
+
+
+def test_a_plain_map_leaves_out_what_it_cannot_hold(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    (disk.folder / "set/empty.bin").touch()
+    built = run("build", disk.folder / "set", "--output", file, "--plain")
+    assert (built.exit_code, len(BlockMap.load(file))) == (1, 2)
+    assert "set/empty.bin: it is empty" in built.output
 
 
 def test_checksums(disk: LoopDisk, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def loaders(
     from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.decoding import Decoding
     from monai_gds.storage import resolve_device
+    from monai_gds.storage.xnvme.block_map import BlockMap
 
     wanted = reader or [name for name in bench.PEERS if name != "packed-resized" or max_side is not None]
     one_of(bench.PEERS, wanted, "--reader")
@@ -137,6 +138,8 @@ def loaders(
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-bench-")))
         datadir = _image_folder(datadir, make, temporary)
+        if bmap is not None:
+            options["blockmap"] = BlockMap.load(bmap, parent=datadir.absolute().parent if datadir.is_dir() else None)
         images = bench.list_images(datadir)
         settings = bench.LoaderSettings(
             datadir, packed or temporary / "packed", target, batchsize, batches, threads=threads or

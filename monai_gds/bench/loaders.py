@@ -194,9 +194,8 @@ def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
     decoding = settings.decoding
     offered = settings.options if decoding is not None else {"threads": threads, **settings.options}
     options = options_for(reader, offered, settings.device)
-    root = {"packed": settings.packed, _RESIZED: settings.resized}.get(reader) or options.get(
-        "blockmap", settings.datadir
-    )
+    folder = settings.datadir if (blocks := options.pop("blockmap", None)) is None else blocks  # which is handed on
+    root = {"packed": settings.packed, _RESIZED: settings.resized}.get(reader) or folder
     transforms: dict[str, Any] = {}
     if decoding is not None:
         transforms = {"crop": decoding.crop, "flip": decoding.flip, "normalize": decoding.normalize}

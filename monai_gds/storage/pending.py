@@ -163,7 +163,9 @@ class Pending:
                 with staging.on_copy_stream(self._device):
                     wrong = check(self._errors)
             except Exception as e:
-                wrong = dict.fromkeys(range(files), e)
+                e.add_note("".join(traceback.format_tb(e.__traceback__)))  # as in then()
+                before = {file: error for file, error in self._errors.items() if file < files}
+                wrong = {**dict.fromkeys(range(files), e.with_traceback(None)), **before}
             for file, error in wrong.items():
                 after.fail(file, error)
             after.finish()

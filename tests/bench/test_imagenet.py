@@ -80,7 +80,10 @@ def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.
     made = tmp_path / "map.json"
     with loop_disk(tmp_path, "ext4") as disk, libraries.using("double next"):
         write_image_folder(disk.folder / "train", 12)
-        BlockMap.build(disk.folder / "train").save(made)
+        BlockMap.build(disk.folder / "train", checksums=True).save(made)
+        plain = tmp_path / "elsewhere/plain.json"
+        plain.parent.mkdir()
+        BlockMap.build(disk.folder / "train").save(plain, plain=True)
         monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
         on_machine("umount", str(disk.folder))
         try:
@@ -90,6 +93,11 @@ def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.
             )  # fmt: skip
         finally:
             on_machine("mount", disk.device, str(disk.folder))
+        output_of_folder = run(
+            "loaders", "--datadir", str(disk.folder / "train"), "--bmap", str(plain), "--reader",
+            "xnvme-block", "--device", "cpu", "--batchsize", "4", "--repeats", "1", "--threads", "1", "--json",
+        )  # fmt: skip
+    assert any(row["samples"] for row in rows(output_of_folder).values())
     found = rows(output)
     assert {name for (_, name), row in found.items() if row["samples"]} == {"xnvme-block"}
     assert {title for (title, _), row in found.items() if row["samples"]} == {"encoded bytes to cpu", "decoded to cpu"}

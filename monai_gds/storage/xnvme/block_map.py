@@ -74,6 +74,8 @@ _THREADS = 16  # measured on 2 cores: most of the time goes into waiting for ino
 _CHUNK = 256  # files per task
 _COMPARE_BYTES = 8 << 20
 _CHECKSUM = "wsum64"
+_PLAIN = frozenset(("startblock", "endblock"))  # all that a plain map holds of a file
+_NOT_PLAIN = "is empty, has holes or has several extents, which a plain map cannot hold"
 
 
 class FileBlocks(NamedTuple):
@@ -336,6 +338,14 @@ class BlockMap(Mapping[str, FileBlocks]):
             raise NotMappable(errno.EOPNOTSUPP, why, os.path.join(parent, path))
         return cls(files, origin, [path[skip:] for path in folders], unmapped)
 
+    def plain_part(self) -> BlockMap:
+        """The files that a plain map can hold. The others are listed in ``unmapped``, with the reason."""
+        files, unmapped = dict(self._files), dict(self.unmapped)
+        for path, entry in self._files.items():
+            if _PLAIN - entry.to_json(self.block_size).keys():
+                unmapped[path] = Unmapped(files.pop(path).size, f"it {_NOT_PLAIN}; a map that is not plain can")
+        return BlockMap(files, self.origin, self.folders, unmapped)
+
     # Saving and loading.
 
     def save(self, file: str | os.PathLike[str], *, plain: bool = False) -> None:
@@ -351,7 +361,9 @@ class BlockMap(Mapping[str, FileBlocks]):
         block = PLAIN_BLOCK if plain else self.block_size
         entries = {path: blocks.to_json(block) for path, blocks in self._files.items()}
         if plain:
-            entries = {path: _plain(path, entry) for path, entry in entries.items()}
+            if (path := next((path for path, entry in entries.items() if _PLAIN - entry.keys()), None)) is not None:
+                raise BlockMapError(f"{path} {_NOT_PLAIN}: plain_part() leaves it out")
+            entries = {path: {key: entry[key] for key in ("startblock", "endblock")} for path, entry in entries.items()}
         elif self.origin is not None:
             known = {"version": VERSION, "block_size": self.block_size, **asdict(self.origin)}
             unmapped = {path: entry._asdict() for path, entry in self.unmapped.items()}
@@ -413,7 +425,8 @@ class BlockMap(Mapping[str, FileBlocks]):
             progress: called with (files done, files in all) as it goes.
 
         Returns:
-            What is wrong, by path: files and folders that changed, are gone, or are new. Empty if the map is true.
+            What is wrong, by path: files and folders that changed, are gone, or are new, and files that could not be
+            mapped and now can. Empty if the map is true.
 
         Raises:
             BlockMapError: the map is plain and ``parent`` is not given.
@@ -434,7 +447,8 @@ class BlockMap(Mapping[str, FileBlocks]):
                         wrong[path] = str(e)
             return wrong
 
-        return _in_threads(verify_chunk, list(self._files), progress) | self._new_or_gone(base)
+        wrong = _in_threads(verify_chunk, list(self._files), progress) | self._new_or_gone(base)
+        return wrong | self._mappable_now(base)
 
     def _verify_file(self, path: str, blocks: FileBlocks, data: bool, mounted: MountedFileSystems) -> None:
         with _opened(path) as fd:
@@ -447,6 +461,22 @@ class BlockMap(Mapping[str, FileBlocks]):
             if data:
                 _compare(fd, fs.disk, now, path)
                 blocks.check(FileBlocks.of(fd, fs, path), path)
+
+    def _mappable_now(self, base: str) -> dict[str, str]:
+        """What of ``unmapped`` is not so any more."""
+        wrong = {}
+        with closing(MountedFileSystems()) as mounted:
+            for path in self.unmapped:
+                full = os.path.join(base, path)
+                try:
+                    with _opened(full) as fd:
+                        FileBlocks.of(fd, mounted.of(fd, os.fstat(fd).st_dev, full), full)
+                        wrong[path] = "it could not be mapped, and now it can: build the map again"
+                except NotMappable:
+                    pass
+                except OSError as e:
+                    wrong[path] = str(e)
+        return wrong
 
     def _new_or_gone(self, base: str) -> dict[str, str]:
         """Files and folders that are new, and folders that are gone."""
@@ -557,12 +587,6 @@ def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
             raise BlockMapError(f"{path} has a size of {blocks.size} bytes")
 
 
-def _plain(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    if "startblock" not in entry:
-        raise BlockMapError(f"{path} is empty, has holes or has several extents, which a plain map cannot hold")
-    return {key: entry[key] for key in ("startblock", "endblock")}
-
-
 def _files(entries: Mapping[str, Any], block: int) -> dict[str, FileBlocks]:
     return {_below(path): FileBlocks.from_json(entry, block) for path, entry in entries.items()}
 
@@ -576,7 +600,7 @@ def _unmapped(entries: Mapping[str, Any]) -> dict[str, Unmapped]:
 
 def _below(path: Any) -> str:
     """A path of a saved map, which must not lead out of the folder that it is relative to."""
-    if _text(path).startswith("/") or ".." in path.split("/") or "\0" in path:
+    if {"", ".."} & set(_text(path).split("/")) or "\0" in path:
         raise ValueError(f"{path!r:.200} is not a path below the folder")
     os.fsencode(path)  # raises ValueError for what no path can contain
     return str(path)

@@ -32,9 +32,16 @@ __all__ = ["MappedFiles", "WholeDisk", "identity", "lookup"]
 Start: TypeAlias = Callable[[Reads, Sequence[torch.Tensor]], Pending]
 
 
+#: A file ends in the last block of its file system. Those of ext4 and XFS have 4 KiB on most machines.
+_LARGEST_BLOCK = 4096
+
 _UNNOTICED = (
     "the block map has no checksums: bytes that were moved or damaged since it was made are read without an error; "
     "`monai-gds blockmap build --checksums` stores them"
+)
+_NO_INODES = (
+    "this file system's inodes cannot be found (ext4 with meta_bg, for instance): files that were written, replaced or "
+    "deleted since they were mapped are read as they were then, without an error"
 )
 _UNNOTICED_BY_PLAIN = (
     "a plain block map holds neither checksums nor the identity of the disk and its files: out of date, or on another "
@@ -94,7 +101,12 @@ class MappedFiles:
             OSError: see :func:`lookup`.
         """
         blocks = lookup(self._map, path)
-        if blocks.inode is None and isinstance(expected, int) and 0 <= expected <= blocks.size:
+        if blocks.inode is None and isinstance(expected, int):
+            if not blocks.size - _LARGEST_BLOCK < expected <= blocks.size:
+                raise FileChanged(
+                    f"{path} has {expected} bytes where it was listed, and the plain map has {blocks.size} in whole "
+                    "blocks: that is another file; BlockMap.load(map, parent=…) names the folder that was mapped"
+                )
             return blocks._replace(size=expected)
         check_identity(expected, identity(blocks, device), path)
         return blocks
@@ -140,6 +152,8 @@ class MappedFiles:
                 return data.numpy().tobytes()
 
             self._table, self._looked_for_table = inode_table(origin.kind, read), True
+            if self._table is None:
+                warnings.warn(_NO_INODES, stacklevel=2)
         return None if self._table is None else _Inodes(self._table, self._disk, origin, new)
 
 
@@ -151,7 +165,8 @@ class _Inodes:
     ) -> None:
         self._table, self._files = table, files
         found = [table.place(entry.inode or 0) for _, entry in files]
-        self._places = [-1 if at is None or at + table.nbytes > origin.disk.nbytes else at for at in found]
+        room = origin.disk.nbytes - origin.start - table.nbytes
+        self._places = [-1 if at is None or at > room else at for at in found]
         self._unique = np.unique([at for at in self._places if at >= 0]).astype(np.int64)
         count = len(self._unique)
         self._reads = Reads(

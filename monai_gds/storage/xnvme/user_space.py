@@ -26,7 +26,7 @@ _HEAP_BYTES = 1 << 30
 #: Drivers of the kernel that leave a device to a process.
 _LETS_GO = ("uio_pci_generic", "vfio-pci", "igb_uio")
 
-_ADDRESS = re.compile(r"([0-9a-fA-F]{4}:)?[0-9a-fA-F]{2}[:.][0-9a-fA-F]{2}\.[0-7]")
+_ADDRESS = re.compile(r"([0-9a-f]{4,}:)?([0-9a-f]{2})[:.]([0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 
 #: Where the kernel lists PCI devices.
 _DEVICES = "sys/bus/pci/devices"
@@ -35,7 +35,7 @@ _DEVICES = "sys/bus/pci/devices"
 def full_address(uri: str) -> str | None:
     """A PCI address with its domain, as xNVMe and /sys have it; None for what is not a PCI address."""
     found = _ADDRESS.fullmatch(uri)
-    return found and (uri if found[1] else f"0000:{uri}")
+    return found and f"{found[1] or '0000:'}{found[2]}:{found[3]}".lower()
 
 
 def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None, root: Path = Path("/")) -> str:
@@ -113,6 +113,8 @@ def _memory(heap: int, root: Path) -> str:
     """What a heap takes, and what this machine has for it."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     told = {line[0]: int(line[1]) for line in lines}
+    if "Hugepagesize:" not in told:
+        return "this kernel has no huge pages, which uPCIe's heap is in"
     page = told["Hugepagesize:"] << 10
     needed, free = -(-heap // page), told["HugePages_Free:"] - told["HugePages_Rsvd:"]
     takes = f"uPCIe's heap of {heap >> 20} MiB takes {needed} huge pages of {page >> 20} MiB"

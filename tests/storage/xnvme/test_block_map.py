@@ -438,6 +438,15 @@ class TestFile:
             BlockMap.build(disk.folder / "set").save(tmp_path / "map.json", plain=True)
         assert list(tmp_path.iterdir()) == []
 
+    def test_the_plain_part_leaves_it_out_and_says_why(self, disk: LoopDisk, tmp_path: Path) -> None:
+        blocks = BlockMap.build(disk.folder / "set")
+        part = blocks.plain_part()
+        part.save(tmp_path / "map.json", plain=True)
+        assert "set/cut.bin" in part.unmapped.keys() & blocks.keys()
+        assert part.keys() | part.unmapped.keys() == blocks.keys()
+        assert set(BlockMap.load(tmp_path / "map.json")) == set(part)
+        assert "plain map cannot hold" in str(part.why_not("set/cut.bin"))
+
     def test_reads_the_comparisons_format(self, tmp_path: Path) -> None:
         file = tmp_path / "map.json"
         file.write_text('{"train/n01491361/n01491361_8657.JPEG": {"startblock": 2048, "endblock": 2275}}')
@@ -474,6 +483,7 @@ class TestFile:
             ('{"../../etc/shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
             ('{"a/../../b": {"startblock": 1, "endblock": 5}}', "not a path below"),
             ('{"/etc/shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
+            ('{"etc//shadow": {"startblock": 1, "endblock": 5}}', "not a path below"),
             ('{"\\ud800/b": {"startblock": 1, "endblock": 5}}', "surrogates not allowed"),
             ('{"a/\\u0000": {"startblock": 1, "endblock": 5}}', "not a path below"),
         ],

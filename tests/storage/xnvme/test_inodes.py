@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -84,4 +85,12 @@ def test_a_disk_may_hold_anything(kind: str, head: bytes, at: int, number: int, 
     table = inode_table(kind, read)
     if table is not None:
         assert table.place(number) is None or table.place(number) >= 0  # type: ignore[operator]
-        table.parse(inode)
+        table.parse(inode[: table.nbytes])
+
+
+@pytest.mark.parametrize("nbytes", [0, 127, 129, 135, 139, 300])
+def test_an_impossible_size_of_inodes_is_told(nbytes: int) -> None:
+    head = bytearray(HEAD_BYTES)
+    for at, kind, number in ((0, "<I", 100), (0x18, "<I", 2), (0x28, "<I", 100), (0x58, "<H", nbytes)):
+        struct.pack_into(kind, head, 1024 + at, number)
+    assert inode_table("ext4", lambda offset, n: bytes(head) if offset == 0 else bytes(n)) is None

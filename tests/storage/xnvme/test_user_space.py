@@ -17,6 +17,8 @@ def test_addresses() -> None:
     assert full_address("01:00.0") == full_address(ADDRESS) == ADDRESS
     assert full_address("/dev/nvme0n1") is None
     assert full_address("10.0.0.1:4420") is None
+    assert full_address("C1.00.0") == full_address("0000:C1:00.0") == "0000:c1:00.0", "as /sys has it"
+    assert full_address("10000:e1:00.0") == "10000:e1:00.0", "a domain of Intel's VMD"
 
 
 @pytest.fixture
@@ -53,6 +55,11 @@ def test_a_drive_that_the_kernel_has(root: Path) -> None:
     assert "bound to nvme: unmount it and bind it to uio_pci_generic" in why(root, errno.EOPNOTSUPP)
     (root / "sys/bus/pci/devices" / ADDRESS / "driver").unlink()
     assert "bound to no driver" in why(root, errno.ENOENT)
+
+
+def test_a_kernel_without_huge_pages(root: Path) -> None:
+    (root / "proc/meminfo").write_text("MemTotal:       16384000 kB\n")
+    assert "this kernel has no huge pages" in why(root, errno.ENOMEM)
 
 
 def test_huge_pages_are_counted(root: Path) -> None:
