@@ -3,14 +3,7 @@
 Nothing here needs Python, memory or a lock: the thread that faulted may have the interpreter's lock or wait for one who
 has it. The kernel's list of mappings says which file lies at the address, so mapping a record costs nothing extra.
 
-bus_error.py holds what comes of this file, for each architecture, by
-
-    $CC -Os -std=c11 -D_GNU_SOURCE -Wall -Wextra -fPIC -fno-stack-protector -fno-jump-tables \
-        -fno-tree-loop-distribute-patterns -fno-asynchronous-unwind-tables -ffreestanding -nostdlib -static \
-        -Wl,-Ttext=0 -Wl,--build-id=none -Wl,--defsym=shared=0x10000 -Wl,-e,on_bus_error -o handler bus_error.c
-    $OBJCOPY -O binary -j .text handler
-
-and base64, with -mno-outline-atomics for aarch64 (aarch64-linux-gnu-gcc). */
+bus_error.py holds what tools/bus_error.py makes of this file for each architecture. */
 
 #include <signal.h>
 #include <stddef.h>
@@ -26,6 +19,7 @@ extern __attribute__((visibility("hidden"))) struct {
     char suffix[32];           /* how records are called */
     int state;                 /* 0, 1 while a thread writes the message, 2 afterwards */
     char piece[4096], path[8192];
+    struct sigaction none; /* the system's own handling */
 } shared;
 
 static long call(long number, long a, long b, long c, long d)
@@ -95,7 +89,7 @@ found:
     return length;
 }
 
-__attribute__((section(".text.on_bus_error"))) void on_bus_error(int number, siginfo_t *info)
+__attribute__((section(".text.on_bus_error"), visibility("hidden"))) void on_bus_error(int number, siginfo_t *info)
 {
     /* A fault, not a signal that somebody sent: it comes again when this returns, to the handler of before. */
     int fault = info->si_code >= BUS_ADRALN && info->si_code <= 4;
@@ -110,7 +104,13 @@ __attribute__((section(".text.on_bus_error"))) void on_bus_error(int number, sig
             call(SYS_writev, 2, (long)shared.said, 3, 0);
         }
     }
-    shared.sigaction(number, &shared.previous, NULL);
+    if (before == 2) { /* another thread was faster, or the handler of before has put this one back */
+        struct sigaction now;
+        shared.sigaction(number, NULL, &now);
+        if ((void *)now.sa_sigaction == (void *)on_bus_error)
+            shared.sigaction(number, &shared.none, NULL);
+    } else
+        shared.sigaction(number, &shared.previous, NULL);
     __atomic_store_n(&shared.state, 2, __ATOMIC_RELEASE);
     if (!fault)
         call(SYS_tgkill, call(SYS_getpid, 0, 0, 0, 0), call(SYS_gettid, 0, 0, 0, 0), number, 0);

@@ -3,8 +3,9 @@
 A page of a mapped record that cannot be read ends the process with SIGBUS. No handler in Python can say so: the thread
 that faulted may have the interpreter's lock, or need it from one that waits for it, and then the process hangs instead
 (each way to do so was tried: ``signal.signal``, its wake-up descriptor, a ctypes callback). So the handler is a few
-hundred bytes of machine code, compiled from ``bus_error.c``. It writes the message to the standard error and puts back
-the handler that was there before, faulthandler's for instance. The fault then comes again, to that one.
+hundred bytes of machine code, which ``tools/bus_error.py`` compiles from ``bus_error.c``. It writes the message to the
+standard error and puts back the handler that was there before, faulthandler's for instance. The fault then comes again,
+to that one.
 
 Where the machine allows no such code, bus errors stay as they are.
 """
@@ -29,29 +30,32 @@ _AFTER = (
     b" that cannot be read. With GDSDataset(mmap=False), such a record is computed anew.\n"
 )
 
-#: Which bus_error.c this was compiled from.
-_SOURCE = "d693d8cc78377f3a"
+# What `python tools/bus_error.py` prints: which bus_error.c this was compiled from, by which compiler, and the code.
+_SOURCE = "55910e1d5de838a2"
+_COMPILER = "Debian 12.2.0-14"
 _CODE = {
     "x86_64": (
-        "QVdBVkFVQVRVU1KLRgi6AQAAAESNcP8xwPAPsRXfAAEAg/gBD4TdAQAATGP/QYP+Aw+HggEAAIXAD4V6AQAATItmEEUx0kiNNYMA"
-        "AQAx0rgBAQAASMfHnP///w8FRTHASInHSIXAD4jqAAAAMe0x20Ux7UUxyUiDxjS6ABAAAEUx0jHADwVIhcAPjrgAAABMjR1q/wAA"
-        "TAHYTYnaQQ++iwQBAACA+Qp1DIXtD4WWAAAAMdvrfoXbdQWA+S10bYP7AXUdgPkgdRhNOey7AgAAAA+TwTHtTTnMQA+SxSHN61aD"
-        "+wF/HUnB4QSA+Tl/CIPpMEhjyesHg+lXSA++yUkJyes0he10MIP7A3QFgPkvdSa7AwAAAEmB+P8fAAB3GEOIjAIEEQAASf/A6wtN"
-        "ic27AQAAAEUxyUn/w0w52A+FWv///+k4////MdJFMdK4AwAAAEiJ1g8FSI0No/4AADHATAHBTDnAdFJIic9IjRWP/gAASCnHQIqy"
-        "4AAAAECE9nQXSDnXdA1I/8JAOrQCAxEAAHTiSP/A68tMiQUa/wAARTHSuBQAAABIjTXz/gAAvwIAAAC6AwAAAA8FMdJIjTVG/gAA"
-        "RIn//xU1/gAAxwUr/wAAAgAAAEGD/gN2LDHSRTHSuLoAAABIiddIidYPBUmJwLgnAAAADwVIicdMica46gAAAEyJ+g8FWFtdQVxB"
+        "QVe6AQAAAEFWQVVBVFVTSIHsqAAAAItGCESNcP8xwPAPsRXZAAEAg/gBD4QcAgAATGP/QYnAhcAPhW0BAABBg/4DD4e2AQAATItm"
+        "EEUx0kiNNXoAAQAx0rgBAQAASMfHnP///w8FRTHJSInHSIXAD4jxAAAAMe1FMe0x20iDxjS6ABAAAEUx0jHADwVIhcAPjsIAAABM"
+        "jR1k/wAATAHYTYnaQQ++iwQBAACA+Qp1EIXtD4WgAAAARTHA6YUAAABFhcB1BYD5LXRyQYP4AXUegPkgdRlNOexBuAIAAAAPk8Ex"
+        "7Uk53EAPksUhzetZQYP4AX8dSMHjBID5OX8Ig+kwSGPJ6weD6VdID77JSAnL6zaF7XQyQYP4A3QFgPkvdSdBuAMAAABJgfn/HwAA"
+        "dxhDiIwKBBEAAEn/wesLSYndQbgBAAAAMdtJ/8NMOdgPhVD////pLv///zHSRTHSuAMAAABIidYPBUiNDZP+AAAxwEwByUw5yA+E"
+        "gwAAAEiJz0iNFXv+AABIKcdAirLgAAAAQIT2dEhIOdd0DUj/wkA6tAIDEQAAdOJI/8Drx0iLDU7+AACD+AJ1R0iNVCQIMfZEif//"
+        "0UiNBTb+//8x0kiNNTUvAQBIOUQkCHU26ytMiQ3V/gAARTHSuBQAAABIjTWu/gAAvwIAAAC6AwAAAA8FMdJIjTUB/gAARIn//xXw"
+        "/QAAxwXm/gAAAgAAAEGD/gN2LDHSRTHSuLoAAABIiddIidYPBUmJwLgnAAAADwVIicdMica46gAAAEyJ+g8FSIHEqAAAAFtdQVxB"
         "XUFeQV/D"
     ),
     "aarch64": (
-        "/Xu9qSIAgFL9AwCR81MBqfQDACozCEC59RMA+ZUAAJCgAgSRBPxfiGQAADUC/AOIo///NZ8AAmvAEQBUcwYAUSQOADV/DgBx6A0A"
-        "VCsIQPkIB4DSYAyAkgIAgNIDAIDSgQAAkCFAA5EBAADU5wMAqkAL+LeBAACQIRAEkQkAgFIFAIDSDACA0gYAgNLt/4PS4AMHqugH"
-        "gNICAILSAwCA0gEAANQfAADxbAMAVCgHgNLgAweqAQCA0gIAgNIDAIDSAQAA1AEAgNKDAACQhyCC0j8ABeuACQBUYAAAkeIDAaom"
-        "AAeLBIBDOegDAKqkBwA0XwAF68AAAFQIaWY4AAQAkUIEAJEfAQRr4P7/VCEEAJHw//8XAgCA0iNoYjh/KABxoQAAVEn8/zUEAIBS"
-        "BgCA0gsAABR/tABxgAhAeoAEAFR/gABxgAhBeiEBAFR/AQzrRACAUmIhRvrpJ58aQgQAkV8AAOuh/f9Uyv//F58EAHEsAQBUasAA"
-        "UWhcAVF/5ABxSn1Akwh9QJMDgYqaZhAGqvP//xdJ/v80f7wAcYQYQ3rh/f9UvwAN6+gAAFSEAACQhAAAkYQABYulBACRhARAkYMQ"
-        "BDlkAIBS5f//F+wDBqokAIBS1v//FwUAgNK6//8XYwAAkYEAAJBICIDSQACA0iGAApFiAIDSZVwA+QMAgNIBAADUgAAAkAIAgNK1"
-        "AgSRgQAAkAMAQPkhIACR4AMUKmAAP9ZAAIBSoP6fiH8OAHEJAgBUiBWA0gAAgNIBAIDSAgCA0gMAgNIBAADUSBaA0uQDAKoAAIDS"
-        "AQAA1GgQgNLhAwCqgn5Ak+ADBKoBAADU81NBqfUTQPn9e8OowANf1g=="
+        "/XuzqSQAgFL9AwCR81MBqTQIQLn1WwKplQAAkKMCBJFi/F+IYgAANWT8BYil//81XwQAcUASAFTzAwAqlAYAUeQDAioCDQA1nw4A"
+        "cSgTAFQrCED5CAeA0mAMgJICAIDSAwCA0oEAAJAhQAORAQAA1OcDAKpAC/i3gQAAkCEQBJEJAIBSBQCA0gwAgNIGAIDS7f+D0uAD"
+        "B6roB4DSAgCC0gMAgNIBAADUHwAA8WwDAFQoB4DS4AMHqgEAgNICAIDSAwCA0gEAANQAAIDSgQAAkIcggtIfAAXrwA4AVCIAAJHj"
+        "AwCqBgAHi0SAQznoAwKq5AwANH8ABevAAABUCGlmOEIEAJFjBACRHwEEa+D+/1QABACR8P//FwgAgNIjaGg4fygAcaEAAFRJ/P81"
+        "BACAUgYAgNILAAAUf7QAcYAIQHqABABUf4AAcYAIQXohAQBUfwEM60QAgFJiIUb66SefGggFAJEfAQDrof3/VMr//xefBABxLAEA"
+        "VGrAAFFiXAFRf+QAcUp9QJNCfECTQoCKmkYQBqrz//8XSf7/NH+8AHGEGEN64f3/VL8ADevoAABUhAAAkIQAAJGEAAWLpQQAkYQE"
+        "QJGDEAQ5ZACAUuX//xfsAwaqJACAUtb//xcFAIDSuv//F5YAAJDDAkD5XwgAcQEGAFQBAIDS4uMAkWAAP9bhH0D5AAAAkAAAAJE/"
+        "AADr4QAAVMMCQPmBAADwISAEkQIAgNLgAxMqYAA/1rUCBJFAAIBSoP6fiJ8OAHEJAgBUiBWA0gAAgNIBAIDSAgCA0gMAgNIBAADU"
+        "SBaA0uQDAKoAAIDSAQAA1GgQgNLhAwCqYn5Ak+ADBKoBAADU81NBqfVbQqn9e82owANf1iEAAJFICIDSQACA0mIAgNIDAIDSJVwA"
+        "+YEAAJAhgAKRAQAA1IAAAJCBAACQAgCA0iEgAJEDAED52P//Fw=="
     ),
 }
 
@@ -79,7 +83,8 @@ class _Shared(ctypes.Structure):
     _fields_ = (
         ("sigaction", ctypes.c_void_p), ("previous", _Action), ("said", ctypes.c_size_t * 6),
         ("maps", ctypes.c_char * 16), ("suffix", ctypes.c_char * 32), ("state", ctypes.c_int),
-        ("piece", ctypes.c_char * 4096), ("path", ctypes.c_char * 8192), ("texts", ctypes.c_char * 1024),
+        ("piece", ctypes.c_char * 4096), ("path", ctypes.c_char * 8192), ("none", _Action),
+        ("texts", ctypes.c_char * 1024),
     )  # fmt: skip
 
 
@@ -92,7 +97,10 @@ def _laid_out() -> _Shared | None:
     code = base64.b64decode(_CODE.get(platform.machine(), ""))
     if not code:
         return None
-    memory = mmap.mmap(-1, 2 * _SHARED_AT, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, 2 * _SHARED_AT, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None  # no memory, or too many mappings: records are read all the same
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
     memory[: len(code)] = code
     shared = _Shared.from_buffer(memory, _SHARED_AT)
