@@ -22,14 +22,32 @@ _ROWS = 512
 _ROW = struct.Struct("=" + 8 * "Qd")  # pairs of a hash and a time; a time of 0 is long ago
 
 
-def _map(descriptor: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, _ROWS * _ROW.size)
+_SIZE = _ROWS * _ROW.size
+
+#: A path in /proc, and the device and inode of the file there: another may have the descriptor's number by now.
+_Place = tuple[str, int, int]
 
 
-_descriptor = os.memfd_create("monai-gds-told")
-os.ftruncate(_descriptor, _ROWS * _ROW.size)
-_table = _map(_descriptor)
-_place = f"/proc/{os.getpid()}/fd/{_descriptor}"
+def _made() -> tuple[mmap.mmap, _Place | None]:
+    """A table that forked processes share, and its place where the system has files in memory."""
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("monai-gds-told")
+        os.ftruncate(descriptor, _SIZE)
+        table = mmap.mmap(descriptor, _SIZE)
+    except (AttributeError, OSError):  # an old libc, a filter of system calls, or too many open files
+        if descriptor >= 0:
+            os.close(descriptor)
+        return mmap.mmap(-1, _SIZE), None
+    return table, (f"/proc/{os.getpid()}/fd/{descriptor}", *_identity(descriptor))
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+_table, _place = _made()
 
 
 class Topic:
@@ -67,14 +85,16 @@ class Topic:
         return row[::2], row[1::2]
 
 
-def place() -> str:
-    """Where :func:`attach` finds the table of this process."""
+def place() -> _Place | None:
+    """Where :func:`attach` finds the table of this process; None where only forked processes share it."""
     return _place
 
 
-def attach(place: str) -> None:
-    """Shares the table of the process that spawned this one, if the system permits it."""
+def attach(place: _Place | None) -> None:
+    """Shares the table of the process that spawned this one, if that has it still and the system permits it."""
     global _table, _place
-    if place != _place:
-        with contextlib.suppress(OSError), open(place, "r+b", buffering=0) as file:
-            _table, _place = _map(file.fileno()), place
+    if place is None or place == _place:
+        return
+    with contextlib.suppress(OSError), open(place[0], "r+b", buffering=0) as file:
+        if _identity(file.fileno()) == place[1:]:
+            _table, _place = mmap.mmap(file.fileno(), _SIZE), place

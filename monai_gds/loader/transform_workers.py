@@ -59,7 +59,7 @@ class Work(NamedTuple):
     collate: Callable[[list[Any]], Any] | None
     on_device: bool
     state: State
-    told: str
+    told: tuple[str, int, int] | None
 
 
 class Task(NamedTuple):
