@@ -101,7 +101,7 @@ def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode:
 
     Raises:
         ValueError: the name belongs to another class with another ``decode``, or begins with ``$`` as built-in ones do.
-            A class of the same module and name is the same, defined again in a notebook.
+            A class of the same module and name is the same, defined again in a notebook, unless a function made it.
 
     Example:
         >>> from ipaddress import IPv4Address
@@ -113,13 +113,17 @@ def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode:
     if TAGS and name.startswith("$"):
         raise ValueError(f"the name {name!r} begins with $, as only those of built-in types do: choose another")
     known = _by_name.get(name)
-    if known is not None and _full_name(known.cls) != _full_name(cls) and known.decode is not decode:
+    if known is not None and not _is_again(cls, known.cls) and known.decode is not decode:
         raise ValueError(f"the name {name!r} is already registered for {known.cls.__qualname__}")
     _by_class[cls] = _by_name[name] = Codec(name, cls, encode, decode)
 
 
-def _full_name(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
+def _is_again(cls: type, known: type) -> bool:
+    """Whether a class is one that is known, or defines it again, as a cell of a notebook does when it is run again."""
+    if cls is known:
+        return True
+    names = (cls.__module__, cls.__qualname__), (known.__module__, known.__qualname__)
+    return names[0] == names[1] and "<locals>" not in cls.__qualname__  # a function makes many classes of one name
 
 
 def codec_for(cls: type) -> Codec | None:

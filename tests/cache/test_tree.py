@@ -1144,16 +1144,33 @@ def test_registering_again_replaces_and_a_taken_name_is_an_error(registry: None)
 
 
 def test_a_class_that_a_notebook_defines_again_takes_its_name_along(registry: None, round_trip: RoundTrip) -> None:
-    def cell() -> type:
+    notebook: dict[str, Any] = {"__name__": "__main__", "register_type": register_type}
+    cell = """if True:
         class Voxel(str):
             __slots__ = ()
 
         register_type(Voxel, "voxel", str.__str__, lambda value: Voxel(value))
-        return Voxel
-
-    first, again = cell(), cell()
+    """
+    exec(cell, notebook)
+    first = notebook["Voxel"]
+    exec(cell, notebook)
+    again = notebook["Voxel"]
     assert first is not again
     assert type(round_trip(again("a"))) is again
+
+
+def test_classes_that_a_function_makes_do_not_replace_each_other(registry: None) -> None:
+    def make(factor: int) -> type:
+        class Scaled(str):
+            __slots__ = ()
+
+        register_type(Scaled, "scaled", str.__str__, lambda value: Scaled(value * factor))
+        return Scaled
+
+    made = make(2)
+    with pytest.raises(ValueError, match=r"'scaled' is already registered for .*make\.<locals>\.Scaled"):
+        make(3)
+    register_type(made, "scaled", str.__str__, made)
 
 
 def test_an_instance_that_a_codec_refuses_is_named_with_the_reason(registry: None) -> None:
