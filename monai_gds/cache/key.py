@@ -145,8 +145,9 @@ class KeyMaker:
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
         """The key of an item. Raises HashingError if the item holds something without a stable content."""
+        given = self._given(item)
         try:
-            seen = self._look(item)
+            seen = self._look(item) if given is None else _KnownItem(given, candidates(item, self._loaded))
         except RecursionError as e:
             raise HashingError(
                 "the item contains itself, or is nested too deeply to be hashed: flatten it, or pass an object in its "
@@ -171,15 +172,18 @@ class KeyMaker:
         """Saves what was learned about sources for other processes."""
         self._sources.flush()
 
+    def _given(self, item: Any) -> str | None:
+        """The hash by the user's function, which is called every time, since it may read files; None without one."""
+        return None if self._hash_func is canonical_hash else hash_text(self._hash_func(item), "hash_func")
+
     def _look(self, item: Any) -> _KnownItem:
         """What does not depend on the content of the files that an item names.
 
         An item of plain values is hashed once and recognised by the XXH3 of its serialised value rather than by its
-        identity, since a list of dicts may be changed in place. A user's hash function is called every time, since it
-        may read files.
+        identity, since a list of dicts may be changed in place.
         """
         # not only plain values: marshal would write an array's bytes without dtype and shape
-        if self._hash_func is not canonical_hash or not _is_plain(item):
+        if not _is_plain(item):
             return self._hash(item)
         # version 2 writes values only, no references; of an image in the item nothing is kept in memory
         fingerprint = xxhash.xxh3_128_digest(marshal.dumps(item, 2))
@@ -191,11 +195,7 @@ class KeyMaker:
         return found
 
     def _hash(self, item: Any) -> _KnownItem:
-        if self._hash_func is canonical_hash:
-            found = hash_item(item, self._root)
-        else:
-            found = hash_text(self._hash_func(item), "hash_func")
-        return _KnownItem(found, candidates(item, self._loaded))
+        return _KnownItem(hash_item(item, self._root), candidates(item, self._loaded))
 
 
 def hash_text(found: Any, name: str) -> str:

@@ -63,6 +63,14 @@ def test_an_item_that_contains_itself_is_an_error_with_a_way_out(keys: Keys) -> 
         keys(item)
 
 
+def test_an_error_of_the_users_hash_func_is_told_as_it_is() -> None:
+    def hash_func(item: Any) -> bytes:
+        raise RecursionError("of the user's")
+
+    with pytest.raises(RecursionError, match=r"of the user's"):
+        Keys(hash_func)({"image": "ct.nii"})
+
+
 def test_is_stable(keys: Keys, volume: Path) -> None:
     item = {"image": str(volume), "label": [1, 2.5, None, True]}
     again = Keys()
@@ -146,6 +154,25 @@ def test_finds_sources_wherever_they_are_named(keys: Keys, volume: Path, item: A
     before = keys(item(volume)).digest
     volume.write_bytes(b"VOLUME")
     assert keys(item(volume)).digest != before
+
+
+def test_a_file_that_cache_key_leaves_out_is_not_a_source(keys: Keys, volume: Path, tmp_path: Path) -> None:
+    class Case:
+        def __init__(self) -> None:
+            self.volume, self.log = str(volume), str(tmp_path / "log.txt")
+            self.own: list[Any] = []
+            self.own.append(self.own)
+
+        def __cache_key__(self) -> dict[str, str]:
+            return {"volume": self.volume}
+
+    item = {"case": Case()}
+    before = keys(item)
+    assert list(before.sources) == [str(volume)]
+    Path(item["case"].log).write_text("a run")
+    assert keys(item).digest == before.digest
+    volume.write_bytes(b"VOLUME")
+    assert keys(item).digest != before.digest
 
 
 def test_a_key_is_not_a_path(keys: Keys, volume: Path) -> None:

@@ -802,6 +802,47 @@ def test_candidates(item: Any, loaded: Any, expected: list[tuple[str, bool]]) ->
     assert candidates(item, loaded) == expected
 
 
+class Linked:
+    """An object of a user's that refers to others."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.others: list[Linked] = []
+
+
+def test_objects_that_refer_to_each_other_are_visited_once() -> None:
+    visits = []
+
+    class Counted(Linked):
+        def __cache_key__(self) -> Any:
+            visits.append(self)
+            return [self.path, *self.others]
+
+    grid = [Counted(f"{n}.nii") for n in range(6)]
+    for one in grid:
+        one.others = grid
+    names = sorted((f"{n}.nii", False) for n in range(6))
+    assert candidates({"x": grid[0]}, ()) == names
+    assert len(visits) == 6
+    plain = Linked("a.nii")
+    plain.others = [Linked("b.nii"), plain]
+    assert candidates({"x": plain, "image": plain}, {"image"}) == [("a.nii", True), ("b.nii", True)]
+
+
+def test_what_cache_key_leaves_out_is_not_looked_through() -> None:
+    class Slice:
+        def __init__(self, below: Any) -> None:
+            self.below = below
+
+        def __cache_key__(self) -> str:
+            return "ct.nii"
+
+    stack = None
+    for _ in range(2 * sys.getrecursionlimit()):
+        stack = Slice(stack)
+    assert candidates({"x": stack, "class": Slice}, ()) == [("ct.nii", False)]
+
+
 def test_candidates_are_plain_strings() -> None:
     assert type(candidates({"x": np.str_("a.nii")}, ())[0][0]) is str
 
