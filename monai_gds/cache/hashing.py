@@ -105,6 +105,11 @@ _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, tor
 #: The code of every function that ``functools.singledispatch`` made.
 _SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
 
+_METHODS = (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)
+
+#: What torch keeps in a module under keys that count all hooks of a process.
+_HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "_hooks" in name)
+
 #: Attributes of a class that have no effect on what its instances do.
 _CLASS_NOISE = frozenset(
     {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__", "__abstractmethods__"}
@@ -191,6 +196,9 @@ class _Hasher:
     def __init__(self, root: str | None = None, *, exact: bool = False, describes: bool = False) -> None:
         self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
         self._defined: dict[int, tuple[Any, str]] = {}  # the user's own functions and classes met so far
+        # Digests of the user's enums, each with whether it was met where strings are not collected.
+        self._enums: dict[tuple[type, bool], bytes] = {}
+        self._in_enum = False
         self._root = root
         self._exact = exact
         self._writes_files = 0  # > 0 inside a transform that writes the files it names
@@ -289,8 +297,27 @@ class _Hasher:
             if self.description is not None:
                 self._describe(where, _short(value))
             if isinstance(value, enum.Enum) and library_of(type(value).__module__) is None:
-                plain.append(self.digest(type(value), f"{where}'s class"))
+                plain.append(self._enum(type(value)))
         return plain
+
+    def _enum(self, cls: type) -> bytes:
+        """The digest of a user's enum, made once: an item may have hundreds of its members.
+
+        It is made as if nothing else were being hashed, so that it is the same wherever the enum is met first. Enums
+        within it, which may refer back to it, are hashed where they are.
+        """
+        where = _class_place(cls)
+        if self._in_enum:
+            return self.digest(cls, where)
+        known = cls, self._writes_files > 0
+        if known not in self._enums:
+            outer, self._open, self._in_enum = self._open, {}, True
+            try:
+                self._enums[known] = self.digest(cls, where)
+            finally:
+                self._open, self._in_enum = outer, False
+        self._describe(where, f"code {self._enums[known].hex()[:8]}")
+        return self._enums[known]
 
     def _describe(self, where: str, text: str) -> None:
         if self.description is not None:
@@ -463,9 +490,10 @@ class _Hasher:
         if library_of(type(cls).__module__) is None:
             parts.append(self.digest(type(cls), where))
         if issubclass(cls, enum.Enum):
-            code = {k: v for k, v in vars(cls).items() if isinstance(v, (types.FunctionType, property, classmethod))}
+            code = {k: v for k, v in vars(cls).items() if isinstance(v, _METHODS)}
             values = {name: member.value for name, member in cls.__members__.items()}
-            return [*parts, *self._mapping(values, where), *self._mapping(code, where)]
+            members = [*self._mapping(values, where), *self._mapping(code, where)]
+            return [*parts, *members, *self._all(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__:  # its name is ambiguous
             return [*parts, *self._class_body(cls)]
         self._defined.setdefault(id(cls), (cls, where))
@@ -528,8 +556,8 @@ class _Hasher:
                     state[attribute] = compute(value)
             if name == "torch.nn.modules.module.Module":  # the order in which Sequential runs its modules
                 state["order of _modules"] = list(value._modules.keys())  # TorchScript's are not a dict
-                hooks = {k: v for k, v in state.items() if "_hooks" in k and isinstance(v, dict)}
-                state.update({k: list(v.values()) for k, v in hooks.items()})  # their keys count all hooks of a process
+                hooks = {k: v for k, v in state.items() if k in _HOOKS and isinstance(v, dict)}
+                state.update({k: list(v.values()) for k, v in hooks.items()})
         for name in sorted(state.keys() - skip, key=str):
             if not self._is_device(name, state[name]):
                 yield str(name).encode() + self.digest(state[name], f"{where}.{name}")
@@ -550,7 +578,7 @@ class _Hasher:
 
 def _class_place(cls: type) -> str:
     """Where a user's class is described."""
-    return f"class {cls.__qualname__}"
+    return f"class {module_name(cls.__module__).decode()}.{cls.__qualname__}"
 
 
 def _plain(value: Any) -> list[bytes] | None:

@@ -138,7 +138,7 @@ found = [mt.Lambdad("a", lambda x: x * {factor}), mt.Lambdad("a", scale), Own(),
     [
         (0, "Lambdad.func[0] (<lambda>)'s constants[1] 2 → 3"),
         (1, "Lambdad.func[0] (scale)'s global helper (helper)'s constants[1] 2 → 3"),
-        (2, "class Own['__call__'] (Own.__call__)'s constants[1] 2 → 3"),
+        (2, "class training.Own['__call__'] (Own.__call__)'s constants[1] 2 → 3"),
         (3, "Lambdad.func[0] (<lambda>) code … → code …"),
     ],
 )
@@ -150,6 +150,21 @@ def test_an_edit_of_code_is_told_once(which: int, told: str) -> None:
         descriptions.append(hash_transforms([module["found"][which]]).description)
     (found,) = description_differences(*descriptions)
     assert re.sub(r"code \w+", "code …", found) == told
+
+
+def test_an_edit_of_one_of_two_classes_of_one_name_is_told() -> None:
+    descriptions = []
+    for factor in (2, 3):
+        found = []
+        for name, by in (("first", factor), ("second", 1)):
+            module: dict[str, Any] = {"__name__": name}
+            exec(EDITED.format(factor=by, sign="*"), module)
+            found.append(module["Own"]())
+        descriptions += [hash_transforms(order).description for order in (found, found[::-1])]
+    for before, now in (descriptions[::2], descriptions[1::2]):
+        assert description_differences(before, now) == [
+            "class first.Own['__call__'] (Own.__call__)'s constants[1] 2 → 3"
+        ]
 
 
 texts = st.sampled_from("12")

@@ -750,12 +750,90 @@ def test_an_enum_of_the_users_counts_by_its_values(monkeypatch: pytest.MonkeyPat
     assert canonical_hash(times) != before[1]
 
 
+def test_an_enum_is_hashed_once_for_all_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    organs = enum.Enum("Organs", {f"organ{n}": n for n in range(104)}, module=__name__)
+    digests = []
+    digest = hashing._Hasher.digest
+
+    def counted(*args: Any) -> bytes:
+        digests.append(args)
+        return digest(*args)
+
+    monkeypatch.setattr(hashing._Hasher, "digest", counted)
+    canonical_hash(dict.fromkeys(organs, 1.0))
+    assert len(digests) < 10 * len(organs)
+
+
+def test_files_that_an_enum_names_count_although_a_transform_that_writes_has_it_too() -> None:
+    atlas = enum.Enum("atlas", {"BRAIN": "/data/atlas.nii"}, module=__name__)
+    saver = mt.SaveImaged("a")
+    saver.atlas = atlas["BRAIN"]
+    assert "/data/atlas.nii" not in hash_transforms([saver]).strings
+    assert "/data/atlas.nii" in hash_transforms([saver, Parameters(atlas["BRAIN"])]).strings
+
+
+def test_enums_that_refer_to_each_other_have_the_same_hash_in_any_order() -> None:
+    """Sets come in another order in every process."""
+
+    class Atlas:
+        pass
+
+    atlases = [Atlas(), Atlas()]
+    organ = enum.Enum("organ", {"LIVER": atlases[0], "LEFT": atlases[0], "SPLEEN": 2}, module=__name__)
+    side = enum.Enum("side", {"LEFT": atlases[1], "RIGHT": organ["LIVER"]}, module=__name__)
+    atlases[0].__dict__.update(organ=organ["LIVER"], side=side["LEFT"])
+    atlases[1].__dict__.update(organ=organ["SPLEEN"])
+    values = {"a": organ["SPLEEN"], "b": side["RIGHT"], "c": atlases[0], "d": atlases[1]}
+    orders = itertools.permutations(values.items())
+    assert len({canonical_hash(dict(order)) for order in orders}) == 1
+
+
+def test_what_a_users_model_calls_hooks_counts_by_its_keys() -> None:
+    class Windows(torch.nn.Module):
+        def __init__(self, **windows: int) -> None:
+            super().__init__()
+            self.window_hooks = windows
+
+    assert differ(Windows(lung=1, bone=2), Windows(lung=2, bone=1))
+    assert canonical_hash(Windows(lung=1, bone=2)) == canonical_hash(Windows(bone=2, lung=1))
+
+
 CLASSES = {
     "an enum's": """
         import enum
         class Mode(enum.Enum):
             ONE = 1
             def made(self): return {0}
+        class T:
+            mode = Mode.ONE
+            def __call__(self, x): return self.mode.made()
+    """,
+    "an enum's static": """
+        import enum
+        class Mode(enum.Enum):
+            ONE = 1
+            @staticmethod
+            def made(): return {0}
+        class T:
+            mode = Mode.ONE
+            def __call__(self, x): return self.mode.made()
+    """,
+    "an enum's base's": """
+        import enum
+        class Base(enum.Enum):
+            def made(self): return {0}
+        class Mode(Base):
+            ONE = 1
+        class T:
+            mode = Mode.ONE
+            def __call__(self, x): return self.mode.made()
+    """,
+    "an enum's mixin's": """
+        import enum
+        class Mixin:
+            def made(self): return {0}
+        class Mode(Mixin, enum.Enum):
+            ONE = 1
         class T:
             mode = Mode.ONE
             def __call__(self, x): return self.mode.made()
