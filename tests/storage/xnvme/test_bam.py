@@ -43,13 +43,13 @@ from tests.storage.xnvme.bam_commands import (
 )  # fmt: skip
 from tests.storage.xnvme.host_kernel import HostBamBackend
 from tests.storage.xnvme.images import make_image
+from tests.storage.xnvme.test_blocks import Volume, ended_quietly
 
 #: Of images that are made without checksums, and without the inodes of a file system.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the block map has no checksums"),
     pytest.mark.filterwarnings("ignore:this file system's inodes cannot be found"),
 ]
-from tests.storage.xnvme.test_blocks import Volume, ended_quietly
 
 #: Where the kernel runs: on the host by one thread per queue or by several, or on the GPU.
 WHERE = [1, 3, pytest.param("gpu", marks=pytest.mark.gpu)]
