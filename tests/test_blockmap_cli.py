@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from monai_gds import limits
+from monai_gds.blockmap_cli import _together
 from monai_gds.storage.xnvme.block_map import BlockMap
 from tests import commands
 from tests.commands import Done
@@ -131,3 +133,11 @@ def test_a_file_that_is_not_in_it(disk: LoopDisk, tmp_path: Path) -> None:
     shown = run("show", file, "set/no.bin")
     assert shown.exit_code == 2
     assert "not in the block map" in shown.output
+
+
+def test_files_are_read_together_up_to_a_number_and_a_size_and_a_large_one_alone() -> None:
+    sizes = {f"{i}": 100 for i in range(limits.RING_FILES + 1)} | {"large": limits.SLOT_BYTES, "after": 0}
+    groups = [[path for path, _ in group] for group in _together(sizes)]
+    assert [path for group in groups for path in group] == list(sizes)
+    assert list(map(len, groups)) == [limits.RING_FILES, 1, 2]
+    assert list(_together({})) == []

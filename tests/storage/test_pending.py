@@ -196,3 +196,18 @@ def test_simulated_each_stream_waits_for_the_copies_once(monkeypatch: pytest.Mon
     assert waits == [1, 2]
     go.set()
     gpu.stream.close()
+
+
+def test_a_check_that_raises_fails_every_file_and_hides_no_error_of_a_read() -> None:
+    """Nor does its error keep the frames, and with them tensors, of what raised it."""
+
+    def check(errors: Mapping[int, Exception]) -> Mapping[int, Exception]:
+        raise ValueError("of the check")
+
+    reads = pending(files=3)
+    reads.fail(1, OSError("drive died"))
+    reads.fail(2, OSError("of a file that only the check needed"))
+    checked = reads.checked([torch.zeros(4)], 2, check)
+    reads.finish()
+    assert {file: str(e) for file, e in checked.errors.items()} == {0: "of the check", 1: "drive died"}
+    assert checked.errors[0].__traceback__ is None
