@@ -1,6 +1,6 @@
 """Drives that a driver in user space has taken from the kernel: addresses, claims, and why one could not be opened.
 
-xNVMe gives an errno and no more. What it means is found in /sys and /proc.
+xNVMe gives an errno and no more. /sys and /proc show its cause.
 """
 
 from __future__ import annotations
