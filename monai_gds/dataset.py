@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from monai.data import PersistentDataset
@@ -22,15 +22,24 @@ from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds import stages
+from monai_gds.arguments import (
+    Folders,
+    OfCacheDataset,
+    check_choices,
+    check_data,
+    check_transforms,
+    check_unused,
+    mode_given,
+    root_given,
+)
 from monai_gds.cache.budget import Budget, OverBudget
 from monai_gds.cache.compression import Codec, Compression
-from monai_gds.cache.directory import CacheDirectory, folder_named, prepare, tidy
+from monai_gds.cache.directory import CacheDirectory, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
 from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.pending_item import PendingItem
-from monai_gds.cache.permissions import ANY
 from monai_gds.cache.problems import with_advice
 from monai_gds.cache.reading import Mmap, Verify
 from monai_gds.cache.rounding import check_bits, rounded
@@ -61,19 +70,6 @@ _log = logging.getLogger("monai_gds")
 
 #: Methods through which an item is made.
 _WAYS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
-
-
-class OfCacheDataset(TypedDict, total=False):
-    """Arguments of MONAI's ``CacheDataset`` that have no meaning here: everything is cached, on disk."""
-
-    cache_num: int
-    cache_rate: float
-    num_workers: int | None
-    progress: bool
-    copy_cache: bool
-    as_contiguous: bool
-    hash_as_key: bool
-    runtime_cache: bool | str | Sequence[Any]
 
 
 class Begun:
@@ -301,16 +297,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         **of_cache_dataset: Unpack[OfCacheDataset],
     ) -> None:
         """Makes the dataset, and hashes its transforms. The class says what the arguments mean."""
-        _check_unused(of_cache_dataset)
-        _check_choice("verify", verify, "first", "always", "never")
-        _check_choice("mmap", mmap, "auto", True, False)
-        _check_choice("monai_version", monai_version, "exact", "minor", None)
-        _check_choice("arrays", arrays, "auto", "numpy", "torch")
-        _check_choice("unsupported", unsupported, "warn", "error")
-        check_bits(mantissa_bits)
+        check_unused(of_cache_dataset)
+        check_choices(verify=verify, mmap=mmap, monai_version=monai_version, arrays=arrays, unsupported=unsupported)
         if not callable(sources):
-            _check_choice("sources", sources, "content", "stat", "once", None)
-        _check_data(data)
+            check_choices(sources=sources)
+        check_bits(mantissa_bits)
+        check_data(data)
         # Without cache_dir: the base class would raise where ours only warns, and hash transforms its own way.
         super().__init__(
             data=data,
@@ -323,59 +315,45 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             track_meta=track_meta,
             weights_only=weights_only,
         )
-        _check_transforms(self.transform.transforms)
+        check_transforms(self.transform.transforms)
         self.device = resolve_device(device)
-        Compression.of(compression, tiles, self.device.type == "cuda", crops=False)  # raises what is wrong with them
         self.backend, self.backend_reason = choose_backend(backend, self.device)
         self.backend_options = dict(backend_options or {})
         check_options(self.backend, self.backend_options, self.device)
         self.hash_transform = hash_transform
         self.sources: Policy = sources
-        self.root = None if root is None else _root_named(root)
+        self.root = root_given(root)
         self.monai_version: MonaiVersion = monai_version
-        self.arrays = arrays
-        if arrays == "numpy" and self.device.type != "cpu":
-            raise ValueError(f"arrays='numpy' needs device='cpu': on {self.device} use 'auto' or 'torch'")
-        self.unsupported = unsupported
+        self.arrays, self.unsupported = arrays, unsupported
         self.verify: Verify = verify
         self.mmap: Mmap = mmap
-        self.compression = compression
-        self.tiles = tiles
-        self.mantissa_bits = mantissa_bits
+        self.compression, self.tiles, self.mantissa_bits = compression, tiles, mantissa_bits
         self.device_bytes = bytes_of(device_bytes, "device_bytes")
-        if self.device_bytes and self.device.type != "cuda":
-            raise ValueError(
-                f"device_bytes={device_bytes!r} is memory of a CUDA device, and items come on {self.device}"
-            )
-        self.max_bytes = None if max_bytes is None else bytes_of(max_bytes, "max_bytes")
+        self.durable, self.file_mode = durable, mode_given(file_mode)
+        self._check_device()
+        self._take_folders(Folders.given(cache_dir, max_bytes, local_dir, local_bytes))
         self._began = time.time()
         self._saves_in: Compression | None = None  # of a copy that makes records for another process
         self._converts = False
-        self.durable = durable
-        self.file_mode = _checked_mode(file_mode)
-        self._state = _Runtime()
-        self._unmade = self._local_unmade = False
         self._computes_under: State | None = None  # of a copy that computes in another process
-        if cache_dir is not None:
-            self.cache_dir = Path(os.path.abspath(folder_named(cache_dir)))  # of now: it may change
-            self._unmade = not prepare(self.cache_dir)
-        self.local_dir: Path | None = None
-        self.local_bytes = None if local_bytes is None else bytes_of(local_bytes, "local_bytes")
-        if local_dir is not None:
-            self.local_dir = Path(os.path.abspath(folder_named(local_dir, "local_dir")))
-            if cache_dir is None or os.path.realpath(self.local_dir) == os.path.realpath(self.cache_dir):
-                raise ValueError(
-                    f"local_dir={str(local_dir)!r} keeps copies of records in cache_dir={cache_dir!r}: name two folders"
-                )
-            self._local_unmade = not prepare(self.local_dir, "local_dir")
-        elif self.local_bytes is not None:
-            raise ValueError(
-                f"local_bytes={local_bytes!r} limits the copies in a local_dir, and there is none: name one"
-            )
-        if self.max_bytes is not None and cache_dir is None:
-            raise ValueError(f"max_bytes={max_bytes!r} limits the records of a cache_dir, and there is none: name one")
+        self._state = _Runtime()
         self.split()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
+
+    def _check_device(self) -> None:
+        """Refuses what the device cannot have."""
+        Compression.of(self.compression, self.tiles, self.device.type == "cuda", crops=False)  # raises what is wrong
+        if self.arrays == "numpy" and self.device.type != "cpu":
+            raise ValueError(f"arrays='numpy' needs device='cpu': on {self.device} use 'auto' or 'torch'")
+        if self.device_bytes and self.device.type != "cuda":
+            raise ValueError(
+                f"device_bytes={self.device_bytes} is memory of a CUDA device, and items come on {self.device}"
+            )
+
+    def _take_folders(self, folders: Folders) -> None:
+        self.cache_dir, self.max_bytes, self.local_dir, self.local_bytes = folders
+        self._unmade = self.cache_dir is not None and not prepare(self.cache_dir)
+        self._local_unmade = self.local_dir is not None and not prepare(self.local_dir, "local_dir")
 
     # What MONAI's datasets offer
 
@@ -385,7 +363,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             TypeError: ``data`` is not a sequence.
         """
-        _check_data(data)
+        check_data(data)
         self.data = data
 
     def set_transform_hash(self, hash_xform_func: HashTransform) -> None:
@@ -1007,58 +985,7 @@ class _Runtime:
         self.warned_of_cpu = False
 
 
-def _check_unused(given: Mapping[str, Any]) -> None:
-    """Warns of arguments that only ``CacheDataset`` has, and refuses all others."""
-    wrong = sorted(given.keys() - OfCacheDataset.__annotations__.keys())
-    if wrong:
-        raise TypeError(f"GDSDataset has no argument {wrong[0]!r}: help(GDSDataset) lists those it has")
-    if given:
-        names = ", ".join(sorted(given))
-        told = f"{names}: of no effect in a GDSDataset, which caches every item, on disk; leave it out"
-        warnings.warn(told, CacheWarning, stacklevel=3)
-
-
-def _check_transforms(transforms: Sequence[Any]) -> None:
-    """Refuses what cannot be called, such as the name of a transform."""
-    for step in transforms:
-        if not callable(step):
-            raise TypeError(f"transform holds {step!r}, which cannot be called: give transforms, such as Flip()")
-
-
-def _check_data(data: Any) -> None:
-    """Refuses what has no items by number. A mapping has them by key, and the items of a text are its letters."""
-    if type(data).__name__ == "DataFrame":  # of pandas or polars: [i] is a column there
-        raise TypeError("data is a DataFrame: give its rows as dicts, such as data.to_dict('records') in pandas")
-    by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    if not by_number or isinstance(data, (Mapping, str, bytes)):
-        raise TypeError(f"data is a {type(data).__name__}: give a sequence of items, such as a list of dicts")
-
-
 def _look(cache: CacheDirectory, key: Key, item: Any) -> Any:
     """The item in a tuple if it has a record by now, else None."""
     pending = cache.start(key.digest)
     return None if pending is None else pending.wait(item)
-
-
-def _check_choice(name: str, value: Any, *choices: str | bool | None) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
-
-
-def _checked_mode(file_mode: int | None) -> int:
-    """The permissions that records have at most."""
-    if file_mode is None:
-        return ANY
-    if not isinstance(file_mode, int):
-        raise TypeError(f"file_mode={file_mode!r} are not permissions: give an octal number, such as 0o640")
-    if not 0o600 <= file_mode <= 0o777 or file_mode & 0o600 != 0o600:
-        raise ValueError(f"file_mode={file_mode:#o}: it must let you read and write, as 0o600 and 0o640 do")
-    return file_mode & ANY
-
-
-def _root_named(root: str | os.PathLike[str]) -> str:
-    """The folder that ``root`` names, absolute, without a trailing slash."""
-    path = os.path.abspath(folder_named(root, "root"))
-    if not os.path.isdir(path):
-        raise ValueError(f"root={os.fspath(root)!r} is not a folder: name the one that the data lie in")
-    return path

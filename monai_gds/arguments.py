@@ -1,0 +1,136 @@
+"""The arguments of ``GDSDataset``: what each may be. Errors name the argument and the remedy."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+from monai_gds.cache.directory import folder_named
+from monai_gds.cache.permissions import ANY
+from monai_gds.cache.units import bytes_of
+from monai_gds.errors import CacheWarning
+
+__all__ = [
+    "Folders",
+    "OfCacheDataset",
+    "check_choices",
+    "check_data",
+    "check_transforms",
+    "check_unused",
+    "mode_given",
+    "root_given",
+]
+
+#: Arguments that name one of a few choices.
+_CHOICES: Mapping[str, tuple[str | bool | None, ...]] = {
+    "verify": ("first", "always", "never"),
+    "mmap": ("auto", True, False),
+    "monai_version": ("exact", "minor", None),
+    "arrays": ("auto", "numpy", "torch"),
+    "unsupported": ("warn", "error"),
+    "sources": ("content", "stat", "once", None),
+}
+
+
+class OfCacheDataset(TypedDict, total=False):
+    """Arguments of MONAI's ``CacheDataset`` that have no meaning here: everything is cached, on disk."""
+
+    cache_num: int
+    cache_rate: float
+    num_workers: int | None
+    progress: bool
+    copy_cache: bool
+    as_contiguous: bool
+    hash_as_key: bool
+    runtime_cache: bool | str | Sequence[Any]
+
+
+def check_unused(given: Mapping[str, Any]) -> None:
+    """Warns of arguments that only ``CacheDataset`` has, and refuses all others."""
+    wrong = sorted(given.keys() - OfCacheDataset.__annotations__.keys())
+    if wrong:
+        raise TypeError(f"GDSDataset has no argument {wrong[0]!r}: help(GDSDataset) lists those it has")
+    if given:
+        names = ", ".join(sorted(given))
+        told = f"{names}: of no effect in a GDSDataset, which caches every item, on disk; leave it out"
+        warnings.warn(told, CacheWarning, stacklevel=3)
+
+
+def check_choices(**given: Any) -> None:
+    """Raises ValueError for an argument that is none of its choices."""
+    for name, value in given.items():
+        choices = _CHOICES[name]
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+
+
+def check_transforms(transforms: Sequence[Any]) -> None:
+    """Refuses what cannot be called, such as the name of a transform."""
+    for step in transforms:
+        if not callable(step):
+            raise TypeError(f"transform holds {step!r}, which cannot be called: give transforms, such as Flip()")
+
+
+def check_data(data: Any) -> None:
+    """Refuses what has no items by number. A mapping has them by key, and the items of a text are its letters."""
+    if type(data).__name__ == "DataFrame":  # of pandas or polars: [i] is a column there
+        raise TypeError("data is a DataFrame: give its rows as dicts, such as data.to_dict('records') in pandas")
+    by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not by_number or isinstance(data, (Mapping, str, bytes)):
+        raise TypeError(f"data is a {type(data).__name__}: give a sequence of items, such as a list of dicts")
+
+
+def mode_given(file_mode: int | None) -> int:
+    """The permissions that records have at most."""
+    if file_mode is None:
+        return ANY
+    if not isinstance(file_mode, int):
+        raise TypeError(f"file_mode={file_mode!r} are not permissions: give an octal number, such as 0o640")
+    if not 0o600 <= file_mode <= 0o777 or file_mode & 0o600 != 0o600:
+        raise ValueError(f"file_mode={file_mode:#o}: it must let you read and write, as 0o600 and 0o640 do")
+    return file_mode & ANY
+
+
+def root_given(root: str | os.PathLike[str] | None) -> str | None:
+    """The folder that ``root`` names, absolute, without a trailing slash."""
+    if root is None:
+        return None
+    path = os.path.abspath(folder_named(root, "root"))
+    if not os.path.isdir(path):
+        raise ValueError(f"root={os.fspath(root)!r} is not a folder: name the one that the data lie in")
+    return path
+
+
+class Folders(NamedTuple):
+    """Where records are, and how many bytes of them there may be. None: no such folder, or no limit."""
+
+    cache_dir: Path | None
+    max_bytes: int | None
+    local_dir: Path | None
+    local_bytes: int | None
+
+    @classmethod
+    def given(
+        cls, cache_dir: Path | str | None, max_bytes: float | str | None, local_dir: Path | str | None,
+        local_bytes: float | str | None,
+    ) -> Folders:  # fmt: skip
+        """Raises TypeError and ValueError for what is not a path or a size, and for a limit without its folder."""
+        cache = None if cache_dir is None else Path(os.path.abspath(folder_named(cache_dir)))  # of now: it may change
+        local = None if local_dir is None else Path(os.path.abspath(folder_named(local_dir, "local_dir")))
+        if local is not None and (cache is None or os.path.realpath(local) == os.path.realpath(cache)):
+            raise ValueError(
+                f"local_dir={str(local_dir)!r} keeps copies of records in cache_dir={cache_dir!r}: name two folders"
+            )
+        if local is None and local_bytes is not None:
+            raise ValueError(
+                f"local_bytes={local_bytes!r} limits the copies in a local_dir, and there is none: name one"
+            )
+        if cache is None and max_bytes is not None:
+            raise ValueError(f"max_bytes={max_bytes!r} limits the records of a cache_dir, and there is none: name one")
+        return cls(
+            cache, None if max_bytes is None else bytes_of(max_bytes, "max_bytes"),
+            local, None if local_bytes is None else bytes_of(local_bytes, "local_bytes"),
+        )  # fmt: skip
