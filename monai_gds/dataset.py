@@ -648,9 +648,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             began = time.perf_counter()
             if self._converts and (how := self._convert(cache, key)):
                 return Saved(how, key.digest, time.perf_counter() - began)
+            times = self._keys().times(key)
             encoded, _ = self._compute(item, index, "error")
             seconds = time.perf_counter() - began
-            changed = key.changes(self._key(item))
+            changed = self._keys().changes(key, times, item)
             if changed:
                 raise FileChanged(f"while item {index} was computed, {changed}: populate again")
             try:
@@ -775,15 +776,18 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return found[0]
         with lease:
             self._note_miss(cache, key)
+            times = self._keys().times(key)
             encoded, storable = self._compute(item, index, self.unsupported)
             if storable:
-                self._save_behind(cache, key, item, encoded, lease)
+                self._save_behind(cache, key, times, item, encoded, lease)
         return self._assemble(encoded, item)
 
-    def _save_behind(self, cache: CacheDirectory, key: Key, item: Any, encoded: EncodedItem, lease: Lease) -> None:
+    def _save_behind(
+        self, cache: CacheDirectory, key: Key, times: dict[str, int], item: Any, encoded: EncodedItem, lease: Lease
+    ) -> None:
         # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
         stages.enter("keys")
-        changed = key.changes(self._key(item))
+        changed = self._keys().changes(key, times, item)
         if changed:
             self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
             return

@@ -90,6 +90,14 @@ class ItemKeys:
             _log.info("sources of the first item: %s", ", ".join(keys[0].sources) or "none")
         return keys
 
+    def times(self, key: Key) -> dict[str, int]:
+        """When each source of a key last changed; taken before its item is computed."""
+        return self._make.times(key)
+
+    def changes(self, key: Key, times: dict[str, int], item: Any) -> str:
+        """What changed while an item was computed, in words; empty if nothing did."""
+        return self._make.changes(key, times, self([item])[0])
+
     def flush(self) -> None:
         """Saves what was learned of sources, for other processes."""
         self._make.flush()

@@ -35,7 +35,15 @@ from monai.data.utils import json_hashing, pickle_hashing
 from torch.utils.data import Subset
 
 import monai_gds
-from monai_gds import CacheWarning, CodecMissing, GDSDataLoader, GDSDataset, HashingError, UnsupportedType
+from monai_gds import (
+    CacheWarning,
+    CodecMissing,
+    GDSDataLoader,
+    GDSDataset,
+    HashingError,
+    PopulateError,
+    UnsupportedType,
+)
 from monai_gds.cache import blosc, compression
 from monai_gds.cache.directory import CacheDirectory
 from monai_gds.cache.maintenance import survey
@@ -372,6 +380,32 @@ def test_a_source_that_changes_while_it_is_read_is_not_cached_under_the_old_key(
     with pytest.warns(CacheWarning, match=f"not cached: while it was computed, {path} changed"):
         assert dataset[0]["text"] == "new"
     assert records(Path(dataset.cache_dir)) == []
+
+
+@pytest.mark.parametrize("named", ["a file", "a folder"])
+def test_a_source_that_changes_and_changes_back_while_it_is_read_is_not_cached(
+    make: Make, tmp_path: Path, named: str
+) -> None:
+    path = tmp_path / "series" / "a.txt"
+    path.parent.mkdir()
+    path.write_text("whole")
+    os.utime(path, ns=(5, 5))
+
+    class Read(mt.Transform):
+        def __call__(self, data: Any) -> Any:
+            path.write_text("half of i")  # somebody else copies the same file over it once more
+            found = path.read_text()
+            path.write_text("whole")
+            os.utime(path, ns=(5, 5))
+            return {"text": found}
+
+    item = {"file": str(path if named == "a file" else path.parent)}
+    dataset = make(mt.Compose([Read()]), [item])
+    with pytest.warns(CacheWarning, match=f"while it was computed, {item['file']}.* changed, and holds the same"):
+        assert dataset[0]["text"] == "half of i"
+    assert records(Path(dataset.cache_dir)) == []
+    with pytest.raises(PopulateError, match="holds the same as before"):
+        dataset.populate(num_workers=0, progress=False)
 
 
 def test_replacing_the_transform(make: Make) -> None:

@@ -168,6 +168,24 @@ class KeyMaker:
             seen.key = made
         return made
 
+    def times(self, key: Key) -> dict[str, int]:
+        """When each source of a key last changed, in ns, by path; without those that a user's function identifies."""
+        named = [path for path, identity in key.sources.items() if identity.size >= 0]
+        return {path: self._sources.changed_at(path) for path in named}
+
+    def changes(self, key: Key, times: dict[str, int], later: Key) -> str:
+        """Describes what changed since a key was made and then its ``times`` were taken; empty if nothing did.
+
+        A source that changed and changed back did change: what was read of it in between may be anything.
+        """
+        written = [path for path, time in self.times(key).items() if time != times[path]]
+        if not written or later.digest != key.digest:
+            return key.changes(later)
+        return (
+            f"{', '.join(written[:3])} changed, and holds the same as before. If a transform writes it, leave it out "
+            "of the key: by a function for sources=, or by the transform's __cache_key__"
+        )
+
     def flush(self) -> None:
         """Saves what was learned about sources for other processes."""
         self._sources.flush()

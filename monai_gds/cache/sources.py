@@ -125,6 +125,15 @@ class Sources:
             return found
         return None if self._policy is None else _call(self._policy, path)
 
+    def changed_at(self, path: str) -> int:
+        """When a file, or the last file in a folder, was changed, in ns (ctime); 0 if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            st = os.stat(path)
+            if not stat.S_ISDIR(st.st_mode):
+                return st.st_ctime_ns
+            return max([entry[5] for entry in list_folder(path, self._cache()) or ()], default=0)
+        return 0
+
     def flush(self) -> None:
         """Writes new hashes to the memo in the cache folder, if there is one. Fails silently."""
         self._memo.flush()
