@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import contextlib
 import os
 import re
@@ -18,7 +18,7 @@ from monai_gds.cache.python_code import attributes_of, library_of, own_attribute
 __all__ = ["absolute", "candidates", "companions", "files_named", "looks_like_path"]
 
 #: Suffix of a file -> suffixes of files beside it that may hold another part of the same image: Analyze and NIfTI
-#: pairs, and the data files of MetaImage and NRRD headers, which usually share the header's stem.
+#: pairs, the data files of MetaImage and NRRD headers, which usually share the header's stem, of Philips' and AFNI's.
 _COMPANIONS = {
     ".hdr": (".img", ".img.gz"),
     ".hdr.gz": (".img.gz", ".img"),
@@ -26,12 +26,14 @@ _COMPANIONS = {
     ".img.gz": (".hdr.gz", ".hdr"),
     ".mhd": (".raw", ".zraw", ".raw.gz"),
     ".nhdr": (".raw", ".raw.gz", ".nrrd"),
+    ".par": (".rec",),
+    ".head": (".brik", ".brik.gz"),
 }
 
 #: What hardly occurs in paths of data, but does in other texts with a slash.
 _UNUSUAL = re.compile(r"[\s*?%{}<>|\\]|://|/$")
 
-_NO_STRINGS = frozenset({bool, int, float, complex, bytes, type(None)})
+_NO_STRINGS = frozenset({bool, int, float, complex, range, memoryview, bytearray, type(None)})
 
 #: The longest path, in characters.
 _MOST_CHARACTERS = 4096
@@ -61,7 +63,8 @@ def companions(path: str) -> list[str]:
     lower = path.lower()
     for suffix, others in _COMPANIONS.items():
         if lower.endswith(suffix):
-            return [path[: -len(suffix)] + other for other in others]
+            stem, written = path[: -len(suffix)], path[-len(suffix) :]
+            return [stem + (other.upper() if written.isupper() else other) for other in others]
     return []
 
 
@@ -122,11 +125,14 @@ def _strings(
     elif isinstance(value, Mapping):
         for key, below in value.items():
             yield from _strings(below, (), loaded or key in keys, seen)
-    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+    elif isinstance(value, bytes):
+        if len(value) < _MOST_CHARACTERS:
+            yield from _strings(os.fsdecode(value), (), loaded, seen)
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque, collections.abc.Sequence)):
         for element in value:
             yield from _strings(element, keys, loaded, seen)
     elif isinstance(value, np.ndarray):
-        for element in value.ravel().tolist() if value.dtype.kind in "UO" else ():
+        for element in value.ravel().tolist() if value.dtype.kind in "USOT" else ():
             yield from _strings(element, keys, loaded, seen)
     elif (id(value), loaded) not in seen:
         seen[id(value), loaded] = value

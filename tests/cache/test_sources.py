@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections import deque
+from collections import UserList, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -793,7 +793,10 @@ class Case:
         pytest.param(Case("d/ct"), (), [("d/ct", True)], id="an item that is one"),
         pytest.param(SimpleNamespace(x="a.nii"), (), [("a.nii", False)], id="a namespace"),
         pytest.param({"x": deque(["a.nii"])}, (), [("a.nii", False)], id="a deque"),
-        pytest.param({"x": np.zeros(3), "y": 3, "z": b"a.nii"}, "all", [], id="nothing of that kind"),
+        pytest.param({"x": UserList(["a.nii"])}, (), [("a.nii", False)], id="another kind of list"),
+        pytest.param({"x": b"a.nii"}, (), [("a.nii", False)], id="bytes"),
+        pytest.param({"x": np.array([b"a.nii"])}, (), [("a.nii", False)], id="an array of bytes"),
+        pytest.param({"x": np.zeros(3), "y": 3, "z": range(9)}, "all", [], id="nothing of that kind"),
         pytest.param({"a.nii": 1}, "all", [], id="a key"),
         pytest.param({"x": "\0.nii", "y": "x" * 5000 + ".nii"}, "all", [], id="no name of a file"),
     ],
