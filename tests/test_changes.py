@@ -7,9 +7,11 @@ not (:func:`hits`), and either way must give what MONAI computes without a cache
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
+import sysconfig
 import tarfile
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -566,18 +568,54 @@ def items_that_are_names(s: Study) -> Change:
     overwritten(s.data / "ct_0.nii", other)
 
 
-@misses(either=True)
-def the_other_file_of_a_pair(s: Study) -> Change:  # of ct.hdr, ct.img has the voxels
+def changes_voxels(s: Study, header: str, voxels: str) -> Change:
+    """A study whose items name the header of a pair, of which the voxels then change."""
     import nibabel as nib
 
     for name in ("ct", "new"):
         values = np.random.default_rng(len(name)).integers(0, 99, (6, 6, 6), dtype=np.int16)
         nib.save(nib.Nifti1Pair(values, np.eye(4)), s.data / f"{name}.img")
-        for suffix in ("img", "hdr"):
-            os.utime(s.data / f"{name}.{suffix}", (TIME, TIME))
-    s.edit('f"ct_{i}.nii"', '"ct.hdr"')
+    (s.data / "ct.hdr").rename(s.data / header)
+    (s.data / "ct.img").rename(s.data / voxels)
+    os.utime(s.data / voxels, (TIME, TIME))
+    s.edit('f"ct_{i}.nii"', repr(header))
     yield
-    overwritten(s.data / "ct.img", (s.data / "new.img").read_bytes())
+    overwritten(s.data / voxels, (s.data / "new.img").read_bytes())
+
+
+@misses(either=True)
+def the_other_file_of_a_pair(s: Study) -> Change:
+    yield from changes_voxels(s, "ct.hdr", "ct.img")
+
+
+@misses()
+def the_other_file_of_a_pair_in_capitals(s: Study) -> Change:
+    yield from changes_voxels(s, "CT.HDR", "CT.IMG")
+
+
+def names_read(s: Study, names: str) -> Change:
+    """A study whose transforms read the files of these names, of which one then changes."""
+    s.item(f'"names": {names}')
+    s.add('mt.Lambda(lambda d: {**d, "names": [sum(open(name, "rb").read()) for name in d["names"]]})')
+    other = other_content(s).read_bytes()
+    yield
+    overwritten(s.data / "ct_1.nii", other)
+
+
+@misses()
+def a_source_in_another_kind_of_list(s: Study) -> Change:
+    s.define("from collections import UserList")
+    yield from names_read(s, 'UserList([str(DATA / "ct_1.nii")])')
+
+
+@misses()
+def a_source_named_by_bytes(s: Study) -> Change:  # as texts in HDF5 are
+    yield from names_read(s, 'np.array([str(DATA / "ct_1.nii").encode()])')
+
+
+@misses()
+def a_source_in_an_array_of_strings(s: Study) -> Change:
+    yield from names_read(s, 'np.array([str(DATA / "ct_1.nii")], np.dtypes.StringDType())')
 
 
 @misses(either=True)
@@ -1097,6 +1135,203 @@ def a_constant_two_files_away(s: Study) -> Change:
     s.add('mt.Lambdad("image", plus)')
     yield
     (s.folder / "deeper.py").write_text("OFFSET = 1.5\n")
+
+
+@misses()
+def a_module_in_another_module(s: Study) -> Change:
+    (s.folder / "helpers.py").write_text("import deeper\n")
+    (s.folder / "deeper.py").write_text("OFFSET = 1.0\n")
+    s.define("import helpers")
+    s.add('mt.Lambdad("image", lambda x: x + helpers.deeper.OFFSET)')
+    yield
+    (s.folder / "deeper.py").write_text("OFFSET = 1.5\n")
+
+
+def changes_a_module(s: Study, define: str, transform: str) -> Change:
+    """A study whose transforms are handed the module ``config``, which then changes."""
+    (s.folder / "config.py").write_text("import threading\n\nshape = threading.Lock()\nSCALE = 1.0\n")
+    s.define(f"import config\n\n\n{define}")
+    s.add(transform)
+    yield
+    (s.folder / "config.py").write_text("import threading\n\nshape = threading.Lock()\nSCALE = 1.5\n")
+
+
+SCALES = """
+class Scale:
+    def __init__(self, settings):
+        self.settings = settings
+
+    def __call__(self, x):
+        return x.reshape(x.shape) * self.settings.SCALE
+"""
+
+
+@misses()
+def a_module_given_to_a_constructor(s: Study) -> Change:
+    yield from changes_a_module(s, SCALES.strip(), 'mt.Lambdad("image", Scale(config))')
+
+
+@misses()
+def a_module_in_a_dictionary(s: Study) -> Change:
+    yield from changes_a_module(s, "SETS = {1: config}", 'mt.Lambdad("image", lambda x: x * SETS[1].SCALE)')
+
+
+@misses()
+def a_module_given_to_a_function(s: Study) -> Change:
+    define = "def scale(x, settings):\n    return x * settings.SCALE"
+    yield from changes_a_module(s, define, 'mt.Lambdad("image", lambda x: scale(x, config))')
+
+
+@misses()
+def what_a_module_imports_when_it_is_asked_for(s: Study) -> Change:
+    package = s.folder / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "def __getattr__(name):\n    import importlib\n\n"
+        "    return getattr(importlib.import_module('package.helpers'), name)\n"
+    )
+    (package / "helpers.py").write_text("def plus(x):\n    return x + 1.0\n")
+    s.define("import package")
+    s.add('mt.Lambdad("image", lambda x: package.plus(x))')
+    yield
+    (package / "helpers.py").write_text("def plus(x):\n    return x + 1.5\n")
+
+
+def installed(s: Study, offset: float, version: str = "0.1", name: str = "mylab", url: bool = True) -> None:
+    """Installs the package ``mylab``, as pip does from a folder, or from an index."""
+    site = s.folder / "lib" / "site-packages"
+    shutil.rmtree(site, ignore_errors=True)
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (site / "mylab").mkdir()
+    code = f"def plus(x):\n    return x + {offset}\n"
+    (site / "mylab" / "__init__.py").write_text(code)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    digest = hashlib.sha256(code.encode()).hexdigest()
+    (info / "RECORD").write_text(f"../../bin/x,sha256=0,1\nmylab/__init__.py,sha256={digest},9\n{info.name}/RECORD,,\n")
+    if url:
+        (info / "direct_url.json").write_text('{"url": "file:///src/mylab", "dir_info": {}}')
+
+
+def with_package(s: Study) -> None:
+    s.code = f"import sys; sys.path.insert(0, {str(s.folder / 'lib' / 'site-packages')!r})"
+    s.define("import mylab")
+    s.add('mt.Lambdad("image", lambda x: mylab.plus(x))')
+
+
+@misses()
+def a_package_of_ones_own_installed_again(s: Study) -> Change:  # pip install ., with the version left as it was
+    installed(s, 1.0)
+    with_package(s)
+    yield
+    installed(s, 1.5)
+
+
+@hits()
+def a_package_of_ones_own_installed_elsewhere(s: Study) -> Change:
+    installed(s, 1.0)
+    with_package(s)
+    yield
+    (s.folder / "lib").rename(s.folder / "lib2")
+    s.code = s.code.replace("lib", "lib2")
+
+
+@misses()
+def another_version_of_a_package_of_another_name(s: Study) -> Change:
+    installed(s, 1.0, "0.1", "lab_transforms", url=False)
+    with_package(s)
+    yield
+    installed(s, 1.5, "0.2", "lab_transforms", url=False)
+
+
+EXTENSION = """
+#include <Python.h>
+static PyObject *offset(PyObject *self, PyObject *unused) { return PyFloat_FromDouble(OFFSET); }
+static PyMethodDef methods[] = {{"offset", offset, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "extension", "", -1, methods};
+PyMODINIT_FUNC PyInit_extension(void) { return PyModule_Create(&module); }
+"""
+
+
+@misses()
+def an_extension_of_ones_own(s: Study) -> Change:
+    compiler = shutil.which("cc") or pytest.skip("this machine has no C compiler")
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").exists():
+        pytest.skip("this machine has no header files of Python")
+    build = [compiler, "-shared", "-fPIC", f"-I{include}", "-o", s.folder / "extension.so", "-xc", "-"]
+    subprocess.run(build, input=EXTENSION.replace("OFFSET", "1.0").encode(), check=True)
+    s.define("import extension")
+    s.add('mt.Lambdad("image", lambda x: x + extension.offset())')
+    yield
+    subprocess.run(build, input=EXTENSION.replace("OFFSET", "1.5").encode(), check=True)
+
+
+@misses()
+def a_function_made_a_ufunc(s: Study) -> Change:
+    s.define("def plus(x):\n    return x + 1.0\n\n\npluses = np.frompyfunc(plus, 1, 1)")
+    s.add('mt.Lambdad("image", lambda x: torch.as_tensor(pluses(x.numpy()).astype(np.float32)))')
+    yield
+    s.edit("x + 1.0", "x + 1.5")
+
+
+@misses()
+def a_kind_of_property(s: Study) -> Change:
+    s.define(
+        "class Doubled(property):\n    def __get__(self, owner, cls=None):\n"
+        "        return 2.0 * super().__get__(owner, cls)\n\n\n"
+        "class Plus:\n    @Doubled\n    def offset(self):\n        return 1.0\n\n"
+        "    def __call__(self, x):\n        return x + self.offset"
+    )
+    s.add('mt.Lambdad("image", Plus())')
+    yield
+    s.edit("2.0 * super()", "3.0 * super()")
+
+
+@misses()
+def which_of_two_classes_of_one_name(s: Study) -> Change:
+    s.define(
+        "def made(call):\n    return type('Step', (), {'__call__': call, '__module__': __name__})\n\n\n"
+        "first, second = made(lambda self, x: x + 1.0), made(lambda self, x: x * 2.0)"
+    )
+    s.add('mt.Lambdad("image", first())')
+    s.add('mt.Lambdad("image", second())')
+    yield
+    s.edit("first, second =", "second, first =")
+
+
+QUANTITY = """
+class Quantity(np.ndarray):
+    def __array_finalize__(self, other):
+        self.unit = getattr(other, "unit", 1.0)
+
+    def __deepcopy__(self, memo):
+        return quantity(self.copy(), self.unit)
+
+
+def quantity(values, unit):
+    made = np.asarray(values).view(Quantity)
+    made.unit = unit
+    return made
+"""
+
+
+@misses()
+def an_attribute_of_a_kind_of_array(s: Study) -> Change:
+    s.define(QUANTITY)
+    s.item('"dose": quantity([1.0, 2.0], 0.5)')
+    s.add('mt.Lambda(lambda d: {**d, "dose": float(d["dose"].max()) * d["dose"].unit})')
+    yield
+    s.edit("[1.0, 2.0], 0.5", "[1.0, 2.0], 0.25")
+
+
+@misses()
+def an_attribute_of_a_tensor(s: Study) -> Change:
+    s.define("def with_unit(values, unit):\n    values.unit = unit\n    return values")
+    s.item('"dose": with_unit(torch.tensor([1.0, 2.0]), 0.5)')
+    s.add('mt.Lambda(lambda d: {**d, "dose": d["dose"] * d["dose"].unit})')
+    yield
+    s.edit("2.0]), 0.5", "2.0]), 0.25")
 
 
 @misses()

@@ -27,6 +27,7 @@ import contextlib
 import copyreg
 import enum
 import functools
+import gc
 import hashlib
 import logging
 import math
@@ -48,11 +49,13 @@ from monai_gds.cache.data_root import below
 from monai_gds.cache.python_code import (
     UNVERSIONED,
     attributes_of,
+    handed_on,
     is_filled,
     is_pure_python,
     is_slot,
     library_of,
     library_of_function,
+    member_of,
     module_name,
     modules_imported,
     names_read,
@@ -104,6 +107,8 @@ _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, tor
 
 #: The code of every function that ``functools.singledispatch`` made.
 _SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
+
+_WRAPPERS = (functools.partial, staticmethod, classmethod, functools.cached_property, property)
 
 _METHODS = (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)
 
@@ -199,6 +204,10 @@ class _Hasher:
         # Digests of the user's enums, each with whether it was met where strings are not collected.
         self._enums: dict[tuple[type, bool], bytes] = {}
         self._in_enum = False
+        self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
+        self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # the user's own that are handed on
+        self._names: set[str] = set()  # that the user's functions read
+        self._read: set[tuple[int, str]] = set()  # members of modules that count already, by the module's id
         self._root = root
         self._exact = exact
         self._writes_files = 0  # > 0 inside a transform that writes the files it names
@@ -229,17 +238,28 @@ class _Hasher:
         Functions that call each other are hashed one by one. Following the calls would never end, or take time
         exponential in their number.
         """
-        found, done = set(), 0
-        while done < len(self._defined):
-            for value, where in list(self._defined.values())[done:]:
-                with self._silence():  # it was described where it was met
-                    head = self.digest(value, where)
-                parts = self._class_body(value) if isinstance(value, type) else self._globals(value, where)
-                code = self.join([head, *parts])
-                self._describe(_class_place(value) if isinstance(value, type) else where, f"code {code.hex()[:8]}")
-                found.add(code)
-                done += 1
-        return sorted(found)
+        found: set[bytes] = set()
+        done = 0
+        let_pass: tuple[type[Exception], ...] = ()
+        while True:
+            while done < len(self._defined):
+                for value, where in list(self._defined.values())[done:]:
+                    done += 1
+                    with contextlib.suppress(*let_pass):
+                        found.add(self._definition(value, where))
+            members = set(self._members_of_modules())
+            if not members and done == len(self._defined):
+                return sorted(found)
+            found |= members
+            let_pass = (HashingError,)  # perhaps nobody reads what is defined there
+
+    def _definition(self, value: Any, where: str) -> bytes:
+        with self._silence():  # it was described where it was met
+            head = self.digest(value, where)
+        parts = self._class_body(value) if isinstance(value, type) else self._globals(value, where)
+        code = self.join([head, *parts])
+        self._describe(_class_place(value) if isinstance(value, type) else where, f"code {code.hex()[:8]}")
+        return code
 
     def _parts(self, value: Any, where: str) -> Iterable[bytes]:
         plain = self._plain(value, where)
@@ -374,6 +394,8 @@ class _Hasher:
         if isinstance(value, np.ma.MaskedArray):
             mask = [np.ma.getmaskarray(value), value.fill_value, value.mask is np.ma.nomask, value.hardmask]
             extra.append(self.digest(mask, f"{where}'s mask"))
+        else:
+            extra.extend(self._attributes(value, where))
         return [*head, data, *extra]
 
     def _tensor(self, value: torch.Tensor, where: str) -> list[bytes]:
@@ -391,7 +413,7 @@ class _Hasher:
             extra.append(b"requires grad")
         if type(value) is torch.nn.Parameter:
             extra.append(b"parameter")
-        elif type(value) is not torch.Tensor:
+        elif type(value) is not torch.Tensor or vars(value):
             extra.extend([self._name(type(value)), *self._mapping(vars(value), where)])
         return [b"tensor", str(value.dtype).encode(), repr(tuple(value.shape)).encode(), data, *extra]
 
@@ -410,22 +432,22 @@ class _Hasher:
             )
             library = library_of(module) or b""
             return [b"builtin", library, str(module).encode(), value.__qualname__.encode(), *bound]
-        if isinstance(value, functools.partial):
-            inner = (value.func, value.args, value.keywords)
-            return [b"partial", *(self.digest(v, f"{where}.{n}") for v, n in zip(inner, "fak", strict=True))]
-        if isinstance(value, (staticmethod, classmethod)):
-            return [type(value).__name__.encode(), self.digest(value.__func__, where)]
-        if isinstance(value, functools.cached_property):
-            return [b"property", self.digest(value.func, where)]
-        if isinstance(value, property):
-            return [b"property", *self._all((value.fget, value.fset, value.fdel), where)]
         if isinstance(value, types.CodeType):
             return self._code(value, where)
         if isinstance(value, types.CellType):
             return [b"cell", *([self.digest(value.cell_contents, where)] if is_filled(value) else [])]
-        if library_of(type(value).__module__) is None:  # a user's wrapper may do more than what it wraps
-            return None
-        wrapped = own_attribute(value, "__wrapped__")
+        is_users = library_of(type(value).__module__) is None
+        own = [self.digest(type(value), where)] if is_users and isinstance(value, _WRAPPERS) else []
+        if isinstance(value, functools.partial):
+            inner = (value.func, value.args, value.keywords)
+            return [b"partial", *(self.digest(v, f"{where}.{n}") for v, n in zip(inner, "fak", strict=True)), *own]
+        if isinstance(value, (staticmethod, classmethod)):
+            return [type(value).__name__.encode(), self.digest(value.__func__, where), *own]
+        if isinstance(value, functools.cached_property):
+            return [b"property", self.digest(value.func, where), *own]
+        if isinstance(value, property):
+            return [b"property", *self._all((value.fget, value.fset, value.fdel), where), *own]
+        wrapped = None if is_users else own_attribute(value, "__wrapped__")  # a user's may do more than it wraps
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
@@ -452,13 +474,17 @@ class _Hasher:
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
         """What a function reads from its module, other modules of the user, and attributes of the user's functions."""
         names = sorted(names_read(function.__code__))
+        self._names.update(names)
         for name in names:
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
                 value = function.__globals__[name]
                 if isinstance(value, dict) and any(name == known.references for known in _libraries.values()):
                     value = {key: value[key] for key in texts_in(function.__code__) if key in value}
+                is_new = id(value) not in self._modules
                 yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
+                    if is_new and name not in handed_on(function.__code__):  # then its names are all here
+                        self._modules.pop(id(value), None)
                     yield from self._module(value, names, f"{where}'s {name}")
                 elif isinstance(value, types.FunctionType) and library_of_function(value) is None:
                     own = {n: v for n, v in vars(value).items() if n in names}
@@ -471,11 +497,27 @@ class _Hasher:
         if library_of(module.__name__) is not None:
             return
         for name in names:
-            member = vars(module).get(name)
+            member = member_of(module, name)
             if isinstance(member, types.ModuleType) and member.__name__.startswith(module.__name__ + "."):
                 yield from self._module(member, names, f"{where}.{name}")
             elif member is not None:
+                self._read.add((id(module), name))
                 yield name.encode() + self.digest(member, f"{where}.{name}")
+
+    def _members_of_modules(self) -> Iterator[bytes]:
+        """What any of the user's functions may read of modules that are handed on, each member once.
+
+        No function need name both such a module (an attribute, an argument, a member of another module) and what is
+        read from it. So a member of a name that any function reads counts, unless it cannot be hashed.
+        """
+        for module, where in list(self._modules.values()):
+            for name in sorted(self._names & vars(module).keys()):
+                member = vars(module)[name]
+                if (id(module), name) not in self._read and not self._is_device(name, member):
+                    self._read.add((id(module), name))
+                    with contextlib.suppress(HashingError):
+                        content = self.digest(member, f"{where}.{name}")
+                        yield self.join([b"member", module_name(module.__name__), name.encode(), content])
 
     def _code(self, code: types.CodeType, where: str) -> list[bytes]:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
@@ -494,7 +536,7 @@ class _Hasher:
             values = {name: member.value for name, member in cls.__members__.items()}
             members = [*self._mapping(values, where), *self._mapping(code, where)]
             return [*parts, *members, *self._all(cls.__bases__, f"{where}'s bases")]
-        if "<locals>" in cls.__qualname__:  # its name is ambiguous
+        if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
             return [*parts, *self._class_body(cls)]
         self._defined.setdefault(id(cls), (cls, where))
         return parts
@@ -540,6 +582,8 @@ class _Hasher:
                 extra = self._all(own, f"{where}'s own")
             return [*extra, *self._mapping(value, where), *self._attributes(value, where)]
         if isinstance(value, types.ModuleType):
+            if library_of(value.__name__) is None:
+                self._modules.setdefault(id(value), (value, where))
             return [b"module", library_of(value.__name__) or b"", value.__name__.encode()]
         # A class written in C (str, deque, an open file…) holds data that only pickling shows.
         native = [] if is_pure_python(type(value)) else self._reduced(value, where)
@@ -570,8 +614,9 @@ class _Hasher:
             parts = reduce(value) if reduce else value.__reduce_ex__(4)  # older protocols drop a datetime's fold
         except Exception as e:
             raise HashingError(_refusal(value, where, str(e))) from e
-        if isinstance(parts, str):
-            return [parts.encode()]
+        if isinstance(parts, str):  # the name of a global; numpy.frompyfunc gives its own objects one, too
+            inside = [held for held in gc.get_referents(value) if isinstance(held, types.FunctionType)]
+            return [parts.encode(), *self._all(inside, where)]
         shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
         return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
 
@@ -586,7 +631,8 @@ def _plain(value: Any) -> list[bytes] | None:
     if value is None or isinstance(value, (bool, type(...), type(NotImplemented))):
         return [b"singleton", repr(value).encode()]
     if isinstance(value, enum.Enum):
-        return [b"enum", type(value).__qualname__.encode(), value.name.encode()]
+        name = value.name if value.name is not None else repr(value.value)  # a flag without any bits has none
+        return [b"enum", type(value).__qualname__.encode(), name.encode()]
     kind = type(value)
     if kind is str:
         return [b"str", value.encode("utf-8", "surrogatepass")]

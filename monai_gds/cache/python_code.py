@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
+import re
 import sys
 import sysconfig
 import types
@@ -16,11 +19,13 @@ from typing import Any
 __all__ = [
     "UNVERSIONED",
     "attributes_of",
+    "handed_on",
     "is_filled",
     "is_pure_python",
     "is_slot",
     "library_of",
     "library_of_function",
+    "member_of",
     "module_name",
     "modules_imported",
     "names_read",
@@ -45,13 +50,40 @@ def library_of(module: str | None) -> bytes | None:
     file = getattr(sys.modules.get(root), "__file__", None)
     if file is None:  # built in, or a namespace package
         return root.encode() if root in sys.stdlib_module_names else None
-    if "/site-packages/" not in file and "/dist-packages/" not in file:
-        return root.encode() if file.startswith(_STANDARD_LIBRARY) else None
+    if "/site-packages/" in file or "/dist-packages/" in file:
+        return f"{root} {_version(root, file)}".encode()
+    if file.startswith(_STANDARD_LIBRARY):
+        return root.encode()
+    binary = getattr(sys.modules.get(module or ""), "__file__", None)
+    if binary is None or not binary.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+        return None
+    with open(binary, "rb") as f:  # a user's own extension counts by its machine code
+        return f"{module} {hashlib.file_digest(f, hashlib.blake2b).hexdigest()[:32]}".encode()
+
+
+def _version(root: str, file: str) -> str:
+    """The version of an installed library, given its top-level module and that module's file.
+
+    A library that was installed from a folder or a repository may change and keep its version, so it counts by the
+    hashes of its files, too. Those that conda installs all look as if they were.
+    """
     try:
-        version = importlib.metadata.version(root)
-    except importlib.metadata.PackageNotFoundError:
-        version = str(getattr(sys.modules[root], "__version__", ""))
-    return f"{root} {version}".encode()
+        found: importlib.metadata.Distribution | None = importlib.metadata.distribution(root)
+        named = ""
+    except importlib.metadata.PackageNotFoundError:  # what is installed has another name than what is imported
+        end = max(file.rfind("/site-packages/"), file.rfind("/dist-packages/")) + len("/site-packages")
+        record = f"\n{file[end + 1 :]},"
+        installed = importlib.metadata.distributions(path=[file[:end]])
+        found = next((d for d in installed if record in "\n" + (d.read_text("RECORD") or "")), None)
+        named = str(getattr(sys.modules[root], "__version__", ""))
+    if found is None:
+        return named
+    told = named or found.version
+    if found.read_text("direct_url.json") is None or "conda" in (found.read_text("INSTALLER") or ""):
+        return told
+    lines = (found.read_text("RECORD") or "").splitlines()
+    files = sorted(line for line in lines if ",sha256=" in line and not re.match(r"\.\./|[^/]*\.dist-info/", line))
+    return f"{told} {hashlib.blake2b(chr(10).join(files).encode(), digest_size=16).hexdigest()}"
 
 
 def library_of_function(function: types.FunctionType) -> bytes | None:
@@ -88,6 +120,17 @@ def names_read(code: types.CodeType) -> set[str]:
     return names
 
 
+def handed_on(code: types.CodeType) -> set[str]:
+    """The names of a function's globals, and of those inside it, of which it does more than read attributes."""
+    found = set()
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if before and instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add(before)
+        before = instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ""
+    return found.union(*[handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)])
+
+
 def texts_in(code: types.CodeType) -> set[str]:
     """The texts among the constants of a function and the functions inside it."""
     inner = [texts_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
@@ -107,6 +150,14 @@ def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]
             yield module
             if "." in name:
                 yield sys.modules[name.partition(".")[0]]
+
+
+def member_of(module: types.ModuleType, name: str) -> Any:
+    """What a module has under a name, also what its ``__getattr__`` finds; None if nothing."""
+    if name not in vars(module) and "__getattr__" in vars(module):
+        with contextlib.suppress(Exception):
+            return getattr(module, name)
+    return vars(module).get(name)
 
 
 def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ...]]]:

@@ -739,6 +739,10 @@ class Scale(enum.Enum):
     LARGE = 2.0
 
 
+def test_a_flag_without_bits_has_a_hash() -> None:
+    assert len({canonical_hash(flags) for flags in (re.RegexFlag(0), re.RegexFlag.I, re.RegexFlag.I | re.M)}) == 3
+
+
 def test_an_enum_of_the_users_counts_by_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(x: Any) -> Any:
         return x * Scale.LARGE.value
