@@ -26,6 +26,9 @@ __all__ = ["CORPUS", "run", "run_again"]
 #: Inputs that once found something, by the name of their reader.
 CORPUS = Path(__file__).with_name("corpus")
 
+#: How long the fuzzer may take to begin, on a busy machine, and to end.
+_START_SECONDS = 900
+
 # The readers are imported inside functions: the fuzzer's process does so under atheris, to see what they run.
 
 
@@ -76,7 +79,7 @@ def fuzz(soak: Soak, reader: str, seconds: float) -> None:
                 "-print_final_stats=1", f"-artifact_prefix={folder}/found/", str(folder / "corpus"),
             ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=left + 120,
+            cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=left + _START_SECONDS,
         )  # fmt: skip
         for line in done.stderr.splitlines():
             if line.startswith("stat::number_of_executed_units:"):
