@@ -6,16 +6,18 @@ Threads, locks, streams and pinned memory do not survive a fork. Whatever is sha
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import threading
 import time
 import weakref
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-__all__ = ["Owner", "PerProcess", "end_with_parent", "print_past_bars"]
+__all__ = ["Bell", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -80,6 +82,54 @@ class Owner:
     def is_this_process(self) -> bool:
         """False in a forked child that inherited the object."""
         return self._pid == os.getpid()
+
+
+class Bell:
+    """Wakes a thread that waits, or the next one that will. Ringing twice before that is ringing once.
+
+    Unlike a ``threading.Event``, it holds no lock that a Ctrl-C could leave locked.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = allocate_lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has been rung
+            self._lock.release()
+
+    def wait(self, timeout: float = -1) -> None:
+        """Waits until it is rung, or for so many seconds."""
+        self._lock.acquire(timeout=timeout)
+
+
+def start_thread(thread: threading.Thread, timeout: float = -1) -> None:
+    """Starts a thread. After a Ctrl-C meanwhile it runs all the same, or will in a moment.
+
+    ``Thread.start`` waits on a condition whose lock an interrupt can leave held. Then the thread would never run, and
+    the interpreter would wait for it forever at exit. Interrupts reach only the main thread, so a bare thread makes the
+    call. It is not waited for longer than ``timeout`` seconds, if that is not negative.
+
+    Raises:
+        BaseException: what ``Thread.start`` raises, such as RuntimeError where there can be no more threads.
+    """
+    refused: list[BaseException] = []
+    started = Bell()
+
+    def start() -> None:
+        try:
+            thread.start()
+        except BaseException as e:
+            refused.append(e)
+        finally:
+            started.ring()
+
+    start_new_thread(start, ())
+    started.wait(timeout)
+    if refused:
+        raise refused[0]
 
 
 def end_with_parent() -> None:

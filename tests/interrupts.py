@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import itertools
 import sys
 import threading
@@ -11,14 +12,21 @@ from typing import Any, Literal
 
 __all__ = ["interrupted"]
 
+#: Operations behind which CPython looks for signals.
+_CHECKS = {
+    number
+    for name, number in dis.opmap.items()
+    if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD"))
+}
+
 
 def interrupted(
     n: int,
     work: Callable[[], object],
     files: Iterable[str | None],
-    event: Literal["opcode", "line"] = "opcode",
+    event: Literal["opcode", "line", "check"] = "opcode",
 ) -> bool:
-    """Does it with Ctrl-C before the n-th operation of the interpreter, or line, in some files.
+    """Does it with Ctrl-C before the n-th operation of the interpreter or line, or behind its n-th check, in files.
 
     What these files call of ``threading`` counts, too.
 
@@ -29,7 +37,8 @@ def interrupted(
         n: from 1.
         work: what is done in this thread.
         files: paths of source files, or of folders of them, which end with a slash.
-        event: what is counted.
+        event: what is counted. A check is where the interpreter itself looks for signals: behind a call, at the begin
+            of a function, and behind a jump back. So none falls between a lock of C and its ``with`` block.
     """
     named = tuple(str(file) for file in files)
     events = itertools.count(1)
@@ -40,11 +49,24 @@ def interrupted(
             called = called.f_back
         return called is not None and called.f_code.co_filename.startswith(named)
 
+    last: dict[FrameType, int] = {}  # operation of each frame
+
+    def is_counted(frame: FrameType, happened: str) -> bool:
+        if event != "check":
+            return happened == event
+        if happened == "return":
+            last.pop(frame, None)
+        if happened != "opcode":
+            return False
+        before, last[frame] = last.get(frame), frame.f_code.co_code[frame.f_lasti]
+        return before in _CHECKS
+
     def trace(frame: FrameType, happened: str, arg: object) -> Any:
         if happened == "call" and not counts(frame):
             return None
-        frame.f_trace_opcodes = event == "opcode"
-        if happened == event and next(events) == n:
+        frame.f_trace_opcodes = event != "line"
+        if is_counted(frame, happened) and next(events) == n:
+            last.clear()
             raise KeyboardInterrupt
         return trace
 
@@ -53,6 +75,10 @@ def interrupted(
     try:
         work()
     except KeyboardInterrupt:
+        return True
+    except RuntimeError as e:  # within Condition.wait, which then releases what it does not hold
+        if not isinstance(e.__context__, KeyboardInterrupt):
+            raise
         return True
     finally:
         sys.settrace(before)

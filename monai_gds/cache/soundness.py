@@ -54,8 +54,10 @@ def check_record(file: BufferedReader, record: Header) -> None:
         raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
     _check_item(record, bytes(front[ARRAYS].numpy()) if ARRAYS in front else b"")
     try:
-        with safe_open(file.name, "pt"):
+        with safe_open(f"/proc/self/fd/{file.fileno()}", "np"):  # by its name there may be another record by now
             pass
+    except FileNotFoundError:  # a machine without /proc
+        pass
     except SafetensorError as e:
         raise DamagedRecord(f"the safetensors library refuses it: {e}") from e
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from _thread import LockType, allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from typing import TypeAlias
 from monai_gds import limits, stages
 from monai_gds.cache.key import Key
 from monai_gds.cache.tree import EncodedItem
-from monai_gds.process import PerProcess
+from monai_gds.process import Bell, PerProcess, start_thread
 from monai_gds.storage.snapshot import Snapshot, snapshot
 
 __all__ = ["Writer", "process_writer"]
@@ -56,7 +55,7 @@ class Writer:
         self._limit = limit
         self._queue: dict[str, _QueuedItem] = {}  # by path, in the order of publishing
         self._turns: dict[object, None] = {}  # of the threads that want to publish; the first one does
-        self._bells: deque[LockType] = deque()  # locks of waiting callers, released after each item
+        self._bells: deque[Bell] = deque()  # of waiting callers, rung after each item
         self._error: BaseException | None = None
 
     def submit(
@@ -133,43 +132,21 @@ class Writer:
     def _wait(self, until: Callable[[], bool]) -> None:
         while not until():
             self._start()
-            bell = allocate_lock()
-            bell.acquire()
+            bell = Bell()
             self._bells.append(bell)
             if not until():  # it may have rung before the bell was there
-                bell.acquire(timeout=_LOOK_AGAIN)
+                bell.wait(_LOOK_AGAIN)
 
     # Publishing
 
     def _start(self) -> None:
-        """Starts the thread unless it runs. If no thread can be started, the caller publishes what waits.
-
-        ``Thread.start`` waits on a condition whose lock an interrupt can leave held. Then the thread would never run,
-        and the interpreter would wait for it forever at exit. Interrupts reach only the main thread, so a bare thread
-        makes the call.
-        """
+        """Starts the thread unless it runs. If no thread can be started, the caller publishes what waits."""
         if self._turns or not self._queue:
             return
-        refused: list[BaseException] = []
-        started = allocate_lock()
-        started.acquire()
-
-        def start() -> None:
-            try:
-                threading.Thread(target=self._work, args=(True,), name="monai-gds-writer", daemon=False).start()
-            except BaseException as e:
-                refused.append(e)
-            finally:
-                started.release()
-
+        thread = threading.Thread(target=self._work, args=(True,), name="monai-gds-writer", daemon=False)
         try:
-            start_new_thread(start, ())
-            started.acquire(timeout=_LOOK_AGAIN)
-        except RuntimeError as e:
-            refused.append(e)
-        if refused and not isinstance(refused[0], Exception):
-            raise refused[0]
-        if refused:  # no more threads, or the interpreter is ending
+            start_thread(thread, _LOOK_AGAIN)
+        except Exception:  # no more threads, or the interpreter is ending
             self._work(False)
 
     def _work(self, own_thread: bool) -> None:
@@ -209,7 +186,7 @@ class Writer:
 
     def _ring(self) -> None:
         while self._bells:
-            self._bells.popleft().release()
+            self._bells.popleft().ring()
 
 
 def _write(publish: Publish, key: Key, rest: EncodedItem, names: tuple[str, ...], copies: Snapshot) -> None:

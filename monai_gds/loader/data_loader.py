@@ -28,7 +28,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from math import inf
@@ -50,7 +50,7 @@ from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import Recorder, Stats, measure_workers
 from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
-from monai_gds.process import Owner
+from monai_gds.process import Owner, start_thread
 from monai_gds.stages import Watch, enter, measured
 
 __all__ = ["GDSDataLoader"]
@@ -325,9 +325,7 @@ class Epoch(Iterator[Any]):
         watch: Watch | None = None,
     ) -> None:
         for left in _left - {threading.current_thread()}:  # a transform may begin a loop
-            left.join(_LEAVE_SECONDS)
-            if not left.is_alive():
-                _left.discard(left)
+            _leave(left)
         if device.type == "cpu":
             heed_load()
         ahead: ReadAhead | WorkerBatches
@@ -356,18 +354,23 @@ class Epoch(Iterator[Any]):
         self._hand_over = HandOver(device, taken, place.leave)
         work = (ahead, assemble, self._hand_over, place, watch)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
-        self.thread.start()
         #: Leaves the loop, which ends the thread.
         self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
         self.stop.atexit = False
         _epochs.add(self)
+        try:
+            start_thread(self.thread)
+        except BaseException:  # also a Ctrl-C, whose traceback may keep this object
+            self.stop()
+            raise
 
     def __next__(self) -> Any:
         if not self._owner.is_this_process():
             raise RuntimeError("this loop was begun before a fork: begin a new one in the child")
         try:
             return self._hand_over.take()
-        except KeyboardInterrupt:  # the loop may go on after it
+        except KeyboardInterrupt:  # the loop may go on after it, if anybody has it; a notebook keeps the traceback
+            del self
             raise
         except BaseException:
             self.stop()
@@ -390,7 +393,7 @@ def _stop_all() -> None:
     for epoch in list(_epochs):
         epoch.stop()
     for thread in {epoch.thread for epoch in list(_epochs)} | _left:
-        thread.join()  # however long it takes: a thread that is in torch while the interpreter ends would abort it
+        _leave(thread, None)  # however long it takes: one that is in torch while the interpreter ends would abort it
 
 
 def _drawn(loader: GDSDataLoader) -> Iterator[list[tuple[GDSDataset, int]]]:
@@ -416,7 +419,7 @@ def _produce(
 
     try:
         with hand_over.on_stream(), measured(watch, hand_over.stream):
-            while (items := ahead.next_batch()) is not None:
+            while not hand_over.stopped and (items := ahead.next_batch()) is not None:
                 enter("collating")
                 batch = assemble(items)
                 del items
@@ -446,6 +449,12 @@ def _stop(
     _left.add(thread)
     # The collector may get here in any thread: in this one, or in one that this one waits for.
     if hand_over.consumer == threading.get_ident():
-        thread.join(_LEAVE_SECONDS)  # or until Ctrl-C: whoever comes next waits on
-        if not thread.is_alive():
-            _left.discard(thread)
+        _leave(thread)  # or until Ctrl-C: whoever comes next waits on
+
+
+def _leave(thread: threading.Thread, seconds: float | None = _LEAVE_SECONDS) -> None:
+    """Waits for the thread of a loop that was left."""
+    with suppress(RuntimeError):  # it has not begun, and will do nothing
+        thread.join(seconds)
+    if not thread.is_alive():
+        _left.discard(thread)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from monai_gds.process import PerProcess
+from monai_gds.process import Bell, PerProcess
 
 __all__ = ["HandOver", "cuda_tensors"]
 
@@ -35,12 +36,16 @@ class HandOver:
     wait for the training too. The consumer's stream waits for the batch, and the batch's memory is reused only after
     that stream is done with it.
 
+    Nobody holds a lock, since Ctrl-C may strike between any two operations of the consumer, and behind a
+    ``Condition.__enter__`` too. What there is to know is in attributes that are changed by single operations.
+
     Args:
         device: where batches are made.
-        taken: called with what was put beside each batch that the consumer takes, before the next can be put.
+        taken: called with what was put beside each batch that the consumer takes.
         left: called once the loop was left and the loader's thread makes no more batches.
 
     Attributes:
+        stopped: whether the loop was left.
         stream: the loader's, on a CUDA device.
         consumer: the thread that took the last batch; before the first, the one that made this object.
     """
@@ -49,14 +54,14 @@ class HandOver:
         self, device: torch.device, taken: Callable[[Any], None], left: Callable[[], None] = lambda: None
     ) -> None:
         self.consumer = threading.get_ident()
-        self._device, self._taken, self._left = device, taken, left
+        self._device, self._taken, self._left = device, taken, [left]
         self.stream = _loader_stream(device) if device.type == "cuda" else None
         if self.stream is not None:  # a transform may use what was made before the loop
             self.stream.wait_stream(torch.cuda.current_stream(device))
-        self._parcel: _Parcel | None = None
+        self._parcels: deque[_Parcel] = deque()  # one at most
         self._error: BaseException | None = None
-        self._ended = self._stopped = False
-        self._changed = threading.Condition()
+        self._ended = self.stopped = False
+        self._room, self._news = Bell(), Bell()  # for the loader's thread, for the consumer
 
     # For the loader's thread
 
@@ -70,21 +75,21 @@ class HandOver:
         if self.stream is not None:
             made = self.stream.record_event()
             tensors = [tensor for tensor in cuda_tensors(batch) if tensor.device == self._device]
-        with self._changed:
-            self._changed.wait_for(lambda: self._parcel is None or self._stopped)
-            if not self._stopped:
-                self._parcel = _Parcel(batch, mark, made, tensors)
-                self._changed.notify_all()
-            return not self._stopped
+        while self._parcels and not self.stopped:
+            self._room.wait()
+        self._parcels.append(_Parcel(batch, mark, made, tensors))
+        if self.stopped:  # perhaps just now, by a thread that found nothing to drop
+            self._parcels.clear()
+        self._news.ring()
+        return not self.stopped
 
     def end(self, error: BaseException | None = None) -> None:
         """There are no more batches, or what went wrong behind the last."""
-        with self._changed:
-            self._ended, self._error = True, error
-            left = self._stopped
-            self._changed.notify_all()
-        if left:
-            self._left()
+        self._error = error
+        self._ended = True
+        self._news.ring()
+        if self.stopped:
+            self._leave()
 
     # For the consumer
 
@@ -95,22 +100,22 @@ class HandOver:
             StopIteration: there is none, or the loop was stopped.
             BaseException: what went wrong in the thread, once.
         """
-        with self._changed:
-            self.consumer = threading.get_ident()
-            if self._parcel is None:  # a Ctrl-C may have ended the last call before it notified the thread
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: self._parcel is not None or self._ended or self._stopped)
-            parcel, self._parcel = self._parcel, None
-            if parcel is None:
-                error, self._error = self._error, None
-            else:
-                self._taken(parcel.mark)
-                self._changed.notify_all()
+        self.consumer = threading.get_ident()
+        while (parcel := self._next()) is None:
+            if self._ended or self.stopped:
+                parcel = self._next()  # the last one came before the end
+                break
+            self._room.ring()  # a Ctrl-C may have ended the last call before it did
+            self._news.wait()
         if parcel is None:
+            self._news.ring()  # for whoever waits too
+            error, self._error = self._error, None
             try:
                 raise StopIteration if error is None else error
             finally:
                 del error  # its traceback holds this frame
+        self._taken(parcel.mark)
+        self._room.ring()
         if parcel.made is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(parcel.made)
@@ -120,13 +125,21 @@ class HandOver:
 
     def stop(self) -> None:
         """Leaves the loop: nothing is put or taken any more. May be called in any thread, by the collector too."""
-        with self._changed:
-            left = self._ended and not self._stopped
-            self._stopped = True
-            self._parcel = None
-            self._changed.notify_all()
-        if left:
-            self._left()
+        self.stopped = True
+        self._parcels.clear()
+        self._room.ring()
+        self._news.ring()
+        if self._ended:
+            self._leave()
+
+    def _next(self) -> _Parcel | None:
+        with suppress(IndexError):
+            return self._parcels.popleft()
+        return None
+
+    def _leave(self) -> None:
+        with suppress(IndexError):  # the other thread does
+            self._left.pop()()
 
 
 #: Types that hold no tensors.

@@ -162,7 +162,11 @@ class Later(Iterator[Any]):
         if self._begin is not None:
             begin, self._begin = self._begin, None
             self._batches = begin()
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except KeyboardInterrupt:  # as in Epoch
+            del self
+            raise
 
     def close(self) -> None:
         """Leaves the loop."""

@@ -200,8 +200,12 @@ class _Loop(Iterator[Any]):
             self._batches = begin(epoch.watch)
 
     def __next__(self) -> Any:
-        with self._epoch.consumer_waits():
-            batch = next(self._batches)
+        try:
+            with self._epoch.consumer_waits():
+                batch = next(self._batches)
+        except KeyboardInterrupt:  # as in Epoch
+            del self
+            raise
         if isinstance(batch, _FromWorker):
             self._epoch.watch.add(batch.measured)
             batch = batch.batch

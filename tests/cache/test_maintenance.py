@@ -13,6 +13,7 @@ import shutil
 import zlib
 from dataclasses import replace
 from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from monai_gds.cache.index import Index, IndexEntry
 from monai_gds.cache.maintenance import (
     Found,
     check,
+    look,
     other_files,
     pipeline_of,
     prunable,
@@ -36,6 +38,7 @@ from monai_gds.cache.maintenance import (
     survey,
 )
 from monai_gds.cache.notes import FOLDER
+from monai_gds.cache.soundness import check_record
 from monai_gds.cache.sources import Sources
 from monai_gds.dataset import GDSDataset
 from tests.cache.handmade import key_of_version_2, version_2, write
@@ -453,6 +456,19 @@ def test_records_that_one_may_not_read_are_no_damage_and_stay() -> None:
 def test_a_record_deleted_while_it_is_looked_at_is_no_damage(record: Path) -> None:
     record.unlink()
     assert check(record) is None
+
+
+@pytest.mark.parametrize("by", [b"", b"no record", None], ids=["an empty file", "another file", "nothing"])
+def test_a_record_that_is_replaced_while_it_is_verified_is_judged_as_it_was(record: Path, by: bytes | None) -> None:
+    def replace_and_check(file: BufferedReader, read: header.Header) -> None:
+        record.unlink()
+        if by is not None:
+            record.write_bytes(by)
+        check_record(file, read)
+
+    found = look(record, replace_and_check)
+    assert found is not None
+    assert not found.problem
 
 
 # ---------------------------------------------------------------------------------------------------------------------

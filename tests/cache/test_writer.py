@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds import limits
+from monai_gds import limits, process
 from monai_gds.cache import writer as module
 from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.tree import EncodedItem
@@ -183,7 +183,7 @@ def test_not_even_a_bare_thread_means_that_the_caller_writes(monkeypatch: pytest
     def refuse(*args: Any) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(module, "start_new_thread", refuse)
+    monkeypatch.setattr(process, "start_new_thread", refuse)
     disk, writer = Disk(), Writer()
     writer.submit("a", disk.publish, key("a"), item(1))
     assert disk.got == [("a", 1.0, threading.get_ident())]
@@ -290,7 +290,7 @@ def in_time(work: Callable[[], object]) -> None:
 
 def interrupted(n: int, work: Callable[[], object]) -> bool:
     """Does it with Ctrl-C before the n-th operation in the writer. What the tests' disk calls does not count."""
-    return interrupts.interrupted(n, work, [module.__file__])
+    return interrupts.interrupted(n, work, [module.__file__, process.__file__])
 
 
 class Session:

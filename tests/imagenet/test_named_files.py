@@ -119,6 +119,7 @@ def test_relative_to_the_folder_of_the_list_or_to_the_current_one(
         ("a.jpg 0\nno.jpg 1\n", "list.txt, line 2: .*no.jpg' cannot be read: No such file"),
         ("\na.jpg\n", "line 2: 'a.jpg' is not a file and a label"),
         ("a.jpg 2147483648\n", "a number from 0 to 2147483647"),  # DALI gives -2147483648
+        ("a.jpg " + "1" * 5000 + "\n", "a number from 0 to 2147483647"),
         ("sub 1\n", "line 1: .*sub' is not a regular file"),
         ("x" * 20_000 + " 1\n", "File name too long"),
         ("\n", "no file is named"),

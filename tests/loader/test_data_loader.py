@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -26,12 +27,13 @@ from torch.utils.data import ConcatDataset, DistributedSampler, RandomSampler, S
 from monai_gds import GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.cache.writer import process_writer
 from monai_gds.dataset import Begun
-from monai_gds.loader import data_loader, read_ahead
+from monai_gds.loader import data_loader, hand_over, read_ahead, resume
 from monai_gds.loader.hand_over import HandOver
 from monai_gds.loader.read_ahead import CacheWorkers
 from monai_gds.process import Owner
 from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
 from tests.fresh import Interpreter
+from tests.interrupts import interrupted
 from tests.machines import in_child, python
 from tests.same import assert_same
 
@@ -793,10 +795,11 @@ def test_a_forked_child_that_drops_a_loop_leaves_it_to_its_parent(make: Make) ->
         gc.collect()
         return True
 
-    held, go_on, hand_over = threading.Event(), threading.Event(), loops[0]._hand_over
+    held, go_on = threading.Event(), threading.Event()
+    *_, workers = loops[0].stop.peek()[2]
 
     def hold() -> None:
-        with hand_over._changed:
+        with workers._lock:
             held.set()
             go_on.wait(20)
 
@@ -857,6 +860,47 @@ def test_an_interrupt_that_loses_a_batch_leaves_room_for_as_many_records(
     consumer.join(20)
     assert len(rest) == 4
     assert ahead[-1]._room() == 3
+
+
+@pytest.mark.parametrize("how", ["plain", "measured", "continued"])
+def test_a_loop_that_ctrl_c_ended_is_over_though_a_notebook_keeps_the_traceback(
+    make: Make, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    loader = GDSDataLoader(make(), stats=how == "measured")
+    if how == "continued":
+        loader.load_state_dict(loader.state_dict())
+    with monkeypatch.context() as patch:
+
+        def interrupt(hand_over: HandOver) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(HandOver, "take", interrupt)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            for _ in loader:
+                pass
+    for thread in threads():
+        thread.join(20)
+    assert not threads(), "two loops would run the same random transforms at the same time"
+    assert len(list(loader)) == 5
+    assert kept.tb
+
+
+def test_ctrl_c_at_any_place_of_a_loop_leaves_the_next_one_whole(make: Make) -> None:
+    files = [module.__file__ for module in (data_loader, hand_over, read_ahead, resume)]
+    loader = GDSDataLoader(make(data=[{"x": torch.tensor(i)} for i in range(6)], transform=mt.Identity()), batch_size=2)
+    places = itertools.count(1, 5)
+
+    def loop() -> list[int]:
+        found = []
+        for batch in loader:
+            found += batch["x"].tolist()
+        return found
+
+    while interrupted(next(places), loop, files, "check"):
+        for thread in threads():
+            thread.join(20)
+        assert not threads(), "the loop was not left"
+        assert loop() == [*range(6)]
 
 
 def _number(n: int) -> dict[str, torch.Tensor]:
