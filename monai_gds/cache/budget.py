@@ -28,7 +28,7 @@ from monai_gds.cache.permissions import ANY
 from monai_gds.cache.units import shown
 from monai_gds.cache.uses import Used, Uses
 from monai_gds.errors import NotSaved
-from monai_gds.told import Topic
+from monai_gds.notices import Notice
 
 __all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget", "idle", "unused"]
 
@@ -129,13 +129,13 @@ class Budget:
         self._left = 0  # bytes that this process may write before it looks again
         self._idle: list[Found] = []  # the longest idle one comes last
         self._refused = -math.inf
-        self._found_full = Topic("full", directory, argument, began)  # by any process of the run
+        self._found_full = Notice("full", directory, argument, began)  # by any process of the run
         self._lock = threading.Lock()
 
     @property
     def full(self) -> bool:
         """Whether a record found no room of late: others need not be made ready to be written."""
-        refused = self._refused if self._left else self._found_full.told()
+        refused = self._refused if self._left else self._found_full.last_given()
         return time.monotonic() < refused + LOOK_AGAIN
 
     def take(self, nbytes: int) -> None:
@@ -154,7 +154,7 @@ class Budget:
                         f"{self._argument}"
                     )
                 self._refused = time.monotonic()
-                self._found_full.tell()
+                self._found_full.mark_given()
                 raise OverBudget(
                     f"its budget of {shown(self.nbytes)} has no room for a record of {shown(nbytes)} beside those that "
                     f"are in use, or were since this run began: raise {self._argument}, or delete records by "

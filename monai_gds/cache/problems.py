@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord
-from monai_gds.told import Topic
+from monai_gds.notices import Notice
 
 __all__ = ["Problems", "with_advice"]
 
@@ -90,7 +90,7 @@ class Problems:
             if once_for in self._reported:
                 return
             self._reported.add(once_for)
-        if self._run is not None and not Topic(self._directory, self._run, once_for).is_new():
+        if self._run is not None and not Notice(self._directory, self._run, once_for).is_new():
             return
         warnings.warn(message, CacheWarning, stacklevel=2)
 
