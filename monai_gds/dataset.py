@@ -494,7 +494,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if done.left_out and ranks.rank == 0:
             warnings.warn(
                 f"{done.left_out} items are computed in every epoch: the {shown(self.max_bytes or 0)} of max_bytes "
-                f"have no room beside records in {self.cache_dir} that are in use, or were since this run began",
+                f"leave no room beside the records in {self.cache_dir} that are in use, or were since this run began",
                 CacheWarning,
                 stacklevel=2,
             )

@@ -251,7 +251,7 @@ class _Filling:
     def _under_way(self) -> str:
         items = sorted({*self._suspects, *(index for index, _ in self._running.values())})
         named = ", ".join(f"{index} ({path_of(self._dataset.data, index)})" for index in items[:_NAMED])
-        return f"Under way were items {named}. What was finished is cached: populate continues from there"
+        return f"Items under way: {named}. What was finished is cached: populate continues from there"
 
 
 def _name_some(failed: Sequence[FailedItem], count: int) -> str:

@@ -1,6 +1,6 @@
 """Packed records that stay in the memory of a CUDA device: a hit on one of them is decoded, without a read or a copy.
 
-Used by :mod:`monai_gds.cache.reading`. An epoch comes by every record once, so the first that come are kept and none is
+Used by :mod:`monai_gds.cache.reading`. An epoch reads every record once, so the first records are kept and none is
 replaced by another.
 """
 
@@ -48,7 +48,7 @@ class KeptRecords:
         return None
 
     def has_room(self, path: str, nbytes: int) -> bool:
-        """Whether a record of so many bytes would be kept. Of several threads that ask, not all may be right."""
+        """Whether a record of ``nbytes`` would be kept. Another thread may take the room meanwhile."""
         return path in self._records or self.nbytes + nbytes <= self._budget
 
     def keep(self, path: str, file: FileId, raw: Sequence[torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ class KeptRecords:
                 self.nbytes += nbytes
 
     def drop(self, path: str) -> None:
-        """Gives up what was kept of a path, if anything."""
+        """Frees what was kept of a path, if anything."""
         with self._lock:
             found = self._records.pop(path, None)
             if found is not None:
