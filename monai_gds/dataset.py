@@ -473,7 +473,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             PopulateError: items failed, another rank did, or the workers of ``executor`` cannot do the work; all items
                 that did not fail are cached.
-            NotSaved: the cache directory takes no more.
+            NotSaved: nothing more can be written to the cache directory.
             WorkerDied: a worker of ``executor`` died and took it along, or all workers die; what was finished is
                 cached.
             ValueError: there is no ``cache_dir``, an argument is out of range, or the dataset cannot be pickled for the
@@ -605,7 +605,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return Compression.of(self.compression, self.tiles, self.target().type == "cuda", bool(crops), by_label)
 
     def read(self, index: int) -> Any:
-        """An item up to its random transforms, as its record holds it; None if there is no usable one."""
+        """An item up to its random transforms, as its record holds it; None if it has no usable record."""
         cache, item = self._cache(), self.data[index]
         found = None if cache is None else _look(cache, self._key(item), item)
         return None if found is None else found[0]
@@ -616,7 +616,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._state.on_values
 
     def record_path(self, key: Key) -> str:
-        """Where the record of a key lies, whether there is one or not."""
+        """The path of a key's record, which need not exist; empty without a cache."""
         cache = self._cache()
         return "" if cache is None else cache.record_path(key.digest)
 

@@ -135,9 +135,9 @@ def slots(transform: Any) -> dict[str, Slot]:
     """
     found: dict[str, Slot] = {}
     seen: set[int] = set()
-    left = [("", transform)]
-    while left:
-        path, part = left.pop()
+    todo = [("", transform)]
+    while todo:
+        path, part = todo.pop()
         if id(part) in seen:
             continue
         seen.add(id(part))
@@ -146,7 +146,7 @@ def slots(transform: Any) -> dict[str, Slot]:
                 if _is_a(type(part), _TRANSFORMS):
                     found[path + name] = Slot(part, name)
             elif _is_a(type(value), _WALKED):
-                left.append((f"{path}{name}.", value))
+                todo.append((f"{path}{name}.", value))
     return found
 
 

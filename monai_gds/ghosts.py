@@ -121,21 +121,21 @@ def hazard(transform: Callable[..., Any]) -> str:
 def parts(transform: Any) -> Iterator[Any]:
     """A transform and everything below it, each once: attributes of transforms, and members of containers."""
     seen: set[int] = set()
-    left = [transform]
-    while left:
-        part = left.pop()
+    todo = [transform]
+    while todo:
+        part = todo.pop()
         if id(part) in seen:
             continue
         seen.add(id(part))
         yield part
         members = _members_of(type(part))  # type: ignore[arg-type]
         if members is not None:
-            left.extend(members(part))
+            todo.extend(members(part))
 
 
 @functools.cache  # asking MONAI's abstract classes about each part takes longer than all the rest
 def _members_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
-    """What gives the members of values of a type; None if they have none."""
+    """Returns a function that lists the members of values of a type; None if they have no members."""
     if issubclass(kind, mt.Randomizable):
         return lambda part: [*vars(part).values(), part.R]
     if issubclass(kind, mt.Transform):
@@ -319,20 +319,20 @@ def _tensors(item: Any) -> Iterator[tuple[torch.Tensor, bool]]:
 
     Other objects are not searched: no transform that sees ghosts makes any.
     """
-    left: list[tuple[Any, bool]] = [(item, False)]
-    while left:
-        value, hidden = left.pop()
+    todo: list[tuple[Any, bool]] = [(item, False)]
+    while todo:
+        value, hidden = todo.pop()
         if isinstance(value, torch.Tensor):
             yield value, hidden
             if isinstance(value, MetaTensor):
-                left.extend([(part, True) for part in vars(value).values() if isinstance(part, (dict, list))])
+                todo.extend([(part, True) for part in vars(value).values() if isinstance(part, (dict, list))])
         elif isinstance(value, dict):
-            left.extend([(part, hidden) for part in value.values() if not isinstance(part, _ATOMS)])
+            todo.extend([(part, hidden) for part in value.values() if not isinstance(part, _ATOMS)])
         elif isinstance(value, (list, tuple)):
             within = hidden or type(value) not in (list, tuple)
-            left.extend([(part, within) for part in value if not isinstance(part, _ATOMS)])
+            todo.extend([(part, within) for part in value if not isinstance(part, _ATOMS)])
         elif isinstance(value, (set, frozenset)) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
-            left.extend([(part, True) for part in (value.flat if isinstance(value, np.ndarray) else value)])
+            todo.extend([(part, True) for part in (value.flat if isinstance(value, np.ndarray) else value)])
 
 
 _ATOMS = (str, int, float, bytes, type(None))

@@ -20,7 +20,7 @@ INLINE_BYTES = 512 << 10
 #: Smallest piece that a read is cut into to occupy more threads.
 MIN_PIECE_BYTES = 1 << 20
 
-#: Neighbours in a file with at most this many bytes between them are read in one go.
+#: Neighbours in a file with at most this many bytes between them are read together.
 GAP_BYTES = 64 << 10
 
 #: At least this many reads into a CUDA device, all of them smaller than ``PACK_BYTES``, arrive in one block by one

@@ -35,8 +35,8 @@ __all__ = ["Populated", "Saved", "populate"]
 #: Items that the message of an error names.
 _NAMED = 10
 
-#: How long to wait at the end for items that other processes compute: so many seconds, or so many times the mean time
-#: per item if that is longer. Then they are computed here too.
+#: How long to wait at the end for items that other processes compute: this many seconds, or this many times the mean
+#: time per item if that is longer. Then they are computed here too.
 _PATIENCE_SECONDS, _PATIENCE_ITEMS = 60.0, 10
 
 #: First and longest pause between two rounds over such items.
@@ -146,17 +146,17 @@ class _Filling:
             for future in self._running:
                 future.cancel()
 
-    def _fill(self, left: Sequence[int], last: bool) -> None:
+    def _fill(self, indices: Sequence[int], last: bool) -> None:
         waited, (pause, longest) = 0.0, _PAUSES
-        while left:
+        while indices:
             anyway = waited >= max(_PATIENCE_SECONDS, _PATIENCE_ITEMS * (pace.mean or 0.0))
-            outcomes = self._outcomes(left, anyway, last)
+            outcomes = self._outcomes(indices, anyway, last)
             busy = [index for index, outcome in outcomes if not self._settle(index, outcome, last)]
-            if len(busy) == len(left):
+            if len(busy) == len(indices):
                 time.sleep(pause)
                 waited += pause
                 pause = min(2 * pause, longest)
-            left = busy
+            indices = busy
 
     def _settle(self, index: int, outcome: _Outcome, last: bool) -> bool:
         """Counts an item, unless it must be tried again in the next round."""

@@ -52,7 +52,7 @@ class Split:
         return execute_compose(item, transforms, threading=True, **self._settings)
 
     def steps(self) -> list[Callable[..., Any]]:
-        """What runs in every epoch, one by one: nested ``Compose`` are taken apart where that is equivalent."""
+        """The steps that run in every epoch: nested ``Compose`` are taken apart where that is equivalent."""
         return _steps(self.compose, self.rest)
 
     def first(self, count: int) -> Compose:

@@ -84,7 +84,7 @@ class Arrangement(NamedTuple):
         return y * z, z, 1
 
     def place(self, offset: int) -> int:
-        """Where an element lies, given its offset in the contiguous tensor.
+        """The offset of an element in the memory, given its offset in the contiguous tensor.
 
         Raises:
             ValueError: it is in no box.

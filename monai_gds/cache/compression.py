@@ -94,7 +94,7 @@ class Compression:
 
     @classmethod
     def _chosen(cls, edge: int, on_gpu: bool, crops: bool, above: int) -> Compression:
-        """What ``auto`` chooses: tiles where a crop reads only some of them, or where a GPU unpacks them."""
+        """The form that ``auto`` chooses: tiles if a crop reads only some of them, or if a GPU unpacks them."""
         no_gpu = why_not_on_gpu() if on_gpu else "items come on the CPU, which maps whole tensors faster"
         if no_gpu and not crops:
             return cls(named=False, reason=no_gpu)

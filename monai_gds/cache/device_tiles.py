@@ -461,7 +461,7 @@ _FIELDS = 26
 
 @functools.lru_cache(maxsize=256)
 def _form(layout: Layout) -> tuple[int, ...]:
-    """What the descriptor of a part takes from its layout."""
+    """The fields of a part's descriptor that depend on its layout only."""
     _, *grid = layout.grid
     step = 4 if layout.tile[2] % 4 == 0 else 1  # elements that a thread handles at once
     return (

@@ -104,7 +104,7 @@ class CacheDirectory:
         self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, uses, copies)
 
     def record_path(self, digest: str) -> str:
-        """Where the record of a key lies, whether there is one or not."""
+        """The path of a key's record, which need not exist."""
         return f"{self.path}/{digest}{SUFFIX}"
 
     # Reading

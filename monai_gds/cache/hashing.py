@@ -450,7 +450,7 @@ class _Hasher:
         return parts
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
-        """What a function reads from its module, other modules of the user, and attributes of the user's functions."""
+        """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
         names = sorted(names_read(function.__code__))
         for name in names:
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
@@ -467,7 +467,7 @@ class _Hasher:
             yield from self._module(module, names, f"{where}'s {module.__name__}")
 
     def _module(self, module: types.ModuleType, names: list[str], where: str) -> Iterable[bytes]:
-        """What code that reads these names may read from a user's module and the modules in it."""
+        """Digests of what code that reads these names may read from a user's module and the modules in it."""
         if library_of(module.__name__) is not None:
             return
         for name in names:

@@ -30,6 +30,7 @@ __all__ = [
     "PAD",
     "RUNS",
     "SUFFIX",
+    "TABLE",
     "VERSION",
     "Header",
     "SourceState",

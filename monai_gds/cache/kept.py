@@ -33,10 +33,10 @@ class KeptRecords:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> Sequence[torch.Tensor] | None:
-        """What was kept of the file that is at a path now.
+        """The tensors kept of the file that is at a path now; None if there are none.
 
         Raises:
-            OSError: there is no file any more.
+            OSError: the file no longer exists.
         """
         found = self._records.get(path)
         if found is None:

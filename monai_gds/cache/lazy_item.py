@@ -177,7 +177,7 @@ class Volume(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is read of one tensor."""
+    """The part of one tensor that is read."""
 
     name: str
     entry: int  # which of the record's tensors
@@ -193,7 +193,7 @@ class Part(NamedTuple):
 
 
 def part_of(name: str, head: RecordHead, boxes: Sequence[Box], on_device: bool) -> Part:
-    """What to read of a tensor, so that the voxels of some boxes are there."""
+    """The part of a tensor to read for the voxels of some boxes."""
     tiles = head.tiles[name]
     entry = next(i for i, (other, _, _) in enumerate(head.table.tensors) if other == name)
     shape = tiles.layout.shape

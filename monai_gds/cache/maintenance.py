@@ -165,7 +165,7 @@ def check(path: str | os.PathLike[str]) -> Found | None:
 
 
 def look(path: str | os.PathLike[str], more: Callable[[BufferedReader, Header], None] | None = None) -> Found | None:
-    """What the header of a record holds. None if there is no such file.
+    """Reads the header of a record. Returns None if there is no such file.
 
     ``more`` is called with the open file and the header, to check the rest. It may raise RecordError or OSError.
     """

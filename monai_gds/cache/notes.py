@@ -60,7 +60,7 @@ class Notes:
         kind: suffix of the files.
         whole: bytes of a file -> how many of them are whole notes. The rest, a note being written, is read later.
         file_mode: permissions that files have at most.
-        foreign_seconds: for how long after its last note the file of a process that cannot be seen from here is left.
+        foreign_seconds: age of its last note at which the file of a process that cannot be seen from here is merged.
     """
 
     def __init__(

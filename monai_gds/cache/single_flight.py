@@ -189,10 +189,10 @@ class Leases:
         end = time.monotonic() + limit_s
         pause, longest = _PAUSES
         while self.held_elsewhere(digest):
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 return False
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining))
             pause = min(2 * pause, longest)
         return True
 
@@ -265,10 +265,10 @@ def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[],
                 mine.hand_over()
         if lease is not None or found is not None:
             return mine, found
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
             return leases.none(digest), None
-        leases.wait(digest, left)
+        leases.wait(digest, remaining)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

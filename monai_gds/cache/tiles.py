@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def packed_dtype(self) -> torch.dtype:
-        """What is compressed: indices into the palette, or bit patterns."""
+        """The dtype of what is compressed: indices into the palette, or bit patterns."""
         if self.values:
             return torch.uint8 if self.values <= 256 else torch.int16
         return PATTERNS[self.dtype.itemsize]
@@ -345,8 +345,8 @@ class Tiles:
     def select(self, tiles: np.ndarray) -> Selection:
         """How to read some tiles, given in rising order.
 
-        Neighbours in the entry are read in one go, and so are those with little between them: up to a quarter more
-        pages than hold the streams.
+        Streams that are neighbours in the entry are read together, and so are streams with little between them: at most
+        a quarter more pages are read than hold the streams.
         """
         sizes = self.sizes[tiles].astype(np.int64)
         streams = sizes > 0
@@ -399,7 +399,7 @@ def _divisor(values: torch.Tensor) -> float | None:
 
 
 def _worth_joining(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Which streams are read together with the one before, and what is between them: the cheapest ones first."""
+    """Whether each stream but the first is read together with the one before, and all between them; cheapest first."""
     first, last = begin // ALIGNMENT, (end - 1) // ALIGNMENT
     between = np.maximum(first[1:] - last[:-1] - 1, 0)
     needed = int((last - first + 1).sum() - (first[1:] == last[:-1]).sum())
@@ -419,7 +419,7 @@ class _Slab(NamedTuple):
     last: int  # after the last of axis -2, in tiles
 
     def of(self, whole: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
-        """What these tiles cover of a tensor with one leading axis."""
+        """The region of a tensor with one leading axis that these tiles cover."""
         x, y, _ = tile
         return whole[self.lead, self.row * x : (self.row + 1) * x, self.first * y : self.last * y]
 

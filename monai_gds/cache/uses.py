@@ -67,7 +67,7 @@ class _File:
 
     read: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
-    at: float = 0.0  # of the last line that tells of a dataset in use, or of its end
+    at: float = 0.0  # time of the last line about a dataset in use, or about its end
     ended: bool = False
 
     def add(self, notes: bytes) -> None:
