@@ -1,4 +1,4 @@
-"""The arguments of ``GDSDataset``: what each may be. Errors name the argument and the remedy."""
+"""Checks the arguments of ``GDSDataset``, which calls this. Errors name the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHOICES: Mapping[str, tuple[str | bool | None, ...]] = {
 
 
 class OfCacheDataset(TypedDict, total=False):
-    """Arguments of MONAI's ``CacheDataset`` that have no meaning here: everything is cached, on disk."""
+    """Arguments of MONAI's ``CacheDataset`` that have no effect here: everything is cached, on disk."""
 
     cache_num: int
     cache_rate: float
@@ -49,18 +49,18 @@ class OfCacheDataset(TypedDict, total=False):
 
 
 def check_unused(given: Mapping[str, Any]) -> None:
-    """Warns of arguments that only ``CacheDataset`` has, and refuses all others."""
+    """Warns of arguments that only ``CacheDataset`` has. Raises TypeError for all others."""
     wrong = sorted(given.keys() - OfCacheDataset.__annotations__.keys())
     if wrong:
         raise TypeError(f"GDSDataset has no argument {wrong[0]!r}: help(GDSDataset) lists those it has")
     if given:
         names = ", ".join(sorted(given))
-        told = f"{names}: of no effect in a GDSDataset, which caches every item, on disk; leave it out"
-        warnings.warn(told, CacheWarning, stacklevel=3)
+        message = f"{names}: of no effect in a GDSDataset, which caches every item, on disk; leave it out"
+        warnings.warn(message, CacheWarning, stacklevel=3)
 
 
 def check_choices(**given: Any) -> None:
-    """Raises ValueError for an argument that is none of its choices."""
+    """Raises ValueError for an argument whose value is not one of its choices."""
     for name, value in given.items():
         choices = _CHOICES[name]
         if value not in choices:
@@ -68,14 +68,14 @@ def check_choices(**given: Any) -> None:
 
 
 def check_transforms(transforms: Sequence[Any]) -> None:
-    """Refuses what cannot be called, such as the name of a transform."""
+    """Raises TypeError for a transform that cannot be called, such as its name."""
     for step in transforms:
         if not callable(step):
             raise TypeError(f"transform holds {step!r}, which cannot be called: give transforms, such as Flip()")
 
 
 def check_data(data: Any) -> None:
-    """Refuses what has no items by number. A mapping has them by key, and the items of a text are its letters."""
+    """Raises TypeError unless ``data`` is a sequence of items. A string is refused too: its items are its letters."""
     if type(data).__name__ == "DataFrame":  # of pandas or polars: [i] is a column there
         raise TypeError("data is a DataFrame: give its rows as dicts, such as data.to_dict('records') in pandas")
     by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -84,28 +84,28 @@ def check_data(data: Any) -> None:
 
 
 def mode_given(file_mode: int | None) -> int:
-    """The permissions that records have at most."""
+    """The permissions that records have at most. Raises TypeError or ValueError if they are not usable permissions."""
     if file_mode is None:
         return ANY
     if not isinstance(file_mode, int):
-        raise TypeError(f"file_mode={file_mode!r} are not permissions: give an octal number, such as 0o640")
+        raise TypeError(f"file_mode={file_mode!r} is not a number: give permissions in octal, such as 0o640")
     if not 0o600 <= file_mode <= 0o777 or file_mode & 0o600 != 0o600:
         raise ValueError(f"file_mode={file_mode:#o}: it must let you read and write, as 0o600 and 0o640 do")
     return file_mode & ANY
 
 
 def root_given(root: str | os.PathLike[str] | None) -> str | None:
-    """The folder that ``root`` names, absolute, without a trailing slash."""
+    """The folder that ``root`` names, absolute, without a trailing slash. Raises ValueError if it is not a folder."""
     if root is None:
         return None
     path = os.path.abspath(folder_named(root, "root"))
     if not os.path.isdir(path):
-        raise ValueError(f"root={os.fspath(root)!r} is not a folder: name the one that the data lie in")
+        raise ValueError(f"root={os.fspath(root)!r} is not a folder: name the folder that holds the data")
     return path
 
 
 class Folders(NamedTuple):
-    """Where records are, and how many bytes of them there may be. None: no such folder, or no limit."""
+    """Where records are, and how many bytes they may occupy. None: no such folder, or no limit."""
 
     cache_dir: Path | None
     max_bytes: int | None
@@ -118,7 +118,8 @@ class Folders(NamedTuple):
         local_bytes: float | str | None,
     ) -> Folders:  # fmt: skip
         """Raises TypeError and ValueError for what is not a path or a size, and for a limit without its folder."""
-        cache = None if cache_dir is None else Path(os.path.abspath(folder_named(cache_dir)))  # of now: it may change
+        # Absolute, since the working directory may change.
+        cache = None if cache_dir is None else Path(os.path.abspath(folder_named(cache_dir)))
         local = None if local_dir is None else Path(os.path.abspath(folder_named(local_dir, "local_dir")))
         if local is not None and (cache is None or os.path.realpath(local) == os.path.realpath(cache)):
             raise ValueError(

@@ -35,11 +35,11 @@ def build(
         bool,
         typer.Option(
             "--checksums",
-            help="Store a checksum for every file, which drivers in user space compare; reads every byte of them.",
+            help="Store a checksum of every file, which drivers in user space compare; reads every byte of the files.",
         ),
     ] = False,
 ) -> None:
-    """Map every file below a folder. Files that cannot be mapped are listed, and then the exit code is 1."""
+    """Map every file below a folder. If files cannot be mapped, they are listed and the exit code is 1."""
     if plain and checksums:
         raise typer.BadParameter("a plain map cannot hold them: leave --plain out", param_hint="--checksums")
     with progress_bar("mapping") as progress:
@@ -81,14 +81,14 @@ def verify(
         int | None, typer.Option(min=1, help="With --be: the drive's namespace; default: the first.")
     ] = None,
 ) -> None:
-    """Compare a map with the files as they are now; exit code 1 if one is elsewhere."""
+    """Compare a map with the files as they are now; exit code 1 if a file is not where the map says."""
     blocks = BlockMap.load(file)
     if be is None and (uri, nsid) != (None, None):
         raise typer.BadParameter("name the driver too", param_hint="--be")
     if be is not None and (data or parent is not None or uri is None or uri.startswith("/")):
         raise typer.BadParameter(
-            "a driver in user space has the drive, by its PCI address in --uri, and nothing is mounted for --data or "
-            "--parent",
+            "give the drive's PCI address in --uri, and leave --data and --parent out: while a driver in user space "
+            "has the drive, it is not mounted",
             param_hint="--be",
         )
     if be is not None and blocks.origin is None:
@@ -107,25 +107,25 @@ def verify(
 
 
 def _verify_through(blocks: BlockMap, drive: Mapping[str, Any], progress: Callable[[int, int], None]) -> dict[str, str]:
-    """What is wrong with files that are read whole through a driver in user space, by path."""
+    """Reads the files whole through a driver in user space. Returns what is wrong with them, by path."""
     from monai_gds.storage import Reads, open_storage
 
     wrong: dict[str, str] = {}
     done = 0
     with closing(open_storage("xnvme-block", "cpu", blockmap=blocks, **drive)) as storage:
-        for some in _together({path: entry.size for path, entry in blocks.items()}):
+        for group in _groups({path: entry.size for path, entry in blocks.items()}):
             try:
-                errors = storage.load(Reads.join([Reads.of(path, [(0, nbytes)]) for path, nbytes in some])).errors
-            except (MemoryError, RuntimeError) as e:  # torch's, of a file larger than memory
-                errors = dict.fromkeys(range(len(some)), e)
-            wrong.update((some[file][0], str(error)) for file, error in errors.items())
-            done += len(some)
+                errors = storage.load(Reads.join([Reads.of(path, [(0, nbytes)]) for path, nbytes in group])).errors
+            except (MemoryError, RuntimeError) as e:  # torch's, for a file larger than memory
+                errors = dict.fromkeys(range(len(group)), e)
+            wrong.update((group[file][0], str(error)) for file, error in errors.items())
+            done += len(group)
             progress(done, len(blocks))
     return wrong
 
 
-def _together(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, int]]]:
-    """Paths and sizes of files to read at once: many small ones, or a large one."""
+def _groups(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, int]]]:
+    """Paths and sizes of the files to read at once: many small files, or one large file."""
     group: list[tuple[str, int]] = []
     for path, nbytes in sizes.items():
         if group and (len(group) == limits.RING_FILES or sum(n for _, n in group) + nbytes > limits.SLOT_BYTES):

@@ -5,7 +5,6 @@ Neither ``ls`` nor anything imported here imports torch or MONAI, which would ta
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import math
@@ -18,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -41,6 +41,8 @@ app = typer.Typer(
     help="List, verify, prune, fill and explain cache directories.",
     epilog="Example: monai-gds cache ls /nvme/cache",
 )
+
+T = TypeVar("T")
 
 CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
 
@@ -113,7 +115,7 @@ def _lines(records: Sequence[Found]) -> list[str]:
     return lines
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _tensors(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
     return ", ".join(f"{name} {shape} {dtype}" for name, dtype, shape in tensors)
 
@@ -133,7 +135,7 @@ def _time(found: Found) -> str:
     return _minute(found.mtime_ns // 60_000_000_000)
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _minute(minutes: int) -> str:
     try:
         return f"{datetime.fromtimestamp(60 * minutes):%Y-%m-%d %H:%M}"
@@ -194,7 +196,7 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _summary(directory: Path, records: str) -> str:
-    """The last line of a listing, with a count of files that are not records."""
+    """The last line of a listing: ``records``, and the number of files that are not records."""
     others = len(maintenance.other_files(directory))
     return f"{records}; {others} other files" if others else records
 
@@ -267,10 +269,10 @@ def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
                 yield found
 
 
-def _amount(parse: Callable[[str], float], text: str | None, option: str) -> float:
-    """What the user gave for a limit; without, there is none."""
+def _parsed(parse: Callable[[str], T], text: str | None, default: T, option: str) -> T:
+    """The value of an option, or its default. A ValueError of ``parse`` is wrong usage."""
     try:
-        return math.inf if text is None else parse(text)
+        return default if text is None else parse(text)
     except ValueError as e:
         raise typer.BadParameter(str(e), param_hint=option) from None
 
@@ -303,22 +305,22 @@ def prune(
         typer.Option("--older-than", metavar="SPAN", help="Also delete records made longer ago: 36h, 30d, 8w."),
     ] = None,
     unused_for: Annotated[
-        str | None, typer.Option("--unused-for", metavar="SPAN", help="Also delete records not used for so long.")
+        str | None, typer.Option("--unused-for", metavar="SPAN", help="Also delete records not used for this long.")
     ] = None,
     max_size: Annotated[
         str | None,
         typer.Option(
             "--max-size",
             metavar="SIZE",
-            help="Also delete the records that were not used for longest, until the rest has this size: 400GB, 2TiB.",
+            help="Also delete the least recently used records until the rest has this size: 400GB, 2TiB.",
         ),
     ] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="module:function",
-            help="Leave the records of this dataset's pipeline to these three; may be repeated. The function may have "
-            "arguments: --keep 'training:make_dataset fold=3'.",
+            help="Protect the records of this dataset's pipeline from these three options; may be repeated. The "
+            "function may have arguments: --keep 'training:make_dataset fold=3'.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
@@ -329,65 +331,52 @@ def prune(
 
     Records of a pipeline that you changed or no longer need are kept, since another run may use them, until you name
     the pipeline with --pipeline, or all that are old, unused or too many with --older-than, --unused-for or --max-size.
-    These three leave alone what a running process uses. Other files are left alone. Exit code 1 when a
-    file cannot be deleted, or more is left than --max-size.
+    These three leave alone what a running process uses. Other files are left alone. Exit code 1 if a file cannot be
+    deleted, or if the records that are left are larger than --max-size.
     """
     ages = {
-        "older_than": _amount(seconds_of, older_than, "--older-than"),
-        "unused_for": _amount(seconds_of, unused_for, "--unused-for"),
+        "older_than": _parsed(seconds_of, older_than, math.inf, "--older-than"),
+        "unused_for": _parsed(seconds_of, unused_for, math.inf, "--unused-for"),
     }
-    most = _amount(functools.partial(bytes_of, argument="--max-size"), max_size, "--max-size")
+    max_bytes = _parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size")
     kept = {dataset_from(*_words(words)).pipeline_digest(): words for words in keep or []}
     records = maintenance.survey(directory)
     for missing in kept.keys() - {found.pipeline for found in records}:
         say(f"--keep: no record here is of the pipeline of {kept[missing]} ({missing[:SHOWN]})", stderr)
-    try:
-        unwanted = maintenance.pipeline_of(records, pipeline) if pipeline is not None else ""
-    except ValueError as e:
-        raise typer.BadParameter(str(e), param_hint="--pipeline") from None
-    doomed = list(
-        maintenance.prunable(
-            directory,
-            records,
-            missing_sources=missing_sources,
-            pipeline=unwanted,
-            identify=_identify(directory) if check_sources else None,
-        )
-    )
+    unwanted = _parsed(partial(maintenance.pipeline_of, records), pipeline, "", "--pipeline")
+    identify = _identify(directory) if check_sources else None
+    chosen = list(maintenance.prunable(
+        directory, records, missing_sources=missing_sources, pipeline=unwanted, identify=identify
+    ))  # fmt: skip
     if damaged:
-        gone = {found.file for found in doomed}
-        doomed += [found for found in _checked([r.file for r in records if r.file not in gone]) if found.damaged]
-    gone = {found.file for found in doomed}
-    left = [found for found in records if found.file not in gone]
+        chosen += [found for found in _checked([r.file for r in _without(chosen, records)]) if found.damaged]
     uses, began = Uses(directory), time.time()
-    idlers = unused(left, uses.look(), max_size=most, keep=kept, **ages)
-    gone = {found.file for found in idlers}
-    doomed += idlers
+    idle_records = unused(_without(chosen, records), uses.look(), max_size=max_bytes, keep=kept, **ages)
+    chosen += idle_records
+    idle_files = {found.file for found in idle_records}
 
-    def stays(found: Found) -> bool:
+    def used_since(found: Found) -> bool:
         """Whether a record was idle, and has been used since."""
-        return found.file in gone and not idle([replace(found, problem="")], uses.look(KNOWN_SECONDS), began, kept)
+        if found.file not in idle_files:
+            return False
+        return not idle([replace(found, problem="")], uses.look(KNOWN_SECONDS), began, kept)
 
     quiet = summary or as_json
     refused: list[str] = []
-    deleted = doomed if dry_run else list(_deleted(doomed, stays, quiet, refused))
-    if dry_run and not quiet:
-        say_lines(f"{found.file}: {found.problem}" for found in doomed)
-    if not dry_run:
-        Index(directory).tidy()
-    deleted_files = {found.file for found in deleted}
-    remaining = [found for found in records if found.file not in deleted_files]
-    too_large = sum(found.nbytes for found in remaining) > most
-    if as_json:
-        files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
-        totals = {"count": len(deleted), "bytes": sum(found.nbytes for found in deleted)}
-        shown = {} if summary else {"files": files}
-        totals.update(refused=len(refused), left=len(remaining), bytes_left=sum(found.nbytes for found in remaining))
-        _print_json({"directory": str(directory), "dry_run": dry_run, **shown, **totals})
+    if dry_run:
+        deleted = chosen
+        say_lines([] if quiet else (f"{found.file}: {found.problem}" for found in chosen))
     else:
-        verb = "to delete" if dry_run else "deleted"
+        deleted = list(_deleted(chosen, used_since, quiet, refused))
+        Index(directory).tidy()
+    remaining = _without(deleted, records)
+    too_large = sum(found.nbytes for found in remaining) > max_bytes
+    if as_json:
+        pruned = _pruned_as_json(deleted, remaining, refused, summary)
+        _print_json({"directory": str(directory), "dry_run": dry_run, **pruned})
+    else:
         refusals = f", {len(refused)} that cannot be deleted" if refused else ""
-        say(f"{len(deleted)} files, {_megabytes(deleted)} MB {verb}{refusals}")
+        say(f"{len(deleted)} files, {_megabytes(deleted)} MB {'to delete' if dry_run else 'deleted'}{refusals}")
         if too_large:
             say(f"{_megabytes(remaining)} MB are left, more than --max-size: they are in use, or kept")
     raise typer.Exit(1 if refused or too_large else 0)
@@ -399,17 +388,23 @@ def _words(text: str) -> tuple[str, list[str]]:
     return function, arguments
 
 
-def _deleted(
-    doomed: Sequence[Found], stays: Callable[[Found], bool], quiet: bool, refused: list[str]
-) -> Iterator[Found]:
-    """Deletes files, but those that stay, and prints each, so that an interrupted run shows what it deleted.
+def _without(excluded: Sequence[Found], records: Sequence[Found]) -> list[Found]:
+    """The records whose files are not among those excluded."""
+    files = {found.file for found in excluded}
+    return [found for found in records if found.file not in files]
 
-    One that the system refuses to delete, such as another user's in a shared folder, joins ``refused``.
+
+def _deleted(
+    chosen: Sequence[Found], used_since: Callable[[Found], bool], quiet: bool, refused: list[str]
+) -> Iterator[Found]:
+    """Deletes files that have not been used since, and prints each, so that an interrupted run shows what it deleted.
+
+    A file that the system refuses to delete, such as another user's in a shared folder, is added to ``refused``.
     """
-    for found in doomed:
+    for found in chosen:
         outcome = found.problem
         try:
-            if stays(found):
+            if used_since(found):
                 outcome = "kept, since it has been used meanwhile"
             elif maintenance.remove(found):
                 yield found
@@ -420,6 +415,20 @@ def _deleted(
             outcome = f"cannot be deleted: {e.strerror or e}"
         if not quiet:
             say(f"{found.file}: {outcome}")
+
+
+def _pruned_as_json(
+    deleted: Sequence[Found], remaining: Sequence[Found], refused: Sequence[str], summary: bool
+) -> dict[str, Any]:
+    files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
+    return {
+        **({} if summary else {"files": files}),
+        "count": len(deleted),
+        "bytes": sum(found.nbytes for found in deleted),
+        "refused": len(refused),
+        "left": len(remaining),
+        "bytes_left": sum(found.nbytes for found in remaining),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,8 +454,8 @@ def warm(
     convert: Annotated[
         bool,
         typer.Option(
-            help="Also write records anew, without computing their items, that are in another form than the dataset's "
-            "compression= and tiles= ask for."
+            help="Also rewrite records that are in another form than the dataset's compression= and tiles= ask for, "
+            "without computing their items."
         ),
     ] = True,
     rank: Annotated[int | None, typer.Option(min=0, help="Compute this share of the items, of --world-size.")] = None,
@@ -516,7 +525,7 @@ def explain(
 
 
 def _identify(directory: Path) -> Identify:
-    """Identifies sources by content, reading those that are not in the memo of the cache directory."""
+    """Returns a function that identifies sources by content. It reads those that are not in the directory's memo."""
     from monai_gds.cache.sources import Sources
 
     return Sources("content", str(directory)).identity

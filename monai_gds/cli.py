@@ -113,8 +113,8 @@ def demo(
     raise typer.Exit(0 if same else 1)
 
 
-def _sizes_apart(arguments: Sequence[str]) -> list[str]:
-    """``--size 64,64,32`` and ``--size=64,64,32`` as ``--size 64 64 32``, the way in which options take numbers."""
+def _split_sizes(arguments: Sequence[str]) -> list[str]:
+    """``--size 64,64,32`` and ``--size=64,64,32`` as ``--size 64 64 32``, the form that Typer takes."""
     found: list[str] = []
     for argument in arguments:
         size = re.fullmatch(r"(?:(--[\w-]+)=)?(\d+),(\d+),(\d+)", argument)
@@ -128,7 +128,7 @@ def _sizes_apart(arguments: Sequence[str]) -> list[str]:
 def main() -> None:
     """Entry point: expected errors become one line and exit code 1 instead of a traceback."""
     try:
-        app(_sizes_apart(sys.argv[1:]), prog_name="monai-gds")  # also for python -m monai_gds
+        app(_split_sizes(sys.argv[1:]), prog_name="monai-gds")  # also for python -m monai_gds
     except (MonaiGdsError, OSError, ValueError, ImportError) as e:
         say(f"monai-gds: {in_words(e)}", stderr)
         sys.exit(1)

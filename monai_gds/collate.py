@@ -81,7 +81,7 @@ def collate(batch: Sequence[Any]) -> Any:
         if torch.get_default_device().type != "cpu":  # where torch would put numbers
             return list_data_collate(batch)
         return _Collation().batch(batch)
-    except torch.OutOfMemoryError:  # MONAI's way needs no less
+    except torch.OutOfMemoryError:  # MONAI's function would need as much memory
         raise
     except Exception:
         return list_data_collate(batch)
@@ -117,7 +117,7 @@ class _Collation:
         return torch_collate.collate(values, collate_fn_map=default_collate_fn_map)
 
     def _mapping(self, keys: Iterable[Any], values: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-        """The columns of dicts. Small arrays of one kind are made in one go: NIfTI metadata has 39, of 8 kinds."""
+        """The columns of dicts. Small arrays of one kind are joined at once: NIfTI metadata has 39, of 8 kinds."""
         out = dict.fromkeys(keys)
         kinds: dict[tuple[Any, ...], list[Any]] = {}
         for key in out:
@@ -142,7 +142,7 @@ class _Collation:
         return None if joined is None else list(map(torch.from_numpy, joined.reshape(len(columns), -1, *shape)))
 
     def tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """A batch of one without a copy, of small tensors, or of large ones on the CPU. None for others."""
+        """A batch of one without a copy, of small tensors, or of large ones on the CPU. None for other tensors."""
         if len(values) == 1 and type(values[0]) in (torch.Tensor, MetaTensor) and self._may_hand_on(values):
             return values[0].unsqueeze(0)
         first = values[0]
@@ -227,7 +227,7 @@ class _Collation:
 
 
 def _plain_and_alike(values: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are of one kind and need no resolving. The first must be on the CPU."""
+    """Whether tensors have one type, dtype, shape and device, and need no resolving. The first must be on the CPU."""
     first = values[0]
     return all(
         type(t) is type(first) and t.dtype == first.dtype and t.shape == first.shape

@@ -1,4 +1,4 @@
-"""Printing for people: tables, lines, progress bars and errors in words. Knows rich, and nothing of this package.
+"""Printing for people: tables, lines, progress bars and errors in words. Used by commands and benchmarks.
 
 Whatever is printed through :data:`stdout` or :data:`stderr`, lines as well as tables, cannot drive the terminal.
 """
@@ -79,7 +79,7 @@ def progress(to: Console = stderr) -> Progress:
 
 @contextmanager
 def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """One progress bar. Yields ``update(done, total=None)``."""
+    """Shows a progress bar named ``what``. Yields ``update(done, total=None)``."""
     with progress() as bars:
         task = bars.add_task(what, total=total)
         yield lambda done, total=None: bars.update(task, completed=done, total=total)

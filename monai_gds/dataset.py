@@ -68,8 +68,8 @@ __all__ = ["GDSDataset"]
 
 _log = logging.getLogger("monai_gds")
 
-#: Methods through which an item is made.
-_WAYS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
+#: Methods through which an item is made. A subclass that overrides one of them changes its items.
+_ITEM_METHODS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
 
 
 class Begun:
@@ -84,7 +84,7 @@ class Begun:
     ) -> None:  # fmt: skip
         self._dataset, self._item, self._index = dataset, item, index
         self._cache, self._key, self._pending, self._turn = cache, key, pending, turn
-        self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms it is behind
+        self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
 
     @property
     def cached(self) -> bool:
@@ -95,7 +95,7 @@ class Begun:
     def nbytes(self) -> int:
         """Size of what is being read, and of what is unpacked from it; 0 if there is no record.
 
-        It is less once an item is drawn that was waiting for those before it.
+        While the item :attr:`waits` to be drawn, this is the size of all its tensors.
         """
         if self._pending is not None:
             return self._pending.nbytes
@@ -103,11 +103,11 @@ class Begun:
 
     @property
     def waits(self) -> bool:
-        """Whether the item is still to be drawn, after which ``nbytes`` is another."""
+        """Whether the item is still to be drawn. Afterwards ``nbytes`` may be less."""
         return self._turn is not None and self._turn.waits
 
     def arrive(self) -> None:
-        """Waits for the item, or computes it, up to its random transforms. What fails may be begun again."""
+        """Waits for the item, or computes it, up to its random transforms. If it fails, the item may be begun again."""
         turn, drawn = self._turn, None
         if turn is not None and turn.queue.split is self._dataset.split():
             drawn = turn.queue.take(turn)
@@ -116,7 +116,7 @@ class Begun:
         self._arrived = (self.finish(), 0) if drawn is None else drawn
 
     def end(self) -> Any:
-        """The item behind its random transforms."""
+        """The item after its random transforms."""
         turn = self._turn
         try:
             if self._arrived is None:
@@ -135,7 +135,7 @@ class Begun:
         if cache is None or key is None:
             return self._dataset._only_compute(self._item, self._index)
         pending = self._pending
-        # Without one, it may have been saved since: the item comes twice, or another process was faster.
+        # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
         found = _look(cache, key, self._item) if pending is None else pending.wait(self._item)
         if found is None:
             return self._dataset._fill(cache, key, self._item, self._index)
@@ -146,7 +146,7 @@ class Begun:
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     """Caches the results of the deterministic transforms and returns them as tensors on the target device.
 
-    An item is computed once, up to the first random transform, and saved as one record behind the training (see
+    An item is computed once, up to the first random transform, and saved as one record in the background (see
     :meth:`flush`). Every later access reads the record straight to ``device`` and runs the random transforms. A hit
     equals a miss in tree, types, dtypes, shapes, values, metadata, applied operations and device, so ``Invert`` works
     on cached items. On a CPU target tensors and arrays are private mappings of the record (see ``mmap``): a crop reads
@@ -216,11 +216,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             existing one anew.
         tiles: voxels along each edge of a tile: 16, 32 or 64. Smaller ones cost a crop fewer bytes, and get less small.
             ``"auto"`` is 32. None is for whole tensors, and goes with ``compression="auto"`` or None.
-        mantissa_bits: rounds the values of float32 and float64 tensors of 1 MiB and more to so many bits of mantissa, 1
-            to 22, so that they compress better. This is lossy, by a relative error of at most ``2 ** -(bits + 1)``: 13
-            bits keep four decimal digits. It is part of the key, holds for hits, misses and items that are not cached,
-            and does not depend on ``compression``. NaN, infinities, integers, smaller tensors and all metadata, such as
-            affines, stay as they are.
+        mantissa_bits: rounds the values of float32 and float64 tensors of 1 MiB and more to this many bits of mantissa,
+            1 to 22, so that they compress better. This is lossy: the relative error is at most ``2 ** -(bits + 1)``, so
+            13 bits keep four decimal digits. It is part of the key, holds for hits, misses and items that are not
+            cached, and does not depend on ``compression``. NaN, infinities, integers, smaller tensors and all metadata,
+            such as affines, stay as they are.
         device_bytes: how much memory of the CUDA device compressed records may occupy, such as ``20e9`` or ``"20GB"``.
             The first ones that are read stay there, still compressed, and a hit on one of them only unpacks it, once
             the file's identity is compared. 0 keeps none.
@@ -239,8 +239,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         file_mode: the permissions that records have at most, such as ``0o600`` for yourself alone. By default they
             have the group and mode of ``cache_dir``, so that a folder shared by a group is a shared cache:
             ``mkdir /nvme/cache; chgrp lab /nvme/cache; chmod 2775 /nvme/cache``.
-        of_cache_dataset: arguments of MONAI's ``CacheDataset``, such as ``cache_rate``. They have no effect, of which
-            one warning tells.
+        of_cache_dataset: arguments of MONAI's ``CacheDataset``, such as ``cache_rate``. They have no effect, and one
+            warning is given.
 
     Raises:
         TypeError: ``data`` is not a sequence; a transform cannot be called; ``cache_dir`` is not a path; the backend
@@ -296,7 +296,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         file_mode: int | None = None,
         **of_cache_dataset: Unpack[OfCacheDataset],
     ) -> None:
-        """Makes the dataset, and hashes its transforms. The class says what the arguments mean."""
+        """Makes the dataset, and hashes its transforms. See the class for the arguments."""
         check_unused(of_cache_dataset)
         check_choices(verify=verify, mmap=mmap, monai_version=monai_version, arrays=arrays, unsupported=unsupported)
         if not callable(sources):
@@ -341,8 +341,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
 
     def _check_device(self) -> None:
-        """Refuses what the device cannot have."""
-        Compression.of(self.compression, self.tiles, self.device.type == "cuda", crops=False)  # raises what is wrong
+        """Raises ValueError or CodecMissing for arguments that contradict each other or the device."""
+        Compression.of(self.compression, self.tiles, self.device.type == "cuda", crops=False)  # only to check
         if self.arrays == "numpy" and self.device.type != "cpu":
             raise ValueError(f"arrays='numpy' needs device='cpu': on {self.device} use 'auto' or 'torch'")
         if self.device_bytes and self.device.type != "cuda":
@@ -409,7 +409,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     @classmethod
     def changes_items(cls) -> bool:
         """Whether a subclass overrides a method that makes items, so that loaders must call it."""
-        return any(getattr(cls, way) is not getattr(GDSDataset, way) for way in _WAYS)
+        return any(getattr(cls, name) is not getattr(GDSDataset, name) for name in _ITEM_METHODS)
 
     # For loaders that read ahead
 
@@ -418,7 +418,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._begin([self.data[i] for i in indices], indices)
 
     def end(self, begun: Begun) -> Any:
-        """The item on the device, behind its random transforms. If it was not cached, it is computed and saved."""
+        """The item on the device, after its random transforms. If it was not cached, it is computed and saved."""
         return begun.end()
 
     @property
@@ -473,7 +473,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             PopulateError: items failed, another rank did, or the workers of ``executor`` cannot do the work; all items
                 that did not fail are cached.
-            NotSaved: the cache directory takes no more.
+            NotSaved: nothing more can be written to the cache directory.
             WorkerDied: a worker of ``executor`` died and took it along, or all workers die; what was finished is
                 cached.
             ValueError: there is no ``cache_dir``, an argument is out of range, or the dataset cannot be pickled for the
@@ -494,7 +494,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if done.left_out and ranks.rank == 0:
             warnings.warn(
                 f"{done.left_out} items are computed in every epoch: the {shown(self.max_bytes or 0)} of max_bytes "
-                f"have no room beside records in {self.cache_dir} that are in use, or were since this run began",
+                f"leave no room beside the records in {self.cache_dir} that are in use, or were since this run began",
                 CacheWarning,
                 stacklevel=2,
             )
@@ -530,7 +530,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if (count := before_cuda(steps)) < len(steps):
             view.transform = split.first(count)
         if self.device.type != "cpu":
-            Compression.of(self.compression, self.tiles, False, crops=False)  # raises what is wrong with them
+            Compression.of(self.compression, self.tiles, False, crops=False)  # only to check
             view._saves_in = self.record_form()
             view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
             view.arrays = "torch" if self.arrays == "auto" else self.arrays
@@ -605,7 +605,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return Compression.of(self.compression, self.tiles, self.target().type == "cuda", bool(crops), by_label)
 
     def read(self, index: int) -> Any:
-        """An item up to its random transforms, as its record holds it; None if there is no usable one."""
+        """An item up to its random transforms, as its record holds it; None if it has no usable record."""
         cache, item = self._cache(), self.data[index]
         found = None if cache is None else _look(cache, self._key(item), item)
         return None if found is None else found[0]
@@ -616,7 +616,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._state.on_values
 
     def record_path(self, key: Key) -> str:
-        """Where the record of a key lies, whether there is one or not."""
+        """The path of a key's record, which need not exist; empty without a cache."""
         cache = self._cache()
         return "" if cache is None else cache.record_path(key.digest)
 
@@ -678,7 +678,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def _begin(
         self, items: Sequence[Any], indices: Sequence[Any], whole: bool = False, alone: bool = False
     ) -> list[Begun]:
-        """Begins items: ``whole`` if they end before their random transforms, ``alone`` if one that ends at once."""
+        """Begins items: ``whole`` if no random transforms follow, ``alone`` if it is one item that is ended at once."""
         split = self.split()
         cache = self._cache() if split.deterministic else None
         if cache is None or self._state.keys is None:
@@ -703,7 +703,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         alone: bool,
     ) -> list[Begun]:  # fmt: skip
         reading = cache.start_all_lazily([key.digest for key in keys])
-        # An item that nothing is drawn for needs a turn only where items behind it are begun before it is over.
+        # An item without draws needs a turn only if later items are begun before it is finished.
         queue = None if alone and isinstance(reading[0], PendingItem) else self._queue(split)
         found: list[Begun] = []
         for item, index, key, started in zip(items, indices, keys, reading, strict=True):
@@ -715,7 +715,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return found
 
     def _note_use(self, pipeline: Pipeline) -> None:
-        """Notes for other processes what this one uses of the cache, so that they leave it there."""
+        """Notes for other processes what this one uses of the cache, so that they do not delete it."""
         for uses in self._uses():
             uses.open(pipeline.digest)
             if time.monotonic() >= uses.due:
@@ -729,7 +729,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return self._state.uses
 
     def _may_draw(self) -> bool:
-        """Whether random transforms may run on ghosts: writes into these are not noticed in inference mode."""
+        """Whether random transforms may run on ghosts. Not in inference mode, where writes into them go unnoticed."""
         return not torch.is_inference_mode_enabled() and type(self)._post_transform is GDSDataset._post_transform
 
     def _queue(self, split: Split) -> Draws:
@@ -799,7 +799,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self._keys().flush()
 
     def _assemble(self, encoded: EncodedItem, item: Any) -> Any:
-        """Puts an item that was just computed together exactly as if it had been read."""
+        """Puts together an item that was just computed, exactly as if it had been read."""
         stages.enter("decoding")
         device = self.target()
         tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
@@ -899,7 +899,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return state.cache
 
     def _limited(self, which: int, folder: Path, nbytes: int | None, argument: str = "max_bytes") -> dict[str, Any]:
-        """What a directory's use is noted in, and its budget. Who uses a copy uses the record too."""
+        """A directory's settings ``uses`` and ``budget``. Using a copy is noted as using the shared record too."""
         uses = self._uses()[: which + 1]
         budget = None
         if nbytes is not None:
@@ -963,7 +963,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
 
 class _Runtime:
-    """What a dataset makes on demand, and does not take along to another process.
+    """What a dataset makes on demand, and does not send to another process.
 
     It has slots because MONAI's ``set_rnd`` walks every ``__dict__`` that it can reach from a dataset, and would seed
     the transforms that are reachable from here a second time.

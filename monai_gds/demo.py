@@ -142,7 +142,7 @@ def _table(whole: dict[str, list[float]], cached: dict[str, list[float]], nbytes
 
 
 def _same(ours: Any, theirs: Any, size: Sequence[int], device: torch.device) -> bool:
-    """Compares items value by value: cached ones, and on the CPU also those behind the random transforms.
+    """Compares items value by value: as they are cached, and on the CPU also after the random transforms.
 
     A GPU rounds interpolations differently, so only the cached part can be equal to the last bit there.
     """

@@ -20,7 +20,7 @@ from monai_gds.cache.units import shown
 from monai_gds.errors import MonaiGdsError
 from monai_gds.ghosts import hazard, parts
 from monai_gds.printable import printable
-from monai_gds.transforms import Split, uncached_behind
+from monai_gds.transforms import Split, cacheable_after
 
 if TYPE_CHECKING:
     from monai_gds.cache.directory import CacheDirectory
@@ -42,7 +42,7 @@ def describe(dataset: GDSDataset) -> str:
         ("target", str(dataset.device)),
         ("backend", f"{dataset.backend} ({dataset.backend_reason})"),
         ("cache", f"{dataset.cache_dir or 'none'}{below}"),
-        *_tiers(dataset),
+        *_limits(dataset),
         ("cached", _names(split.deterministic) or "nothing"),
         ("each epoch", _names(split.rest) or "nothing"),
         ("split", _split(split.deterministic, split.rest)),
@@ -64,7 +64,7 @@ def _names(transforms: Sequence[Callable[..., Any]]) -> str:
     return ", ".join(map(_name_of, transforms))
 
 
-def _tiers(dataset: GDSDataset) -> list[tuple[str, str]]:
+def _limits(dataset: GDSDataset) -> list[tuple[str, str]]:
     rows = []
     if dataset.max_bytes is not None:
         rows.append(("budget", shown(dataset.max_bytes)))
@@ -79,10 +79,10 @@ def _records(dataset: GDSDataset) -> str:
         form = dataset.record_form()
     except (MonaiGdsError, ValueError) as e:  # print() must work on a broken dataset
         return f"none: {e}"
-    return f"{_there(dataset)}, new ones as {form}"
+    return f"{_count_of_records(dataset)}, new ones as {form}"
 
 
-def _there(dataset: GDSDataset) -> str:
+def _count_of_records(dataset: GDSDataset) -> str:
     """How many records this pipeline has, for the items of this dataset and of others."""
     try:
         return f"{Index(dataset.cache_dir or '').count(dataset.pipeline_digest())} of this pipeline"
@@ -101,18 +101,16 @@ def _pipeline(dataset: GDSDataset) -> str:
 def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
     if not rest:
         return "at the end: no transform is random"
-    behind = uncached_behind(rest)
-    if behind:
-        return (
-            f"in front of {_name_of(rest[0])}, which is not a Transform of MONAI's; {behind} behind it could be cached"
-        )
+    later = cacheable_after(rest)
+    if later:
+        return f"in front of {_name_of(rest[0])}, which is not a Transform of MONAI's; {later} after it could be cached"
     if not isinstance(rest[0], (Transform, RandomizableTrait)):
         return f"in front of {_name_of(rest[0])}, which is not a Transform of MONAI's and counts as random"
     return f"in front of {_name_of(rest[0])}, the first random transform"
 
 
 def drawn_first(dataset: GDSDataset) -> str:
-    """Which random transforms are drawn before anything is read, and which are not and why; empty if nothing crops."""
+    """Which random transforms are drawn before anything is read, and why others are not; empty if nothing crops."""
     split = dataset.split()
     rest = split.steps()
     crops = [step for step in rest if any("Crop" in type(part).__name__ for part in parts(step))]
@@ -126,7 +124,7 @@ def drawn_first(dataset: GDSDataset) -> str:
 
 
 def _arrays_read_whole(dataset: GDSDataset, index: int) -> list[str]:
-    """The keys of an item under which crops get NumPy arrays, of which the cache reads all."""
+    """The keys of an item under which crops get large NumPy arrays, which the cache reads whole."""
     steps = dataset.split().drawable
     keys = {key for step in steps for part in parts(step) if isinstance(part, MapTransform) for key in part.keys}
     item = dataset.read(index) if keys else None
@@ -151,7 +149,7 @@ def _sources(dataset: GDSDataset) -> str:
 
 
 def uncached(split: Split) -> str:
-    """A warning, if nothing of a pipeline is cached or less than could be. Empty if all is well."""
+    """A warning if nothing of a pipeline is cached, or less than could be; else empty."""
     rest = split.rest
     if not split.deterministic:
         why = "there is no transform" if not rest else (
@@ -159,12 +157,12 @@ def uncached(split: Split) -> str:
             "callable that is not a MONAI Transform) is"
         )  # fmt: skip
         return f"nothing is cached: {why}"
-    behind = uncached_behind(rest)
-    if not behind:
+    later = cacheable_after(rest)
+    if not later:
         return ""
     return (
-        f"{_name_of(rest[0])} is not a Transform of MONAI's and counts as random, so what comes behind it runs in "
-        f"every epoch, though the next {behind} could be cached: use Lambda or Lambdad, or derive it from "
+        f"{_name_of(rest[0])} is not a Transform of MONAI's and counts as random, so what comes after it runs in "
+        f"every epoch, though the next {later} could be cached: use Lambda or Lambdad, or derive it from "
         "monai.transforms.Transform"
     )
 
@@ -213,13 +211,13 @@ def _lines(near: Nearest) -> list[str]:
 
 
 def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
-    """What differs from the nearest record, before the index has records of this run; empty if none is near.
+    """How a key differs from the nearest record; empty if no record is near. Call it before this run saves records.
 
-    Empty too for a key whose record is there: why it is not used is reported when it is read.
+    Empty too if the key has a record: why that is not used is reported when it is read.
     """
-    there = os.path.exists(cache.record_path(key.digest))
-    # an index of its own, whose memory is free afterwards: 1 kB per record
-    near = None if cache.index is None or there else _nearest(Index(cache.index.directory), key)
+    exists = os.path.exists(cache.record_path(key.digest))
+    # a new index, whose memory is free afterwards: 1 kB per record
+    near = None if cache.index is None or exists else _nearest(Index(cache.index.directory), key)
     return near.differences if near is not None and near.entry is not None else []
 
 

@@ -1,15 +1,15 @@
 """Crops that are drawn before anything is read: which item is drawn when, and what is read for it.
 
 Used by the dataset. An item whose record has tensors in tiles gets a :class:`Turn` in the queue of a loop, in the order
-in which items are begun. It is drawn as soon as all items before it are drawn or over: its first random transforms run
-on ghosts (:mod:`monai_gds.ghosts`), and the voxels that are left are read. When its turn has come, the views that were
-drawn are laid over them, and the other transforms run on the values, one item after the other as always.
+in which items are begun. It is drawn as soon as all items before it are drawn or finished: its first random transforms
+run on ghosts (:mod:`monai_gds.ghosts`), and the voxels that the result covers are read. When its turn comes, the views
+that were drawn are laid over these voxels, and the other transforms run on the values, one item after the other.
 
-Drawing ahead is a guess: that nothing else draws from the same generators before the item's turn has come. So after
-each draw the random states are put back to those of the last item that is over. A turn begins by comparing them with
-those that the draw began with. If they are equal, the states move to where the draw left them, else the draw is
-discarded and the item is drawn anew. Whoever looks at random states sees those of a loop that reads nothing ahead:
-a transform that shares a generator, a loop that is left early, a seed that is set in between.
+Drawing ahead assumes that nothing else draws from the same generators before the item's turn. So after each draw the
+random states are put back to those of the last finished item. When a turn comes, they are compared with those that the
+draw began with. If they are equal, the states move to where the draw left them; if not, the draw is discarded and the
+item is drawn anew. So the random states are always those of a loop that reads nothing ahead, also for a transform that
+shares a generator, after a loop that was left early, and after a seed that was set in between.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _log = logging.getLogger("monai_gds")
 
 
 class _Drawn(NamedTuple):
-    """An item behind its first steps, with views of ghosts in place of tensors."""
+    """An item after its first steps, with views of ghosts in place of tensors."""
 
     item: Any
     ghosts: Ghosts
     steps: int
-    before: States  # the states that it was drawn from
-    after: States  # where that left them
+    before: States  # the random states before the draw
+    after: States  # the random states after it
 
 
-class _Nothing:
-    """What is read of an item whose crops hold no voxel."""
+class _NoVolumes:
+    """Stands for :class:`Volumes` where the crops of an item hold no voxel."""
 
     def wait(self) -> dict[str, Volume]:
         return {}
@@ -60,9 +60,9 @@ class Turn:
     """An item's place in the queue of a loop.
 
     Attributes:
-        lazy: its record; None if the item runs on values, since it has to be computed or nothing of it is in tiles.
+        lazy: its record; None if the item is not drawn ahead, since it must be computed or has nothing in tiles.
         item: the dataset's own item.
-        volumes: what is being read.
+        volumes: what is being read; None until that is certain.
     """
 
     __slots__ = ("__weakref__", "drawn", "item", "lazy", "queue", "taken", "volumes")
@@ -70,7 +70,7 @@ class Turn:
     def __init__(self, queue: Draws, lazy: LazyItem | None, item: Any) -> None:
         self.queue, self.lazy, self.item = queue, lazy, item
         self.drawn: _Drawn | None = None
-        self.volumes: Volumes | _Nothing | None = None
+        self.volumes: Volumes | _NoVolumes | None = None
         self.taken = 0  # bytes, once the turn has come
 
     @property
@@ -80,7 +80,7 @@ class Turn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are being read, with the memory that they are unpacked into: all of it while that is not known."""
+        """Bytes that are being read, and of the memory that they are unpacked into; of whole tensors until drawn."""
         if self.lazy is None:
             return self.taken
         if self.volumes is not None:
@@ -91,15 +91,15 @@ class Turn:
 class Draws:
     """The queue of draws of one loop over one dataset. Belongs to the thread that begins and ends the items.
 
-    ``notes`` takes the names of transforms that cannot run on ghosts, and why.
+    Transforms that cannot run on ghosts are added to ``notes``: their names, and why.
     """
 
     def __init__(self, split: Split, device: torch.device, notes: dict[str, str]) -> None:
         self.split = split
         self._device, self._notes = device, notes
         self._steps = split.drawable
-        self._tried = len(self._steps)  # the steps that run on ghosts in this loop
-        self._stays_behind = False  # a draw ahead was wrong: items are drawn when their turn has come
+        self._on_ghosts = len(self._steps)  # how many steps run on ghosts in this loop
+        self._never_ahead = False  # a draw ahead was wrong: items are drawn when their turn comes
         self._turns: deque[weakref.ref[Turn]] = deque()
 
     @property
@@ -113,7 +113,7 @@ class Draws:
         self.go_on()
 
     def go_on(self) -> None:
-        """Draws the items whose turn to be drawn has come, and begins to read them."""
+        """Draws the items that can be drawn now, and begins to read them."""
         last: States | None = None
         for turn in self._live():
             if turn.volumes is None and not self._go_on_with(turn, last):
@@ -125,14 +125,14 @@ class Draws:
         """The item of a turn that has come.
 
         Returns:
-            The item on its device, and how many of the steps it has behind it; None if it must be read or computed
-            some other way, with the random states as they were.
+            The item on its device, and how many steps it has been through; None if it must be read or computed some
+            other way, with the random states as they were.
         """
         self._remove(turn)
         if turn.drawn is not None and not States(self._steps).are_those_of(turn.drawn.before):
             self._discard(turn)
         if turn.lazy is not None and turn.volumes is None:
-            self._draw(turn, self._tried, at_turn=True)
+            self._draw(turn, self._on_ghosts, at_turn=True)
         lazy, drawn, reading = turn.lazy, turn.drawn, turn.volumes
         turn.taken = turn.nbytes
         turn.lazy = turn.drawn = turn.volumes = None  # the memory belongs to the item now
@@ -149,25 +149,25 @@ class Draws:
     @property
     def _ahead(self) -> int:
         """How many steps may be drawn ahead."""
-        return 0 if self._stays_behind else min(self._tried, self._shared)
+        return 0 if self._never_ahead else min(self._on_ghosts, self._shared)
 
     @cached_property
     def _shared(self) -> int:
-        """How many steps come before the first that shares a generator with a transform behind them all."""
+        """How many steps come before the first that shares a generator with a transform after all of them."""
         later = generators(self.split.steps()[len(self._steps) :])
         return next((i for i, step in enumerate(self._steps) if later & generators([step])), len(self._steps))
 
     def _go_on_with(self, turn: Turn, last: States | None) -> bool:
         """Begins to read what an item needs, as far as that is certain. Returns whether the next item may be drawn."""
         try:
-            if not self._tried:
+            if not self._on_ghosts:
                 if turn.lazy is not None:
                     self._read_whole(turn)
                 return True
             if turn.lazy is None or not self._ahead or not turn.lazy.ready:
                 return False
             self._draw(turn, self._ahead, last)
-        except Exception as e:  # of another item than the one that is wanted: it comes again when its turn has come
+        except Exception as e:  # it concerns another item than the one wanted now, and is raised again at its turn
             _log.debug("an item is not drawn ahead: %r", e)
             return False
         return turn.volumes is not None
@@ -179,7 +179,7 @@ class Draws:
             turn: whose ``volumes`` are set; or its ``lazy`` becomes None if the record is of no use.
             count: of steps, fewer if one of them needs values.
             since: the states to draw from, if not the present ones.
-            at_turn: whether all items before it are over.
+            at_turn: whether all items before it are finished.
         """
         visible = States(self._steps)
         try:
@@ -187,7 +187,7 @@ class Draws:
                 since.put_back()
             drawn = self._drawn(turn, count, visible if since is None else since)
             if drawn is not None and not at_turn and drawn.after.moved_unseeded(drawn.before):
-                self._stays_behind = True
+                self._never_ahead = True
                 return
         finally:
             visible.put_back()
@@ -197,11 +197,11 @@ class Draws:
             self._read_whole(turn)
             return
         boxes = drawn.ghosts.boxes(drawn.item)
-        turn.volumes = turn.lazy.read(boxes) if boxes else _Nothing()
+        turn.volumes = turn.lazy.read(boxes) if boxes else _NoVolumes()
         turn.drawn = drawn
 
     def _drawn(self, turn: Turn, count: int, before: States) -> _Drawn | None:
-        """An item behind its first steps; None if all of its values are needed, or the record is of no use."""
+        """An item after its first steps; None if all of its values are needed, or the record is of no use."""
         elsewhere = GlobalStates()
         while count and turn.lazy is not None:
             ghosts = Ghosts(turn.lazy.tiled)
@@ -221,7 +221,7 @@ class Draws:
                 raise NotOnGhosts("it draws from a generator that is not its own")
             except NotOnGhosts as e:
                 self._notes[type(self._steps[done]).__name__] = str(e)
-                self._tried = count = min(done, self._tried)
+                self._on_ghosts = count = min(done, self._on_ghosts)
                 if ghosts.spoilt():  # what is not in tiles is read anew
                     turn.lazy = None
             except BaseException:
@@ -232,7 +232,7 @@ class Draws:
         return None
 
     def _with_runs(self, ghosts: Ghosts, lazy: LazyItem) -> Callable[[Any, Any], Any]:
-        """Runs a transform, whose indices of a label come from the runs in the record."""
+        """Returns a function that runs a transform. It takes the indices of a label from the runs in the record."""
 
         def runs_of(tensor: torch.Tensor) -> Runs | None:
             name = ghosts.name_of(tensor)
@@ -245,18 +245,18 @@ class Draws:
         return apply
 
     def _read_whole(self, turn: Turn) -> None:
-        assert turn.lazy is not None, "nothing else is read by volumes"
+        assert turn.lazy is not None, "the caller has checked"
         turn.volumes = turn.lazy.read({name: [whole_box(shape)] for name, (_, shape) in turn.lazy.tiled.items()})
 
     def _discard(self, turn: Turn) -> None:
-        """Gives up all draws, after the one of this turn was wrong."""
-        self._stays_behind = True
+        """Discards all draws, since that of this turn was wrong."""
+        self._never_ahead = True
         for other in (turn, *self._live()):
             if other.drawn is not None:
                 other.drawn = other.volumes = None
 
     def _live(self) -> Iterator[Turn]:
-        """The turns that have not come yet. Those of items that nobody will end any more are left out."""
+        """The turns that have not come yet, without those of items that were dropped."""
         turns = [turn for ref in self._turns if (turn := ref()) is not None]
         if len(turns) < len(self._turns):
             self._turns = deque(map(weakref.ref, turns))

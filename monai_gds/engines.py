@@ -1,13 +1,13 @@
 """Where :mod:`monai_gds.populate` has items computed: in this process, in workers of its own, or over an executor.
 
-An engine's ``submit(index, anyway)`` has the record of an item made, with ``anyway`` even while another process is at
-it. It returns a future of the item's outcome and the worker's name. The future raises NotSaved or PopulateError
-where going on is of no use, and anything else if a worker died.
+An engine's ``submit(index, anyway)`` has the record of an item made, with ``anyway`` even while another process makes
+it. It returns a future of the item's outcome and the worker's name. The future raises NotSaved or PopulateError if it
+is of no use to go on, and any other error if a worker died.
 
 The workers of an executor share the cache directory with this process, whatever host they are on. They read the pickled
 dataset from a temporary file there. Engines such as Dask give the item of a worker that died to the next worker, and
-the next. So a worker creates another file before it begins with a submission, and removes it at the end: where the file
-exists already, somebody has died of that submission.
+the next. So a worker creates another file before it begins with a submission, and removes it at the end: if the file
+already exists, that submission has killed a worker.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ __all__ = [
     "path_of",
 ]
 
-#: Items that each worker is given ahead. More would only be lost when one is killed.
+#: Items that each worker is given ahead. More would only be lost when a worker is killed.
 AHEAD = 2
 
-#: How many workers an executor is taken to have until more have answered: executors do not tell.
+#: How many workers an executor is assumed to have until more have answered: executors do not report it.
 _AT_LEAST = 4
 
 #: How far ahead the file of the dataset is dated. Other hosts remove temporary files that are an hour old.
@@ -75,8 +75,8 @@ class Saved(NamedTuple):
     """What became of an item that should have a record.
 
     Attributes:
-        how: its record existed, was made, was converted into the form asked for, does not fit into the budget, or
-            another process is computing it.
+        how: ``"cached"``: its record existed; ``"computed"``: it was made; ``"converted"``: it was rewritten in the
+            form asked for; ``"full"``: it does not fit into the budget; ``"busy"``: another process is computing it.
         digest: of the record's key, if there is one.
         seconds: how long computing it took.
     """
@@ -86,12 +86,12 @@ class Saved(NamedTuple):
     seconds: float = 0.0
 
     def note(self) -> None:
-        """Notes in this process how long an item took that a worker computed: leases wait accordingly."""
+        """Notes in this process how long a worker took to compute an item: leases wait accordingly."""
         if self.how == "computed":
             pace.note(self.seconds)
 
 
-#: What became of an item, or how it failed; and the thread of the process of the host that saw to it.
+#: What became of an item, or how it failed; and which worker computed it (thread, process and host).
 Answer = tuple[Saved | FailedItem, str]
 
 
@@ -137,9 +137,9 @@ class InWorkers:
 
 
 def default_workers(items: int) -> int:
-    """How many workers compute items where nobody has said: as many as this process has cores, within limits.
+    """How many workers compute items by default: as many as this process has cores, within limits.
 
-    None where they cannot be forked. A spawned worker imports torch and MONAI for seconds, and runs the script anew
+    0 if they cannot be forked. A spawned worker imports torch and MONAI for seconds, and runs the user's script anew
     unless that guards its main part.
     """
     if items < 2 or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ class OverExecutor:
         if isinstance(self._executor, ThreadPoolExecutor):  # needs no pickle
             return self._executor.submit(_attempt, self._dataset, (index, anyway))
         sent = self._sent or self._send()
-        # The number is new each time, also for engines that remember results by the arguments.
+        # The number is new each time, since some engines remember results by their arguments.
         return self._executor.submit(_run, sent, next(self._numbers), (index, anyway))
 
     def _send(self) -> _Sent:
@@ -198,7 +198,7 @@ Engine = Here | InWorkers | OverExecutor
 
 
 class RayExecutor(Executor):
-    """As much of a ``concurrent.futures.Executor`` over Ray as :meth:`GDSDataset.populate` needs; Ray brings none."""
+    """A ``concurrent.futures.Executor`` over Ray, which has none, as far as :meth:`GDSDataset.populate` needs it."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Has ``fn(*args, **kwargs)`` run as a Ray task on one CPU."""

@@ -1,6 +1,6 @@
 """The errors and warnings of the package. Importing this file imports no library.
 
-They name files, and names come from anywhere: the text of an error or warning cannot drive the terminal that shows it.
+They name files, and anyone may have named a file: control characters are escaped in the text of errors and warnings.
 
 Each error also derives from the built-in exception that a caller would expect (``TypeError``, ``OSError``…), so that
 code unaware of this package can handle it.
@@ -255,7 +255,7 @@ class FailedItem:
 class PopulateError(MonaiGdsError, RuntimeError):
     """A cache was not filled completely: items failed, or a rank ended early.
 
-    Every item that did not fail is cached, except those of such a rank.
+    Every item that did not fail is cached, except those of a rank that ended early.
 
     Attributes:
         failures: all items that failed, in the order of their indices. The message names the first ten.
@@ -294,9 +294,9 @@ class CacheWarning(UserWarning):
         >>> import warnings
         >>> from monai.transforms import Compose, RandFlipd
         >>> from monai_gds import CacheWarning, GDSDataset
-        >>> with warnings.catch_warnings(record=True) as told:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     dataset = GDSDataset([], Compose([RandFlipd("image")]), "cache", device="cpu")
-        >>> told[0].category is CacheWarning, str(told[0].message)[:18]
+        >>> caught[0].category is CacheWarning, str(caught[0].message)[:18]
         (True, 'nothing is cached:')
     """
 

@@ -5,8 +5,8 @@ A state is made of numbers, text, bytes and containers of these: it can be compa
 
 ``RandomState.get_state`` takes 30 µs, because NumPy copies 624 numbers one by one, and pipelines have up to dozens of
 generators. So the state is read from memory, in 1 µs: the generator's from the address that NumPy gives for this
-purpose, and the number that ``normal`` keeps for its next call from the object itself. Where that lies is found by
-trying, and where trying does not confirm it, ``get_state`` is called.
+purpose, and the number that ``normal`` keeps for its next call from the object itself. The place of that number is
+searched for once and checked; if the check fails, ``get_state`` is called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 __all__ = ["Slot", "is_generator", "put_back", "put_state", "slots", "state_of", "states_at"]
 
-#: What a generator of the kind MT19937 is in memory: 624 words, and the position among them.
+#: Bytes of an MT19937 generator in memory: 624 words, and these with the position among them.
 _KEY, _ALL = 4 * 624, 4 * 624 + 4
 
 #: Whether a number is kept for the next call of ``normal``, and that number.
@@ -33,7 +33,7 @@ _kept = struct.Struct("i4xd")
 
 
 def is_generator(value: Any) -> bool:
-    """Whether this draws random numbers."""
+    """Whether a value is a random generator of Python, NumPy or torch."""
     return _is_a(type(value), _GENERATORS)
 
 
@@ -88,7 +88,7 @@ def _slow_state(generator: np.random.RandomState) -> tuple[bytes, int, float]:
 
 @cache
 def _kept_at() -> int | None:
-    """Where in the memory of a RandomState the number lies that it keeps; None if states cannot be read from there."""
+    """The offset of the number that a RandomState keeps, in its memory; None if states cannot be read from there."""
     if sys.implementation.name != "cpython":
         return None
     generator = np.random.RandomState(0)
@@ -118,7 +118,7 @@ def _plain(value: Any) -> Any:
 
 
 class Slot(NamedTuple):
-    """An attribute that holds a generator. A seed that is set puts another generator there."""
+    """An attribute that holds a generator. Setting a seed puts another generator there."""
 
     owner: Any
     name: str
@@ -135,9 +135,9 @@ def slots(transform: Any) -> dict[str, Slot]:
     """
     found: dict[str, Slot] = {}
     seen: set[int] = set()
-    left = [("", transform)]
-    while left:
-        path, part = left.pop()
+    todo = [("", transform)]
+    while todo:
+        path, part = todo.pop()
         if id(part) in seen:
             continue
         seen.add(id(part))
@@ -146,7 +146,7 @@ def slots(transform: Any) -> dict[str, Slot]:
                 if _is_a(type(part), _TRANSFORMS):
                     found[path + name] = Slot(part, name)
             elif _is_a(type(value), _WALKED):
-                left.append((f"{path}{name}.", value))
+                todo.append((f"{path}{name}.", value))
     return found
 
 

@@ -5,8 +5,9 @@ which voxels the crop holds. Only those are read then, and the views are laid ov
 MONAI's own, unchanged, so what they draw, trace and name is what they would on the volumes themselves.
 
 A ghost hides whatever a transform does to values: a write into it is lost, and a result computed from it has no values.
-So only the types of :data:`SEES_GHOSTS` see ghosts, and only with nothing but MONAI, torch and NumPy in their
-attributes. After each transform every tensor of its result must be real, or a view of a ghost that a crop can make.
+So only the types of :data:`SEES_GHOSTS` see ghosts, and only if their attributes hold nothing but plain values and
+objects of MONAI, torch and NumPy. After each transform every tensor of its result must be real, or a view of a ghost
+that a crop can make.
 Otherwise :class:`NotOnGhosts` is raised, and the caller runs the transform on the values.
 """
 
@@ -108,7 +109,7 @@ def hazard(transform: Callable[..., Any]) -> str:
                 return "it draws from a generator of another kind"
         elif isinstance(part, np.ndarray):
             if part.dtype.hasobject:
-                return "an array of objects belongs to it"
+                return "it has an array of objects"
         elif isinstance(part, (types.FunctionType, types.BuiltinFunctionType, type)):
             if not _is_a_librarys(part):
                 return f"{getattr(part, '__qualname__', part)} may do anything"
@@ -120,21 +121,21 @@ def hazard(transform: Callable[..., Any]) -> str:
 def parts(transform: Any) -> Iterator[Any]:
     """A transform and everything below it, each once: attributes of transforms, and members of containers."""
     seen: set[int] = set()
-    left = [transform]
-    while left:
-        part = left.pop()
+    todo = [transform]
+    while todo:
+        part = todo.pop()
         if id(part) in seen:
             continue
         seen.add(id(part))
         yield part
         members = _members_of(type(part))  # type: ignore[arg-type]
         if members is not None:
-            left.extend(members(part))
+            todo.extend(members(part))
 
 
 @functools.cache  # asking MONAI's abstract classes about each part takes longer than all the rest
 def _members_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
-    """What gives the members of values of a type; None if they have none."""
+    """Returns a function that lists the members of values of a type; None if they have no members."""
     if issubclass(kind, mt.Randomizable):
         return lambda part: [*vars(part).values(), part.R]
     if issubclass(kind, mt.Transform):
@@ -145,7 +146,7 @@ def _members_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
 
 
 def _is_a_librarys(value: Any) -> bool:
-    """Whether a function or class is found under its own name in MONAI, torch or NumPy."""
+    """Whether a function or class is found under its own name in MONAI, torch or NumPy, or is a builtin number type."""
     if _origin(value) not in _LIBRARIES:
         return value in (bool, int, float, complex)
     found: Any = sys.modules.get(value.__module__)
@@ -181,10 +182,10 @@ class Ghosts:
         self._real: list[tuple[torch.Tensor, int]] = []
 
     def enter(self, item: Any) -> None:
-        """Takes an item whose tensors are ghosts of these, or real.
+        """Takes the item that these ghosts, and real tensors, were put into.
 
         Raises:
-            NotOnGhosts: a ghost is where its values cannot be put in its place.
+            NotOnGhosts: a ghost is in a place where a tensor cannot replace it later.
         """
         with _plainly():
             found = self._check(item)
@@ -232,7 +233,7 @@ class Ghosts:
         return {name: list(boxes.values()) for name, boxes in found.items()}
 
     def realize(self, item: Any, volumes: Mapping[str, Volume], device: torch.device) -> Any:
-        """The item with the same views of the volumes in place of the views of the ghosts; dicts and lists stay."""
+        """The item with the same views of the volumes in place of views of ghosts. Changes dicts and lists in place."""
         made: dict[int, torch.Tensor] = {}
 
         def real(ghost: torch.Tensor) -> torch.Tensor:
@@ -272,7 +273,7 @@ class Ghosts:
         return found
 
     def _place(self, view: torch.Tensor) -> tuple[str, list[int], list[int]]:
-        """The name of the tensor that a view is of, and where along its axes the view begins and how far it goes."""
+        """The name of the tensor that a view belongs to, and the view's start and size along each of its axes."""
         name = self._names.get(view.untyped_storage()._cdata)
         if name is None:
             raise NotOnGhosts("it makes a tensor of its own")
@@ -297,7 +298,7 @@ class Ghosts:
         return name, starts, sizes
 
 
-#: In its ``with`` block MetaTensors are asked as plain tensors are: their own way takes 10 us for each question.
+#: A ``with`` block in which MetaTensors are handled as plain tensors: their own way takes 10 us per operation.
 _plainly = torch._C.DisableTorchFunctionSubclass
 
 
@@ -314,31 +315,31 @@ def _reason(error: BaseException) -> str:
 
 
 def _tensors(item: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Every tensor of a tree, and whether it is within metadata, an array, or a container that cannot be put together.
+    """Every tensor of a tree, and whether it is hidden: in metadata, or not within dicts, plain lists and tuples only.
 
-    Other objects are not looked into: no transform that sees ghosts makes any.
+    Other objects are not searched: no transform that sees ghosts makes any.
     """
-    left: list[tuple[Any, bool]] = [(item, False)]
-    while left:
-        value, hidden = left.pop()
+    todo: list[tuple[Any, bool]] = [(item, False)]
+    while todo:
+        value, hidden = todo.pop()
         if isinstance(value, torch.Tensor):
             yield value, hidden
             if isinstance(value, MetaTensor):
-                left.extend([(part, True) for part in vars(value).values() if isinstance(part, (dict, list))])
+                todo.extend([(part, True) for part in vars(value).values() if isinstance(part, (dict, list))])
         elif isinstance(value, dict):
-            left.extend([(part, hidden) for part in value.values() if not isinstance(part, _ATOMS)])
+            todo.extend([(part, hidden) for part in value.values() if not isinstance(part, _ATOMS)])
         elif isinstance(value, (list, tuple)):
             within = hidden or type(value) not in (list, tuple)
-            left.extend([(part, within) for part in value if not isinstance(part, _ATOMS)])
+            todo.extend([(part, within) for part in value if not isinstance(part, _ATOMS)])
         elif isinstance(value, (set, frozenset)) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
-            left.extend([(part, True) for part in (value.flat if isinstance(value, np.ndarray) else value)])
+            todo.extend([(part, True) for part in (value.flat if isinstance(value, np.ndarray) else value)])
 
 
 _ATOMS = (str, int, float, bytes, type(None))
 
 
 def _replaced(value: Any, real: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tree with other tensors in place of its ghosts. Dicts and lists are changed, so they stay what they are."""
+    """A tree with ``real(ghost)`` in place of each ghost. Changes dicts and lists in place, which keeps their types."""
     if isinstance(value, torch.Tensor):
         return real(value) if value.device.type == "meta" else value
     if isinstance(value, dict):

@@ -6,7 +6,7 @@ memory of 64 MiB and more, ``preadv`` read 0.7 to 1.1 and 2.5 GB/s. Where
 /sys/kernel/mm/transparent_hugepage/enabled is ``madvise``, the default of most distributions, the kernel gives huge
 pages only on request.
 
-No function here fails: a kernel without huge pages keeps its usual ones.
+No function here fails: a kernel without huge pages keeps its usual pages.
 """
 
 from __future__ import annotations

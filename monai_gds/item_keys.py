@@ -1,4 +1,4 @@
-"""The keys of a dataset's items: MONAI's part of a key, brought to the cache's :class:`KeyMaker`."""
+"""The keys of a dataset's items. Used by the dataset: adds MONAI's part to what the cache's :class:`KeyMaker` makes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ItemKeys:
         self._files = tuple(map(absolute, named))
         self._root = root
         self._monai_version: MonaiVersion = monai_version
-        # Beside the settings of the process, not the transforms: it counts even where these do not.
+        # With the settings of the process, not the transforms: it counts even if transforms do not.
         self._rounding: State = () if mantissa_bits is None else (("mantissa_bits", str(mantissa_bits)),)
         self._pipelines: dict[tuple[State, str], Pipeline] = {}
         self._logged = False
@@ -73,7 +73,7 @@ class ItemKeys:
         return capture(names_cuda="cuda" in self._hashed.devices, requires_grad=self._hashed.requires_grad)
 
     def pipeline(self) -> Pipeline:
-        """The part that keys made now have in common. Settings may change between two calls."""
+        """The part that all keys made now have in common. Settings of the process may change between two calls."""
         state, version = (*self.capture(), *self._rounding), _version(self._monai_version)
         known = self._pipelines.get((state, version))
         if known is None:
@@ -82,7 +82,7 @@ class ItemKeys:
         return known
 
     def __call__(self, items: Sequence[Any]) -> list[Key]:
-        """The keys of items. Raises HashingError if one holds a value that has no stable hash."""
+        """The keys of items. Raises HashingError if an item holds a value without a stable hash."""
         pipeline = self.pipeline()
         keys = [self._make(item, pipeline) for item in items]
         if keys and not self._logged:
@@ -99,7 +99,7 @@ class ItemKeys:
         return self._make.changes(key, times, self([item])[0])
 
     def flush(self) -> None:
-        """Saves what was learned of sources, for other processes."""
+        """Saves what was learned about sources, for other processes."""
         self._make.flush()
 
 
@@ -113,7 +113,7 @@ def _version(wanted: MonaiVersion) -> str:
 
 
 def _hashed(split: Split, hash_transform: HashTransform, root: str | None) -> HashedTransforms:
-    """The hash and description of the transforms; empty if they have none and the user hashes them."""
+    """The hash and description of the transforms; empty if they have no stable hash and the user hashes them."""
     try:
         return hash_transforms(split.deterministic, root)
     except HashingError:

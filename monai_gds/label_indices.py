@@ -1,12 +1,13 @@
 """Indices of a label's voxels for MONAI's random croppers, out of the runs that lie in a record.
 
-Used around a transform that is run on ghosts. ``RandCropByPosNegLabeld`` and ``RandCropByLabelClassesd`` list the index
-of every foreground and background voxel, or of every class, and of each list they use its length and single elements.
-:func:`standing_in` gives their cropper objects in place of these lists that have a length and elements, for one call.
-So MONAI's own code draws, and neither its centres nor the random state it leaves behind can differ.
+Used by :mod:`monai_gds.draws` around a transform that is run on ghosts. ``RandCropByPosNegLabeld`` and
+``RandCropByLabelClassesd`` list the index of every foreground and background voxel, or of every class, but use only the
+length and single elements of each list. :func:`standing_in` gives their cropper, for one call, objects that have a
+length and elements in place of these lists. So MONAI's own code draws, and neither its centres nor the random state it
+leaves can differ.
 
-Which values count as foreground, background or a class is asked of MONAI: its function is given the different values of
-the label in place of the label. (All voxels of uint8 tensors are background to it, for instance.)
+MONAI decides which values count as foreground, background or a class: its function is given the different values of the
+label in place of the label. (All voxels of uint8 tensors are background to it, for instance.)
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ RunsOf = Callable[[torch.Tensor], Runs | None]
 
 
 class Selection:
-    """The indices of some voxels of a label in C order, as a list of them would give them, but not listed.
+    """The indices of some voxels of a label in C order, like a list of them, but found one by one.
 
-    ``chosen`` are the indices of their values among those of the runs.
+    ``chosen``: which of ``runs.values`` these voxels have, by index.
     """
 
     def __init__(self, runs: Runs, chosen: list[int]) -> None:
@@ -56,22 +57,22 @@ class Selection:
 
 
 def takes_runs(transform: Any) -> bool:
-    """Whether a transform looks for the voxels of a label, and can take them from runs."""
+    """Whether a transform looks up the voxels of a label, and can take them from runs."""
     return _arguments(transform) is not None
 
 
 @contextmanager
 def standing_in(transform: Any, item: Any, runs_of: RunsOf) -> Iterator[bool]:
-    """While this lasts, the cropper of a transform takes the indices of the item's label from the label's runs.
+    """Within the block, the cropper of a transform takes the indices of the item's label from the label's runs.
 
     Nothing is changed, so that MONAI lists the indices itself, unless all of this holds: the transform is exactly of
     one of the two types, and it has no argument that makes the indices depend on more than the label; the item is a
     dict; its label is the whole volume of a record as it lies there, of one channel, with nothing pending.
 
     Args:
-        transform: one call of which is made meanwhile, in this thread.
+        transform: called once within the block, in this thread.
         item: what it is called with.
-        runs_of: see :data:`RunsOf`. That the volume was not written to is the caller's to check.
+        runs_of: see :data:`RunsOf`. The caller checks that the volume was not written to.
 
     Yields:
         Whether anything was changed.
@@ -88,7 +89,7 @@ def standing_in(transform: Any, item: Any, runs_of: RunsOf) -> Iterator[bool]:
 
 
 def _indices(transform: Any, item: Any, runs_of: RunsOf) -> dict[str, Any]:
-    """The attributes that the cropper gets, by name; empty if it is left alone."""
+    """The attributes to set on the cropper, by name; empty if it is left alone."""
     takes = _arguments(transform)
     if takes is None or type(item) is not dict or None in item:  # MONAI looks up keys that are None, too
         return {}
@@ -135,7 +136,7 @@ def _is_whole(label: torch.Tensor, runs: Runs) -> bool:
     )
 
 
-# The same few values come by at every item.
+# Most items have the same few values.
 @functools.lru_cache(maxsize=64)
 def _grounds(values: bytes, dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
     """Which of a label's values are foreground to MONAI, and which are background."""

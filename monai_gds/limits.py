@@ -1,9 +1,9 @@
 """Sizes and budgets of the running library, with the reason for each: memory, counts, and the sizes of pieces.
 
-Modules read them as ``limits.HEADS_BYTES`` whenever they need one, so a test patches one place. None is a setting: what
-a user may choose is an argument, whose default may be here. Elsewhere are the sizes that belong to a file format or to
-the kernel's interfaces, time limits, what a backend states of itself (``group_bytes``, ``open_files``), and the limits
-of the wings. ``tests/test_limits.py`` keeps it so.
+Modules read them as ``limits.HEADS_BYTES`` whenever they need one, so a test patches one place. None of them is a
+setting: what a user may choose is an argument, whose default may be here. Not here are sizes that belong to a file
+format or to the kernel's interfaces, time limits, what a backend declares about itself (``group_bytes``,
+``open_files``), and the limits of the wings. ``tests/test_limits.py`` checks this.
 
 Units are in the names: ``_BYTES``; ``_ITEMS``, ``_FILES`` and so on are counts.
 """
@@ -20,11 +20,11 @@ INLINE_BYTES = 512 << 10
 #: Smallest piece that a read is cut into to occupy more threads.
 MIN_PIECE_BYTES = 1 << 20
 
-#: Neighbours in a file with at most this many bytes between them are read in one go.
+#: Neighbours in a file with at most this many bytes between them are read together.
 GAP_BYTES = 64 << 10
 
 #: At least this many reads into a CUDA device, all of them smaller than ``PACK_BYTES``, arrive in one block by one
-#: copy, and one kernel takes it apart. A copy and an allocation each cost more than so few bytes.
+#: copy, and one kernel takes it apart. A copy and an allocation each cost more than moving so few bytes.
 PACK_READS = 8
 PACK_BYTES = 1 << 20
 
@@ -32,11 +32,11 @@ PACK_BYTES = 1 << 20
 #: a crop, say) the block would be mostly bytes that nobody requested.
 PACK_GAP_BYTES = 64 << 10
 
-#: A destination without room for the last block of a disk: up to this size all of it takes a detour through a bounce
-#: buffer, above it only the last block does, by a transfer of its own.
+#: For a destination without room for the last block of a disk: up to this size all of it takes a detour through a
+#: bounce buffer, above it only the last block does, in a separate transfer.
 DETOUR_BYTES = 128 << 10
 
-#: Reads of fewer bytes are left to the kernel's own read-ahead. For others the kernel gets the whole piece announced.
+#: Reads of fewer bytes are left to the kernel's own read-ahead. Larger pieces are announced to the kernel as a whole.
 KERNEL_READ_AHEAD_BYTES = 512 << 10
 
 #: Smaller ranges are read instead of mapped: a mapping costs two system calls and a fault per page.
@@ -44,8 +44,8 @@ MAP_BYTES = 64 << 10
 
 #: Mappings of 2 MiB up to this size request huge pages. What is not in the page cache is then read 2 MiB at a time: six
 #: items of two 52 MB volumes took 0.32 s instead of 0.62, four crops of 96³ from each 0.38 instead of 0.57, and once
-#: cached 0.12 instead of 0.17. Of larger volumes a crop would read far more than it needs: of 512³ 100 MB instead of
-#: 40, where the kernel reads 128 kB ahead.
+#: cached 0.12 instead of 0.17. From larger volumes a crop would read far more than it needs: from 512³, 100 MB instead
+#: of the 40 MB that it reads with the kernel's read-ahead of 128 kB.
 HUGE_MAP_BYTES = 64 << 20
 
 #: Files per io_uring call, the size of a thread's ring.
@@ -60,8 +60,8 @@ SLOT_BYTES = 16 << 20
 #: Slots per process and device: 256 MiB of pinned memory once all are in use.
 STAGING_SLOTS = 16
 
-#: Streams for work behind the copies, such as decompressing. nvCOMP takes about 2 ms for LZ4 however few tiles a call
-#: has, so several records are decompressed at once.
+#: Streams for work that follows the copies, such as decompressing. nvCOMP takes about 2 ms for LZ4 however few tiles a
+#: call has, so several records are decompressed at once.
 SIDE_STREAMS = 8
 
 #: Smaller tensors on a device are fetched whole to be written, without a slot.
@@ -80,10 +80,10 @@ KVIKIO_TASK_BYTES = 2 << 20
 #: Tasks in flight where cuFile moves the bytes: several for each thread.
 KVIKIO_TASKS = 64
 
-#: Piece per staging slot where it does not. All slots in flight have to fit the processor's cache between KvikIO's
-#: threads and the copy: measured on an H100 whose host has 300 MiB of it, 8 of 12 MiB in flight moved 35 GB/s, 8 of
-#: 8 MiB or 4 of 12 MiB moved 52, which is what the link takes. Fewer and larger pieces leave the loader more of the
-#: interpreter's time.
+#: Piece per staging slot where cuFile does not move the bytes. All slots in flight must fit the processor's cache
+#: between KvikIO's threads and the copy: measured on an H100 whose host has 300 MiB of it, 8 of 12 MiB in flight moved
+#: 35 GB/s, 8 of 8 MiB or 4 of 12 MiB moved 52, which is what the link takes. Fewer and larger pieces leave the loader
+#: more of the interpreter's time.
 KVIKIO_PIECE_BYTES = 12 << 20
 
 #: Smaller reads are left to the posix backend.
@@ -102,10 +102,10 @@ HEADER_READ_BYTES = 16 << 10
 TABLES_BYTES = 128 << 10
 TABLES_KEPT = 64
 
-#: Bytes of holes that any record may have, as a sparse copy of one that is mostly zeros.
+#: Bytes of holes that any record may have, such as a sparse copy of a record that is mostly zeros.
 HOLES_BYTES = 256 << 20
 
-#: Largest array of text below a data root, of which a record holds the characters and not the width.
+#: Largest array of text below a data root. A record holds its characters, not its width, which the reader's root sets.
 TEXTS_BYTES = 256 << 20
 
 #: Memory budget for parsed record heads. Once it is full, new heads are not kept: an epoch visits every record exactly
@@ -125,7 +125,7 @@ CHECKSUM_PIECE_BYTES = 2 << 20
 #: Bytes of items that may wait to be written. A single item is accepted whatever its size.
 QUEUE_BYTES = 256 << 20
 
-#: Items that may wait to be written, however small. Adding up the bytes of this many, for every new item, takes 0.1 ms.
+#: Items that may wait to be written, however small. Adding up the bytes of so many, for every new item, takes 0.1 ms.
 QUEUE_ITEMS = 4096
 
 #: Bytes that are copied at a time from one directory to another.
@@ -150,12 +150,12 @@ TILE_BYTES = 4 << 20
 #: tensor.
 SLAB_BYTES = 2 << 20
 
-#: The same for unpacking. Those of four crops of 96³ are decoded by one call, and each crop is filled in one go: with
-#: 2 MiB that took 15 % longer.
+#: The same for unpacking. The tiles of four crops of 96³ are decoded by one call, and each crop is filled in one go:
+#: with 2 MiB that took 15 % longer.
 DECODED_BYTES = 8 << 20
 
 #: What a record's head holds of the runs of a label: how many elements of each value are in each block, of 4 bytes
-#: each. Larger tables have smaller blocks. Of 956,000 runs of 105 values the blocks have 10 kB.
+#: each. Larger tables would have smaller blocks. For 956,000 runs of 105 values the blocks have 10 kB.
 RUN_COUNTS_BYTES = 32 << 10
 
 #: Voxels of a box that are filled at a time, through memory that fits a core's cache: an index takes eight bytes to be
@@ -163,8 +163,8 @@ RUN_COUNTS_BYTES = 32 << 10
 FILL_VOXELS = 1 << 17
 
 #: Memory for parts of tensors in tiles that is kept for the next items: those of four crops of 96³ from an image and a
-#: label of 512 x 512 x 300 float32 span 70 to 200 MB each, since they keep the strides of the whole volume. Blocks have
-#: powers of two, and what is dropped costs a fault per page when it comes back: 0.19 s in some items.
+#: label of 512 x 512 x 300 float32 span 70 to 200 MB each, since they keep the strides of the whole volume. Block sizes
+#: are powers of two. Memory that was given back costs a fault per page when it is taken again: 0.19 s in some items.
 VOLUME_POOL_BYTES = 1 << 30
 
 #: The same for compressed tiles, and for what is needed while they are unpacked: about 25 MB for each item at a time.
@@ -195,13 +195,13 @@ SOURCE_PIECE_BYTES = 512 << 10
 
 # Cache: what is remembered in files, for other processes
 
-#: Hashes of sources that may wait to be written, whenever the last write was: a killed process loses no more.
+#: Hashes of sources that may wait to be written, however recent the last write: a killed process loses no more.
 MEMO_WAITING_ITEMS = 256
 
 #: Hashes in a process's small table, which is sorted again whenever some arrive. Beyond that they move to a large one.
 MEMO_SMALL_TABLE_ITEMS = 1 << 16
 
-#: Files of notes of ended processes, of one kind, before they are merged into one.
+#: How many files of notes of one kind, left by ended processes, there may be before they are merged into one.
 NOTE_FILES = 16
 
 #: Size from which such a file is not merged: that would only copy it.
@@ -213,16 +213,16 @@ NOTE_BYTES = 512 << 20
 
 # Cache: the budget of a directory
 
-#: After looking at a directory, a process takes this part of the room that is left, and at most so many bytes, before
-#: it looks again: each may exceed the budget by as much. It makes room for as much at a time, too.
-#: Looking at 100,000 records took 2 s, on two busy cores.
+#: After looking at a directory, a process takes one of this many parts of the room that is left, and at most this many
+#: bytes, before it looks again: each process may exceed the budget by as much. It also makes room for as much at a
+#: time. Looking at 100,000 records took 2 s, on two busy cores.
 BUDGET_PARTS = 64
 BUDGET_PART_BYTES = 1 << 30
 
 # Cache: filling
 
-#: Workers that fill a cache by default, if there are so many cores. Each has an item and what its transforms make of it
-#: in memory: 1 to 3 GB for volumes of 512 x 512 x 300.
+#: Workers that fill a cache by default, if there are as many cores. Each holds an item and its transforms' results in
+#: memory: 1 to 3 GB for volumes of 512 x 512 x 300.
 POPULATE_WORKERS = 8
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ PREFETCH_RECORDS = 8
 #: Default bound of the bytes of records in flight.
 PREFETCH_BYTES = 1 << 30
 
-#: Smaller arrays and tensors of a batch from a worker are pickled with it. Each of the others costs some 10 us.
+#: Smaller arrays and tensors of a batch from a worker are pickled with it. Each larger one costs some 10 us.
 PICKLED_BUFFER_BYTES = 16 << 10
 
 #: Batches of this many bytes are stacked in pooled memory. The kernel would zero fresh memory page by page.

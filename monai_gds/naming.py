@@ -1,4 +1,7 @@
-"""Errors that name the item: an exception from a transform gets a note (PEP 678) with the item's index and files."""
+"""Errors that name the item: an exception from a transform gets a note (PEP 678) with the item's index and files.
+
+Used by the dataset.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 __all__ = ["naming", "paths_of"]
 
-#: Paths that a note names at most, and characters of each.
+#: The most paths that a note names, and the most characters of each.
 _MOST_PATHS = 4
 _MOST_CHARACTERS = 160
 
@@ -48,7 +51,7 @@ def _shortened(text: str) -> str:
 
 
 def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Key and text of every value of an item that looks like a path, including nested ones."""
+    """Key and text of every value of an item, nested ones too, that looks like a path."""
     if isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
         if isinstance(text, str) and "\n" not in text and ("/" in text or _SUFFIX.search(text)):

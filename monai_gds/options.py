@@ -53,7 +53,7 @@ def one_of(known: Collection[str], names: Iterable[str], option: str | None = No
 
 
 def _known_backend(name: str) -> str:
-    """Checks that the backend exists. Whether it works here shows when it is opened."""
+    """Checks that the backend exists. Whether it works here is checked when it is opened."""
     if name != "auto":
         from monai_gds.storage.registry import backend_names
 

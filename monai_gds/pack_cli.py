@@ -39,9 +39,11 @@ def pack(
     file_mb: Annotated[int, typer.Option(min=1, help="records: MiB of images in each file.")] = 32,
     max_side: Annotated[
         int | None,
-        typer.Option(min=1, help="records: make images of more pixels in height or width smaller, as JPEGs."),
+        typer.Option(min=1, help="records: shrink images that have more pixels in height or width, as JPEGs."),
     ] = None,
-    quality: Annotated[int, typer.Option(min=1, max=100, help="records: of the JPEGs that --max-side makes.")] = 90,
+    quality: Annotated[
+        int, typer.Option(min=1, max=100, help="records: quality of the JPEGs that --max-side makes.")
+    ] = 90,
     num_workers: Annotated[
         int | None,
         typer.Option(min=1, help="records: files packed at the same time. Default: one per core, at most 8."),
@@ -51,7 +53,7 @@ def pack(
 ) -> None:
     """Pack a folder of images into a few large files, which ImageNetDataset reads like the folder itself.
 
-    Where it was interrupted, the same command goes on with what is left.
+    After an interruption, the same command goes on with what is left.
     """
     from monai_gds.imagenet.listing import list_folder
     from monai_gds.imagenet.packing import pack_folder

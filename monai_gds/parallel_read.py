@@ -1,4 +1,4 @@
-"""Reads a file with threads and no library in between: what the drive, or the page cache, gives."""
+"""Reads a file with threads and no library in between, to measure what the drive or the page cache gives."""
 
 from __future__ import annotations
 

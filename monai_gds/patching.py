@@ -1,4 +1,4 @@
-"""``patch``: code that names MONAI's caching datasets gets :class:`~monai_gds.GDSDataset`, without being edited.
+"""``patch``: code that uses MONAI's caching datasets gets :class:`~monai_gds.GDSDataset`, without being edited.
 
 Called by users, in the first lines of a script or around one call. Bundles, MONAILabel and Auto3DSeg's templates look
 their classes up by ``monai.data.NAME`` or through MONAI's ``ConfigParser``, which finds them in ``monai.data.dataset``.
@@ -30,7 +30,7 @@ _DERIVE = ("monai.apps.datasets", "monai.handlers.smartcache_handler")
 
 
 class Patch:
-    """MONAI's names while they are replaced. A context manager; :meth:`undo` does the same as leaving it."""
+    """Replaces MONAI's names until :meth:`undo` is called, or the ``with`` block of it is left."""
 
     def __init__(self, stand_ins: dict[str, type]) -> None:
         self._stand_ins = stand_ins
@@ -39,10 +39,10 @@ class Patch:
             setattr(place, name, stand_ins[name])
 
     def undo(self) -> None:
-        """Puts MONAI's classes back. Datasets that were made stay what they are.
+        """Puts MONAI's classes back. Datasets that were already made stay as they are.
 
         Raises:
-            RuntimeError: another patch was made since, and must be undone first.
+            RuntimeError: another patch has been made since, and must be undone first.
         """
         if any(getattr(place, name) is not self._stand_ins[name] for place, name, _ in self._before):
             raise RuntimeError("the names of monai.data were replaced again since: undo that first")
@@ -74,7 +74,7 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", **options: Any
         options: further arguments of :class:`~monai_gds.GDSDataset`.
 
     Returns:
-        What undoes it, also as a context manager.
+        An object whose ``undo()`` restores MONAI's names. It is also a context manager.
 
     Raises:
         TypeError: :class:`~monai_gds.GDSDataset` takes no such option.

@@ -8,7 +8,7 @@ __all__ = ["read_at"]
 
 
 def read_at(fd: int, nbytes: int, offset: int = 0) -> bytes:
-    """Reads a part of an open file; fewer bytes only where the file ends.
+    """Reads ``nbytes`` of an open file from ``offset``; fewer only if the file ends before.
 
     A call may return fewer bytes than there are: over FUSE and network file systems, for more than 2 GiB, and after a
     signal.

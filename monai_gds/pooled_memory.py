@@ -1,7 +1,7 @@
 """Host memory that is given back when the last tensor over it is gone: to a pool, for instance.
 
-The kernel zeroes fresh memory page by page, which can take longer than filling it. Used for large batches, by
-:mod:`monai_gds.collate`, for what is read of tensors in tiles, and by the images for buffers of their own.
+The kernel zeroes fresh memory page by page, which can take longer than filling it. Used by :mod:`monai_gds.collate` for
+large batches, by the cache for what it reads of tensors in tiles, and by the images for their buffers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tensor_at(address: int, nbytes: int, release: Callable[[], object]) -> torch
 
 
 class _Exporter:
-    """NumPy keeps this as long as there is an array or a tensor over the memory."""
+    """The owner of the memory, to NumPy, which keeps it as long as there is an array or a tensor over the memory."""
 
     __slots__ = ("__array_interface__", "_release")
 
@@ -65,15 +65,15 @@ class _Pool:
     looking up a list's items and copying them, and a returned block moves them. Iterating looks them up at each step.
 
     Args:
-        most: bytes to keep at most.
+        max_bytes: bytes to keep at most.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.blocks: list[_Block] = []
-        self._most = most
+        self._max_bytes = max_bytes
 
     def take(self, nbytes: int, most: int) -> _Block:
-        """A kept block of ``nbytes`` up to ``most``, or a new one of ``nbytes``."""
+        """A kept block of ``nbytes`` to ``most`` bytes, or a new one of ``nbytes``."""
         for block in reversed(self.blocks):
             if nbytes <= block.nbytes <= most:
                 try:
@@ -84,10 +84,10 @@ class _Pool:
         return _Block(nbytes)
 
     def give_back(self, block: _Block) -> None:
-        if block.nbytes > self._most:
+        if block.nbytes > self._max_bytes:
             return
         self.blocks.append(block)
-        while sum(kept.nbytes for kept in self.blocks) > self._most:
+        while sum(kept.nbytes for kept in self.blocks) > self._max_bytes:
             del self.blocks[:1]
 
 
@@ -97,7 +97,7 @@ _scratch = _Pool(limits.SCRATCH_POOL_BYTES)
 
 
 def pooled_empty(nbytes: int) -> torch.Tensor:
-    """Uninitialised memory, that of an earlier tensor of this function if there is some.
+    """Uninitialised memory, that of an earlier tensor of this function if possible.
 
     Stacking six batches of 28 MB of crops beside their consumer on two cores took 24 to 29 ms this way, and 41 in
     fresh memory.
@@ -110,19 +110,17 @@ def pooled_empty(nbytes: int) -> torch.Tensor:
 
 
 def pooled_volume(nbytes: int) -> torch.Tensor:
-    """As :func:`pooled_empty`, for sizes that vary: blocks have powers of two. From a pool of its own, which batches do
-    not use up.
-    """
+    """As :func:`pooled_empty`, for sizes that vary: block sizes are powers of two. Batches do not use up this pool."""
     return _power_of_two(_volumes, limits.VOLUME_POOL_BYTES, nbytes)
 
 
 def pooled_scratch(nbytes: int) -> torch.Tensor:
-    """As :func:`pooled_volume`, for what is used up at once. Such small blocks would push volumes out of their pool."""
+    """As :func:`pooled_volume`, for short-lived data. Such small blocks would push volumes out of their pool."""
     return _power_of_two(_scratch, limits.SCRATCH_POOL_BYTES, nbytes)
 
 
-def _power_of_two(pool: _Pool, most: int, nbytes: int) -> torch.Tensor:
-    if nbytes > most:  # it would not be kept
+def _power_of_two(pool: _Pool, max_bytes: int, nbytes: int) -> torch.Tensor:
+    if nbytes > max_bytes:  # it would not be kept
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     size = max(huge_pages.HUGE, 1 << (nbytes - 1).bit_length())
     return _tensor(pool, pool.take(size, 2 * size), nbytes)

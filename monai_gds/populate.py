@@ -1,4 +1,4 @@
-"""``GDSDataset.populate``: which items are handed to an engine when, and what became of them."""
+"""``GDSDataset.populate``: when each item is handed to an engine, and what became of it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ __all__ = ["Populated", "Saved", "populate"]
 #: Items that the message of an error names.
 _NAMED = 10
 
-#: How long to wait at the end for items that other processes compute: so many seconds, or so many times the mean time
-#: per item if that is longer. Then they are computed here too.
+#: How long to wait at the end for items that other processes compute: this many seconds, or this many times the mean
+#: time per item if that is longer. Then they are computed here too.
 _PATIENCE_SECONDS, _PATIENCE_ITEMS = 60.0, 10
 
 #: First and longest pause between two rounds over such items.
 _PAUSES = 0.02, 0.5
 
-#: How many windows of items may take their workers with them, one after the other, before the job ends too.
-_HOPELESS = 10
+#: How many windows of items may kill their workers, one after the other, before the job ends too.
+_HOPELESS_WINDOWS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Populated:
-    """How many items had a record, and how many records were made and converted, on all ranks together.
+    """How many items had a record, and how many records were made or converted, on all ranks together.
 
     Attributes:
         cached: items whose record stayed as it was.
@@ -119,7 +119,7 @@ class _Tally:
     killers: list[FailedItem] = field(default_factory=list)  # items whose workers died
 
 
-#: An exception is the engine's, and means that a worker died.
+#: An exception comes from the engine, and means that a worker died.
 _Outcome = Saved | FailedItem | Exception
 
 
@@ -127,7 +127,7 @@ class _Filling:
     """Fills a rank's share, and counts what became of it in a tally.
 
     Items that another process is computing are tried again in the next round. Items that were under way when a worker
-    died are tried once more at the end, one at a time, so that one that kills its worker takes no other with it.
+    died are tried once more at the end, one at a time, so that an item that kills its worker costs no other item.
     """
 
     def __init__(self, dataset: GDSDataset, engine: Engine, bar: Callable[..., None], tally: _Tally) -> None:
@@ -146,17 +146,17 @@ class _Filling:
             for future in self._running:
                 future.cancel()
 
-    def _fill(self, left: Sequence[int], last: bool) -> None:
+    def _fill(self, indices: Sequence[int], last: bool) -> None:
         waited, (pause, longest) = 0.0, _PAUSES
-        while left:
+        while indices:
             anyway = waited >= max(_PATIENCE_SECONDS, _PATIENCE_ITEMS * (pace.mean or 0.0))
-            outcomes = self._outcomes(left, anyway, last)
+            outcomes = self._outcomes(indices, anyway, last)
             busy = [index for index, outcome in outcomes if not self._settle(index, outcome, last)]
-            if len(busy) == len(left):
+            if len(busy) == len(indices):
                 time.sleep(pause)
                 waited += pause
                 pause = min(2 * pause, longest)
-            left = busy
+            indices = busy
 
     def _settle(self, index: int, outcome: _Outcome, last: bool) -> bool:
         """Counts an item, unless it must be tried again in the next round."""
@@ -190,7 +190,7 @@ class _Filling:
             )
         self._suspects.append(index)
         self._lost += 1
-        if self._lost > _HOPELESS * self._engine.window:
+        if self._lost > _HOPELESS_WINDOWS * self._engine.window:
             raise WorkerDied(f"{self._lost} items in a row: {error}. {self._under_way()}") from error
 
     def _outcomes(self, indices: Sequence[int], anyway: bool, one_by_one: bool) -> Iterator[tuple[int, _Outcome]]:
@@ -238,7 +238,7 @@ class _Filling:
             return "", False
 
     def _expected(self, index: int, digest: str, outcome: Saved | FailedItem, worker: str) -> Saved | FailedItem:
-        """The outcome, unless the record is not the one that is looked for here."""
+        """The outcome, if the worker made the record that this process looks for. Raises PopulateError otherwise."""
         if isinstance(outcome, FailedItem) or not digest or outcome.digest in ("", digest):
             return outcome
         if self._look(index)[0] != digest:  # a source file was edited meanwhile
@@ -251,7 +251,7 @@ class _Filling:
     def _under_way(self) -> str:
         items = sorted({*self._suspects, *(index for index, _ in self._running.values())})
         named = ", ".join(f"{index} ({path_of(self._dataset.data, index)})" for index in items[:_NAMED])
-        return f"Under way were items {named}. What was finished is cached: populate continues from there"
+        return f"Items under way: {named}. What was finished is cached: populate continues from there"
 
 
 def _name_some(failed: Sequence[FailedItem], count: int) -> str:
@@ -263,7 +263,7 @@ def _name_some(failed: Sequence[FailedItem], count: int) -> str:
 
 @contextmanager
 def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
-    """A progress bar, if there is a terminal or a notebook to show it; gives the function that changes it."""
+    """A progress bar, if there is a terminal or a notebook to show it. Yields the function that updates it."""
     from monai_gds.console import progress
 
     display = progress()

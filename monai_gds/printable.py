@@ -1,4 +1,4 @@
-"""Text that cannot drive a terminal. Names of files come from anywhere, and what they hold must only ever be shown.
+"""Text that cannot drive a terminal. Anyone may have named a file, so control characters in names are escaped.
 
 :mod:`monai_gds.console` applies it to all that the command prints, :mod:`monai_gds.errors` to the text of every error
 and warning, and ``dataset.explain`` to what it returns.

@@ -1,4 +1,4 @@
-"""Process matters: what belongs to one process, whose it is after a fork, and ending with the parent.
+"""What belongs to one process, also after a fork, and ending with the parent.
 
 Threads, locks, streams and pinned memory do not survive a fork. Whatever is shared within a process is made through
 :class:`PerProcess`, and an object that holds such things notes its :class:`Owner`.
@@ -29,9 +29,9 @@ _WATCH_SECONDS = 1.0
 class PerProcess(Generic[*Ts, T]):
     """A function whose results are made once per process: ``functools.cache`` that a fork empties.
 
-    Any thread may call it. A forked child starts without results and makes its own on demand. Those of the parent
-    stay in its memory and are never finalised there: freeing a stream, for example, would call CUDA, which does not
-    work in a forked child.
+    Any thread may call it. A forked child starts without results and makes its own on demand. The parent's results
+    stay in the child's memory and are never finalised there: freeing a stream, for example, would call CUDA, which
+    does not work in a forked child.
     """
 
     def __init__(self, make: Callable[[*Ts], T]) -> None:
@@ -147,10 +147,10 @@ def _watch(parent: int) -> None:
 
 
 def print_past_bars() -> None:
-    """In a forked process: has output go straight to the terminal, past the bar that the parent shows there by rich.
+    """In a forked process: sends output straight to the terminal, past the progress bar of rich that the parent shows.
 
-    Meanwhile rich has a proxy in place of ``sys.stderr``, which takes a lock that a thread of rich's may hold at the
-    moment of the fork. Without that thread, the first line printed would wait for ever.
+    While rich shows a bar, ``sys.stderr`` is its proxy, which takes a lock that one of rich's threads may hold at the
+    moment of the fork. The child lacks that thread, so its first line would wait for ever.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

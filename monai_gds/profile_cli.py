@@ -24,9 +24,9 @@ def profile(
     function: DatasetFunction,
     arguments: DatasetArguments = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Items in a batch.")] = 1,
-    num_workers: Annotated[int, typer.Option(min=0, help="As of GDSDataLoader.")] = 0,
+    num_workers: Annotated[int, typer.Option(min=0, help="As for GDSDataLoader.")] = 0,
     transforms_on: Annotated[
-        Literal["workers"] | None, typer.Option(help="As of GDSDataLoader; with --num-workers.")
+        Literal["workers"] | None, typer.Option(help="As for GDSDataLoader; with --num-workers.")
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs, one after the other.")] = 2,
     as_json: JsonOption = False,

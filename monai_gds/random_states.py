@@ -1,4 +1,4 @@
-"""What transforms draw from, and what a draw leaves behind: taken, put back, followed to where a draw led, and seeded.
+"""Random states of transforms, and the attributes that a draw changes: taken, compared, put back, and seeded.
 
 Used by :mod:`monai_gds.draws` and by the loader's workers.
 """
@@ -27,7 +27,7 @@ _NUMPYS = np.random.mtrand._rand
 
 
 def generators(transforms: Iterable[Callable[..., Any]]) -> set[int]:
-    """The identities of all generators that belong to transforms, but for the one of unseeded transforms."""
+    """The identities of all generators of transforms, except the one that unseeded transforms share."""
     return {
         id(part)
         for transform in transforms
@@ -37,19 +37,19 @@ def generators(transforms: Iterable[Callable[..., Any]]) -> set[int]:
 
 
 def seed_everything(transforms: Iterable[Callable[..., Any]], *seed: int) -> None:
-    """As :func:`seed_transforms`, with the generators of Python, NumPy and torch's on the CPU."""
-    ours, numpys, torchs = _words(3, *seed, 0)
-    random.seed(ours)
-    np.random.seed(numpys)
-    torch.default_generator.manual_seed(torchs)  # torch.manual_seed seeds CUDA too
+    """As :func:`seed_transforms`, and seeds the generators of Python, of NumPy, and of torch on the CPU."""
+    for_python, for_numpy, for_torch = _words(3, *seed, 0)
+    random.seed(for_python)
+    np.random.seed(for_numpy)
+    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed seeds CUDA too
     seed_transforms(transforms, *seed)
 
 
 def seed_transforms(transforms: Iterable[Callable[..., Any]], *seed: int) -> None:
-    """Gives transforms generators of their own, each seeded with a number of its own made of ``seed``.
+    """Gives each transform its own generator, seeded with a number derived from ``seed``.
 
-    MONAI's share one until they are seeded, which some do to those within them as they run. Generators of other kinds
-    stay, and are seeded.
+    MONAI's transforms share one generator until they are seeded, and some seed their inner transforms as they run.
+    Generators of other kinds stay, and are seeded.
     """
     found = {id(part): part for transform in transforms for part in parts(transform) if _is_seeded(type(part))}  # type: ignore[arg-type]
     seen: set[int] = set()
@@ -67,7 +67,7 @@ def seed_transforms(transforms: Iterable[Callable[..., Any]], *seed: int) -> Non
             part.seed(word)
 
 
-@functools.cache  # for each item, all parts of all transforms are asked
+@functools.cache  # called for all parts of all transforms, for each item
 def _is_seeded(kind: type) -> bool:
     return issubclass(kind, _SEEDED)
 
@@ -79,8 +79,8 @@ def _words(count: int, *seed: int) -> list[int]:
 class States:
     """What transforms would draw now: the states of their generators, and their attributes.
 
-    Generators are told apart by identity, since several transforms may hold one. An unseeded transform has no ``R`` of
-    its own and draws from its class's. Attributes are what a draw leaves behind, such as the centre of the last crop.
+    Generators are distinguished by identity, since several transforms may share one. An unseeded transform has no ``R``
+    of its own and draws from its class's. Attributes hold what a draw leaves, such as the centre of the last crop.
     """
 
     __slots__ = ("_held", "_owners")
@@ -106,7 +106,7 @@ class States:
             self._put(generator)
 
     def are_those_of(self, other: States) -> bool:
-        """Whether the same transforms would draw the same now and then."""
+        """Whether these are the same transforms, in states from which they would draw the same."""
         pairs = list(zip(self._owners, other._owners, strict=False))
         return (
             len(self._owners) == len(other._owners)
@@ -116,7 +116,7 @@ class States:
         )
 
     def follow(self, before: States) -> None:
-        """Takes the transforms from a state like ``before`` to this one, as what led here would have."""
+        """Moves the transforms from states equal to ``before`` to these, changing only what differs between the two."""
         old = {id(owner): attributes for owner, attributes, _ in before._owners}
         for owner, attributes, generator in self._owners:
             now, was = vars(owner), old.get(id(owner), {})
@@ -127,7 +127,7 @@ class States:
                 self._put(owner.R, generator)
 
     def moved_unseeded(self, since: States) -> bool:
-        """Whether the generator of all unseeded transforms was drawn from."""
+        """Whether the generator that unseeded transforms share was drawn from since."""
         state = since._held.get(id(Randomizable.R))
         return state is not None and state != state_of(Randomizable.R)
 
@@ -173,7 +173,7 @@ class GlobalStates:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def moved(self) -> bool:
-        """Whether one was drawn from since."""
+        """Whether one of the generators was drawn from since."""
         now = GlobalStates()
         return not (
             self._python == now._python
@@ -184,7 +184,7 @@ class GlobalStates:
         )
 
     def put_back(self) -> None:
-        """Puts them back."""
+        """Puts the generators back into these states."""
         random.setstate(self._python)
         put_state(_NUMPYS, self._numpy)
         torch.set_rng_state(self._cpu)

@@ -1,10 +1,10 @@
-"""Ranks of torch.distributed that share a job and wait for one another.
+"""Ranks of torch.distributed that share a job and wait for one another. Used by ``populate``.
 
-They meet in a gloo group of their own, so that a rank that works for longer than the user's time limit for collectives
-is waited for, while one that is killed is noticed at once.
+They meet in their own gloo group. So the others wait for a rank that works for longer than the user's time limit for
+collectives, and notice at once if a rank is killed.
 
-A killed rank is noticed when its connections close, and processes that it has forked inherit those. Its own workers end
-within a second of it. Workers that a user's executor forks meanwhile keep the others waiting until they end.
+A killed rank is noticed when its connections close. Processes that it forked inherit the connections: its own workers
+end within a second of it, but workers that a user's executor forked keep the other ranks waiting until they end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _log = logging.getLogger("monai_gds")
 
 T = TypeVar("T")
 
-#: How long the ranks may take to come, and then to do their shares. The second is just below 2**31 milliseconds.
+#: How long the ranks may take to meet, and then to do their shares. The second is just below 2**31 milliseconds.
 _MEETING = timedelta(minutes=30)
 _WORKING = timedelta(days=20)
 
-#: Pause between two looks at whether all have arrived. Waiting inside the collective would defer Ctrl-C until its end.
+#: Seconds between two checks whether all ranks have arrived. Waiting inside the collective would defer Ctrl-C.
 _POLL_SECONDS = 0.1
 
 #: Meetings that Ctrl-C ended. They are kept, since dropping one would wait for the other ranks.
@@ -42,11 +42,11 @@ class Ranks:
     """This process's share of a job, and the meeting with the other ranks.
 
     Args:
-        rank: this process's; None takes it from torch.distributed where that is initialised, else it is 0.
+        rank: this process's; None takes it from torch.distributed if that is initialised, else it is 0.
         world_size: how many ranks share the job; None takes it from there too, else it is 1.
 
     Attributes:
-        rank, world_size: those in force.
+        rank, world_size: the values in use.
         together: whether the ranks wait for one another: torch.distributed is initialised, and there are several.
 
     Raises:
@@ -122,7 +122,7 @@ class Ranks:
 
 
 def _meet() -> Any:
-    """A group that waits as long as the ranks work, made once all of them are known to be there."""
+    """Makes a group that waits as long as the ranks work, once all ranks have arrived."""
     try:
         meeting = dist.new_group(backend="gloo", timeout=_MEETING)
         group = dist.new_group(backend="gloo", timeout=_WORKING)

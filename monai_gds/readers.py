@@ -1,4 +1,4 @@
-"""Image readers for ``LoadImaged(reader=…)``."""
+"""Image readers that users pass to ``LoadImaged(reader=…)``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class IgzipReader(NibabelReader):  # type: ignore[misc]  # MONAI is untyped
 
         images = super().read(data, **kwargs)
         for image in ensure_tuple(images):
-            file = getattr(image.dataobj, "file_like", None)  # of the voxels: a pair is named by its header, too
+            file = getattr(image.dataobj, "file_like", None)  # that of the voxels: a pair has a header file too
             if isinstance(file, str) and file.lower().endswith(".gz"):
                 image.dataobj.file_like = igzip.open(file)  # in place of the name, which nibabel would open
         return images

@@ -1,6 +1,7 @@
 """Where the time of a loop goes: code enters a stage, and the watch of its thread, if it has one, adds up the seconds.
 
-Without a watch, as nearly always, each function looks into an empty dict and returns.
+Called in the dataset, the cache and the loader. Usually no thread has a watch: each function then finds an empty dict
+and returns.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Watch:
 
     Attributes:
         seconds: by the stage and a part of it, such as ``("random transforms", "RandFlipd")``.
-        counts: ``"hits"``, ``"computed"`` and ``"bytes"``, those that were read of records.
-        in_workers: whether other processes measured a part of it.
-        stream: of a CUDA device, whose work belongs to the stage that began it.
+        counts: ``"hits"``, ``"computed"`` (items), and ``"bytes"`` that were read of records.
+        in_workers: whether other processes measured a part of this.
+        stream: a CUDA stream, whose work counts to the stage that began it; None: no stage waits for a device.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Watch:
         return taken
 
     def add(self, taken: Measurements) -> None:
-        """Adds what the watch of another process has measured."""
+        """Adds what :meth:`take` returned in another process."""
         self.in_workers = True
         for stage, seconds in taken[0].items():
             self.seconds[stage] += seconds
@@ -78,7 +79,7 @@ def measure(watch: Watch) -> None:
 
 @contextmanager
 def measured(watch: Watch | None, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Measures the stages that the calling thread enters within the block; without a watch, nothing.
+    """Measures the stages that the calling thread enters within the block. Without a watch, it does nothing.
 
     The thread's work on ``stream``, of a CUDA device, counts to the stage that began it: each stage waits for it.
     """
@@ -101,7 +102,7 @@ def enter(stage: str, part: str = "") -> None:
 
 
 def count(what: str, by: int = 1) -> None:
-    """Counts what :class:`Watch` counts."""
+    """Adds to one of the ``counts`` of the thread's watch, if it has one."""
     if _watches and (watch := _watches.get(threading.get_ident())) is not None:
         watch.counts[what] += by
 
@@ -129,7 +130,7 @@ def watching() -> bool:
 
 
 def each(stage: str, transforms: Sequence[Any]) -> Sequence[Any]:
-    """The transforms. Whoever takes one after the other enters a part of the stage with each, named by its class."""
+    """The transforms. Iterating over them enters a part of the stage for each, named by the transform's class."""
     return _Entering(stage, transforms) if _watches else transforms
 
 

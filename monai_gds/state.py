@@ -95,7 +95,7 @@ def _set_cpu_matmul(value: str) -> None:
 
 @cache
 def _matmul_under(precision: str) -> str:
-    """Whether this processor multiplies float32 matrices with fewer bits under that setting.
+    """``precision`` if this processor multiplies float32 matrices with fewer bits under that setting, else "exact".
 
     The setting is mostly meant for TF32 on a GPU. A CPU that has bfloat16 uses it for large matrices: 128 rows are not
     enough.
@@ -186,12 +186,12 @@ def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
 
 
 def defaults() -> dict[str, str]:
-    """Every setting with its default, in words; a state lists the others."""
+    """Every setting with its default, as text; a state lists the settings that differ."""
     return {setting.name: str(setting.default) for setting in _ALL}
 
 
 def capture_all() -> State:
-    """The state with all settings that count for some pipeline, for another process."""
+    """The state with every setting that counts for any pipeline, to be applied in another process."""
     return capture(names_cuda=True, requires_grad=True)
 
 

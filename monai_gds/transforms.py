@@ -21,7 +21,7 @@ from monai.transforms.traits import RandomizableTrait
 from monai_gds import stages
 from monai_gds.ghosts import drawable, parts
 
-__all__ = ["Split", "before_cuda", "loaded_keys", "uncached_behind"]
+__all__ = ["Split", "before_cuda", "cacheable_after", "loaded_keys"]
 
 
 class Split:
@@ -31,7 +31,7 @@ class Split:
         compose: the pipeline.
         deterministic: the transforms before the first random one, flattened.
         rest: what runs in every epoch.
-        drawable: the first steps of it, if they can be drawn before anything is read.
+        drawable: the first steps of ``rest``, if they can be drawn before anything is read.
     """
 
     def __init__(self, compose: Compose) -> None:
@@ -52,7 +52,7 @@ class Split:
         return execute_compose(item, transforms, threading=True, **self._settings)
 
     def steps(self) -> list[Callable[..., Any]]:
-        """What runs in every epoch, one by one: nested ``Compose`` are taken apart where that is equivalent."""
+        """The steps that run in every epoch: nested ``Compose`` are taken apart where that is equivalent."""
         return _steps(self.compose, self.rest)
 
     def first(self, count: int) -> Compose:
@@ -69,7 +69,7 @@ class Split:
         transforms: Sequence[Callable[..., Any]] = _without(self.compose, self.rest, done) if done else self.rest
         if not done and not transforms:
             return item
-        if stages.watching():  # nested ones too have names
+        if stages.watching():  # nested transforms are measured by their own names
             transforms = stages.each("random transforms", _steps(self.compose, transforms))
         return execute_compose(item, transforms, **self._settings)
 
@@ -104,8 +104,8 @@ def _names_cuda(part: Any) -> bool:
     return isinstance(part, torch.Tensor) and part.is_cuda
 
 
-def uncached_behind(rest: Sequence[Callable[..., Any]]) -> int:
-    """How many deterministic transforms run in every epoch only because of a callable that is not a Transform."""
+def cacheable_after(rest: Sequence[Callable[..., Any]]) -> int:
+    """How many deterministic transforms run in every epoch only because they follow a callable, not a Transform."""
     if not rest or isinstance(rest[0], (Transform, RandomizableTrait)):
         return 0
     return sum(1 for _ in itertools.takewhile(lambda t: not _is_random(t), rest[1:]))

@@ -1,4 +1,4 @@
-"""Processes, or threads where there can be none, that run one function for many arguments."""
+"""Processes that run one function for many arguments, or threads where processes cannot be started."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Workers(Generic[T]):
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="monai-gds-worker")
 
     def _start_processes(self, work: Callable[[Any], T], num_workers: int, context: BaseContext) -> str:
-        """Starts them, or returns why ``work`` cannot be sent to them."""
+        """Starts the processes. Returns why ``work`` cannot be sent to them; empty if it was."""
         self.kind = context.get_start_method()
         sent: Any = work
         if self.kind != "fork":
@@ -76,10 +76,10 @@ class Workers(Generic[T]):
                 return f"what they would run cannot be pickled: {e}"
         self._executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin, initargs=(sent,))
         try:
-            first = self._executor.submit(_problem_of_this_one)  # starts all forked workers
+            first = self._executor.submit(_problem_of_this_worker)  # starts all forked workers
             problem = "" if self.kind == "fork" else first.result()
         except BaseException as e:
-            self._kill()  # the executor forgets those that it started before it could start no more
+            self._kill()  # if the executor cannot start them all, it forgets those that it started
             self.close()
             if isinstance(e, BrokenProcessPool):
                 raise WorkerDied(
@@ -180,7 +180,7 @@ def _begin(work: Any) -> None:
     _work = work
 
 
-def _problem_of_this_one() -> str:
+def _problem_of_this_worker() -> str:
     return _problem
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monai_gds import limits
-from monai_gds.blockmap_cli import _together
+from monai_gds.blockmap_cli import _groups
 from monai_gds.storage.xnvme.block_map import BlockMap
 from tests import commands
 from tests.commands import Done
@@ -137,7 +137,7 @@ def test_a_file_that_is_not_in_it(disk: LoopDisk, tmp_path: Path) -> None:
 
 def test_files_are_read_together_up_to_a_number_and_a_size_and_a_large_one_alone() -> None:
     sizes = {f"{i}": 100 for i in range(limits.RING_FILES + 1)} | {"large": limits.SLOT_BYTES, "after": 0}
-    groups = [[path for path, _ in group] for group in _together(sizes)]
+    groups = [[path for path, _ in group] for group in _groups(sizes)]
     assert [path for group in groups for path in group] == list(sizes)
     assert list(map(len, groups)) == [limits.RING_FILES, 1, 2]
-    assert list(_together({})) == []
+    assert list(_groups({})) == []

@@ -373,10 +373,10 @@ def test_done_joins_both_streams() -> None:
 
 @pytest.mark.parametrize("sizes", [["--size", "24,20,16"], ["--size=24,20,16"], ["--size", "24", "20", "16"]])
 def test_a_size_may_be_written_with_commas(sizes: list[str]) -> None:
-    assert cli._sizes_apart(["demo", *sizes, "--epochs", "2"]) == ["demo", "--size", "24", "20", "16", "--epochs", "2"]
+    assert cli._split_sizes(["demo", *sizes, "--epochs", "2"]) == ["demo", "--size", "24", "20", "16", "--epochs", "2"]
 
 
 def test_what_is_no_size_stays_as_it_is() -> None:
     given = ["cache", "ls", "1,2,3", "/data/1,2,3", "--sort=name", "a=1,2", "1,2,3,4", "m:f", "spacing=1,2,3"]
     given += ["--keep", "m:f spacing=1,2,3", "--keep=m:f spacing=1,2,3"]
-    assert cli._sizes_apart(given) == given
+    assert cli._split_sizes(given) == given

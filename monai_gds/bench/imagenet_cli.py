@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from monai_gds.console import progress_bar, stderr
 from monai_gds.options import DeviceOption, JsonOption, PlotOption, one_of
+
+if TYPE_CHECKING:
+    from monai_gds.imagenet.decoding import Decoding
 
 __all__ = ["app"]
 
@@ -70,7 +74,7 @@ def loaders(
     crop: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Also decode random crops of so many pixels, mirror and normalise them, for training."
+            min=1, help="Also decode random crops of this many pixels, mirror and normalise them, for training."
         ),
     ] = None,
     hw_decoder_load: Annotated[
@@ -79,7 +83,7 @@ def loaders(
     ] = None,
     max_side: Annotated[
         int | None,
-        typer.Option(min=1, help="Also read the images packed and made smaller: of so many pixels a side at most."),
+        typer.Option(min=1, help="Also read the images packed and made smaller: at most this many pixels per side."),
     ] = None,
     quality: Annotated[int, typer.Option(min=1, max=100, help="Of these smaller JPEGs.")] = 90,
     threads: Annotated[
@@ -110,30 +114,17 @@ def loaders(
     """Measure images per second through every reader, beside DALI's own, torchvision's and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
-    from monai_gds.imagenet.decoding import Decoding
     from monai_gds.storage import resolve_device
     from monai_gds.storage.xnvme.block_map import BlockMap
 
-    wanted = reader or [name for name in bench.PEERS if name != "packed-resized" or max_side is not None]
-    one_of(bench.PEERS, wanted, "--reader")
-    if "packed-resized" in wanted and max_side is None:
-        raise typer.BadParameter("packed-resized reads images of --max-side pixels", param_hint="--reader")
     target = resolve_device(device)
     options: dict[str, Any] = {"uri": uri, "be": be, "nsid": nsid, "mem": mem and mem.value, "blockmap": bmap}
     options = {name: value for name, value in options.items() if value is not None}
     by_blocks = [name for name in bench.PEERS if bench.options_for(name, options, target)]
-    if options and not set(by_blocks).intersection(wanted):
-        raise typer.BadParameter(
-            "--uri, --be, --nsid, --mem and --bmap are for the block readers", param_hint="--reader"
-        )
-    if datadir is None and make is None:
-        if bmap is None:
-            raise typer.BadParameter(
-                "name a folder of images or, by --bmap, a map of one, or let --make N make one", param_hint="--datadir"
-            )
-        if reader and (others := [name for name in wanted if name not in by_blocks]):
-            raise typer.BadParameter(f"needed by {', '.join(others)}", param_hint="--datadir")
-        wanted, datadir = [name for name in wanted if name in by_blocks], bmap
+    has_folder = datadir is not None or make is not None
+    wanted = _readers(reader, by_blocks, options, max_side is not None, has_folder)
+    if not has_folder:
+        datadir = bmap
     cores = os.cpu_count() or 1
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-bench-")))
@@ -146,24 +137,65 @@ def loaders(
             [t for t in (1, 2, 4, 8, 16) if t <= cores], repeats=repeats, options=options,
             resized=temporary / "resized", max_side=max_side, quality=quality,
         )  # fmt: skip
-        decoder = {} if hw_decoder_load is None else {"hw_decoder_load": hw_decoder_load}
-        decodings: list[Decoding | None] = [None] if decode is not True else []
-        if decode is not False:
-            decodings.append(Decoding(options=decoder))
-        if crop is not None:
-            decodings.append(Decoding((crop, crop), flip=True, normalize=True, options=decoder))
         bench.warm(datadir)
         with stderr.status("measuring…") as status:
 
             def tell(name: str, images: int, rate: float) -> None:
                 status.update(f"{name}: {images} images, {rate:,.0f} images/s")
 
+            decodings = _decodings(decode, crop, hw_decoder_load)
             reports = [bench.compare(replace(settings, decoding=d), wanted, tell) for d in decodings]
         about = {
             **machine(target), "batch size": batchsize, "images": "made" if make else str(datadir),
             "kB per image": round(images.sizes.mean() / 1e3), "page cache": "warm" if datadir.is_dir() else "not used",
         }  # fmt: skip
     emit(reports, as_json=as_json, plot=plot, about=about)
+
+
+def _readers(
+    named: list[str] | None, by_blocks: Sequence[str], options: Mapping[str, Any], resizes: bool, has_folder: bool
+) -> list[str]:
+    """The readers to compare: those named, or all that can run with these options. Raises BadParameter.
+
+    Args:
+        named: the readers that the user named, if any.
+        by_blocks: the readers that take ``options``.
+        options: of the block readers, as the user gave them.
+        resizes: whether images are made smaller.
+        has_folder: whether there is a folder of images. Block readers can do with a block map.
+    """
+    from monai_gds.bench.loaders import PEERS
+
+    wanted = named or [name for name in PEERS if name != "packed-resized" or resizes]
+    one_of(PEERS, wanted, "--reader")
+    if "packed-resized" in wanted and not resizes:
+        raise typer.BadParameter("packed-resized reads images of --max-side pixels", param_hint="--reader")
+    if options and not set(by_blocks).intersection(wanted):
+        raise typer.BadParameter(
+            "--uri, --be, --nsid, --mem and --bmap are for the block readers", param_hint="--reader"
+        )
+    if has_folder:
+        return wanted
+    if "blockmap" not in options:
+        raise typer.BadParameter(
+            "name a folder of images or, by --bmap, a map of one, or let --make N make one", param_hint="--datadir"
+        )
+    if named and (others := [name for name in wanted if name not in by_blocks]):
+        raise typer.BadParameter(f"needed by {', '.join(others)}", param_hint="--datadir")
+    return [name for name in wanted if name in by_blocks]
+
+
+def _decodings(decode: bool | None, crop: int | None, hw_decoder_load: float | None) -> list[Decoding | None]:
+    """What is done to the images, for each report; None only reads their bytes."""
+    from monai_gds.imagenet.decoding import Decoding
+
+    decoder = {} if hw_decoder_load is None else {"hw_decoder_load": hw_decoder_load}
+    decodings: list[Decoding | None] = [None] if decode is not True else []
+    if decode is not False:
+        decodings.append(Decoding(options=decoder))
+    if crop is not None:
+        decodings.append(Decoding((crop, crop), flip=True, normalize=True, options=decoder))
+    return decodings
 
 
 @app.command("dali", epilog="Example: monai-gds bench dali --make 2000 --plot dali.png")

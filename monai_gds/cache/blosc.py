@@ -50,13 +50,13 @@ _FORMAT = 5
 _FLAGS = 0x15
 _STORED_CHUNK = 2
 
-#: What stands for a block whose bytes are all v, at 8 v: its size -v and a byte 1.
+#: At 8 v, the entry of a block whose bytes are all v: its size -v and a byte 1.
 _CONSTANTS = np.array([(-v, 1) for v in range(256)], np.int32).reshape(-1).view(np.uint8)
 _INSTALL = "pip install 'monai_gds[tiles]'"
 
 
 class _CompressionSettings(ctypes.Structure):
-    """``blosc2_cparams``; fields behind the filters stay zero."""
+    """``blosc2_cparams``; fields after the filters stay zero."""
 
     _fields_ = (
         ("compcode", ctypes.c_uint8), ("compcode_meta", ctypes.c_uint8), ("clevel", ctypes.c_uint8),
@@ -104,7 +104,7 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
 
     Raises:
         ValueError: there are more bytes than that.
-        MonaiGdsError: there is no library, or it failed.
+        MonaiGdsError: the library is missing, or it failed.
     """
     if blocks.nbytes > MOST_BYTES:
         raise ValueError(f"{blocks.nbytes} bytes are more than Blosc2 takes at once")
@@ -125,8 +125,8 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
     if got <= 0 or chunk[2] & _STORED_CHUNK:
         raise MonaiGdsError(f"Blosc2 could not compress {blocks.nbytes} bytes (error {got})")
     if got == HEADER_BYTES:  # zeros only
-        none = np.zeros(count, np.int64)
-        return Blocks(chunk[:0], none, none)
+        zeros = np.zeros(count, np.int64)
+        return Blocks(chunk[:0], zeros, zeros)
     at = chunk[HEADER_BYTES : HEADER_BYTES + 4 * count].view(np.int32).astype(np.int64)
     sizes = chunk[at[:, None] + np.arange(4)].view(np.int32)[:, 0].astype(np.int64)
     return Blocks(chunk[:got], at + 4, sizes)
@@ -150,7 +150,7 @@ def decompress(buffer: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codec:
 
     Raises:
         DamagedRecord: the streams are not what was compressed.
-        MonaiGdsError: there is no library.
+        MonaiGdsError: the library is missing.
     """
     lib = _library()
     count, block_bytes = len(sizes), out[0].nbytes
@@ -208,7 +208,7 @@ def _context() -> int:
 
 @functools.cache
 def _library() -> Any:
-    """Blosc2's library, once it has returned what it was given."""
+    """Blosc2's library. Raises MonaiGdsError if it is missing."""
     spec = importlib.util.find_spec("blosc2")
     if spec is None or spec.origin is None:
         raise MonaiGdsError(f"tiles are compressed by Blosc2, which is not installed: {_INSTALL}")

@@ -2,11 +2,11 @@
 
 Used by :mod:`monai_gds.cache.tiles` and :mod:`monai_gds.cache.reading`. Arithmetic only, no voxels.
 
-A crop of a whole volume is a view with the volume's strides, and so is what a partial read gives: sums over a view may
-differ in their last bits from sums over a contiguous copy. Only the first voxel moves: boxes that lie far apart in the
-tensor are moved together. Their memory is then a fraction of the tensor's, the same at every read, and used again; the
-page faults of fresh memory took ten times as long as filling it (four crops of 96³ out of 512 x 512 x 300 float32: 27
-ms of faults, 3 ms of copying).
+A crop of a whole volume is a view with the volume's strides, and a partial read gives the same strides, since sums over
+a view may differ in their last bits from sums over a contiguous copy. Only the place of the first voxel differs: boxes
+that lie far apart in the tensor are moved together. So their memory is a fraction of the tensor's, has the same size at
+every read, and is used again. The page faults of fresh memory took ten times as long as filling it (four crops of 96³
+out of 512 x 512 x 300 float32: 27 ms of faults, 3 ms of copying).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 class _Corners(NamedTuple):
-    """First voxels along three axes, and those behind the last."""
+    """The first voxel of a box along three axes, and the one after its last."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
@@ -63,8 +63,8 @@ class Arrangement(NamedTuple):
     Attributes:
         shape: of the tensor.
         numel: elements of the memory.
-        groups: boxes that share no voxel, each around those boxes that do.
-        moves: elements by which the voxels of each group move.
+        groups: boxes that share no voxel, each around boxes that do.
+        moves: by how many elements the voxels of each group move.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Arrangement(NamedTuple):
         return y * z, z, 1
 
     def place(self, offset: int) -> int:
-        """Where an element lies, given its offset in the contiguous tensor.
+        """The offset of an element in the memory, given its offset in the contiguous tensor.
 
         Raises:
             ValueError: it is in no box.
@@ -125,7 +125,7 @@ def _dot(steps: Sequence[int], voxel: Sequence[int]) -> int:
 
 
 def _merged(boxes: list[_Corners]) -> list[_Corners]:
-    """Boxes around those that share voxels, until none of them do."""
+    """Merges boxes that share voxels into boxes around them, until none share any."""
     groups: list[_Corners] = []
     for box in boxes:
         while shared := [group for group in groups if group.meets(box)]:
@@ -137,10 +137,10 @@ def _merged(boxes: list[_Corners]) -> list[_Corners]:
 
 
 def _shelves(whole: tuple[int, int, int], align: int, groups: Sequence[_Corners]) -> tuple[list[int], int]:
-    """Where the first voxel of each group goes, and how many steps of the first axis all of them take.
+    """Where the first voxel of each group goes, and how many planes all groups take.
 
-    A group moves by a multiple of ``align`` elements, so its rows may run over the end of the last axis by fewer than
-    that many. That is into the next row, or several where the last axis is short, or plane; then those are left free.
+    A group moves by a multiple of ``align`` elements, so its rows may run past the end of the last axis, by fewer than
+    ``align`` elements. The row or rows, or the plane, that they run into are then left free.
     """
     _, rows, row = whole
     places = []
@@ -148,18 +148,18 @@ def _shelves(whole: tuple[int, int, int], align: int, groups: Sequence[_Corners]
     for group in groups:
         deep, high, wide = (b - a for a, b in zip(*group, strict=True))
         first = _dot((rows * row, row, 1), group.begin)
-        for _ in range(3):  # on this shelf, on the next, or on the first shelf behind all planes so far
+        for _ in range(3):  # on this shelf, on the next, or on the first shelf after all planes so far
             begin = (plane * rows + shelf) * row
             at = cursor + (first - begin - cursor) % align
-            over = (at + wide - 1) // row  # rows
-            if cursor and over:
+            extra_rows = (at + wide - 1) // row
+            if cursor and extra_rows:
                 shelf, cursor, height = shelf + height, 0, 0
-            elif shelf and shelf + high + over > rows:
+            elif shelf and shelf + high + extra_rows > rows:
                 plane, shelf, cursor, height, depth = plane + depth, 0, 0, 0, 0
             else:
                 break
         places.append(begin + at)
         cursor = at + wide
-        height = max(height, high + over)
-        depth = max(depth, deep + (shelf + high + over - 1) // rows)
+        height = max(height, high + extra_rows)
+        depth = max(depth, deep + (shelf + high + extra_rows - 1) // rows)
     return places, plane + depth

@@ -1,13 +1,13 @@
-"""How many bytes the records of a directory may have, and which of them are deleted to make room.
+"""How many bytes the records of a directory may occupy, and which of them are deleted to make room.
 
-Deleted are the records that were not used for longest, and none of these: what was noted as used since the run began,
-what a pipeline made that a process uses now (:mod:`monai_gds.cache.uses`), and what cannot be read. So a run never
-deletes what it caches itself, and an epoch larger than the budget keeps hitting what is there: the rest is computed and
-not cached.
+The least recently used records are deleted, but never these: records that were noted as used since the run began,
+records of a pipeline that a process uses now (:mod:`monai_gds.cache.uses`), and files that cannot be read. So a run
+never deletes what it caches itself, and an epoch larger than the budget keeps hitting what is there: the rest is
+computed and not cached.
 
-Looking at a large directory takes seconds. So a process takes a part of the room that is left, and makes room for more
-than one record, before it looks again. Each process may exceed the budget by what it took. Imports only the standard
-library.
+Looking at a large directory takes seconds. So a process reserves a part of the room that is left, and makes room for
+more than one record, before it looks again. Each process may exceed the budget by what it reserved. Imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from monai_gds.cache.permissions import ANY
 from monai_gds.cache.units import shown
 from monai_gds.cache.uses import Used, Uses
 from monai_gds.errors import NotSaved
-from monai_gds.told import Topic
+from monai_gds.notices import Notice
 
 __all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget", "idle", "unused"]
 
 #: Seconds until a directory without room is looked at again.
 LOOK_AGAIN = 60.0
 
-#: Age, in seconds, of what is known of the use of records when one is deleted.
+#: How old, in seconds, the knowledge of which records are in use may be when a record is deleted.
 KNOWN_SECONDS = 1.0
 
 
@@ -44,13 +44,13 @@ class OverBudget(NotSaved):
 
 
 def idle(records: Iterable[Found], used: Used, before: float, keep: Collection[str] = ()) -> list[tuple[float, Found]]:
-    """Records that nobody uses, and when each was last used or made, in seconds since the epoch; the longest ago first.
+    """Records that nobody uses, and when each was last used or made, in seconds since the epoch; the earliest first.
 
     Args:
         records: of a directory. Those with a problem are left out.
         used: what is used there.
         before: records that were used at or after this time are left out.
-        keep: so are those of these pipelines.
+        keep: records of these pipelines are left out.
     """
     found = []
     for record in records:
@@ -72,11 +72,11 @@ def unused(
     """Idle records that are too old or too many, each with the reason in ``problem``; see :func:`idle`.
 
     Args:
-        records: all of a directory.
+        records: all records of a directory.
         used: what is used there.
         older_than: seconds since a record was made.
         unused_for: seconds since a record was last used or made.
-        max_size: bytes that the others may have. Of those that are not too old, the longest unused ones go.
+        max_size: bytes that the other records may have. If they have more, the least recently used ones are too many.
         keep: pipelines whose records stay.
     """
     now = time.time()
@@ -110,7 +110,7 @@ class Budget:
 
     Args:
         directory: the cache directory.
-        nbytes: that its records may have.
+        nbytes: how much its records may occupy.
         uses: what is used of it.
         began: when the run began.
         file_mode: permissions that files have at most.
@@ -126,44 +126,44 @@ class Budget:
         self.nbytes = nbytes
         self._directory, self._uses, self._began = directory, uses, began
         self._file_mode, self._argument = file_mode, argument
-        self._left = 0  # bytes that this process may write before it looks again
-        self._idle: list[Found] = []  # the longest idle one comes last
+        self._reserved = 0  # bytes that this process may write before it looks again
+        self._idle: list[Found] = []  # the least recently used comes last
         self._refused = -math.inf
-        self._found_full = Topic("full", directory, argument, began)  # by any process of the run
+        self._found_full = Notice("full", directory, argument, began)  # by any process of the run
         self._lock = threading.Lock()
 
     @property
     def full(self) -> bool:
-        """Whether a record found no room of late: others need not be made ready to be written."""
-        refused = self._refused if self._left else self._found_full.told()
+        """Whether there was no room for a record recently, so that others need not be prepared for writing."""
+        refused = self._refused if self._reserved else self._found_full.last_given()
         return time.monotonic() < refused + LOOK_AGAIN
 
     def take(self, nbytes: int) -> None:
         """Takes room for a record that will be written, after deleting others if need be.
 
         Raises:
-            OverBudget: there is none.
+            OverBudget: there is no room.
         """
         with self._lock:
-            if self._left < nbytes:
-                self._left = self._look(nbytes)
-            if self._left < nbytes:
+            if self._reserved < nbytes:
+                self._reserved = self._look(nbytes)
+            if self._reserved < nbytes:
                 if nbytes > self.nbytes:  # others may fit
                     raise OverBudget(
                         f"its budget of {shown(self.nbytes)} is smaller than a record of {shown(nbytes)}: raise "
                         f"{self._argument}"
                     )
                 self._refused = time.monotonic()
-                self._found_full.tell()
+                self._found_full.mark_given()
                 raise OverBudget(
                     f"its budget of {shown(self.nbytes)} has no room for a record of {shown(nbytes)} beside those that "
-                    f"are in use, or were since this run began: raise {self._argument}, or delete records by "
-                    "monai-gds cache prune"
+                    f"are in use, or were since this run began: raise {self._argument}, or delete records with "
+                    "`monai-gds cache prune`"
                 )
-            self._left -= nbytes
+            self._reserved -= nbytes
 
     def _look(self, nbytes: int) -> int:
-        """The bytes that this process may write now. With enough room that is at least one record of ``nbytes``."""
+        """The bytes that this process may write now: at least ``nbytes``, if there is room or it can be made."""
         room, freed = self.nbytes - _total(self._directory), 0
         if room < nbytes:
             freed = self._evict(nbytes - room, nbytes - room + _part(self.nbytes))
@@ -171,9 +171,9 @@ class Budget:
         return min(room, max(nbytes, freed, _part(room)))
 
     def _evict(self, least: int, most: int) -> int:
-        """Deletes idle records of at least so many bytes, and more that fit into ``most``. If there are too few, none.
+        """Deletes idle records of at least ``least`` bytes, and more up to ``most``. Deletes none if there are too few.
 
-        Returns the bytes of what was deleted.
+        Returns how many bytes were deleted.
         """
         if sum(record.nbytes for record in self._idle) < least:
             records = maintenance.survey(self._directory, Index(self._directory, self._file_mode))
@@ -186,8 +186,8 @@ class Budget:
         return freed
 
     def _delete(self, record: Found, used: Used) -> int:
-        """Deletes a record unless it was used, replaced or deleted meanwhile; returns how many bytes that gave."""
-        now = maintenance.look(record.file)  # the index was asked before, which others write
+        """Deletes a record unless it was used, replaced or deleted meanwhile. Returns how many bytes were deleted."""
+        now = maintenance.look(record.file)  # not from the index, which others write
         if now is None or not idle([now], used, self._began):
             return 0
         try:

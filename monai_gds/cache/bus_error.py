@@ -1,13 +1,13 @@
-"""What a bus error leaves behind: a message that names the record.
+"""A message that names the record when a bus error ends the process. Used by :mod:`monai_gds.cache.reading`.
 
-A page of a mapped record that cannot be read ends the process with SIGBUS. No handler in Python can say so: the thread
-that faulted may have the interpreter's lock, or need it from one that waits for it, and then the process hangs instead
-(each way to do so was tried: ``signal.signal``, its wake-up descriptor, a ctypes callback). So the handler is a few
+A page of a mapped record that cannot be read ends the process with SIGBUS. No handler in Python can report it: the
+thread that faulted may have the interpreter's lock, or need it from a thread that waits for it, and then the process
+hangs instead. This holds for ``signal.signal``, its wake-up descriptor, and a ctypes callback. So the handler is a few
 hundred bytes of machine code, which ``tools/bus_error.py`` compiles from ``bus_error.c``. It writes the message to the
-standard error and puts back the handler that was there before, faulthandler's for instance. The fault then comes again,
-to that one.
+standard error and puts back the previous handler, faulthandler's for instance. Then the fault occurs again, and the
+previous handler gets it.
 
-Where the machine allows no such code, bus errors stay as they are.
+If the machine does not allow such code, there is no message.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _CODE = {
     ),
 }
 
-#: Where the code ends at most, and what it shares with this module begins; a multiple of every page size.
+#: The offset of what the code shares with this module, and so the most bytes of code; a multiple of every page size.
 _SHARED_AT = 1 << 16
 
-#: SA_SIGINFO: the handler is told the address.
+#: SA_SIGINFO: the handler gets the address.
 _SIGINFO = 4
 
 _libc = ctypes.CDLL(None)
@@ -78,7 +78,7 @@ class _Action(ctypes.Structure):
 
 
 class _Shared(ctypes.Structure):
-    """As in bus_error.c, and the texts."""
+    """The structure of this name in bus_error.c, followed by the texts."""
 
     _fields_ = (
         ("sigaction", ctypes.c_void_p), ("previous", _Action), ("said", ctypes.c_size_t * 6),

@@ -113,13 +113,13 @@ def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode:
     if TAGS and name.startswith("$"):
         raise ValueError(f"the name {name!r} begins with $, as only those of built-in types do: choose another")
     known = _by_name.get(name)
-    if known is not None and not _is_again(cls, known.cls) and known.decode is not decode:
+    if known is not None and not _is_redefinition(cls, known.cls) and known.decode is not decode:
         raise ValueError(f"the name {name!r} is already registered for {known.cls.__qualname__}")
     _by_class[cls] = _by_name[name] = Codec(name, cls, encode, decode)
 
 
-def _is_again(cls: type, known: type) -> bool:
-    """Whether a class is one that is known, or defines it again, as a cell of a notebook does when it is run again."""
+def _is_redefinition(cls: type, known: type) -> bool:
+    """Whether a class is ``known`` itself or defines it again, as a cell of a notebook does when it is run again."""
     if cls is known:
         return True
     names = (cls.__module__, cls.__qualname__), (known.__module__, known.__qualname__)
@@ -132,13 +132,13 @@ def codec_for(cls: type) -> Codec | None:
 
 
 class UnknownHere(DamagedRecord):
-    """A record holds a type that this process lacks. Another one may read it."""
+    """A record holds a type that this process lacks. Another process may be able to read it."""
 
 
 def codec_named(name: Any) -> Codec:
     """The codec registered under a name. Raises UnknownHere if there is none."""
     if type(name) is not str:
-        raise DamagedRecord(f"it holds a type of the name {name!r:.40}")
+        raise DamagedRecord(f"it names a type by {name!r:.40}, which is not a string")
     if name not in _by_name:
         raise UnknownHere(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
     return _by_name[name]
@@ -189,7 +189,7 @@ def torch_dtype(name: str, of_data: bool = False) -> torch.dtype:
 
 
 def is_monai_enum(cls: type) -> bool:
-    """Whether this is one of MONAI's own enums, the only ones that a record may name."""
+    """Whether this is one of MONAI's own enums. A record may name no others."""
     return _monai_enum(cls.__qualname__) is cls
 
 
@@ -233,7 +233,7 @@ def named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type[tup
     for part in qualname.split("."):
         found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
     if not (isinstance(found, type) and is_named_tuple(found)):
-        why = "which nothing imported here defines as a named tuple"
+        why = "which no module imported here defines as a named tuple"
     elif vars(found)["_fields"] != fields:
         why = f"whose fields were {', '.join(fields)} when it was written"
     else:

@@ -1,4 +1,4 @@
-"""The form that new records are asked for: a codec and an edge of tiles, or whole tensors; what ``auto`` chooses.
+"""The form in which new records are written: a codec and an edge of tiles, or whole tensors; what ``auto`` chooses.
 
 Used by the dataset, which knows no codec's library, and by :mod:`.directory` and :mod:`.conversion`, which compare the
 form asked for with a record's own. Any form of a record is a hit: only misses and conversions write the form asked for.
@@ -41,10 +41,10 @@ def why_not(codec: str) -> str | None:
 
 @dataclass(frozen=True)
 class Compression:
-    """The form that new records are asked for.
+    """The form in which new records are written.
 
     Attributes:
-        codec: compresses tensors that gain by it, in tiles. None leaves all tensors whole.
+        codec: compresses tensors in tiles, if they get smaller. None leaves all tensors whole.
         edge: voxels along each edge of a tile.
         named: whether the user named this form, rather than ``auto`` having chosen it.
         above: tensors of at most this many bytes stay whole, and so do those below :data:`limits.TILED_BYTES`.
@@ -68,7 +68,7 @@ class Compression:
             tiles: ``"auto"``, one of :data:`EDGES`, or None for whole tensors.
             on_gpu: whether items come on a CUDA device.
             crops: whether crops come first, which can be drawn before anything is read.
-            by_label: whether one of these looks for the voxels of a label, which are listed in records in tiles only.
+            by_label: whether one of these crops looks up the voxels of a label, which only records in tiles list.
 
         Raises:
             ValueError: there is no such choice, or the two contradict each other or the target.
@@ -94,7 +94,7 @@ class Compression:
 
     @classmethod
     def _chosen(cls, edge: int, on_gpu: bool, crops: bool, above: int) -> Compression:
-        """What ``auto`` chooses: tiles where a crop reads only some of them, or where a GPU unpacks them."""
+        """The form that ``auto`` chooses: tiles if a crop reads only some of them, or if a GPU unpacks them."""
         no_gpu = why_not_on_gpu() if on_gpu else "items come on the CPU, which maps whole tensors faster"
         if no_gpu and not crops:
             return cls(named=False, reason=no_gpu)
@@ -105,7 +105,7 @@ class Compression:
 
     @property
     def text(self) -> str:
-        """As records note it; empty for whole tensors."""
+        """The form as records note it, such as ``"lz4 32"``; empty for whole tensors."""
         return f"{self.codec} {self.edge}" if self.codec else ""
 
     def __str__(self) -> str:
@@ -121,8 +121,8 @@ class Compression:
     def suits(self, record: Header) -> bool:
         """Whether a record need not be converted.
 
-        What the user named must be the record's form. What ``auto`` chose only replaces whole tensors that nobody tried
-        to compress. So machines on which ``auto`` chooses differently never undo each other's work.
+        A form that the user named must be the record's. A form that ``auto`` chose only replaces whole tensors that
+        nobody has tried to compress. So machines on which ``auto`` chooses differently never undo each other's work.
         """
         if self.codec is None:
             return not self.named or not record.tiles

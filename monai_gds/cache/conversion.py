@@ -1,7 +1,7 @@
 """Reads a record whole, as it was before it was laid out, so that it can be written anew in another form.
 
 Used by :class:`monai_gds.cache.directory.CacheDirectory` for ``monai-gds cache warm``. No transform runs and no item is
-assembled: what comes out is what :func:`monai_gds.cache.record.pack_record` was given. Every byte was checked.
+assembled: the result is what :func:`monai_gds.cache.record.pack_record` was given. Everything read is checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_whole(path: str, digest: str) -> tuple[FileId, EncodedItem]:
         The identity of its file, and the item taken apart, its tensors on the CPU.
 
     Raises:
-        RecordError: damaged, of a newer version, or packed by a codec that is missing here.
+        RecordError: it is damaged, of a newer version, or packed by a codec that is missing here.
         OSError: the file cannot be read.
     """
     with open(path, "rb") as file:

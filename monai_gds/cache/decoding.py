@@ -1,10 +1,11 @@
 """Puts items together: splits a tree into its form and its values, and compiles each form into a plan once.
 
-The form is everything in a tree but its values. All records of a pipeline
-have the same form, so only the values and small arrays of each are kept in memory, and a hit parses nothing.
+The form is everything in a tree but its values. All records of a pipeline have the same form, so only the values and
+small arrays of each record are kept in memory, and a hit parses nothing.
 
-Anyone may have written a record, and the worst that a record may cause is its refusal. Whatever no encoder produces is
-a DamagedRecord. What only a newer version can have written is a NewerRecord, which must not be overwritten.
+Anyone may have written a record, so the worst that its content may cause is an error. A tree that no encoder produces
+raises DamagedRecord. A tree that only a newer version can have written raises NewerRecord, and its record must not be
+overwritten.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Recipe:
 
     def __init__(self, plan: TreePlan, values: Sequence[Any], arrays: bytes) -> None:
         if plan.end > len(arrays):
-            raise DamagedRecord("its small arrays are not all there")
+            raise DamagedRecord("some of its small arrays are missing")
         self.plan = plan  # shared by all recipes of one form
         self._values = plan.share(values)
         self._arrays = arrays + bytes(-len(arrays) % ARRAY_ALIGNMENT)  # so that it can be viewed as any dtype
@@ -79,7 +80,8 @@ class Recipe:
     def __call__(self, tensors: Mapping[str, torch.Tensor], item: Any = None) -> Any:
         """Puts an item together from the record's tensors, whose memory it uses.
 
-        Values that are taken from the dataset's own item are copied. Raises DamagedRecord if the tree does not fit.
+        Values that are taken from the dataset's own item are copied. Raises DamagedRecord if the tree does not fit the
+        tensors or the item.
         """
         try:
             return self.plan.build(tensors, self._values, self._arrays, item)
@@ -110,7 +112,7 @@ def compile_tree(
         root: the data root for text that was stored relative to one; absolute, without a trailing slash.
 
     Raises:
-        DamagedRecord: the tree is not well-formed, names what is not there, or needs a root.
+        DamagedRecord: the tree is not well-formed, names a tensor that is not there, or needs a root.
         NewerRecord: it holds a kind of node or field that this version does not know.
 
     Example:
@@ -279,7 +281,7 @@ class _TreeParser:
                 payload, "$tensor", "name", complex=False, requires_grad=False, numpy=None, tiles=None
             )
         if name not in self._names or name in self._used:
-            raise DamagedRecord(f"its tensor {name!r} is not there, or has two uses")
+            raise DamagedRecord(f"its tensor {name!r} is missing, or used twice")
         self._used.add(name)
         if descr is not None and (descr not in NUMERIC or grad):
             raise DamagedRecord(f"its array {name!r} has the dtype {descr!r}, or a gradient")
@@ -605,7 +607,7 @@ _CONVERTED: dict[str, Callable[[dict[Any, Any]], Any]] = {
 _PARSERS: dict[str, _Parse] = {
     **{tag: _coded(tag) for tag in TAGS},
     **{tag: _converted(tag) for tag in _CONVERTED},
-    **{tag: _container(tag) for tag in _CONTAINERS if tag != "$list"},  # that is one of JSON
+    **{tag: _container(tag) for tag in _CONTAINERS if tag != "$list"},  # JSON has lists itself
     "$root": lambda parser, p: parser.value(parser.text({"$root": p})),
     "$item": lambda parser, p: parser.item(p),
     "$int": _constant(lambda parser, p: int(p, 16)),

@@ -228,14 +228,14 @@ class Outcome:
 
 
 class Unpacking:
-    """A step behind reads (``Pending.then``) that unpacks the streams among what was read.
+    """A step that follows reads (``Pending.then``) and unpacks the streams among what was read.
 
     Args:
         wanted: for each tensor that is read, None, or its tiles, where the stream of each begins in what is read, and
             which tiles these are (None for all); see :class:`Part`.
-        keep: is given what was read once all is known to be sound, and keeps it; or None.
-        kept: what was read belongs to somebody who keeps it. It is copied where it is not unpacked.
-        only: which tensors are handed out; None for all.
+        keep: called with what was read once it is known to be sound, to keep it; or None.
+        kept: what was read belongs to somebody who keeps it. What is not unpacked is copied.
+        only: the indices of the tensors to return; None for all.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class Unpacking:
 
 
 def _together(part: Part) -> tuple[str, torch.dtype | None]:
-    """What is equal for parts that one call may unpack. Bitcomp refuses streams of several types in one call."""
+    """Parts for which this is equal may be unpacked in one call. Bitcomp refuses several element types in one call."""
     layout = part.tiles.layout
     return layout.codec, layout.packed_dtype if layout.codec == BITCOMP else None
 
@@ -350,9 +350,10 @@ def _queue(parts: Sequence[Part], work: _Workspace, most: int, sound: torch.Tens
 
 
 class _Workspace:
-    """Memory on the device, one piece of it for everything: an allocation costs more than what it is for.
+    """One piece of memory on the device for everything that a call needs, since each allocation is slow.
 
-    All attributes but the sizes are addresses. It is freed with this, for later work on the current stream.
+    All attributes but the sizes are addresses. The memory is freed with this object, for later work on the current
+    stream.
 
     Attributes:
         total: tiles of all parts.
@@ -392,7 +393,7 @@ class _Workspace:
 
 
 class _Host:
-    """Pinned memory for the result of one call, which kernels write, and for its tables; and an event behind it all."""
+    """Pinned memory for the result of one call, which kernels write, and its tables; and an event after its work."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
@@ -403,9 +404,9 @@ class _Host:
 
     @classmethod
     def take(cls, nbytes: int, device: torch.device) -> _Host:
-        """One that no copy uses any more, also where nobody waited for its outcome."""
+        """Pinned memory that no copy uses any more, kept or new. Nobody need have waited for its last outcome."""
         free = _free(device)
-        with contextlib.suppress(IndexError):  # there is none, or another thread took the last one
+        with contextlib.suppress(IndexError):  # nothing is kept, or another thread took the last one
             host = free.popleft()
             if len(host.tables) >= nbytes and host.event.query():  # type: ignore[no-untyped-call]
                 return host
@@ -413,7 +414,7 @@ class _Host:
         return cls(max(nbytes, limits.TABLES_BYTES), device)
 
     def give_back(self) -> None:
-        """Keeps it for others, or frees it behind its copies."""
+        """Keeps this for later calls, or waits for its copies so that it can be freed."""
         free = _free(self.device)
         if len(free) < limits.TABLES_KEPT:
             free.append(self)
@@ -460,7 +461,7 @@ _FIELDS = 26
 
 @functools.lru_cache(maxsize=256)
 def _form(layout: Layout) -> tuple[int, ...]:
-    """What the descriptor of a part takes from its layout."""
+    """The fields of a part's descriptor that depend on its layout only."""
     _, *grid = layout.grid
     step = 4 if layout.tile[2] % 4 == 0 else 1  # elements that a thread handles at once
     return (
@@ -479,7 +480,7 @@ def _launch(name: str, device: torch.device, blocks: int, threads: int, argument
 
 @functools.cache
 def _sound_stream(codec: str, dtype: torch.dtype, tile_bytes: int, device: torch.device) -> torch.Tensor:
-    """A stream that is decompressed without harm to at most the bytes of a tile."""
+    """A stream that is sound, and decompresses to at most the bytes of a tile."""
     if codec == "bitcomp":
         streams, sizes = nvcomp.compress(torch.zeros(1, tile_bytes // dtype.itemsize, dtype=dtype, device=device))
         sound = streams[0, : int(sizes[0])].clone()

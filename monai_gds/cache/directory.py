@@ -104,7 +104,7 @@ class CacheDirectory:
         self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, uses, copies)
 
     def record_path(self, digest: str) -> str:
-        """Where the record of a key lies, whether there is one or not."""
+        """The path of a key's record, which need not exist."""
         return f"{self.path}/{digest}{SUFFIX}"
 
     # Reading
@@ -124,11 +124,11 @@ class CacheDirectory:
         return self._reader.start_all(self._saved(digests))
 
     def start_all_lazily(self, digests: Sequence[str]) -> list[LazyItem | PendingItem | None]:
-        """As :meth:`start_all`, but of tensors in tiles only the boxes are read that are asked for later."""
+        """As :meth:`start_all`, but reads only those boxes of tensors in tiles that are requested later."""
         return self._reader.start_all_lazily(self._saved(digests))
 
     def _saved(self, digests: Sequence[str]) -> list[str]:
-        """The paths of records, once those among them are saved that this process is just saving."""
+        """The paths of records. Waits for those that this process is saving."""
         paths = [self.record_path(digest) for digest in digests]
         writer = process_writer()
         for path in paths:
@@ -142,7 +142,7 @@ class CacheDirectory:
 
         Args:
             digest: of the record's key.
-            converted: others count only if :meth:`convert` would leave them as they are.
+            converted: whether a record counts only if :meth:`convert` would leave it as it is.
         """
         return self._reader.is_sound(self.record_path(digest), digest, self.compression.suits if converted else None)
 
@@ -158,16 +158,16 @@ class CacheDirectory:
 
     @property
     def full(self) -> bool:
-        """Whether there was no room for a record of late: new ones need not be made ready."""
+        """Whether there was no room for a record recently, so that others need not be prepared for writing."""
         return time.monotonic() < self._failed + LOOK_AGAIN or (self._budget is not None and self._budget.full)
 
-    def save(self, key: Key, item: EncodedItem, over: FileId | None = None) -> None:
+    def save(self, key: Key, item: EncodedItem, replaces: FileId | None = None) -> None:
         """Writes a record and makes it visible whole. A failure leaves nothing behind.
 
         Args:
             key: the item's key.
             item: the item.
-            over: the file that the record is to replace; any by default.
+            replaces: the only file that the record may replace; any by default.
 
         Raises:
             FileChanged: that file is not there any more.
@@ -181,7 +181,7 @@ class CacheDirectory:
         try:
             with temporary.being_written(self.path, key.digest, path, self._file_mode) as unfinished:
                 self._storage.write(unfinished, buffers, durable=self._durable)
-                if over is not None and not _is_there(path, over):
+                if replaces is not None and not _is_there(path, replaces):
                     raise FileChanged(f"{path} was replaced or removed")
             if self._durable:
                 _sync_directory(self.path)
@@ -214,7 +214,7 @@ class CacheDirectory:
             self._reader.report_unusable(path, e)
             return "cached" if isinstance(e, NewerRecord) else None
         try:
-            self.save(key, item, over=file)
+            self.save(key, item, replaces=file)
         except FileChanged:
             return "cached" if self.holds(key.digest) else None
         return "converted"
@@ -251,7 +251,7 @@ class CacheDirectory:
             self._reader.forget(path)
 
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
-        """As :meth:`publish`, in the background. Waits only while too much is queued.
+        """As :meth:`publish`, in the background. Waits only while the queue is full.
 
         The item may change as soon as this returns. ``done`` is called once publishing has ended.
         """
@@ -279,7 +279,7 @@ def _is_there(path: str, file: FileId) -> bool:
 def _note(index: Index, path: str, key: Key, item: EncodedItem, head: Buffer) -> None:
     """Notes a record that was just written in the index, if possible.
 
-    ``head`` is its header if packing was tried, else empty: only that tells whether it succeeded.
+    ``head`` is its header if packing was tried, else empty. Only the header shows whether packing succeeded.
     """
     with contextlib.suppress(OSError, RecordError):  # pruned or replaced already
         st = os.stat(path)

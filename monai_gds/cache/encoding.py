@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ARRAY_ALIGNMENT", "EncodedItem", "encode_item", "tensor_bytes"]
 
-#: Alignment of small arrays in the packed block whose element size does not divide it; others are aligned to that.
+#: Alignment of small arrays in the packed block. Arrays whose element size divides it are aligned to that size instead.
 ARRAY_ALIGNMENT = 16
 
 #: A tensor is copied if its storage is larger than itself by more than this many bytes.
@@ -258,10 +258,10 @@ class _Encoder:
         return {"$namespace": self._inside(value, path, lambda: self._pairs(vars(value), path))}
 
     def proxy(self, value: types.MappingProxyType[Any, Any], path: _Path) -> Any:
-        (behind,) = gc.get_referents(value)  # the only way to see what it is a view of
-        if type(behind) is not dict:
+        (viewed,) = gc.get_referents(value)  # the only way to see what it is a view of
+        if type(viewed) is not dict:
             raise UnsupportedType(_unsupported(value, path, "is a view of something other than a plain dict"))
-        return {"$proxy": self._inside(value, path, lambda: self._pairs(behind, path))}
+        return {"$proxy": self._inside(value, path, lambda: self._pairs(viewed, path))}
 
     def subclass_of_tuple(self, value: tuple[Any, ...], path: _Path) -> Any:
         cls = type(value)
@@ -409,7 +409,7 @@ def _tagged(tag: str, encode: _Encode) -> _Encode:
     return lambda encoder, value, path: {tag: encode(encoder, value, path)}
 
 
-#: Encoders by exact type, for what items are mostly made of. Registering such a type has no effect.
+#: Encoders by exact type, for the most frequent types. Registering such a type has no effect.
 _ENCODERS: dict[type, _Encode] = {
     int: _Encoder.integer,
     float: _Encoder.real,

@@ -298,7 +298,7 @@ _ELEMENT = re.compile(r"(.*?\[\d+\])\..*", re.DOTALL)
 
 
 def _whole_elements(before: Attributes, now: Attributes) -> dict[str, str]:
-    """Elements of lists that only one side has, with what became of them."""
+    """The elements of lists that only one side has, each with ``"is gone"`` or ``"is new"``."""
     found: dict[str, str] = {}
     for mine, others, what in ((before, now, "is gone"), (now, before, "is new")):
         elements = {element[1] for name in mine if (element := _ELEMENT.fullmatch(name))}
@@ -306,8 +306,8 @@ def _whole_elements(before: Attributes, now: Attributes) -> dict[str, str]:
     return found
 
 
-def _is_told_by_parts(name: str, before: Attributes, now: Attributes) -> bool:
-    """Whether this is the hash of code, and something named within the code differs too."""
+def _is_shown_by_parts(name: str, before: Attributes, now: Attributes) -> bool:
+    """Whether this is the hash of code, and something named within the code differs too, which is reported instead."""
     if not (before.get(name, "").startswith("code ") and now.get(name, "").startswith("code ")):
         return False
     within = (f"{name}'s ", f"{name}.", f"{name}[")
@@ -323,7 +323,7 @@ def _attribute_differences(label: str, before: Attributes, now: Attributes) -> l
     for name in dict.fromkeys([*before, *now]):
         if (found := _ELEMENT.fullmatch(name)) and found[1] in whole:
             continue
-        if _is_told_by_parts(name, before, now):
+        if _is_shown_by_parts(name, before, now):
             continue
         full = ".".join(part for part in (label, name) if part)
         if name not in now:

@@ -1,4 +1,4 @@
-"""Lists source folders on all levels."""
+"""Lists source folders on all levels, and hashes the listings. Used by :mod:`monai_gds.cache.sources`."""
 
 from __future__ import annotations
 

@@ -472,7 +472,7 @@ class _Hasher:
         return parts
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
-        """What a function reads from its module, other modules of the user, and attributes of the user's functions."""
+        """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
         names = sorted(names_read(function.__code__))
         self._names.update(names)
         for name in names:
@@ -493,7 +493,7 @@ class _Hasher:
             yield from self._module(module, names, f"{where}'s {module.__name__}")
 
     def _module(self, module: types.ModuleType, names: list[str], where: str) -> Iterable[bytes]:
-        """What code that reads these names may read from a user's module and the modules in it."""
+        """Digests of what code that reads these names may read from a user's module and the modules in it."""
         if library_of(module.__name__) is not None:
             return
         for name in names:

@@ -30,6 +30,7 @@ __all__ = [
     "PAD",
     "RUNS",
     "SUFFIX",
+    "TABLE",
     "VERSION",
     "Header",
     "SourceState",
@@ -43,7 +44,7 @@ __all__ = [
     "read",
 ]
 
-#: Of the format.
+#: The version of the format.
 VERSION = 2
 
 #: What follows the digest in the name of a record.
@@ -97,7 +98,7 @@ DTYPES = {
 
 _ITEM_BYTES = dict(DTYPES.values())
 
-#: A form that a record was asked for.
+#: A form in which a record was to be written.
 _FORM = re.compile(r"[a-z][a-z0-9]{0,15} [1-9][0-9]{0,3}")
 
 #: The checksum of an entry.
@@ -128,7 +129,7 @@ class Tiled(NamedTuple):
 
     layout: dict[str, Any]  # as the tree describes it, unchecked
     table: Tensor  # where its table lies
-    uses: frozenset[str]  # what else the tree has about it: "numpy" for an array, and so on
+    uses: frozenset[str]  # the other fields of its node in the tree: "numpy" for an array, and so on
 
 
 class RunEntries(NamedTuple):
@@ -146,19 +147,19 @@ class Header:
     tree: Any  # the item tree
     arrays: Tensor | None  # where the packed small arrays lie, if there are any
     tensors: dict[str, Tensor]  # the item's tensors by name, in the order of the file
-    tiles: dict[str, Tiled]  # of those that are packed
-    runs: dict[str, RunEntries]  # of those packed ones that have any
-    form: str  # that large tensors were tried to be packed in, codec and edge; empty if they were not
+    tiles: dict[str, Tiled]  # the packed tensors
+    runs: dict[str, RunEntries]  # the packed tensors that have runs
+    form: str  # codec and edge with which packing was tried; empty if it was not
 
     def front(self) -> dict[str, Tensor]:
-        """The entries behind the header that are not tensors of the item, by name."""
+        """The entries between the header and the item's tensors, by name."""
         arrays = {} if self.arrays is None else {ARRAYS: self.arrays}
         tables = {TABLE + name: tiled.table for name, tiled in self.tiles.items()}
         return {**arrays, **tables, **{RUNS + name: runs.table for name, runs in self.runs.items()}}
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor of the item, which may be packed."""
+    """Bytes of a tensor of the item when it is not packed."""
     return math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
 
 
@@ -169,7 +170,7 @@ def digest_in(name: str) -> str | None:
 
 
 def digest_of(parts: Any) -> str:
-    """The digest of a key's parts, after which its record is named."""
+    """The digest of a key's parts, which names its record."""
     text = json.dumps(parts, separators=(",", ":"), ensure_ascii=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -190,12 +191,12 @@ def check_holes(file: int | str) -> None:
 
     A sparse file of 4 kB can declare tensors of terabytes, all zeros, with right checksums, and holes take memory as
     soon as they are read. A record has none when it is written, but a copy may have some where the tensors have zeros,
-    as may any file on a file system that does not store them. So only what no copy comes to is refused: holes of more
-    than 256 MiB, beside less than 1/64 as much data, on a file system that keeps zeros. What was refused is computed
-    anew, and has no holes then.
+    as may any file on a file system that does not store zeros. So a file is refused only if it cannot be such a copy:
+    it has more than 256 MiB of holes, and less than 1/64 as much data, on a file system that keeps zeros. Its item is
+    computed anew, and the new record has no holes.
 
     Raises:
-        DamagedRecord: it is.
+        DamagedRecord: the file is refused.
         OSError: it cannot be opened.
     """
     st = os.stat(file)
@@ -214,7 +215,7 @@ def check_holes(file: int | str) -> None:
 def _data_bytes(fd: int, size: int) -> int:
     """Bytes of a file that are not in holes, as far as the file system can tell. Compression does not change them."""
     data = end = 0
-    with contextlib.suppress(OSError):  # ENXIO: no data behind this
+    with contextlib.suppress(OSError):  # ENXIO: no data after this
         while end < size:
             begin = os.lseek(fd, end, os.SEEK_DATA)
             end = os.lseek(fd, begin, os.SEEK_HOLE)
@@ -236,8 +237,8 @@ def parse(head: bytes, size: int) -> Header:
     """Parses a header strictly, given at least the header and the size of the whole file.
 
     Raises:
-        DamagedRecord: not a record, or an incomplete one.
-        NewerRecord: written by a newer version of the format.
+        DamagedRecord: it is not a record, or incomplete.
+        NewerRecord: it was written in a newer version of the format.
     """
     start = header_length(head, size)
     text = bytearray(head[8:start])
@@ -277,7 +278,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-#: Python's own takes NaN and Infinity, which no other reader of JSON does.
+#: Python's own parser takes NaN and Infinity, which no other parser of JSON does.
 _loads = functools.partial(json.loads, parse_constant=_no_constant)
 
 
@@ -289,7 +290,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size: int) -> dict[str, Tensor]:
-    """The entries in file order, without padding. Together with it they must cover the file without gaps."""
+    """The entries in file order, without padding. Together with the padding they must cover the file without gaps."""
     found: dict[str, Tensor] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -301,7 +302,7 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
         if len(shape) > MOST_AXES or min(shape, default=0) < 0 or math.prod([n or 1 for n in shape]) >= 1 << 63:
             raise DamagedRecord(f"its entry {name!r:.40} has an impossible shape")
         if begin != end or stop - begin != math.prod(shape) * itemsize:
-            raise DamagedRecord(f"its entry {name!r:.40} is not where or as large as it should be")
+            raise DamagedRecord(f"its entry {name!r:.40} has the wrong place or size")
         end = stop
         if not name.startswith(PAD):
             if not _CHECKSUM.fullmatch(checksums[name]):
@@ -313,13 +314,13 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
 
 
 def _runs(entries: dict[str, Tensor]) -> dict[str, RunEntries]:
-    """The runs of packed tensors. Their tables and blocks leave the entries."""
+    """The runs of packed tensors. Removes their tables and blocks from ``entries``."""
     names = [name.removeprefix(RUNS) for name in entries if name.startswith(RUNS)]
     return {name: RunEntries(entries.pop(RUNS + name), entries.pop(BLOCKS + name)) for name in names}
 
 
 def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:
-    """The packed tensors. Their tables leave the entries, which get the dtype and shape of what is packed."""
+    """The packed tensors. Removes their tables from ``entries``, and gives them the dtype and shape they unpack to."""
     tables = {name.removeprefix(TABLE): entries.pop(name) for name in list(entries) if name.startswith(TABLE)}
     found: dict[str, Tiled] = {}
     nodes = [tree]
@@ -351,7 +352,7 @@ def _form(metadata: dict[str, Any]) -> str:
     if "form" not in metadata:
         return ""
     if not _FORM.fullmatch(metadata["form"]):
-        raise DamagedRecord(f"it was asked for the form {metadata['form']!r:.40}, which is none")
+        raise DamagedRecord(f"its header names the form {metadata['form']!r:.40}, which no version writes")
     return str(metadata["form"])
 
 

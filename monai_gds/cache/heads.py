@@ -61,7 +61,7 @@ _shared_table = functools.lru_cache(maxsize=256)(TensorTable)
 
 
 class RecordHead(NamedTuple):
-    """All that is needed to read a record again in one request."""
+    """Everything that is needed to read a record again in one request."""
 
     file: FileId  # identity of the file it was read from
     recipe: Recipe  # puts the item together
@@ -69,8 +69,8 @@ class RecordHead(NamedTuple):
     checksums: tuple[int, ...]  # of the bytes of each tensor in the file
     tiles: dict[str, Tiles]  # of packed tensors, by name
     tiled: dict[str, TensorForm]  # those of them that may be read box by box: they come as plain tensors
-    rest: TensorTable  # where all others lie; the same as ``table`` if none may
-    runs: dict[str, tuple[RunTable, int]]  # of some of these, by name: their table, and where their blocks begin
+    rest: TensorTable  # where all other tensors lie; the same as ``table`` if none may be
+    runs: dict[str, tuple[RunTable, int]]  # by name of a tiled label: the table of its runs, and where the blocks begin
 
     @classmethod
     def of(cls, record: Header, file: FileId, blocks: dict[str, bytes], form: Form, on_gpu: bool) -> RecordHead:
@@ -145,7 +145,7 @@ class HeadMemory:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> RecordHead | None:
-        """The head kept for a path. The file may have changed since, which opening it to read shows."""
+        """The head kept for a path. The file may have changed since: its identity is compared when it is opened."""
         return self._heads.get(path)
 
     def keep(self, path: str, head: RecordHead) -> None:

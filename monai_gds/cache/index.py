@@ -172,7 +172,7 @@ def _line(entry: IndexEntry) -> bytes:
 
 
 def _facts(text: bytes) -> Iterator[IndexEntry]:
-    """The facts in these lines. Torn and garbled ones, and those of another kind, are skipped."""
+    """The facts in these lines. Torn and garbled lines, and facts of another kind, are skipped."""
     layouts: dict[str, Any] = {}
     for fact in lines_in(text):
         try:
@@ -182,7 +182,7 @@ def _facts(text: bytes) -> Iterator[IndexEntry]:
 
 
 def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
-    """A fact, strictly: whoever may write to the folder wrote it, and ``ls`` and ``explain`` calculate with it."""
+    """Parses a fact strictly: anyone who may write to the folder may have written it. ``ls`` and ``explain`` use it."""
     kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources, form = fact
     if kind != "record" or not (type(digest) is type(item) is type(pipeline) is str and _DIGEST.fullmatch(digest)):
         raise TypeError("not a fact of this version")

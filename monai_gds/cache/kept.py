@@ -1,6 +1,6 @@
 """Packed records that stay in the memory of a CUDA device: a hit on one of them is decoded, without a read or a copy.
 
-Used by :mod:`monai_gds.cache.reading`. An epoch comes by every record once, so the first that come are kept and none is
+Used by :mod:`monai_gds.cache.reading`. An epoch reads every record once, so the first records are kept and none is
 replaced by another.
 """
 
@@ -33,10 +33,10 @@ class KeptRecords:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> Sequence[torch.Tensor] | None:
-        """What was kept of the file that is at a path now.
+        """The tensors kept of the file that is at a path now; None if there are none.
 
         Raises:
-            OSError: there is no file any more.
+            OSError: the file no longer exists.
         """
         found = self._records.get(path)
         if found is None:
@@ -48,7 +48,7 @@ class KeptRecords:
         return None
 
     def has_room(self, path: str, nbytes: int) -> bool:
-        """Whether a record of so many bytes would be kept. Of several threads that ask, not all may be right."""
+        """Whether a record of ``nbytes`` would be kept. Another thread may take the room meanwhile."""
         return path in self._records or self.nbytes + nbytes <= self._budget
 
     def keep(self, path: str, file: FileId, raw: Sequence[torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ class KeptRecords:
                 self.nbytes += nbytes
 
     def drop(self, path: str) -> None:
-        """Gives up what was kept of a path, if anything."""
+        """Frees what was kept of a path, if anything."""
         with self._lock:
             found = self._records.pop(path, None)
             if found is not None:

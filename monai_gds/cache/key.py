@@ -48,7 +48,7 @@ class Pipeline:
     files: tuple[str, ...] = ()  # files that the transforms name
 
     def parts(self, item: str, sources: list[list[Any]]) -> list[Any]:
-        """What is digested, as JSON-able data, given an item's hash and its sources ``[name, size, content]``."""
+        """The parts that are digested, JSON-able, given an item's hash and its sources ``[name, size, content]``."""
         state = [list(pair) for pair in self.state]
         return [_FORMAT, item, self.transforms, self.monai, state, sources, self.root is not None]
 
@@ -81,7 +81,7 @@ class Key:
         return {path: identity for path, identity in pairs if identity is not None}
 
     def parts(self) -> list[Any]:
-        """What is digested, as JSON-able data."""
+        """The parts that are digested, JSON-able."""
         return _parts(self.item, self.pipeline, self.paths, self.identities)
 
     def changes(self, later: Key) -> str:
@@ -217,7 +217,7 @@ class KeyMaker:
 
 
 def hash_text(found: Any, name: str) -> str:
-    """The text of the bytes that a user's hash function returned, which was given as the argument ``name``."""
+    """The text of the bytes that a user's function returned, given as the argument ``name``. Raises HashingError."""
     if not isinstance(found, bytes):
         raise HashingError(f"{name} returned a {type(found).__name__}: it has to return bytes, a hash as text in UTF-8")
     return found.decode("utf-8")

@@ -1,4 +1,4 @@
-"""Items of which the tensors in tiles are read box by box. Begun by :mod:`monai_gds.cache.reading`."""
+"""Items whose tensors in tiles are read box by box. Begun by :mod:`monai_gds.cache.reading`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class LazyItem:
     def runs(self) -> Mapping[str, Runs]:
         """The runs of those labels in :attr:`tiled` that have any, by name. Finding an element reads a few kB, at once.
 
-        Where that raises, what :meth:`read` returns afterwards comes to nothing, and the record is reported.
+        If that raises, what :meth:`read` returns afterwards gives None, and the record is reported.
         """
         return {
             name: Runs(table, partial(self._run_block, name), self._found.setdefault(name, {}).__setitem__)
@@ -142,7 +142,7 @@ class LazyItem:
 
 
 class Volume(NamedTuple):
-    """Voxels of a tensor in boxes that were read. All else in its memory is anything.
+    """Voxels of a tensor in boxes that were read. The rest of its memory is undefined.
 
     Attributes:
         data: the memory, 1-D, of the tensor's dtype.
@@ -177,7 +177,7 @@ class Volume(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is read of one tensor."""
+    """The part of one tensor that is read."""
 
     name: str
     entry: int  # which of the record's tensors
@@ -193,7 +193,7 @@ class Part(NamedTuple):
 
 
 def part_of(name: str, head: RecordHead, boxes: Sequence[Box], on_device: bool) -> Part:
-    """What to read of a tensor, so that the voxels of some boxes are there."""
+    """The part of a tensor to read for the voxels of some boxes."""
     tiles = head.tiles[name]
     entry = next(i for i, (other, _, _) in enumerate(head.table.tensors) if other == name)
     shape = tiles.layout.shape

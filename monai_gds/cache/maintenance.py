@@ -165,7 +165,10 @@ def check(path: str | os.PathLike[str]) -> Found | None:
 
 
 def look(path: str | os.PathLike[str], more: Callable[[BufferedReader, Header], None] | None = None) -> Found | None:
-    """What the header of a record tells, after ``more`` has run on the rest. None if there is no such file."""
+    """Reads the header of a record. Returns None if there is no such file.
+
+    ``more`` is called with the open file and the header, to check the rest. It may raise RecordError or OSError.
+    """
     path = os.fspath(path)
     file = Found(path, 0)
     try:
@@ -185,26 +188,26 @@ def look(path: str | os.PathLike[str], more: Callable[[BufferedReader, Header], 
 
 
 def _facts(key: dict[str, Any], name: str) -> dict[str, Any]:
-    """What a record's key tells of it, checked against its file name."""
+    """What the key in a record holds about it, checked against its file name. Raises DamagedRecord."""
     try:
         parts, item, pipeline = key["parts"], key["item"], key["pipeline"]
         sources = {path: (size, identity) for path, (size, identity) in key["sources"].items()}
         if not {str}.issuperset(map(type, [item, pipeline, *(identity for _, identity in sources.values())])):
-            raise TypeError("a text in it is something else")
+            raise TypeError("a hash or an identity is not a string")
         if not {int}.issuperset(type(size) for size, _ in sources.values()) or not _HEX.fullmatch(pipeline):
-            raise ValueError("a number in it is something else")
+            raise ValueError("a size is not a whole number, or the pipeline is not hexadecimal")
         # parts = [format, item, transforms, MONAI, state, sources, rooted]; leave out MONAI's version and the sources.
         same = header.digest_of([[*parts[:3], *parts[4:5], *parts[6:]], *sorted(sources)])
         digest = header.digest_of(parts)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
         raise DamagedRecord(f"its key is malformed: {e!r}") from e
     if digest != header.digest_in(name):
-        raise DamagedRecord("it is not the record of its name: it was swapped, copied or renamed")
+        raise DamagedRecord("its key does not match its name: the file was swapped, copied or renamed")
     return {"item": item, "pipeline": pipeline, "sources": sources, "same": same}
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether the file itself is at fault, rather than its version or the reader's permissions."""
+    """Whether an error is the file's fault, rather than that of its version or the reader's permissions."""
     if isinstance(error, OSError):
         return error.errno == errno.EIO
     return not isinstance(error, NewerRecord)
@@ -220,11 +223,11 @@ def _check_bytes(file: BufferedReader, read: Header) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What may go
+# What may be deleted
 
 
 def pipeline_of(records: Iterable[Found], prefix: str) -> str:
-    """The one pipeline among those of the records whose hash begins with these digits.
+    """The only pipeline of these records whose hash begins with ``prefix``.
 
     Raises:
         ValueError: the prefix is too short or not hexadecimal, or no or several pipelines begin with it.
@@ -252,7 +255,7 @@ def prunable(
     pipeline: str = "",
     identify: Identify | None = None,
 ) -> Iterator[Found]:
-    """Files that are of no more use, each with the reason in ``problem``.
+    """Files that are no longer of use, each with the reason in ``problem``.
 
     These are temporary files whose writer is gone, damaged records, and superseded records: a source file differs from
     the one the record was made from, or there is a newer record of the same item, sources and transforms. Other
@@ -260,7 +263,7 @@ def prunable(
 
     Args:
         directory: the cache directory.
-        records: what :func:`survey` found in it without an index, which proves nothing.
+        records: what :func:`survey` found in it, without an index: that may be wrong.
         missing_sources: also records with a missing source file. Not by default, since a disk may be unmounted.
         pipeline: also all records of this pipeline, see :func:`pipeline_of`.
         identify: also compares sources by identity. By default only sizes are compared, because hashing takes long.
@@ -337,8 +340,8 @@ def remove(found: Found) -> bool:
     if temporary.is_temporary(found.path.name):
         return temporary.remove(found.path.parent.parent, found.path.name)
     try:
-        seen = os.lstat(found.file)  # first: what comes later is compared with it
-        st = os.stat(found.file)  # of a link, judged was what it leads to
+        seen = os.lstat(found.file)  # first, since later states are compared with it
+        st = os.stat(found.file)  # a link was judged by its target
     except FileNotFoundError:
         return False
     if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):

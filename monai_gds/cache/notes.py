@@ -1,4 +1,4 @@
-"""Notes of one kind in a cache directory: each process appends to a file of its own, and reads those of all.
+"""Notes of one kind in a cache directory: each process appends to its own file, and reads the files of all processes.
 
     <directory>/.index/<place>.<pid>.<start>.<n>.<kind>
 
@@ -58,9 +58,9 @@ class Notes:
     Args:
         directory: the cache directory. Nothing is created in it before something is noted.
         kind: suffix of the files.
-        whole: how many of these bytes are whole notes. The rest, a note that is being written, is read later.
+        whole: bytes of a file -> how many of them are whole notes. The rest, a note being written, is read later.
         file_mode: permissions that files have at most.
-        foreign_seconds: how long the file of a process that cannot be seen from here is not merged after its last note.
+        foreign_seconds: age of its last note at which the file of a process that cannot be seen from here is merged.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ def _unlink(folder: int, name: str) -> None:
 
 
 def _is_abandoned(folder: int, name: str, foreign_seconds: float = FOREIGN_SECONDS) -> bool:
-    """Whether a file's writer has ended and this user may delete the file."""
+    """Whether a file's writer has ended, and this user may delete the file."""
     try:
         st = os.stat(name, dir_fd=folder, follow_symlinks=False)
         sticky = os.fstat(folder).st_mode & stat.S_ISVTX

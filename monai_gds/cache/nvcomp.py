@@ -112,7 +112,7 @@ def _crc_options(count: int, most_bytes: int) -> _CrcOptions:
 
 @functools.lru_cache(maxsize=256)
 def temp_bytes(codec: str, count: int, most_out: int, total_out: int) -> int:
-    """Bytes of memory on the device that :func:`decompress` needs."""
+    """Bytes of memory on the device that :func:`decompress` needs. Raises MonaiGdsError as it does."""
     found = ctypes.c_size_t()
     name = f"nvcompBatched{CODECS[codec]}DecompressGetTempSize"
     _call(name, count, most_out, _DEFAULTS, ctypes.byref(found), total_out, None)
@@ -128,7 +128,7 @@ def decompress(codec: str, blocks: Blocks, temp: int, temp_nbytes: int, statuses
         temp: address of memory for nvCOMP's own use, see :func:`temp_bytes`.
         temp_nbytes: its bytes.
         statuses: address of an int32 per block, which becomes 0 if it is sound.
-        got: address of an int64 per block, which becomes its bytes behind decompressing.
+        got: address of an int64 per block, which becomes its bytes after decompressing.
         stream: raw handle of the stream.
 
     Raises:

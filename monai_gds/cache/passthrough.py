@@ -23,7 +23,7 @@ Path: TypeAlias = "tuple[str | int, ...]"
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _MISSING = object()
 
-#: An item that has None wherever a value is taken from it, for those who have none at hand.
+#: Stands for an item where there is none: every value taken from it is None.
 ANYTHING: Any = object()
 
 
@@ -133,7 +133,7 @@ class _Finder(pickle.Pickler):
             raise _Randomness
 
 
-class _Nowhere:
+class _Discard:
     def write(self, data: Any) -> int:
         return len(data)
 
@@ -141,7 +141,7 @@ class _Nowhere:
 def _holds_randomness(value: Any) -> bool:
     """Whether pickling finds random state in a value. It may have been drawn from, which the hash does not show."""
     try:
-        _Finder(_Nowhere(), protocol=5).dump(value)
+        _Finder(_Discard(), protocol=5).dump(value)
     except _Randomness:
         return True
     except Exception:  # cannot be pickled: the hash must do

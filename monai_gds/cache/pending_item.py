@@ -63,11 +63,11 @@ class PendingItem:
     """An item being read from a record of ``nbytes`` bytes.
 
     Args:
-        reader: which began it.
+        reader: the reader that began it.
         path: of the record.
-        begun: its reads, or those of several records together.
-        file: which of the files of those reads.
-        first: the first of its tensors among those read.
+        begun: the reads of this record, or of several records together.
+        file: the index of this record's file among those of the reads.
+        first: the index of its first tensor among those of the reads.
     """
 
     __slots__ = (
@@ -121,7 +121,11 @@ class PendingItem:
 def verify_entries(
     head: RecordHead, table: TensorTable, raw: Sequence[torch.Tensor], unpacking: Unpacking | None
 ) -> None:
-    """Compares the checksums of what was read. Unpacking on a device has compared those of each tile."""
+    """Compares the checksums of what was read, except tiles that were unpacked, and so compared, on a device.
+
+    Raises:
+        DamagedRecord: one differs.
+    """
     checksums = dict(zip((name for name, _, _ in head.table.tensors), head.checksums, strict=True))
     for (name, _, _), data in zip(table.tensors, raw, strict=True):
         if unpacking is None or name not in head.tiles:

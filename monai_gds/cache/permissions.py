@@ -15,7 +15,7 @@ import stat
 
 __all__ = ["ANY", "share_file", "share_folder"]
 
-#: No limit of a user's own on the permissions of files.
+#: The permissions of files where the user has set no limit.
 ANY = 0o666
 
 _OWN = 0o600
@@ -46,7 +46,7 @@ def _share(target: int, st: os.stat_result, above: os.stat_result, mode: int) ->
     if st.st_gid != above.st_gid:
         with contextlib.suppress(OSError):  # not a member of that group
             os.fchown(target, -1, above.st_gid)
-            st = os.fstat(target)  # which may have lost bits by it
+            st = os.fstat(target)  # fchown may have cleared bits
     if stat.S_IMODE(st.st_mode) != mode:
         with contextlib.suppress(OSError):  # a file system without modes
             os.fchmod(target, mode)

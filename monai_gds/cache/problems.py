@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord
-from monai_gds.told import Topic
+from monai_gds.notices import Notice
 
 __all__ = ["Problems", "with_advice"]
 
@@ -37,9 +37,11 @@ _ADVICE: dict[Any, str] = {
 class Problems:
     """Reports the problems of one cache directory.
 
-    If it is ``unmade``, the user has been warned that it cannot be made. Nothing is reported until it exists. Its
-    name for users is ``cache_dir``, or ``local_dir`` if it holds ``copies``. Processes with an equal ``run`` report
-    each problem once.
+    Args:
+        directory: the cache directory.
+        unmade: the user has been warned that it cannot be made, so nothing is reported until it exists.
+        copies: it holds copies of records: messages call it ``local_dir``, not ``cache_dir``.
+        run: processes with an equal value report each problem once; None: each process reports it.
     """
 
     def __init__(self, directory: str, unmade: bool, copies: bool = False, run: Any = None) -> None:
@@ -90,7 +92,7 @@ class Problems:
             if once_for in self._reported:
                 return
             self._reported.add(once_for)
-        if self._run is not None and not Topic(self._directory, self._run, once_for).is_new():
+        if self._run is not None and not Notice(self._directory, self._run, once_for).is_new():
             return
         warnings.warn(message, CacheWarning, stacklevel=2)
 

@@ -201,7 +201,7 @@ def own_attribute(value: Any, name: str) -> Any:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What an object holds in its ``__dict__`` and in its slots."""
+    """The attributes of an object, in its ``__dict__`` and its slots, by name."""
     found = dict(own_attribute(value, "__dict__") or {})
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())

@@ -42,7 +42,7 @@ Verify = Literal["first", "always", "never"]
 #: this machine.
 Mmap = Literal["auto"] | bool
 
-#: How often a record is tried again that keeps being replaced while it is read.
+#: How often a record is read that keeps being replaced meanwhile.
 _TRIES = 5
 
 
@@ -50,8 +50,8 @@ def read_record(path: str, storage: Storage) -> tuple[Header, FileId, dict[str, 
     """Reads and checks the front of a record.
 
     Returns:
-        The header, the identity of the file, and by name the entries behind the header: packed small arrays, and tables
-        of tiles.
+        The header, the identity of the file, and by name the entries that follow the header: packed small arrays, and
+        tables of tiles and runs.
 
     Raises:
         RecordError: damaged, or of a newer format.
@@ -85,6 +85,7 @@ def _longer_head(path: str, file: FileId, nbytes: int, storage: Storage) -> byte
 
 
 def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list[tuple[int, RecordHead, bool]]]:
+    """Divides small records into groups that are read together."""
     group: list[tuple[int, RecordHead, bool]] = []
     nbytes = 0
     for member in members:
@@ -150,7 +151,7 @@ class RecordReader:
         """Begins to read the tensors of a table.
 
         Returns:
-            The reads, what unpacks tensors in tiles behind them, on a device, and whether checksums are to be compared.
+            The reads; the step after them that unpacks tiles on a device, if any; whether checksums must be compared.
         """
         verify = self._must_verify(path, head.file, table is head.table)
         # A record to be verified is read, not mapped: on a failing disk a read raises, touching a mapping kills.
@@ -162,19 +163,19 @@ class RecordReader:
             return begin(table.reads.at(path, head.file)), None, verify
         tiles = [head.tiles.get(name) for name, _, _ in table.tensors]
         wanted = [None if one is None else (one, one.starts, None) for one in tiles]
-        if table is head.table and self._stays(path, head):
+        if table is head.table and self._is_kept(path, head):
             pending, unpacking = self._begin_kept(path, head, wanted)
             return pending, unpacking, verify
         unpacking = Unpacking(wanted)
         return begin(table.reads.at(path, head.file)).then(unpacking, aside=True), unpacking, verify
 
     def _maps(self, path: str) -> bool:
-        """Whether records are mapped: on a drive of another machine a failure that a read survives is frequent."""
+        """Whether records are mapped. Drives of other machines fail often: a read survives that, a mapping does not."""
         if self._mmap == "auto":
             self._mmap = kind_of_folder(os.path.dirname(path)) in LOCAL
         return self._mmap
 
-    def _stays(self, path: str, head: RecordHead) -> bool:
+    def _is_kept(self, path: str, head: RecordHead) -> bool:
         """Whether a record is in the device's memory, or will be when it is read whole."""
         return self._kept is not None and self._kept.has_room(path, head.table.reads.total)
 
@@ -182,7 +183,7 @@ class RecordReader:
         self, path: str, head: RecordHead, wanted: Sequence[Any], only: Sequence[int] | None = None
     ) -> tuple[Pending, Unpacking]:
         """Takes a record from the device's memory, or begins to read all of it, to be kept there."""
-        assert self._kept is not None, "the caller has looked"
+        assert self._kept is not None, "the caller has checked"
         raw = self._kept.get(path)
         if raw is not None:
             unpacking = Unpacking(wanted, kept=True, only=only)
@@ -206,7 +207,7 @@ class RecordReader:
                 into = [pooled_scratch(part.selection.nbytes) for part in parts]
                 return self._storage.fill(reads_of(path, head, parts), into), None
             ids = [part.selection.tiles.astype(np.int32) for part in parts]
-            if self._stays(path, head):
+            if self._is_kept(path, head):
                 wanted: list[Any] = [None] * len(head.table.tensors)
                 for part, some in zip(parts, ids, strict=True):
                     wanted[part.entry] = part.tiles, part.tiles.starts[some], some
@@ -243,7 +244,7 @@ class RecordReader:
         return table.decode(block, stream.numpy())
 
     def usable(self, path: str, get: Callable[[], T]) -> T | None:
-        """What ``get`` reads of a record; None if the record is unusable, which is reported, or there no more."""
+        """The result of ``get``, which reads a record; None if the record is unusable, which is reported, or gone."""
         try:
             return get()
         except (FileChanged, FileNotFoundError):  # replaced or deleted by another process
@@ -275,7 +276,7 @@ class RecordReader:
         return found
 
     def start_all_lazily(self, paths: Sequence[str]) -> list[LazyItem | PendingItem | None]:
-        """As :meth:`start_all`, but of tensors in tiles only what is asked for later."""
+        """As :meth:`start_all`, but of tensors in tiles only those boxes are read that are requested later."""
         found: list[LazyItem | PendingItem | None] = [None] * len(paths)
         others: list[int] = []
         for i, path in enumerate(paths):
@@ -301,7 +302,7 @@ class RecordReader:
         return None
 
     def is_sound(self, path: str, digest: str, suits: Callable[[Header], bool] | None = None) -> bool:
-        """Whether the record of a key is there with a sound header, and ``suits``. Its data are not read.
+        """Whether the record of a key has a sound header, and satisfies ``suits``. Its data are not read.
 
         A record that only another version or machine can use is sound: it is reported, and not replaced.
         """
@@ -329,6 +330,7 @@ class RecordReader:
         return record
 
     def forget(self, path: str) -> None:
+        """Forgets what is known of a record, except that this version of the file is damaged."""
         self.heads.drop(path)
         if self._kept is not None:
             self._kept.drop(path)
@@ -340,14 +342,15 @@ class RecordReader:
         (self._verified if whole else self._verified_rest)[path] = file
 
     def report_unusable(self, path: str, error: Exception) -> None:
-        """Warns of a record that cannot be used, and forgets it, but for that it is damaged.
+        """Warns of a record that cannot be used, and remembers if it is damaged, so that it is replaced.
 
-        What is wrong may show in one way of reading only, and the record would stay as it is. So would a copy whose
-        header can be read and whose data cannot. Another record is tried again, since its server may come back.
+        Without this, damage that only one way of reading notices would stay, as would a copy of which the header can be
+        read and the data cannot. Records that cannot be read for another reason are tried again: a server may come
+        back.
         """
         head = self.heads.get(path)
-        spoilt = self._copies and isinstance(error, OSError) and error.errno == errno.EIO
-        if head is not None and (spoilt or isinstance(error, DamagedRecord)):
+        broken_copy = self._copies and isinstance(error, OSError) and error.errno == errno.EIO
+        if head is not None and (broken_copy or isinstance(error, DamagedRecord)):
             self._damaged[path] = head.file
         self.forget(path)
         self._problems.unusable(path, error)

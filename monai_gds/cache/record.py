@@ -36,7 +36,8 @@ began with 1. At the far edges tiles are filled up, so that all have one size. W
 holds indices into it, of one byte up to 256 values and of two bytes above; otherwise it holds the elements. Their bytes
 go through the filter, ``"shuffle"`` (all first bytes, then all second bytes …), and then through the codec, ``"lz4"``
 or ``"zstd"``, into one LZ4 block or Zstd frame: a stream. The first stream begins at 16 in the entry, and each other
-one at the first multiple of 16 that is at least 4 bytes behind the end of the one before. There the entry ends, too.
+one at the first multiple of 16 that is at least 4 bytes after the end of the one before. The entry ends where another
+stream would begin.
 
 The table ``__tiles.<name>`` holds for each tile an int32, the size of its stream, then for each a uint32, the CRC-32 of
 its stream, then the bit patterns of the palette's values, all little-endian. A stream of a tile's own size went through
@@ -92,7 +93,7 @@ def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression
     Args:
         item: the item taken apart. Its tensors are not copied and must not change until they are written.
         key: the key's ingredients, JSON-able.
-        compression: how large tensors are packed that get smaller by it, see :func:`tiles.pack`.
+        compression: how to pack large tensors that get smaller by it, see :func:`tiles.pack`.
     """
     layout = _FileLayout()
     packed, form = _packed(item.tensors, compression)
@@ -122,7 +123,7 @@ def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression
 
 
 def _packed(tensors: dict[str, torch.Tensor], compression: Compression) -> tuple[dict[str, tiles.Packed], str]:
-    """The packed tensors, and the form to note: none where there is nothing to pack, or packing failed."""
+    """The packed tensors, and the form to note: empty if there is nothing to pack, or packing failed."""
     packed: dict[str, tiles.Packed] = {}
     large = [name for name, tensor in tensors.items() if compression.cuts(tensor.nbytes)]
     if compression.codec is None or not large:
@@ -131,7 +132,7 @@ def _packed(tensors: dict[str, torch.Tensor], compression: Compression) -> tuple
     for name in large:
         try:
             found = tiles.pack(tensors[name].cpu(), compression.codec, compression.edge)
-        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # compression is optional: an epoch must not end by it
+        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # compression is optional, and must not end an epoch
             warnings.warn(f"a tensor is saved uncompressed: {e}", CacheWarning, stacklevel=2)
             form = ""
             continue
@@ -145,7 +146,7 @@ def _runs(tensors: dict[str, torch.Tensor]) -> dict[str, runs.Packed]:
     for name, tensor in tensors.items():
         try:
             packed = runs.pack(tensor.cpu())
-        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # they save time, and an epoch must not end by them
+        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # runs are optional, and must not end an epoch
             warnings.warn(f"a tensor is saved without the runs of its values: {e}", CacheWarning, stacklevel=2)
             continue
         if packed is not None:
@@ -154,7 +155,7 @@ def _runs(tensors: dict[str, torch.Tensor]) -> dict[str, runs.Packed]:
 
 
 def _with_tiles(tree: Any, packed: dict[str, tiles.Packed]) -> Any:
-    """A copy of a tree whose nodes of packed tensors say how these are packed."""
+    """A copy of a tree in which the nodes of packed tensors describe how these are packed."""
 
     def described(tensor: dict[str, Any]) -> dict[str, Any]:
         found = packed.get(tensor["name"])
@@ -172,7 +173,7 @@ def without_tiles(node: Any) -> Any:
 
 
 def _changed(node: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A copy of a tree with what ``change`` makes of the description of each tensor."""
+    """A copy of a tree in which ``change`` was applied to the description of each tensor."""
     if isinstance(node, list):
         return [_changed(part, change) for part in node]
     if not isinstance(node, dict):
@@ -233,4 +234,4 @@ def check_name(record: Header, digest: str) -> None:
     """Checks that a record belongs to a key. Raises DamagedRecord if it was swapped, copied or linked."""
     parts = record.key.get("parts")
     if not isinstance(parts, list) or digest_of(parts) != digest:
-        raise DamagedRecord("it is not the record of its name: it was swapped, copied or linked from another one")
+        raise DamagedRecord("its key does not match its name: the file was swapped, copied or linked")

@@ -28,13 +28,13 @@ _MOST = 22
 
 
 def check_bits(bits: int | None) -> None:
-    """Refuses a number of bits that float32 cannot be rounded to. Raises ValueError."""
+    """Raises ValueError for a number of bits that float32 cannot be rounded to."""
     if bits is not None and (type(bits) is not int or not 1 <= bits <= _MOST):
         raise ValueError(f"mantissa_bits={bits!r}: use 1 to {_MOST} of float32's 23 bits, or None to keep them all")
 
 
 def rounded(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rounds the elements of a tensor to so many bits of mantissa, ties to even.
+    """Rounds the elements of a tensor to ``bits`` bits of mantissa, ties to even.
 
     Args:
         tensor: contiguous, on any device; not changed.

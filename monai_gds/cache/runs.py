@@ -1,15 +1,15 @@
 """Runs of equal elements in a label: how many elements have a value, and where the k-th of them is, without the label.
 
 Random croppers pick their centres this way. MONAI lists the index of every voxel, 8 bytes each, for every item in every
-epoch: 0.4 s for a volume of 512 x 512 x 300, and 10 s by 105 classes. Runs are found once, when a record is written.
+epoch: 0.4 s for a volume of 512 x 512 x 300, and 10 s for 105 classes. Runs are found once, when a record is written.
 
 Used by :mod:`monai_gds.cache.record`, whose page specifies how runs lie in a file, by :mod:`monai_gds.cache.heads`, and
 through :class:`Runs` by the dataset. Knows neither files nor items.
 
     tensor ─▶ runs: lengths and values ─▶ blocks ─▶ byte planes and codec (blosc) ─▶ streams + table
 
-The table counts, per block, how many elements have each value. So a count takes the table only, and finding an element
-takes the table and one block.
+The table counts, per block, how many elements have each value. So counting needs only the table, and finding an element
+needs the table and one block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Packed", "RunTable", "Runs", "pack"]
 _LEAST_LENGTH = 16
 
 #: Elements per packed byte. Runs that need more bytes do not pay: a label that tiles make 69 times smaller than float32
-#: would become less than 40 times smaller with them. Of 105 organs 956,000 runs took a byte per 104 elements.
+#: would become less than 40 times smaller with them. The 956,000 runs of 105 organs took a byte per 104 elements.
 _LEAST_ELEMENTS_PER_BYTE = 25
 
 #: Fewest runs in a block: smaller blocks compress worse, and reading 4 kB takes as long as reading less.
@@ -94,7 +94,7 @@ def pack(tensor: torch.Tensor) -> Packed | None:
 
 
 def _starts(flat: np.ndarray) -> np.ndarray | None:
-    """Where each run begins, int64; None if there are too many."""
+    """Where each run begins, int64; None if there are too many runs."""
     most = len(flat) // _LEAST_LENGTH
     found, count = [np.zeros(1, np.int64)], 1
     for begin in range(1, len(flat), _CHUNK):
@@ -159,7 +159,7 @@ class RunTable:
         ends = np.cumsum([12, 4 * blocks, 4 * blocks, 4 * blocks * values, values * dtype.itemsize])
         sound = self._count > 0 and 0 < self._per_block * _RUN <= limits.TILE_BYTES and 0 < values <= _MOST_VALUES
         if not sound or ends[-1] != len(table) or not suits(shape, dtype):
-            raise DamagedRecord("the table of its runs does not have the bytes that it should")
+            raise DamagedRecord("the table of its runs has the wrong size, or impossible numbers")
         parts = [table[begin:end].copy() for begin, end in itertools.pairwise(ends)]
         self._sizes, self._crcs = parts[0].view(np.int32), parts[1].view(np.uint32)
         self._counts = parts[2].view(np.uint32).reshape(blocks, values)
@@ -235,8 +235,8 @@ class Runs:
 
     Args:
         table: their table.
-        decoded: reads a block, given its index, and returns what :meth:`RunTable.decode` does.
-        noted: called with each element that was found, and the index of its value.
+        read_block: reads a block, given its index, and returns what :meth:`RunTable.decode` does.
+        on_found: called with the index of each element that :meth:`find` finds, and the index of its value.
 
     Attributes:
         shape: of the tensor.
@@ -257,13 +257,13 @@ class Runs:
     def __init__(
         self,
         table: RunTable,
-        decoded: Callable[[int], tuple[np.ndarray, np.ndarray]],
-        noted: Callable[[int, int], object] = lambda element, value: None,
+        read_block: Callable[[int], tuple[np.ndarray, np.ndarray]],
+        on_found: Callable[[int, int], object] = lambda element, value: None,
     ) -> None:
         self.shape, self.dtype, self.values = table.shape, table.dtype, table.values
         self._table = table
-        self._decoded = decoded
-        self._noted = noted
+        self._read_block = read_block
+        self._on_found = on_found
 
     def count(self, chosen: np.ndarray) -> int:
         """How many elements have one of the chosen values; ``chosen`` is a bool per value. Reads nothing."""
@@ -284,9 +284,9 @@ class Runs:
         if not 0 <= k < self.count(chosen):
             raise IndexError(f"element {k} of {self.count(chosen)}")
         block, before, start = self._table.block_of(chosen, k)
-        lengths, ids = self._decoded(block)
+        lengths, ids = self._read_block(block)
         ends = np.cumsum(np.where(chosen[ids], lengths, 0))
         run = int(np.searchsorted(ends, k - before, side="right"))
         element = start + int(lengths[:run].sum()) + k - before - (int(ends[run - 1]) if run else 0)
-        self._noted(element, int(ids[run]))
+        self._on_found(element, int(ids[run]))
         return element

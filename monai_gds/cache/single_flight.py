@@ -87,7 +87,7 @@ class Lease:
         self._ref = weakref.ref(self)
 
     def release(self) -> None:
-        """Lets others have the item. May be called repeatedly and from any thread; a no-op in a forked child."""
+        """Lets others take the lease. May be called repeatedly and from any thread; a no-op in a forked child."""
         holder = self._holder
         if holder is not _here.made():
             return
@@ -110,7 +110,7 @@ class Lease:
         return self.release
 
     def _write(self, fd: int) -> bool:
-        """Creates the file in the folder ``fd``; False if there is one."""
+        """Creates the file in the folder ``fd``; False if it exists."""
         self._mark = self._holder.mark()  # before the file is created, so that an interrupt leaves none behind
         try:
             file = os.open(_name(self._what[1]), _CREATE, 0o666, dir_fd=fd)
@@ -160,7 +160,10 @@ class Leases:
         self._folder = os.path.realpath(directory)
 
     def take(self, digest: str) -> Lease | None:
-        """Takes the lease of an item by its digest, with or without a file; None if somebody else holds it."""
+        """Takes the lease of an item by its digest. None if another thread or process holds it.
+
+        If its file cannot be created, the lease has none.
+        """
         lease = Lease(self._folder, digest)
         if not lease._holder.claim(lease):
             return None
@@ -178,7 +181,7 @@ class Leases:
         return None
 
     def none(self, digest: str) -> Lease:
-        """A lease of nothing, for an item that is computed without one."""
+        """A lease that holds nothing, for an item that is computed without one."""
         return Lease(self._folder, digest)
 
     def wait(self, digest: str, limit_s: float) -> bool:
@@ -186,10 +189,10 @@ class Leases:
         end = time.monotonic() + limit_s
         pause, longest = _PAUSES
         while self.held_elsewhere(digest):
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 return False
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining))
             pause = min(2 * pause, longest)
         return True
 
@@ -204,7 +207,7 @@ class Leases:
             return False
 
     def sweep(self) -> None:
-        """Removes the leases of dead processes, which nobody may ever ask for again."""
+        """Removes the leases of dead processes. Nobody may ever ask for these items again."""
         with contextlib.suppress(OSError), opened(self._folder) as fd:
             for name in os.listdir(fd):
                 found = _NAME.fullmatch(name)
@@ -250,7 +253,7 @@ def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[],
     It waits no longer than an item takes in this process. Then the item is computed without a lease.
 
     Returns:
-        A lease to compute the item under, and None; or a lease of nothing, and what ``look`` found.
+        A lease under which to compute the item, and None; or one that holds nothing, and what ``look`` found.
     """
     leases = Leases(directory)
     end = time.monotonic() + (pace.mean or UNKNOWN_SECONDS)
@@ -262,10 +265,10 @@ def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[],
                 mine.hand_over()
         if lease is not None or found is not None:
             return mine, found
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
             return leases.none(digest), None
-        leases.wait(digest, left)
+        leases.wait(digest, remaining)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,10 +314,10 @@ class _Holder:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)  # continues while the machine sleeps
         ahead, asked = self._clocks.get(folder, (0.0, -BEAT_SECONDS))
         if not asked <= now < asked + BEAT_SECONDS:
-            told = server_time(fd)
-            if told is None:
-                raise OSError("no file can be created to tell the file server's time")
-            ahead, asked = told - now, now
+            theirs = server_time(fd)
+            if theirs is None:
+                raise OSError("no file can be created to find out the file server's time")
+            ahead, asked = theirs - now, now
             self._clocks[folder] = ahead, asked
         return now + ahead
 

@@ -1,7 +1,8 @@
 """Checks every byte of a record, and that an item can be made of it. For ``monai-gds cache verify``.
 
-What a process lacks to read a record is no damage: types that nobody registered here, named tuples of modules that
-nobody imported, a codec's library. What else :class:`monai_gds.cache.reading.RecordReader` refuses is refused here.
+It is not damage if this process lacks something to read a record: types that nobody registered here, named tuples of
+modules that nobody imported, a codec's library. Everything else that :class:`monai_gds.cache.reading.RecordReader`
+refuses is refused here too.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _check_runs(
 
 
 def _check_item(record: Header, arrays: bytes) -> None:
-    """Puts the item together, of tensors without values."""
+    """Puts the item together from uninitialised tensors. Raises what that raises, except for types unknown here."""
     try:
         recipe = compile_tree(record.tree, arrays, record.tensors, numpy=True, root="/")
         recipe(

@@ -6,7 +6,7 @@ its times as they were, so a hash may be remembered only if the file was already
 
 * Local file systems stamp with this machine's clock, which is compared with ctime and mtime.
 * On others, files that are a day older than this machine's clock are old, whichever of the two clocks is wrong.
-* In the cache folder's file system, the server tells its time when a file is made there.
+* In the cache folder's file system, the server's time is found by creating a file there.
 * Whatever clocks and times say (``touch -d 2099``), a file is old if this process saw it in the same state two seconds
   ago on a monotonic clock.
 
@@ -67,20 +67,20 @@ class FileClock:
             self._is_local[device] = kind_of(fd) in LOCAL
         if self._is_local[device]:
             return here
-        answered, told = self._server.get(device, (-math.inf, None))
+        answered, theirs = self._server.get(device, (-math.inf, None))
         if time.monotonic() - answered > _ASK_SERVER_SECONDS:
-            told = self._server_time(device)
+            theirs = self._server_time(device)
             answered = time.monotonic()  # after the file was stamped; earlier would make the server seem ahead
-            self._server[device] = (answered, told)
-        if told is None:
+            self._server[device] = (answered, theirs)
+        if theirs is None:
             return here - _CLOCKS_DIFFER
-        return told + int((time.monotonic() - answered) * 0.999e9)
+        return theirs + int((time.monotonic() - answered) * 0.999e9)
 
     def _server_time(self, device: int) -> int | None:
         """The file server's current time in ns; None if the cache folder is on another device."""
         if self._folder is None or not os.path.isdir(self._folder):
             return None
         with contextlib.suppress(OSError), temporary.opened(self._folder, create=True) as folder:
-            told = temporary.server_time(folder) if os.fstat(folder).st_dev == device else None
-            return None if told is None else int(told * 1e9)
+            seconds = temporary.server_time(folder) if os.fstat(folder).st_dev == device else None
+            return None if seconds is None else int(seconds * 1e9)
         return None

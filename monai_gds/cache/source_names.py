@@ -30,7 +30,7 @@ _COMPANIONS = {
     ".head": (".brik", ".brik.gz"),
 }
 
-#: What hardly occurs in paths of data, but does in other texts with a slash.
+#: What is rare in paths of data, but not in other texts with a slash.
 _UNUSUAL = re.compile(r"[\s*?%{}<>|\\]|://|/$")
 
 _NO_STRINGS = frozenset({bool, int, float, complex, range, memoryview, bytearray, type(None)})
@@ -42,7 +42,7 @@ _MOST_CHARACTERS = 4096
 def absolute(path: str) -> str:
     """The absolute path of a source; ``~`` is the home directory, as in MONAI's LoadImage.
 
-    ``..`` is kept, unlike in ``os.path.abspath``: behind a link, removing it would lead elsewhere.
+    ``..`` is kept, unlike in ``os.path.abspath``: after a link, removing it would lead elsewhere.
     """
     path = os.path.expanduser(path)
     if path.startswith("/"):
@@ -141,7 +141,7 @@ def _strings(
 
 
 def _attributes(value: Any) -> Iterable[Any]:
-    """What counts of an object of a user's class, or of a namespace; nothing of others, such as tensors and readers."""
+    """The values that count of a user's object or a namespace; none of other objects, such as tensors and readers."""
     if library_of(type(value).__module__) is not None and not isinstance(value, types.SimpleNamespace):
         return ()
     if isinstance(value, type):  # its __cache_key__ is for its instances
@@ -151,7 +151,7 @@ def _attributes(value: Any) -> Iterable[Any]:
 
 
 def files_named(strings: Iterable[str]) -> list[str]:
-    """Those of a pipeline's strings that name a file (an atlas, weights, a table), each once, sorted.
+    """The strings of a pipeline that name a file (an atlas, weights, a table), each once, sorted.
 
     They are existing regular files, or paths without unusual characters, where a file may appear later. Folders do not
     count: one that is written to would differ in every run.

@@ -297,14 +297,14 @@ def _flush_all() -> None:
 
 
 def _call(policy: Callable[[str], str | bytes | None], path: str) -> Identity | None:
-    told = policy(path)
-    if told is None:
+    found = policy(path)
+    if found is None:
         return None
-    if not isinstance(told, (str, bytes)):
+    if not isinstance(found, (str, bytes)):
         raise HashingError(
-            f"sources returned a {type(told).__name__} for {path!r}: it has to return str, bytes or None"
+            f"sources returned a {type(found).__name__} for {path!r}: it has to return str, bytes or None"
         )
-    return Identity(-1, told.hex() if isinstance(told, bytes) else told)
+    return Identity(-1, found.hex() if isinstance(found, bytes) else found)
 
 
 def _memo_key(path: str, state: bytes) -> bytes:

@@ -164,9 +164,10 @@ def abandoned(directory: str | os.PathLike[str]) -> list[Abandoned]:
 
 
 def remove_record(path: str, seen: os.stat_result) -> bool:
-    """Deletes a record if it is the file that was seen; one that was put in its place at this very moment stays.
+    """Deletes a record if it is the file that was seen. A record that replaces it at this very moment stays.
 
-    It is moved into ``.tmp`` first, where nobody replaces it. Whoever looks for the record meanwhile computes the item.
+    The file is first moved into ``.tmp``, where nobody replaces it. A process that looks for the record meanwhile
+    computes the item.
 
     Args:
         path: of the record.
@@ -248,7 +249,7 @@ def _is_in_use(writer: str, st: os.stat_result, clock: Callable[[], float | None
 def server_time(folder: int) -> float | None:
     """The current time, in seconds, of the clock that stamps the files of a ``.tmp``, which may be a file server's.
 
-    Creates a file to find out. None if that fails.
+    Found by creating a file. None if that fails.
     """
     name = _new_name("0" * 32)
     try:

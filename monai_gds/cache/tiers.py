@@ -1,9 +1,9 @@
 """Two cache directories: one that many machines share, and one on this machine's own drive.
 
-Records are looked for on the own drive first. One that is only in the shared directory is read from there, and copied
-byte for byte for the next time, in the background where the process may write there; while many copies wait, it is left
-for the epoch after. The copy is a record like any other, verified when it is first read. Its key is the original's, so
-it is never out of date. New records go to the shared directory.
+Records are looked for on this machine's drive first. A record that is only in the shared directory is read from there,
+and copied byte for byte for the next time, in the background if the process may write there. If many copies are
+waiting, it is left for the next epoch. The copy is a record like any other, verified when it is first read. Its key is
+the original's, so it is never out of date. New records go to the shared directory.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ class TwoTiers(CacheDirectory):
 
     Args:
         near: the directory on this machine's drive, which all processes of the machine may share.
-        behind: whether records are copied in the background. Otherwise that is done before a read is waited for.
+        in_background: whether records are copied in the background. Otherwise they are copied at once.
     """
 
     def __init__(
-        self, near: CacheDirectory, behind: bool, path: str | os.PathLike[str], storage: Storage, **more: Any
+        self, near: CacheDirectory, in_background: bool, path: str | os.PathLike[str], storage: Storage, **more: Any
     ) -> None:
         super().__init__(path, storage, **more)
-        self._near, self._behind = near, behind
+        self._near, self._in_background = near, in_background
 
     def start(self, digest: str) -> PendingItem | None:
         (found,) = self.start_all([digest])
         return found
 
     def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
-        return self._first(digests, CacheDirectory.start_all)
+        return self._start_from(digests, CacheDirectory.start_all)
 
     def start_all_lazily(self, digests: Sequence[str]) -> list[LazyItem | PendingItem | None]:
-        return self._first(digests, CacheDirectory.start_all_lazily)
+        return self._start_from(digests, CacheDirectory.start_all_lazily)
 
-    def _first(self, digests: Sequence[str], start: Callable[[CacheDirectory, Sequence[str]], list[Any]]) -> list[Any]:
-        """What the near directory gives, and for the rest what the shared one does, which is copied."""
+    def _start_from(
+        self, digests: Sequence[str], start: Callable[[CacheDirectory, Sequence[str]], list[Any]]
+    ) -> list[Any]:
+        """Starts records from the near directory, and those it lacks from the shared one. Those are then copied."""
         found = start(self._near, digests)
         absent = [i for i, one in enumerate(found) if one is None]
         if not absent:
@@ -63,12 +65,12 @@ class TwoTiers(CacheDirectory):
     def _copy(self, digest: str) -> None:
         if self._near.full:
             return
-        if not self._behind:
+        if not self._in_background:
             self._copy_now(digest)
             return
         with contextlib.suppress(OSError):  # deleted meanwhile, or lost by its server
             nbytes = os.stat(self.record_path(digest)).st_size
-            # under a name of its own: who reads the record does not wait for the copy
+            # under another name, so that nobody who reads the record waits for the copy
             name = f"{self._near.record_path(digest)} from afar"
             process_writer().offer(name, partial(self._copy_now, digest), nbytes)
 

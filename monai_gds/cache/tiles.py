@@ -36,7 +36,7 @@ __all__ = ["BITCOMP", "CODECS", "EDGE", "Layout", "Packed", "Tiles", "pack", "ti
 #: Voxels along each edge of a tile.
 EDGE = 32
 
-#: Streams begin at multiples of this, at least 4 bytes behind one another (see :func:`blosc.decompress`).
+#: Streams begin at multiples of this, at least 4 bytes after the end of the one before (see :func:`blosc.decompress`).
 _STREAM_ALIGNMENT = 16
 
 #: nvCOMP's codec, for CUDA devices only.
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def packed_dtype(self) -> torch.dtype:
-        """What is compressed: indices into the palette, or bit patterns."""
+        """The dtype of what is compressed: indices into the palette, or bit patterns."""
         if self.values:
             return torch.uint8 if self.values <= 256 else torch.int16
         return PATTERNS[self.dtype.itemsize]
@@ -143,11 +143,11 @@ class Layout:
         """
         known = ("dtype", "shape", "tile", "filter", "codec", "palette")
         if type(node) is not dict or not all(key in node for key in known):
-            raise DamagedRecord("the tiles of a tensor are not described as they should be")
+            raise DamagedRecord("the description of a tensor's tiles is malformed")
         if strange := set(node) - set(known):
             raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
         if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
-            raise DamagedRecord("the tiles of a tensor are not described as they should be")
+            raise DamagedRecord("the description of a tensor's tiles is malformed")
         if node["codec"] not in CODECS or node["filter"] != _filter(node["codec"]):
             raise NewerRecord(
                 f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version knows "
@@ -157,7 +157,7 @@ class Layout:
         numbers = [*shape, *tile, values] if type(shape) is list and type(tile) is list else [None]
         sound = node["dtype"] in DTYPES and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
         if not sound or len(tile) != 3 or not all(tile) or not all(shape):
-            raise DamagedRecord("the tiles of a tensor are not described as they should be")
+            raise DamagedRecord("the description of a tensor's tiles is malformed")
         dtype = getattr(torch, DTYPES[node["dtype"]][0])
         layout = cls(dtype, tuple(shape), (tile[0], tile[1], tile[2]), node["codec"], values)
         if values > palettes.MOST_VALUES or dtype.itemsize not in PATTERNS or layout.tile_bytes > limits.TILE_BYTES:
@@ -262,7 +262,7 @@ def _align(blocks: blosc.Blocks) -> _Aligned:
 
 
 def _slots(sizes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where each stream begins behind the first one, and the bytes of all, with room for 4 bytes before the next."""
+    """Where each stream begins, from the first one, and the bytes of all, with room for 4 bytes before the next."""
     step, sizes = _STREAM_ALIGNMENT, sizes.astype(np.int64)
     slots = np.where(sizes > 0, (sizes + 4 + step - 1) // step * step, 0)
     ends = np.cumsum(slots)
@@ -345,8 +345,8 @@ class Tiles:
     def select(self, tiles: np.ndarray) -> Selection:
         """How to read some tiles, given in rising order.
 
-        Neighbours in the entry are read in one go, and so are those with little between them: up to a quarter more
-        pages than hold the streams.
+        Streams that are neighbours in the entry are read together, and so are streams with little between them: at most
+        a quarter more pages are read than hold the streams.
         """
         sizes = self.sizes[tiles].astype(np.int64)
         streams = sizes > 0
@@ -399,7 +399,7 @@ def _divisor(values: torch.Tensor) -> float | None:
 
 
 def _worth_joining(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Which streams are read together with the one before, and what is between them: the cheapest ones first."""
+    """Whether each stream but the first is read together with the one before, and all between them; cheapest first."""
     first, last = begin // ALIGNMENT, (end - 1) // ALIGNMENT
     between = np.maximum(first[1:] - last[:-1] - 1, 0)
     needed = int((last - first + 1).sum() - (first[1:] == last[:-1]).sum())
@@ -416,10 +416,10 @@ class _Slab(NamedTuple):
     lead: int  # index of the leading axes
     row: int  # of axis -3, in tiles
     first: int  # of axis -2, in tiles
-    last: int  # behind the last of axis -2, in tiles
+    last: int  # after the last of axis -2, in tiles
 
     def of(self, whole: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
-        """What these tiles cover of a tensor with one leading axis."""
+        """The region of a tensor with one leading axis that these tiles cover."""
         x, y, _ = tile
         return whole[self.lead, self.row * x : (self.row + 1) * x, self.first * y : self.last * y]
 

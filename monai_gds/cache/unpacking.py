@@ -245,7 +245,7 @@ class _Scratch:
         self._held: dict[str, np.ndarray] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Memory of any content, as one of NumPy's dtypes; the last one of this name is used no more."""
+        """Uninitialised memory of one of NumPy's dtypes. Reuses the memory that was last taken under this name."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if name not in self._held or len(self._held[name]) < nbytes:
             self._held[name] = pooled_scratch(nbytes).numpy()
@@ -254,7 +254,7 @@ class _Scratch:
 
 
 def _within(voxels: slice, tiles: slice, edge: int) -> slice:
-    """Those of the voxels that lie in tiles of this edge."""
+    """The voxels that lie in these tiles, of this edge."""
     return slice(max(voxels.start, tiles.start * edge), min(voxels.stop, tiles.stop * edge))
 
 

@@ -8,10 +8,10 @@ A line is one of
     ["read", seconds, digests]     it has read these records, 32 hex digits each, for the first time in its process
     ["end", seconds]               it uses nothing any more
 
-Records themselves are left alone: their times are part of their identity. A hit writes nothing. A record is noted where
-its head is first read, and written within a second or so of others. From then on it counts as used while its process
-runs. Of a process of another node or container that cannot be seen from here: it notes once a day that it runs, and
-counts as ended two days after it last did.
+Records themselves are left alone: their times are part of their identity. A hit writes nothing. A record is noted when
+its head is first read, and the note is written within about a second, with others. From then on the record counts as
+used while its process runs. A process that cannot be seen from here, of another node or container, notes once a day
+that it runs, and counts as ended two days after its last note.
 
 Notes are advisory. If they are missing, records count as used when they were made, and may be deleted too early, which
 costs a second computation. Imports only the standard library.
@@ -51,10 +51,10 @@ class Used(NamedTuple):
     """What was used, and when.
 
     Attributes:
-        last: when records were last used, in seconds since the epoch, by their digests. Those that are missing were not
-            used since they were made.
-        open: pipelines that a process uses now. One that cannot be seen from here does so until two days
-            after its last note.
+        last: when records were last used, in seconds since the epoch, by their digests. Missing records were not used
+            since they were made.
+        open: pipelines that a process uses now. A process that cannot be seen from here counts until two days after its
+            last note.
     """
 
     last: dict[str, float]
@@ -67,7 +67,7 @@ class _File:
 
     read: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
-    at: float = 0.0  # of the last line that tells of a dataset in use, or of its end
+    at: float = 0.0  # time of the last line about a dataset in use, or about its end
     ended: bool = False
 
     def add(self, notes: bytes) -> None:
@@ -89,20 +89,21 @@ class _File:
         return now - self.at < 2 * _DAY if runs is None else runs
 
     def last(self, now: float | None) -> dict[str, float]:
-        """When the records were last used. What a dataset has read it uses as long as it is open: until ``now``."""
+        """When the records were last used. While the dataset is open, all that it has read are in use ``now``."""
         at = self.at if now is None else now
         return {digest: max(seconds, at) for digest, seconds in self.read.items()}
 
 
 class _Own:
-    """What one process has written, and has yet to write. When it is dropped, or the process ends, that is done."""
+    """What one process has written, and has yet to write. The rest is written when this is dropped, or at exit."""
 
     def __init__(self, notes: Notes) -> None:
         self.opened: set[str] = set()
         self.seen: set[str] | None = None  # digests that need not be noted
-        self.left_out: set[str] = set()  # those of them that were read here
+        self.left_out: set[str] = set()  # digests of these that were read here
         self.waiting: set[str] = set()
-        self.written, self.told = -math.inf, time.monotonic()
+        self.written = -math.inf  # when digests were last written
+        self.noted_open = time.monotonic()  # when it was last written which pipelines are open
         Finalize(self, _end, (notes, self.waiting, self.opened), exitpriority=0)
 
 
@@ -138,7 +139,7 @@ class Uses:
             own, wait = self._own(), _DAY
             own.opened.add(pipeline)
             if not self._notes.append(_line("open", pipeline)):  # a full drive
-                own.told, wait = -math.inf, _AGAIN
+                own.noted_open, wait = -math.inf, _AGAIN
             self.due = min(self.due, time.monotonic() + wait)
 
     def read(self, digest: str) -> None:
@@ -159,17 +160,17 @@ class Uses:
         """Writes what waits, and once a day that the pipelines and the records that were read are still in use."""
         own, now = self._own(), time.monotonic()
         still = b""
-        if now - own.told >= _DAY:
+        if now - own.noted_open >= _DAY:
             own.opened |= self._opened
             self._take_over(own)
             still = b"".join(_line("open", pipeline) for pipeline in own.opened)
         written = _write(self._notes, own.waiting, still)
         if still and written:
-            own.told = now
-        own.written, self.due = now, own.told + _DAY if written else now + _AGAIN
+            own.noted_open = now
+        own.written, self.due = now, own.noted_open + _DAY if written else now + _AGAIN
 
     def _take_over(self, own: _Own) -> None:
-        """Notes what was read here and noted by processes that have ended, such as workers of an earlier epoch."""
+        """Notes what was read here and noted only by processes that have ended, such as workers of an earlier epoch."""
         if not own.left_out:
             return
         last, day = self.look().last, time.time() - _DAY
@@ -180,9 +181,9 @@ class Uses:
     # Reading
 
     def look(self, age: float = 0.0) -> Used:
-        """What was used by any process, as far as it is written. Only what was added since the last call is read.
+        """What was used by any process, as far as it is written. Reads only what was added since the last call.
 
-        What was found less than ``age`` seconds ago will do.
+        A result that is less than ``age`` seconds old is returned again.
         """
         with self._lock():
             if time.monotonic() < self._seen[0] + age:
@@ -233,7 +234,7 @@ class Uses:
 
 
 def _write(notes: Notes, waiting: set[str], more: bytes) -> bool:
-    """Writes digests that wait, and takes them off. ``more`` comes behind them. Returns whether nothing was lost."""
+    """Writes the waiting digests, and ``more`` after them, and empties the set. Returns whether all was written."""
     digests = []
     with contextlib.suppress(KeyError):  # without a lock: other threads may add some meanwhile
         while True:
@@ -257,7 +258,7 @@ def _entries(notes: bytes) -> Iterator[tuple[str, float, str]]:
 
 
 def _entry(found: Any) -> tuple[str, float, str]:
-    """An entry, strictly: whoever may write to the folder wrote it."""
+    """Parses an entry strictly: anyone who may write to the folder may have written it."""
     kind, seconds, what = found
     if type(seconds) not in (int, float) or not math.isfinite(seconds) or type(what) is not str:
         raise TypeError("not an entry of this version")

@@ -93,19 +93,19 @@ class Writer:
                 done()
 
     def offer(self, name: str, work: Callable[[], object], nbytes: int) -> None:
-        """Queues work that may as well be left out, and is while the queue is full. Never waits.
+        """Queues optional work. Drops it if the queue is full, or has work of this name. Never waits.
 
         Args:
-            name: of the work, of which nothing else may wait.
-            work: is called by the thread. What it raises is raised as by :meth:`submit`.
-            nbytes: that it will write.
+            name: of the work.
+            work: called by the thread. What it raises is raised as by :meth:`submit`.
+            nbytes: how much it will write.
         """
         if name not in self._queue and self._has_room(nbytes):
             self._queue.setdefault(name, _QueuedItem(name, work, nbytes))
             self._start()
 
     def wait_for(self, path: str) -> None:
-        """Waits until no item waits to be written to this path."""
+        """Waits until no item is queued for this path."""
         if path in self._queue:  # rarely, and this runs at every hit
             self._wait(lambda: path not in self._queue)
 

@@ -31,10 +31,10 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.errors import CacheWarning
+from monai_gds.notices import Notice
 from monai_gds.pooled_memory import tensor_at
 from monai_gds.process import Owner
 from monai_gds.storage.staging import pin, unpin
-from monai_gds.told import Topic
 
 __all__ = ["Arena", "Arenas", "Mapped", "Packed", "Place", "pack", "unpack"]
 
@@ -120,7 +120,7 @@ class _Pinned:
             pin(self._address, nbytes)
             self.nbytes = nbytes
         except RuntimeError as e:
-            if Topic("not page-locked", str(e)).is_new():
+            if Notice("not page-locked", str(e)).is_new():
                 _log.warning("batches are copied from memory that is not page-locked, which is slower: %s", e)
 
     def end(self) -> None:
@@ -171,7 +171,7 @@ class Arenas:
         try:
             arena = Arena(self._size)
         except OSError as e:
-            if Topic("no shared memory", os.getpid(), e.errno).is_new():
+            if Notice("no shared memory", os.getpid(), e.errno).is_new():
                 _log.warning("batches are pickled: there is no memory to share with worker processes (%s)", str(e))
             return None
         self._made[arena.place.number] = arena
@@ -216,7 +216,7 @@ class Mapped:
             try:
                 self._mappings[place.number] = _mapping(place)
             except OSError as e:
-                if Topic("not opened", place.process, e.errno).is_new():
+                if Notice("not opened", place.process, e.errno).is_new():
                     _log.warning("batches are pickled: the memory for them cannot be opened (%s)", str(e))
                 return None
         return memoryview(self._mappings[place.number])

@@ -29,10 +29,10 @@ from monai.transforms.utils import reset_ops_id
 from monai_gds.dataset import GDSDataset
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Packed, Place, pack, unpack
 from monai_gds.naming import naming
+from monai_gds.notices import attach, place
 from monai_gds.random_states import seed_everything, seed_transforms
 from monai_gds.stages import Measurements, Watch, enter, measured
 from monai_gds.state import State, apply, capture_all
-from monai_gds.told import attach, place
 from monai_gds.workers import Workers
 
 __all__ = ["Processes", "WorkerBatches"]

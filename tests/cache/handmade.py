@@ -1,4 +1,4 @@
-"""Records, written by hand as the format's specification says."""
+"""Writes records by hand, following the format's specification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that nobody's encoder writes, with right checksums, so that only what they say can give them away.
+"""Records that no encoder writes, with right checksums, so that only their content can give them away.
 
 Each kind is a function that changes an :class:`Opened` record: its entries, its tree, its key, its metadata, or the
 header's JSON as it is written. ``KINDS`` are for any record, ``TILED`` for one with tensors in tiles.

@@ -1,4 +1,4 @@
-"""Blocks through Blosc2's library: what comes back, what other decoders read, and what damaged streams do."""
+"""Blocks compressed by Blosc2's library: they come back, other decoders read them, and damaged streams are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where boxes lie in a smaller memory: no two voxels in one place, strides and alignments as in the whole tensor."""
+"""Where boxes lie in a smaller memory: each voxel has its own place, strides and alignments are the whole tensor's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A budget for a cache directory: what is deleted to make room, and what never is."""
+"""A budget for a cache directory: which records are deleted to make room, and which never are."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_too_little_to_delete_deletes_nothing(tmp_path: Path) -> None:
 
 def test_populate_and_warm_leave_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(
-        CacheWarning, match=r"^4 items are computed in every epoch: the 0\.3 MB of max_bytes have no room"
+        CacheWarning, match=r"^4 items are computed in every epoch: the 0\.3 MB of max_bytes leave no room"
     ):
         done = dataset(tmp_path / "a", 1, items=8, max_bytes=5 * NBYTES).populate(1, progress=False)
     assert (done.computed, done.cached, done.left_out) == (4, 0, 4)
@@ -196,7 +196,7 @@ def test_populate_counts_what_fails_in_workers_and_does_not_fit(tmp_path: Path) 
         assert made.populate(progress=False).left_out == 4
 
 
-def test_what_is_limited_must_be_there(tmp_path: Path) -> None:
+def test_limits_need_their_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_bytes='1GB' limits the records of a cache_dir, and there is none"):
         GDSDataset([], pipeline(1), None, "cpu", max_bytes="1GB")
     with pytest.raises(ValueError, match="max_bytes='lots'"):

@@ -1,4 +1,4 @@
-"""The form that records are asked for: what the arguments mean, what `auto` chooses, and which records suit."""
+"""The form of new records: what the arguments mean, what `auto` chooses, and which records need no conversion."""
 
 from __future__ import annotations
 

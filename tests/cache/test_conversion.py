@@ -1,4 +1,4 @@
-"""Records written anew in another form: the same item, whole at every moment, and never back and forth."""
+"""Records converted to another form: they hold the same item, are whole at any moment, and are never converted back."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_listing_tells_the_new_form(tmp_path: Path) -> None:
         path.unlink()
 
 
-def test_there_is_nothing_to_convert(tmp_path: Path) -> None:
+def test_converting_a_missing_record_does_nothing(tmp_path: Path) -> None:
     assert cache_in(tmp_path, LZ4).convert(KEY) is None
     assert os.listdir(tmp_path) == []
 
@@ -245,14 +245,14 @@ def test_a_record_that_was_deleted_meanwhile_stays_so(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / ".tmp") == []
 
 
-def test_saving_over_a_file_that_changed_leaves_that(tmp_path: Path) -> None:
+def test_saving_over_a_file_that_changed_leaves_the_new_file(tmp_path: Path) -> None:
     path = saved(tmp_path, WHOLE)
     cache = cache_in(tmp_path, LZ4)
     file = directory.read_whole(str(path), KEY.digest)[0]
     os.utime(path)
     before = path.read_bytes()
     with pytest.raises(FileChanged, match="was replaced or removed"):
-        cache.save(KEY, encode_item(item()), over=file)
+        cache.save(KEY, encode_item(item()), replaces=file)
     assert path.read_bytes() == before
 
 
@@ -285,7 +285,9 @@ def test_another_records_bytes_are_not_converted(tmp_path: Path) -> None:
         assert cache_in(tmp_path, ZSTD).convert(key("b")) is None
 
 
-def test_what_cannot_be_unpacked_here_counts_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_cannot_be_unpacked_here_count_as_cached_and_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = saved(tmp_path, LZ4)
     before = path.read_bytes()
     monkeypatch.setattr(blosc, "why_not", lambda: "Blosc2 is not installed")
@@ -304,7 +306,7 @@ def test_small_items_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cache_in(tmp_path, LZ4).holds(KEY.digest, converted=True)
 
 
-def test_machines_on_which_auto_chooses_differently_come_to_an_end(tmp_path: Path) -> None:
+def test_machines_where_auto_chooses_differently_stop_converting(tmp_path: Path) -> None:
     saved(tmp_path, WHOLE)
     machines = [
         cache_in(tmp_path, Compression("lz4", 32, named=False)),

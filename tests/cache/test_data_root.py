@@ -1,4 +1,4 @@
-"""Text below a data root comes back as it was, and below another root as it would have been there."""
+"""Text below a data root comes back unchanged, and below another root with that root in front."""
 
 from __future__ import annotations
 

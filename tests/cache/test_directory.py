@@ -98,7 +98,7 @@ def no_warning() -> Any:
 
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("kind", [str, np.array], ids=["in its header", "in its small arrays"])
-def test_a_record_replaced_while_its_front_is_read_is_no_damage(
+def test_a_record_replaced_while_its_front_is_read_is_not_damaged(
     cache: CacheDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[str], Any]
 ) -> None:
     """The front is longer than the first read, and that of the file that takes its place is longer still."""
@@ -124,7 +124,7 @@ def test_a_record_replaced_while_its_front_is_read_is_no_damage(
 
 
 @pytest.mark.usefixtures("no_warning")
-def test_a_record_that_is_not_there_is_no_news(cache: CacheDirectory) -> None:
+def test_a_missing_record_is_not_reported(cache: CacheDirectory) -> None:
     assert get(cache, "a") is None
 
 
@@ -147,7 +147,7 @@ def test_a_record_that_another_process_replaced_is_read_anew(cache: CacheDirecto
         assert get(cache, "a") == value
 
 
-def test_what_is_held_survives_replacing_and_removing(cache: CacheDirectory) -> None:
+def test_an_item_in_use_survives_replacing_and_removing_its_record(cache: CacheDirectory) -> None:
     put(cache, "a", 1)
     get(cache, "a")
     held = cache.start(key("a").digest).wait()[0]["image"]  # type: ignore[union-attr]
@@ -196,7 +196,7 @@ def test_a_file_system_without_stable_ids_costs_the_cache_only(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("no_warning")
-def test_what_is_kept_of_records_is_bounded(cache: CacheDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_for_heads_is_bounded(cache: CacheDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     put(cache, "0", 0, 8)
     get(cache, "0")
     memory = cache._reader.heads
@@ -377,7 +377,7 @@ def test_too_many_open_files_are_reported_once_with_the_remedy(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("verify", "noticed"), [("first", [0]), ("always", [0, 1]), ("never", [])])
-def test_verify_says_when_bytes_are_compared(tmp_path: Path, verify: Any, noticed: list[int]) -> None:
+def test_verify_decides_when_bytes_are_compared(tmp_path: Path, verify: Any, noticed: list[int]) -> None:
     put(opened(tmp_path), "a", 1)
     place = (tmp_path / path_of(opened(tmp_path), "a").name).stat().st_size - LARGE // 2
     for moment in (0, 1):
@@ -432,7 +432,7 @@ def test_full_disk_costs_the_cache_and_nothing_is_half_written(tmp_path: Path) -
         assert get(cache, "4") == 4
 
 
-def test_read_only_directory_is_read_and_said_once(tmp_path: Path) -> None:
+def test_a_read_only_directory_is_read_and_reported_once(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 8 << 20) as small:
         put(opened(small), "a", 1)
         read_only(small)
@@ -465,7 +465,7 @@ def test_without_permission_to_write_records_are_read() -> None:
         assert "Permission denied" in said[0]
 
 
-def test_without_permission_to_read_it_is_said_once_and_not_for_every_record() -> None:
+def test_without_permission_to_read_there_is_one_warning_for_all_records() -> None:
     with shared_folder() as folder:
         for name in "abc":
             put(opened(folder), name, 1)
@@ -507,7 +507,7 @@ def test_a_disk_that_fails_for_a_moment_does_not_make_a_directory_a_file(
     assert all("cannot be made" in str(w.message) and "the disk fails" in str(w.message) for w in said)
 
 
-def test_a_directory_that_cannot_be_made_on_a_read_only_disk_is_said_once(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_on_a_read_only_disk_is_reported_once(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 8 << 20) as small:
         read_only(small)
         found, said = _attempt(small / "cache")
@@ -516,7 +516,7 @@ def test_a_directory_that_cannot_be_made_on_a_read_only_disk_is_said_once(tmp_pa
         assert "mount it writable" in said[0]
 
 
-def test_once_it_can_be_made_it_is_used_and_what_fails_then_is_said(tmp_path: Path) -> None:
+def test_once_it_can_be_made_it_is_used_and_failures_are_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.warns(CacheWarning, match="cannot be made"):
         cache = opened(tmp_path / "file" / "cache", unmade=not prepare(tmp_path / "file" / "cache"))
@@ -528,7 +528,7 @@ def test_once_it_can_be_made_it_is_used_and_what_fails_then_is_said(tmp_path: Pa
         assert get(cache, "b") is None
 
 
-def test_a_directory_that_became_a_file_is_said_once_with_the_remedy(tmp_path: Path) -> None:
+def test_a_directory_that_became_a_file_is_reported_once_with_the_remedy(tmp_path: Path) -> None:
     cache = opened(tmp_path / "cache")
     prepare(tmp_path / "cache")
     (tmp_path / "cache").rmdir()
@@ -741,7 +741,7 @@ def test_any_byte_that_flips_in_a_compressed_record_is_noticed(tmp_path: Path) -
 
 
 @needs_blosc2
-def test_streams_that_are_damaged_after_they_were_verified_end_no_epoch(tmp_path: Path) -> None:
+def test_streams_damaged_after_they_were_verified_do_not_end_an_epoch(tmp_path: Path) -> None:
     cache = opened(tmp_path, codec="zstd")
     path = compressed(cache)
     assert image_of(cache, "a") is not None
@@ -798,7 +798,9 @@ def _with_tree(blob: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_hostile_description_of_tiles_ends_no_epoch_and_no_listing(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_hostile_description_of_tiles_ends_neither_an_epoch_nor_a_listing(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     path = compressed(opened(tmp_path, codec="lz4"))
     path.write_bytes(_with_tree(path.read_bytes(), lambda tiles: tiles.update(change)))
     with pytest.warns(CacheWarning, match="computed anew|without being replaced"):

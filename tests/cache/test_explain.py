@@ -1,4 +1,4 @@
-"""Why there is no record of a key: which record is called the nearest, and the words for what differs."""
+"""Why a key has no record: which record is the nearest, and how the differences are described."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_transform_in_place_of_another() -> None:
     }
 
 
-def test_of_two_transforms_of_one_name_the_place_is_told() -> None:
+def test_the_place_of_transforms_with_the_same_name_is_given() -> None:
     before = PIPELINE | step(3, "ScaleIntensityd", minv="5.0")
     now = PIPELINE | step(3, "ScaleIntensityd", minv="6.0")
     assert description_differences(before, now) == ["transforms[3] ScaleIntensityd.minv 5.0 → 6.0"]
@@ -90,7 +90,7 @@ def test_of_equal_transforms_the_inserted_one_is_found() -> None:
     assert description_differences(before, now) == ["Scale inserted at transforms[0]"]
 
 
-def test_a_changed_order_is_told() -> None:
+def test_a_changed_order_is_described() -> None:
     before = step(0, "A", x="1") | step(1, "B", x="1")
     now = step(0, "B", x="1") | step(1, "A", x="1")
     found = description_differences(before, now)
@@ -142,7 +142,7 @@ found = [mt.Lambdad("a", lambda x: x * {factor}), mt.Lambdad("a", scale), Own(),
         (3, "Lambdad.func[0] (<lambda>) code … → code …"),
     ],
 )
-def test_an_edit_of_code_is_told_once(which: int, told: str) -> None:
+def test_an_edit_of_code_is_described_once(which: int, told: str) -> None:
     descriptions = []
     for edited in ({"factor": 2, "sign": "*"}, {"factor": 3, "sign": "+"}):
         module: dict[str, Any] = {"__name__": "training"}
@@ -152,7 +152,7 @@ def test_an_edit_of_code_is_told_once(which: int, told: str) -> None:
     assert re.sub(r"code \w+", "code …", found) == told
 
 
-def test_an_edit_of_one_of_two_classes_of_one_name_is_told() -> None:
+def test_an_edit_of_one_of_two_classes_of_one_name_is_described() -> None:
     descriptions = []
     for factor in (2, 3):
         found = []
@@ -202,7 +202,7 @@ def test_sources() -> None:
     assert source_differences(SOURCES, dict(SOURCES)) == []
 
 
-def test_sources_that_end_alike_are_told_by_their_paths() -> None:
+def test_sources_with_the_same_last_part_are_shown_by_their_paths() -> None:
     before = {"/d/images/1.nii": (1, "a"), "/d/labels/1.nii": (1, "a")}
     now = before | {"/d/labels/1.nii": (2, "a")}
     assert source_differences(before, now) == ["/d/labels/1.nii changed (size 1 → 2)"]

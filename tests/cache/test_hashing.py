@@ -1,4 +1,4 @@
-"""The canonical hash: the same for what is the same, in every process; another for whatever changes a result."""
+"""The canonical hash: equal for equal values, in every process, and different for whatever changes a result."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_hashing_leaves_no_trace() -> None:
     assert canonical_hash(stream) == canonical_hash(stream) == canonical_hash(io.BytesIO(b"a"))
 
 
-def test_sharing_is_no_difference() -> None:
+def test_sharing_does_not_matter() -> None:
     inner = [1, "x"]
     assert canonical_hash([inner, inner]) == canonical_hash([[1, "x"], [1, "x"]])
 
@@ -433,12 +433,12 @@ def test_copying_leaves_no_trace_in_a_class() -> None:
     assert canonical_hash(value) == before
 
 
-def test_cache_key_says_what_counts() -> None:
+def test_cache_key_decides_what_counts() -> None:
     assert canonical_hash(Keyed(1)) == canonical_hash(Keyed(1))
     assert differ(Keyed(1), Keyed(2))
 
 
-def test_loggers_in_globals_are_no_obstacle() -> None:
+def test_loggers_in_globals_can_be_hashed() -> None:
     canonical_hash(Parameters.__call__)
 
 
@@ -517,7 +517,7 @@ def test_what_dispatches_by_type_counts_by_its_functions_and_not_by_its_calls() 
     assert canonical_hash(used) == canonical_hash(_dispatching(2))
 
 
-def test_iterators_count_by_what_is_left_of_them() -> None:
+def test_iterators_count_by_their_remaining_values() -> None:
     counts = [itertools.count(3), itertools.count(4), itertools.count(3)]
     assert differ(*counts[:2], zip([1], [2], strict=False), zip([1], [3], strict=False))
     assert canonical_hash(counts[0]) == canonical_hash(counts[2]) and next(counts[0]) == 3

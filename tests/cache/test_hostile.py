@@ -1,4 +1,4 @@
-"""Whatever a record contains, nothing but it is lost: it is refused with a warning, or it is what it says it is.
+"""Whatever a record contains, it costs nothing but itself: it is refused with a warning, or it is usable.
 
 Every kind of :mod:`tests.cache.hostile` goes through all ways of reading, converting, listing and verifying.
 """

@@ -1,4 +1,4 @@
-"""The index of a cache directory: what is noted is found, whatever becomes of its files, and nothing fails by it."""
+"""The index of a cache directory: what is noted is found, whatever happens to its files, and it never raises."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_pipeline_is_described_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../../escaped", "CAFE0123", "cafe", "cafe0123\n", "a" * 65])
-def test_what_is_no_hash_names_no_file(tmp_path: Path, name: str) -> None:
+def test_a_pipeline_that_is_not_a_hash_is_never_used_as_a_file_name(tmp_path: Path, name: str) -> None:
     Index(tmp_path / "cache").describe_pipeline(name, {"a": "b"})
     (tmp_path / "cache").mkdir()
     Index(tmp_path / "cache").describe_pipeline(name, {"a": "b"})
@@ -197,7 +197,7 @@ def test_what_is_no_hash_names_no_file(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', "[" * 100_000, "\xff"])
-def test_a_garbled_description_is_as_good_as_none_and_is_replaced(tmp_path: Path, text: str) -> None:
+def test_a_garbled_description_counts_as_missing_and_is_replaced(tmp_path: Path, text: str) -> None:
     Index(tmp_path).describe_pipeline("cafe0123", {"a": "b"})
     (tmp_path / FOLDER / "pipelines" / "cafe0123.json").write_bytes(text.encode("latin-1"))
     assert Index(tmp_path).pipeline("cafe0123") == {}
@@ -293,7 +293,7 @@ def test_a_fact_of_this_version_counts_though_it_is_odd(tmp_path: Path, text: by
     assert numbers(Index(tmp_path)) == {0, 1, 2, int(D, 16)}
 
 
-def test_behind_a_line_that_a_full_disk_cut_off_a_new_one_begins(tmp_path: Path) -> None:
+def test_after_a_line_that_a_full_disk_cut_off_a_new_one_begins(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 64 << 10) as folder:
         index = Index(folder)
         index.note_record(entry(0))
@@ -339,7 +339,7 @@ def test_without_permission_nothing_fails(mode: int) -> None:
 
 
 @pytest.mark.parametrize("missing", ["folder", "file", "link", "loop"])
-def test_a_cache_directory_that_is_none_costs_nothing(tmp_path: Path, missing: str) -> None:
+def test_a_cache_directory_that_is_not_one_costs_nothing(tmp_path: Path, missing: str) -> None:
     path = tmp_path / "cache"
     {
         "folder": lambda: None,
@@ -387,7 +387,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path, what: str) 
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "huge"])
-def test_what_is_no_regular_file_is_left_alone(tmp_path: Path, text: bytes, kind: str) -> None:
+def test_files_that_are_not_regular_are_left_alone(tmp_path: Path, text: bytes, kind: str) -> None:
     place(tmp_path, text)
     odd = tmp_path / FOLDER / "01234567-1.2.4.0.facts"
     Index(tmp_path).note_record(entry(999))

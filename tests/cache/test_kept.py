@@ -1,4 +1,4 @@
-"""What stays of records in the memory of a device: budgets and identities."""
+"""Records kept in the memory of a device: budgets and identities."""
 
 from __future__ import annotations
 

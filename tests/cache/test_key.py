@@ -63,7 +63,7 @@ def test_an_item_that_contains_itself_is_an_error_with_a_way_out(keys: Keys) -> 
         keys(item)
 
 
-def test_an_error_of_the_users_hash_func_is_told_as_it_is() -> None:
+def test_an_error_of_the_users_hash_func_is_raised_unchanged() -> None:
     def hash_func(item: Any) -> bytes:
         raise RecursionError("of the user's")
 
@@ -103,7 +103,7 @@ def test_different_items_have_different_keys(keys: Keys, items: list[Any]) -> No
     assert len(set(_digests(keys, *items))) == len(items)
 
 
-def test_order_of_keys_is_no_difference(keys: Keys) -> None:
+def test_order_of_keys_does_not_matter(keys: Keys) -> None:
     assert keys({"a": 1, "b": [2]}).digest == keys({"b": [2], "a": 1}).digest
 
 

@@ -1,4 +1,4 @@
-"""Runs of labels in records: what is found through them, and what becomes of a record whose runs are wrong."""
+"""Runs of labels in records: what they find, and what happens to a record whose runs are wrong."""
 
 from __future__ import annotations
 
@@ -127,9 +127,7 @@ def test_strange_entries_are_refused(tmp_path: Path, change: Change, says: str) 
         assert cache.start_all_lazily([key().digest]) == [None]
 
 
-def test_runs_that_do_not_hold_what_their_table_counts_are_no_sound_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_contradict_their_table_are_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def swapping(tensor: torch.Tensor) -> Any:
         packed = pack(tensor)
         if packed is not None:  # one block, two values

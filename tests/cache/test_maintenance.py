@@ -1,4 +1,4 @@
-"""What the commands `monai-gds cache ls`, `verify` and `prune` find in a cache directory, delete, and must not.
+"""What the commands `monai-gds cache ls`, `verify` and `prune` find in a cache directory, and what they may delete.
 
 How they print it is tested in tests/test_cache_cli.py.
 """
@@ -247,14 +247,14 @@ def test_a_pipeline_that_was_given_up_goes_when_it_is_named(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("digits", "why"), [("abc", "4 or more"), ("", "4 or more"), ("graf", "4 or more")])
-def test_what_names_no_pipeline_is_wrong_usage(record: Path, digits: str, why: str) -> None:
+def test_text_that_cannot_name_a_pipeline_is_wrong_usage(record: Path, digits: str, why: str) -> None:
     done = run("cache", "prune", f"--pipeline={digits}", record.parent)
     assert done.exit_code == 2
     assert why in done.output
     assert record.exists()
 
 
-def test_a_pipeline_that_is_not_there_is_wrong_usage_and_those_that_are_are_named(record: Path) -> None:
+def test_an_unknown_pipeline_is_wrong_usage_and_the_known_ones_are_listed(record: Path) -> None:
     (found,) = survey(record.parent)
     other = f"{int(found.pipeline[:8], 16) ^ 1:08x}"
     done = run("cache", "prune", "--pipeline", other, record.parent)
@@ -264,7 +264,7 @@ def test_a_pipeline_that_is_not_there_is_wrong_usage_and_those_that_are_are_name
     assert record.exists()
 
 
-def test_digits_of_several_pipelines_name_none() -> None:
+def test_digits_that_fit_several_pipelines_are_refused() -> None:
     several = [Found("", 0, pipeline=blake2b(bytes([i % 256, i // 256])).hexdigest()[:32]) for i in range(2000)]
     prefixes = [found.pipeline[:4] for found in several]
     twice = next(prefix for prefix in prefixes if prefixes.count(prefix) > 1)
@@ -272,7 +272,7 @@ def test_digits_of_several_pipelines_name_none() -> None:
         pipeline_of(several, twice)
 
 
-def test_records_whose_transforms_are_no_part_of_the_key_have_no_pipeline(tmp_path: Path) -> None:
+def test_records_whose_transforms_are_not_part_of_the_key_have_no_pipeline(tmp_path: Path) -> None:
     with GDSDataset([{"image": torch.ones(1)}], EARLIER, tmp_path, "cpu", hash_transform=None) as dataset:
         _ = dataset[0]
     assert "pipeline -: 1 records" in run("cache", "ls", tmp_path).stdout
@@ -309,7 +309,7 @@ def test_damage_is_counted_and_prune_damaged_deletes_it(tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, "2 records, 0 damaged; 2 other files\n")
 
 
-def test_a_record_of_a_newer_version_is_not_damage_and_stays(tmp_path: Path) -> None:
+def test_a_record_of_a_newer_version_is_not_damaged_and_stays(tmp_path: Path) -> None:
     record = write(tmp_path / f"{'a' * 32}{header.SUFFIX}", 3, {})
     done = run("cache", "verify", record.parent)
     assert done.exit_code == 1
@@ -419,7 +419,7 @@ def test_any_flipped_bit_of_a_header_is_damage(tmp_path: Path) -> None:
         assert found.damaged, length
 
 
-def test_dtypes_are_those_that_records_are_written_with() -> None:
+def test_dtypes_of_headers_are_those_of_encoders() -> None:
     from monai_gds.cache.codecs import DTYPE_NAMES
 
     assert {name: (str(dtype)[6:], dtype.itemsize) for dtype, name in DTYPE_NAMES.items()} == header.DTYPES
@@ -438,7 +438,7 @@ def test_a_failing_disk_is_damage_and_a_lack_of_memory_is_not(record: Path, monk
         assert (found.damaged, bool(found.problem)) == (damaged, True)
 
 
-def test_records_that_one_may_not_read_are_no_damage_and_stay() -> None:
+def test_records_without_read_permission_are_not_damaged_and_stay() -> None:
     """In a group's folder, another user's records."""
     with shared_folder() as folder:
         fill(folder)
@@ -453,7 +453,7 @@ def test_records_that_one_may_not_read_are_no_damage_and_stay() -> None:
         assert record.exists()
 
 
-def test_a_record_deleted_while_it_is_looked_at_is_no_damage(record: Path) -> None:
+def test_a_record_deleted_while_it_is_looked_at_is_not_damaged(record: Path) -> None:
     record.unlink()
     assert check(record) is None
 
@@ -492,7 +492,7 @@ def without_key(found: list[Found]) -> list[Found]:
     return [replace(one, same="", inode=0) for one in found]
 
 
-def test_headers_are_read_once_and_then_the_index_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_read_once_and_then_the_index_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = {version_2(tmp_path, key_of_version_2(**{path: [1, "x"]})).name for path in ("/a", "/b")}
     plain = survey(tmp_path)
     assert not (tmp_path / FOLDER).exists()
@@ -533,7 +533,7 @@ def test_a_record_whose_mtime_was_set_back_is_not_noted_again_and_again(tmp_path
     assert list((tmp_path / FOLDER).iterdir()) == [facts]
 
 
-def test_swapped_records_are_found_in_spite_of_the_index(tmp_path: Path) -> None:
+def test_swapped_records_are_found_despite_the_index(tmp_path: Path) -> None:
     a, b = version_2(tmp_path, key_of_version_2("a")), version_2(tmp_path, key_of_version_2("b"))
     survey(tmp_path, Index(tmp_path))
     a.rename(tmp_path / "x")
@@ -542,7 +542,7 @@ def test_swapped_records_are_found_in_spite_of_the_index(tmp_path: Path) -> None
     assert [found.damaged for found in survey(tmp_path, Index(tmp_path))] == [True, True]
 
 
-def test_prune_believes_no_index(tmp_path: Path, source: Path) -> None:
+def test_prune_does_not_trust_the_index(tmp_path: Path, source: Path) -> None:
     """It may be wrong, or somebody else's doing: a record is deleted for what its own header tells."""
     record = version_2(tmp_path, key_of_version_2(**{str(source): content(source)}))
     (found,) = survey(tmp_path)
@@ -571,7 +571,7 @@ def test_a_folder_without_records_stays_as_it_is(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_links_in_circles_and_folders_are_no_records(tmp_path: Path) -> None:
+def test_links_to_themselves_and_folders_are_not_records(tmp_path: Path) -> None:
     for i, make in enumerate([lambda p: p.symlink_to(p), Path.mkdir, lambda p: p.symlink_to("nowhere"), os.mkfifo]):
         make(tmp_path / f"{i:032x}.v2.safetensors")
     assert survey(tmp_path) == [] == record_files(tmp_path) == other_files(tmp_path)

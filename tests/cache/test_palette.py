@@ -1,4 +1,4 @@
-"""Palettes: exact for every bit pattern, and none where it would not help."""
+"""Palettes: exact for every bit pattern, and absent where they would not help."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_indices_take_one_byte_up_to_256_values() -> None:
         assert found is not None and found.index_dtype == dtype
 
 
-def test_65536_values_are_a_palette_and_one_more_is_none() -> None:
+def test_65536_values_make_a_palette_and_65537_do_not() -> None:
     tensor = torch.randperm(65_536).float()
     assert same_bits(through(find(tensor), tensor), tensor)
     assert find(torch.arange(65_537).float()) is None
@@ -76,7 +76,7 @@ def test_none_where_nothing_is_saved(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_values_that_share_a_slot_are_told_apart(dtype: torch.dtype) -> None:
+def test_values_that_share_a_slot_are_distinguished(dtype: torch.dtype) -> None:
     several = torch.arange(1 << 22, dtype=dtype)
     slots = palette._slots(several)
     crowded = several[slots == slots.bincount().argmax()]

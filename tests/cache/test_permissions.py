@@ -84,7 +84,7 @@ def test_users_of_one_folder_add_records_and_read_each_others(folder: Path, mode
     assert list((folder / ".tmp").iterdir()) == []
 
 
-def test_who_may_not_enter_the_folder_reads_nothing(folder: Path) -> None:
+def test_a_user_who_may_not_enter_the_folder_reads_nothing(folder: Path) -> None:
     shared(folder, 0o2750)
     by(ANNA, lambda: save(folder, 1))
     (record,) = maintenance.record_files(folder)
@@ -93,7 +93,7 @@ def test_who_may_not_enter_the_folder_reads_nothing(folder: Path) -> None:
         by(STRANGER, lambda: record.read_bytes(), groups=())
 
 
-def test_a_choice_makes_records_stricter_and_what_is_noted_of_them(folder: Path) -> None:
+def test_file_mode_restricts_records_and_notes(folder: Path) -> None:
     shared(folder, 0o2775)
     by(ANNA, lambda: save(folder, 1, file_mode=0o640))
     by(BEN, lambda: save(folder, 2, file_mode=0o600))
@@ -107,7 +107,7 @@ def test_a_choice_makes_records_stricter_and_what_is_noted_of_them(folder: Path)
     ("mode", "kind"),
     [("0o600", TypeError), (640, ValueError), (0o400, ValueError), (0o1777, ValueError), (-1, ValueError)],
 )
-def test_what_are_no_permissions_is_refused(folder: Path, mode: Any, kind: type[Exception]) -> None:
+def test_values_that_are_not_permissions_are_refused(folder: Path, mode: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="file_mode"):
         GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=mode)
 
@@ -129,9 +129,7 @@ def failing_on_warnings(folder: Path) -> int:
     return save(folder, 2)
 
 
-def test_merging_what_was_noted_shows_nobody_what_was_kept_from_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merging_notes_does_not_make_them_readable_to_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from monai_gds import limits
 
     monkeypatch.setattr(limits, "NOTE_FILES", 1)
@@ -143,14 +141,14 @@ def test_merging_what_was_noted_shows_nobody_what_was_kept_from_them(
     assert modes([merged]) == {(0o600, LAB)}
 
 
-def test_in_a_folder_of_ones_own_nothing_changes(folder: Path) -> None:
+def test_in_a_users_own_folder_nothing_changes(folder: Path) -> None:
     shared(folder, 0o755, group=ANNA)
     by(ANNA, lambda: save(folder, 1))
     assert modes(maintenance.record_files(folder)) == {(0o644, ANNA)}
     assert modes([folder / ".tmp"]) == {(0o755, ANNA)}
 
 
-def test_prune_goes_on_past_what_is_somebody_elses(folder: Path) -> None:
+def test_prune_continues_after_another_users_file(folder: Path) -> None:
     """In a folder with the sticky bit: BEN may not delete what ANNA left there."""
     shared(folder, 0o1777, owner=0)
     by(ANNA, lambda: save(folder, 1))
@@ -166,7 +164,7 @@ def test_prune_goes_on_past_what_is_somebody_elses(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["another users", "a second name", "a folder"])
-def test_what_is_not_ones_own_file_keeps_its_permissions(folder: Path, kind: str) -> None:
+def test_files_that_are_not_the_users_own_keep_their_permissions(folder: Path, kind: str) -> None:
     shared(folder, 0o2777)
     file = folder / "file"
     if kind == "a folder":

@@ -6,7 +6,7 @@ from monai_gds.cache.process_names import still_runs, this_process
 from tests.machines import in_child
 
 
-def test_a_process_runs_until_it_has_ended() -> None:
+def test_a_process_runs_until_it_ends() -> None:
     assert still_runs(this_process()) is True
     child = in_child(this_process)
     assert child != this_process()

@@ -1,4 +1,4 @@
-"""A record is a safetensors file, laid out as promised, and nothing but a whole one is read."""
+"""A record is a safetensors file, laid out as specified, and is read only if it is whole."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def _edited(change: Any) -> bytes:
     return with_header(blob, header)
 
 
-def test_editing_the_header_properly_is_no_damage(path: Path, storage: Storage) -> None:
+def test_a_correctly_edited_header_is_not_damaged(path: Path, storage: Storage) -> None:
     path.write_bytes(_edited(lambda h: None))
     assert torch.equal(unpack(path, storage)["b"], torch.ones(3))
 

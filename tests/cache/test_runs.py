@@ -1,4 +1,4 @@
-"""Runs of a label: what they find is what NumPy finds in the label, and whatever is wrong about them is refused."""
+"""Runs of a label: they find what NumPy finds in the label, and wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_finds_what_numpy_finds(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_values_are_told_apart_by_their_bits(dtype: torch.dtype) -> None:
+def test_values_are_distinguished_by_their_bits(dtype: torch.dtype) -> None:
     odd = [0.0, -0.0, float("nan"), -float("inf"), float("inf"), -3.0, 2.5]
     label = torch.tensor(odd, dtype=dtype).repeat_interleave(5000).reshape(1, 7, -1)
     assert len(table_of(label, packed_of(label)).values) == 7
@@ -157,7 +157,7 @@ def test_reading_takes_the_table_and_one_block() -> None:
     ],
     ids=lambda label: f"{tuple(label.shape)}",
 )
-def test_where_they_do_not_pay_there_are_none(label: torch.Tensor) -> None:
+def test_runs_that_do_not_pay_are_not_stored(label: torch.Tensor) -> None:
     assert pack(label) is None
 
 
@@ -213,7 +213,7 @@ def test_a_table_takes_no_memory_that_is_not_in_the_file(numbers: tuple[int, int
         RunTable(tuple(label.shape), label.dtype, table, 1 << 20)
 
 
-def test_a_block_that_holds_something_else_than_its_table_counts_is_refused() -> None:
+def test_a_block_that_contradicts_the_counts_of_its_table_is_refused() -> None:
     label = organs()
     packed = packed_of(label)
     table = packed.table.numpy().copy()

@@ -1,4 +1,4 @@
-"""Leases: one process computes an item, whatever becomes of it, and nobody waits for ever."""
+"""Leases: one process computes an item, and the others never wait for ever, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_stopped_holder_loses_its_lease_and_cannot_take_it_back(tmp_path: Path
     assert process(f"leases.take('{A}') is None") == "True"
 
 
-def test_who_lost_a_lease_does_not_keep_the_next_holders_alive(tmp_path: Path, other: Any) -> None:
+def test_a_process_that_lost_a_lease_does_not_keep_the_next_holders_alive(tmp_path: Path, other: Any) -> None:
     first, second = other(), other()
     first(f"held = leases.take('{A}')")
     first.signal(signal.SIGSTOP)
@@ -311,7 +311,7 @@ def test_no_more_threads_means_a_lease_that_others_take_over(
 
 
 @pytest.mark.parametrize("wrong", [-3600, 3600])
-def test_this_hosts_clock_means_nothing(tmp_path: Path, other: Any, wrong: int) -> None:
+def test_this_hosts_clock_does_not_matter(tmp_path: Path, other: Any, wrong: int) -> None:
     off = f"now, now_ns = time.time, time.time_ns; time.time = lambda: now() + {wrong}; "
     off += f"time.time_ns = lambda: now_ns() + {wrong} * 10**9"
     right, process = other(), other(before=off)
@@ -357,7 +357,7 @@ def foreign(folder: Path, mark: str = "0000beef-1.77.88.0") -> None:
 
 
 @pytest.mark.parametrize("mark", ["0000beef-1.77.88.0", "unknown.77.None.0", "", "\x00\xff.nonsense", "x" * 5000])
-def test_another_hosts_lease_is_told_by_its_heartbeat(tmp_path: Path, mark: str) -> None:
+def test_another_hosts_lease_is_judged_by_its_heartbeat(tmp_path: Path, mark: str) -> None:
     foreign(tmp_path, mark)
     leases = Leases(tmp_path)
     assert leases.take(A) is None
@@ -370,7 +370,7 @@ def test_another_hosts_lease_is_told_by_its_heartbeat(tmp_path: Path, mark: str)
 
 
 @pytest.mark.parametrize("age", [-3600, 3600])
-def test_a_lease_of_an_hour_ago_or_to_come_is_nobodys(tmp_path: Path, age: int) -> None:
+def test_a_lease_touched_an_hour_ago_or_ahead_is_abandoned(tmp_path: Path, age: int) -> None:
     foreign(tmp_path)
     os.utime(file_of(tmp_path), (time.time() - age,) * 2)
     assert not Leases(tmp_path).held_elsewhere(A)
@@ -489,7 +489,7 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_that_hangs_anybody(tmp_p
     assert in_child(interrupt_everywhere) > 100, "the whole of take and release was gone through"
 
 
-def test_an_interrupt_of_a_taker_over(tmp_path: Path) -> None:
+def test_an_interrupt_while_a_lease_is_taken_over(tmp_path: Path) -> None:
     leases = Leases(tmp_path)
 
     def take_over() -> None:
@@ -548,7 +548,7 @@ def test_on_a_full_disk_everything_is_computed(tmp_path: Path) -> None:
         before.release()
 
 
-def test_in_a_folder_of_somebody_else_everything_is_computed(tmp_path: Path) -> None:
+def test_in_another_users_folder_everything_is_computed(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     let_others_reach(tmp_path)
     (tmp_path / ".tmp").mkdir()
@@ -561,7 +561,7 @@ def test_in_a_folder_of_somebody_else_everything_is_computed(tmp_path: Path) -> 
     assert list((tmp_path / ".tmp").iterdir()) == []
 
 
-def test_a_users_private_lease_is_told_by_its_heartbeat(tmp_path: Path) -> None:
+def test_an_unreadable_lease_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     let_others_reach(tmp_path)
     foreign(tmp_path)
@@ -591,7 +591,7 @@ def test_a_linked_temporary_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "link to nothing"])
-def test_something_else_of_the_leases_name_is_left_alone(tmp_path: Path, kind: str) -> None:
+def test_a_pipe_folder_or_link_with_a_leases_name_is_left_alone(tmp_path: Path, kind: str) -> None:
     path = file_of(tmp_path)
     path.parent.mkdir()
     (tmp_path / "thesis.docx").write_text("dear")

@@ -118,14 +118,14 @@ def test_garbled_entries_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\0" * 4000, b"\xff" * 4000, b"text\n" * 1000])
-def test_another_kind_of_file_by_such_a_name_is_harmless(tmp_path: Path, data: bytes) -> None:
+def test_a_file_of_another_kind_with_such_a_name_is_harmless(tmp_path: Path, data: bytes) -> None:
     write(tmp_path, 1).write_bytes(data)
     write(tmp_path, 2)
     assert known(tmp_path, range(3)) == [2]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "socket"])
-def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+def test_other_than_regular_files_are_not_opened(tmp_path: Path, kind: str) -> None:
     secret = tmp_path / "secret"
     write(tmp_path, 1).rename(secret)
     name = tmp_path / ".index" / "01234567-1.2.3.0.sources"
@@ -156,7 +156,7 @@ def _a_link_instead(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_nothing_there, _a_file_instead, _a_link_instead])
-def test_where_there_can_be_no_memo_nothing_fails_and_nothing_is_touched(
+def test_without_a_usable_folder_nothing_fails_and_nothing_is_touched(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "cache"
@@ -173,7 +173,7 @@ def test_where_there_can_be_no_memo_nothing_fails_and_nothing_is_touched(
 
 @pytest.mark.parametrize("fails", ["mkdir", "open", "write", "listdir", "fstat"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE])
-def test_no_error_of_the_disk_gets_out(
+def test_disk_errors_are_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: int, at_once: None
 ) -> None:
     write(tmp_path, 1)
@@ -320,7 +320,7 @@ def test_server_time_is_that_of_the_file_system(tmp_path: Path) -> None:
     assert clock._server_time(-1) is None
 
 
-def test_without_a_folder_nobody_tells_the_time_and_nothing_is_made(tmp_path: Path) -> None:
+def test_without_a_folder_there_is_no_server_time_and_nothing_is_made(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (tmp_path / ".tmp").symlink_to(theirs)

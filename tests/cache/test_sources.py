@@ -1,4 +1,4 @@
-"""A source is its content: every edit is another source, and nothing else is, and nothing is read twice for it."""
+"""A source is identified by its content: every edit makes another source, nothing else does; no file is read twice."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_young_file_is_read_at_each_look_until_it_is_old(sources: Sources, vol
 
 @pytest.mark.parametrize("clock", [0, 3600, -3600, -(10**9)])
 @pytest.mark.parametrize("local", [True, False])
-def test_no_time_of_a_file_has_it_read_for_ever(
+def test_a_file_is_remembered_whatever_its_times(
     volume: Path, monkeypatch: pytest.MonkeyPatch, clock: int, local: bool
 ) -> None:
     if not local:
@@ -256,7 +256,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
     assert sources.identity(str(volume)) == (10, xxhash.xxh3_128_hexdigest(b"first edit"))
 
 
-def test_a_file_that_never_rests_is_not_remembered(
+def test_a_file_that_keeps_changing_is_not_remembered(
     sources: Sources, no_ticks: None, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = os.preadv
@@ -272,7 +272,7 @@ def test_a_file_that_never_rests_is_not_remembered(
     assert bytes_read(lambda: sources.identity(str(volume))) >= MIB
 
 
-def test_a_file_that_grows_as_fast_as_it_is_read_comes_to_an_end(
+def test_hashing_a_file_that_grows_as_fast_as_it_is_read_ends(
     sources: Sources, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = os.preadv
@@ -308,7 +308,7 @@ def test_threads_hash_at_the_same_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "\0", "x" * 10_000, "/" * 5000, "\ud800", "a\nb", "/no/such/file", "/dev/null"])
 @pytest.mark.parametrize("policy", ["content", "stat", "once"])
-def test_what_is_not_there_is_no_source(path: str, policy: Any) -> None:
+def test_a_missing_file_is_not_a_source(path: str, policy: Any) -> None:
     if path != "/" * 5000:  # which is too long a name
         assert Sources(policy, None).identity(path) is None
 
@@ -337,7 +337,7 @@ def test_a_pipe_that_takes_a_files_place_is_not_waited_for(
 
 
 @pytest.mark.parametrize("fails", ["open", "preadv"])
-def test_a_file_that_cannot_be_read_is_told_by_its_times(
+def test_an_unreadable_file_is_identified_by_its_times(
     sources: Sources, volume: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     def refuse(path: Any, *_: Any, **__: Any) -> int:
@@ -427,7 +427,7 @@ def test_a_folders_size_is_that_of_its_files(sources: Sources, study: Path) -> N
     assert sources.identity(str(study)).size == 400  # type: ignore[union-attr]
 
 
-def test_a_cache_in_a_folder_is_no_part_of_it(no_ticks: None, study: Path) -> None:
+def test_a_cache_in_a_source_folder_is_left_out(no_ticks: None, study: Path) -> None:
     (study / "cache").mkdir()
     sources = Sources("content", str(study / "cache"))
     before = sources.identity(str(study))
@@ -463,7 +463,7 @@ def _plant(folder: Path, tree: dict[str, bytes], order: list[str]) -> bool:
 
 
 @given(tree=_TREES, data=st.data())
-def test_the_order_in_which_a_folder_was_filled_is_no_difference(tree: dict[str, bytes], data: st.DataObject) -> None:
+def test_the_order_in_which_a_folder_was_filled_does_not_matter(tree: dict[str, bytes], data: st.DataObject) -> None:
     order = data.draw(st.permutations(sorted(tree)))
     with tempfile.TemporaryDirectory() as top:
         a, b = Path(top, "a"), Path(top, "b")
@@ -473,7 +473,7 @@ def test_the_order_in_which_a_folder_was_filled_is_no_difference(tree: dict[str,
             assert fresh(a) == fresh(b)
 
 
-def test_a_file_system_that_lists_in_another_order_is_no_difference(
+def test_the_order_in_which_a_file_system_lists_does_not_matter(
     study: Path, monkeypatch: pytest.MonkeyPatch, no_ticks: None, tmp_path: Path
 ) -> None:
     found, system = Sources("content", str(tmp_path)), os.scandir
@@ -502,7 +502,7 @@ def test_different_folders_are_different_sources(trees: list[dict[str, bytes]]) 
         assert found[0] != found[1]
 
 
-def test_loops_of_links_come_to_an_end(sources: Sources, study: Path) -> None:
+def test_listing_loops_of_links_ends(sources: Sources, study: Path) -> None:
     (study / "s1" / "up").symlink_to(study)
     (study / "s1" / "across").symlink_to(study / "s2")
     (study / "s2" / "across").symlink_to(study / "s1")
@@ -550,7 +550,7 @@ def test_a_subfolder_that_cannot_be_listed_hides_nothing(study: Path, monkeypatc
     assert len({readable, before, fresh(study)}) == 3
 
 
-def test_of_a_folder_that_changed_only_what_changed_is_read(sources: Sources, no_ticks: None, tmp_path: Path) -> None:
+def test_only_the_changed_files_of_a_folder_are_read(sources: Sources, no_ticks: None, tmp_path: Path) -> None:
     for i in range(20):
         (tmp_path / f"{i}.dcm").write_bytes(os.urandom(MIB))
     assert bytes_read(lambda: sources.identity(str(tmp_path))) >= 20 * MIB
@@ -567,7 +567,7 @@ def test_a_folder_of_young_files_is_not_trusted(sources: Sources, study: Path) -
     assert bytes_read(lambda: sources.identity(str(study))) == 0
 
 
-def test_a_folder_of_too_many_entries_counts_by_name_and_says_so_once(
+def test_a_folder_with_too_many_entries_counts_by_name_and_is_reported_once(
     sources: Sources, study: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "FOLDER_ENTRIES", 5)
@@ -623,7 +623,7 @@ def test_once_finds_a_file_that_comes_later(tmp_path: Path) -> None:
     assert sources.identity(str(tmp_path / "ct.nii")) is not None
 
 
-def test_a_callable_says_what_a_source_is(volume: Path) -> None:
+def test_a_callable_identifies_sources(volume: Path) -> None:
     told: dict[str, Any] = {"s3://bucket/ct.nii": "etag-1", str(volume): b"\x01\xff", "none": None, "wrong": 3}
     sources = Sources(told.__getitem__, None)
     assert sources.identity("s3://bucket/ct.nii") == (-1, "etag-1")
@@ -646,7 +646,7 @@ def test_another_policy_is_refused(policy: Any) -> None:
 # The working directory, other processes
 
 
-def test_a_relative_path_is_looked_up_where_this_process_stands(
+def test_a_relative_path_is_looked_up_in_the_working_directory(
     sources: Sources, no_ticks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "ab":
@@ -850,7 +850,7 @@ def test_candidates_are_plain_strings() -> None:
     assert type(candidates({"x": np.str_("a.nii")}, ())[0][0]) is str
 
 
-def test_a_word_beside_a_folder_of_that_name_is_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_beside_a_folder_of_that_name_is_not_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("train", "v1.2"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -869,7 +869,7 @@ def test_files_named_are_regular_files_that_look_like_paths(tmp_path: Path, monk
     assert files_named([*strings, "no.nii", "\ud800.nii", "a\0.nii"]) == [str(tmp_path / "atlas.nii"), "atlas.nii"]
 
 
-def test_of_many_slices_each_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ticks: None) -> None:
+def test_each_of_many_slices_is_examined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ticks: None) -> None:
     names = [str(tmp_path / f"{i:05}.dcm") for i in range(2000)]
     for name in names:
         Path(name).write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Temporary files: those of dead writers go, and nothing of anybody else's, whatever its name and wherever it lies."""
+"""Temporary files: those of dead writers are removed, and nobody else's files, whatever their names and places."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ EVERYWHERE = pytest.mark.parametrize("clean", [construct, populate, prune])
         ("rubbish", 10**6, True),
     ],
 )
-def test_whose_temporaries_go(tmp_path: Path, name: str, age: int, stays: bool) -> None:
+def test_temporaries_of_ended_writers_are_removed(tmp_path: Path, name: str, age: int, stays: bool) -> None:
     place, pid, started = this_process().split(".")
     path = put(tmp_path / ".tmp" / name.format(digest="d" * 32, place=place, pid=pid, started=started), age)
     listed = [found.path for found in abandoned(tmp_path)]
@@ -97,7 +97,7 @@ def test_whose_temporaries_go(tmp_path: Path, name: str, age: int, stays: bool) 
 
 
 @EVERYWHERE
-def test_what_somebody_keeps_there_stays(tmp_path: Path, clean: Callable[[Path], None]) -> None:
+def test_other_files_in_the_folder_stay(tmp_path: Path, clean: Callable[[Path], None]) -> None:
     thesis = put(tmp_path / ".tmp" / "thesis.docx")
     left = put(tmp_path / ".tmp" / leftover())
     clean(tmp_path)
@@ -106,7 +106,9 @@ def test_what_somebody_keeps_there_stays(tmp_path: Path, clean: Callable[[Path],
 
 
 @EVERYWHERE
-def test_nearly_the_form_of_a_temporary_is_not_it(tmp_path: Path, clean: Callable[[Path], None]) -> None:
+def test_names_that_nearly_have_the_form_of_a_temporary_are_left_alone(
+    tmp_path: Path, clean: Callable[[Path], None]
+) -> None:
     name = leftover()
     digest, place, pid, start, n = name.split(".")
     names = [
@@ -125,7 +127,7 @@ def test_nearly_the_form_of_a_temporary_is_not_it(tmp_path: Path, clean: Callabl
 
 
 @EVERYWHERE
-def test_what_is_not_a_regular_file_stays_and_ends_nothing(tmp_path: Path, clean: Callable[[Path], None]) -> None:
+def test_files_that_are_not_regular_stay_and_raise_nothing(tmp_path: Path, clean: Callable[[Path], None]) -> None:
     folder = tmp_path / "cache" / ".tmp"
     left, mine = put(folder / leftover(0)), put(tmp_path / "mine.txt")
     (folder / leftover(1)).mkdir()
@@ -160,7 +162,7 @@ def test_the_temporary_of_a_process_that_cannot_be_seen_stays(tmp_path: Path, mo
     assert not path.exists()
 
 
-def test_where_processes_cannot_be_told_apart_a_writers_own_file_stays(
+def test_where_processes_cannot_be_identified_a_writers_own_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_names, "_place", lambda: "unknown")
@@ -206,7 +208,7 @@ def test_the_clock_of_the_file_system_is_asked_by_making_a_file(
     assert not old.exists()
 
 
-def test_foreign_files_of_a_read_only_cache_end_nothing(tmp_path: Path) -> None:
+def test_foreign_files_of_a_read_only_cache_raise_nothing(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 8 << 20) as small:
         path = put(small / ".tmp" / leftover(0, "0a0b0c0d-7"))
         read_only(small)
@@ -215,7 +217,7 @@ def test_foreign_files_of_a_read_only_cache_end_nothing(tmp_path: Path) -> None:
         assert path.exists()
 
 
-def test_a_cache_without_temporaries_has_none(tmp_path: Path) -> None:
+def test_a_cache_without_temporaries_lists_none(tmp_path: Path) -> None:
     assert abandoned(tmp_path) == abandoned(tmp_path / "missing") == []
     tidy(tmp_path / "missing")
     assert os.listdir(tmp_path) == []
@@ -483,7 +485,7 @@ def test_the_folder_is_made_when_asked(tmp_path: Path) -> None:
         assert os.listdir(fd) == []
 
 
-def test_where_nothing_can_be_made_there_is_no_time() -> None:
+def test_where_no_file_can_be_made_there_is_no_server_time() -> None:
     with shared_folder() as folder:
         (folder / ".tmp").mkdir()
 

@@ -1,4 +1,4 @@
-"""A shared cache directory with one on this machine's drive: what is read from where, copied, verified and limited."""
+"""A shared cache directory with one on this machine's drive: which records are read where, copied and verified."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_shared_directory_whose_server_loses_a_record_costs_its_copy_only(
     assert not names(near)
 
 
-def test_who_reads_copies_uses_the_records_too(far: Path, near: Path) -> None:
+def test_reading_a_copy_counts_as_using_the_record(far: Path, near: Path) -> None:
     """Or ``prune --unused-for`` deletes in the shared directory what everybody trains on."""
     filled(far)
     in_child(lambda: epoch(dataset(far, near)) and None)
@@ -212,7 +212,7 @@ def test_who_reads_copies_uses_the_records_too(far: Path, near: Path) -> None:
         assert min(used.values()) >= since - 0.001
 
 
-def test_it_is_noted_in_time_in_both_that_a_pipeline_is_still_in_use(far: Path, near: Path) -> None:
+def test_in_both_directories_it_is_noted_in_time_that_a_pipeline_is_in_use(far: Path, near: Path) -> None:
     made = dataset(far, near)
     _ = made[0]
     for uses in made._state.uses:
@@ -221,7 +221,7 @@ def test_it_is_noted_in_time_in_both_that_a_pipeline_is_still_in_use(far: Path, 
         assert uses.due > 0
 
 
-def test_what_was_deleted_on_either_side_is_served_by_the_other(far: Path, near: Path) -> None:
+def test_a_record_deleted_in_either_directory_is_served_by_the_other(far: Path, near: Path) -> None:
     items = filled(far)
     made = dataset(far, near)
     epoch(made)
@@ -271,7 +271,7 @@ def test_a_full_drive_costs_the_copies_only(far: Path, near: Path, monkeypatch: 
     assert len(tried) <= ITEMS, "not in every epoch"
 
 
-def test_a_local_directory_that_cannot_be_made_is_said_once(far: Path, tmp_path: Path) -> None:
+def test_a_local_directory_that_cannot_be_made_is_reported_once(far: Path, tmp_path: Path) -> None:
     items = filled(far)
     (tmp_path / "file").write_bytes(b"")
     with pytest.warns(CacheWarning, match=r"local_dir=.* cannot be made, so nothing is copied") as caught:

@@ -95,7 +95,7 @@ def test_all_dtypes_are_packed(dtype: torch.dtype, codec: str) -> None:
     assert same_bits(unpack(read(packed), packed.streams.numpy()), tensor)
 
 
-def test_what_gains_nothing_is_left_alone() -> None:
+def test_tensors_that_do_not_get_smaller_are_left_alone() -> None:
     assert pack(torch.randn(64, 64, 64), "lz4") is None
     framed = torch.zeros(128, 64, 64)
     framed[32:96] = torch.randn(64, 64, 64)

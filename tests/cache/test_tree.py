@@ -1104,7 +1104,7 @@ def test_small_arrays_of_one_form_do_not_mix_up(round_trip: RoundTrip) -> None:
                 assert back.meta["t"].tolist() == [fill, fill]
 
 
-def test_what_is_there_twice_is_no_cycle(round_trip: RoundTrip) -> None:
+def test_an_object_that_appears_twice_is_not_a_cycle(round_trip: RoundTrip) -> None:
     inner = [1, {"a": 2}]
     assert_same([inner, inner], round_trip([inner, inner]))
 
@@ -1182,7 +1182,7 @@ def test_an_instance_that_a_codec_refuses_is_named_with_the_reason(registry: Non
         encode_item({"a": Fraction(1, 2)})
 
 
-def test_subclass_of_a_registered_type_is_not_meant(registry: None) -> None:
+def test_a_subclass_of_a_registered_type_is_not_covered(registry: None) -> None:
     register_type(Fraction, "fraction", str, Fraction)
 
     class Half(Fraction):
@@ -1192,7 +1192,7 @@ def test_subclass_of_a_registered_type_is_not_meant(registry: None) -> None:
         encode_item(Half(1, 2))
 
 
-def test_unregistered_name_in_a_record_says_so(registry: None) -> None:
+def test_an_unregistered_name_in_a_record_is_named(registry: None) -> None:
     register_type(Fraction, "fraction", str, Fraction)
     encoded = encode_item([Fraction(1, 2)])
     del codecs._by_name["fraction"]
@@ -1354,7 +1354,7 @@ def test_what_is_as_deep_as_can_be_stored_comes_back(deeper: Callable[[Any], Any
     ],
     ids=str,
 )
-def test_what_only_a_newer_version_can_have_written_is_no_damage(node: Any) -> None:
+def test_trees_of_a_newer_version_are_not_damaged(node: Any) -> None:
     with pytest.raises(NewerRecord, match="which this version does not know"):
         compile_tree({"a": [node]}, b"\0" * 8, {"x"})
 
@@ -1370,7 +1370,7 @@ _json = st.recursive(
 
 
 @given(tree=_json)
-def test_no_tree_does_more_than_be_refused(tree: Any) -> None:
+def test_any_tree_is_decoded_or_refused(tree: Any) -> None:
     tensors = {"x": torch.ones(2)}
     with contextlib.suppress(RecordError):
         compile_tree(tree, b"\0" * 64, tensors, numpy=True, root="/r")(tensors, {"x": 1})

@@ -30,7 +30,7 @@ def test_sizes(size: float | str, nbytes: int) -> None:
 @pytest.mark.parametrize(
     "size", ["", "GB", "-1", -5, "20 parsecs", "1.2.3", float("nan"), float("inf"), "1e-9", "1e999", "2e", None, [1]]
 )
-def test_sizes_that_are_none(size: Any) -> None:
+def test_values_that_are_not_sizes(size: Any) -> None:
     with pytest.raises(ValueError, match=r"device_bytes=.*'20GB'"):
         bytes_of(size, "device_bytes")
 
@@ -41,6 +41,6 @@ def test_spans(span: str, hours: float) -> None:
 
 
 @pytest.mark.parametrize("span", ["", "30", "d", "-3d", "3 months", "1.2.3d", "3D"])
-def test_spans_that_are_none(span: str) -> None:
+def test_texts_that_are_not_spans(span: str) -> None:
     with pytest.raises(ValueError, match="36h, 30d, 2w"):
         seconds_of(span)

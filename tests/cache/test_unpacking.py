@@ -1,4 +1,4 @@
-"""Boxes of tensors in tiles: equal bit by bit to those of the whole, read with few bytes more than they need."""
+"""Boxes of tensors in tiles: equal bit by bit to those of the whole tensor, with few bytes read beyond them."""
 
 from __future__ import annotations
 

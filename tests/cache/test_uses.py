@@ -1,4 +1,4 @@
-"""What is noted of the use of records: found by other processes, whatever becomes of the notes, and few files."""
+"""Notes of the use of records: other processes find them, garbled ones are skipped, and there are few files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_pipeline_is_in_use_until_its_process_has_ended(tmp_path: Path) -> Non
     assert time.time() - found.last[A] >= 0.05
 
 
-def test_one_that_was_dropped_uses_nothing_any_more(tmp_path: Path) -> None:
+def test_a_dropped_dataset_uses_nothing_any_more(tmp_path: Path) -> None:
     uses = Uses(tmp_path)
     uses.open("cafe")
     others = Uses(tmp_path)
@@ -240,7 +240,7 @@ def test_garbled_notes_are_passed_over(tmp_path: Path) -> None:
     assert Uses(tmp_path).look().last == {A: 5, B: 5}
 
 
-def test_a_time_to_come_counts_as_now(tmp_path: Path) -> None:
+def test_a_time_in_the_future_counts_as_now(tmp_path: Path) -> None:
     """Clocks differ, and whoever may write to the folder writes there."""
     put(tmp_path, ["read", 1e300, A])
     assert Uses(tmp_path).look().last[A] <= time.time()

@@ -1,4 +1,4 @@
-"""Saving behind the training: bounded, in order, nothing lost, nobody else's bytes."""
+"""Saving in the background: bounded, in order, nothing is lost, and items may change once they are submitted."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_not_even_a_bare_thread_means_that_the_caller_writes(monkeypatch: pytest
     assert disk.got == [("a", 1.0, threading.get_ident())]
 
 
-def test_an_item_that_waits_is_not_queued_twice() -> None:
+def test_a_queued_item_is_not_queued_twice() -> None:
     disk, writer = Disk(), Writer()
     done: list[str] = []
     disk.open.clear()
@@ -232,7 +232,7 @@ def test_done_is_called_once_whatever_happens() -> None:
     writer.flush()
 
 
-def test_however_small_no_more_than_some_thousands_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_waiting_items_is_limited_however_small_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "QUEUE_ITEMS", 3)
     disk, writer = Disk(), Writer()
     disk.open.clear()

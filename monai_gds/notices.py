@@ -1,8 +1,8 @@
-"""What was told in a run: a small table in memory that a process shares with those it forks.
+"""Notices given in a run, such as warnings: a small table in memory that a process shares with those it forks.
 
 Workers of a loader may live for one epoch. Without the table each would repeat the warnings that others gave, and look
-again at what others found. The table holds a hash of each topic and when it was told. It forgets the oldest of those
-that share a row, so something may be told twice.
+again at what others found. The table holds a hash of each notice and when it was last given. Of the notices that share
+a row, the oldest is forgotten, so a notice may be given twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import time
 from typing import Any
 
-__all__ = ["Topic", "attach", "place"]
+__all__ = ["Notice", "attach", "place"]
 
 _ROWS = 512
 _ROW = struct.Struct("=" + 8 * "Qd")  # pairs of a hash and a time; a time of 0 is long ago
@@ -32,7 +32,7 @@ def _made() -> tuple[mmap.mmap, _Place | None]:
     """A table that forked processes share, and its place where the system has files in memory."""
     descriptor = -1
     try:
-        descriptor = os.memfd_create("monai-gds-told")
+        descriptor = os.memfd_create("monai-gds-notices")
         os.ftruncate(descriptor, _SIZE)
         table = mmap.mmap(descriptor, _SIZE)
     except (AttributeError, OSError):  # an old libc, a filter of system calls, or too many open files
@@ -50,11 +50,11 @@ def _identity(descriptor: int) -> tuple[int, int]:
 _table, _place = _made()
 
 
-class Topic:
-    """Something that is told once in a run, named by any values.
+class Notice:
+    """Something that is reported once in a run, named by any values.
 
     Example:
-        >>> [Topic("drive full", "/nvme").is_new() for _ in range(2)]
+        >>> [Notice("drive full", "/nvme").is_new() for _ in range(2)]
         [True, False]
     """
 
@@ -62,22 +62,22 @@ class Topic:
         self._hash = int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little")
         self._offset = self._hash % _ROWS * _ROW.size
 
-    def told(self) -> float:
-        """When it was told last, by ``time.monotonic``; minus infinity if it was not."""
+    def last_given(self) -> float:
+        """When it was last given, by ``time.monotonic``; minus infinity if it was not."""
         hashes, times = self._row()
         return times[hashes.index(self._hash)] if self._hash in hashes else -math.inf
 
-    def tell(self) -> None:
-        """Notes that it is told now."""
+    def mark_given(self) -> None:
+        """Notes that it is given now."""
         hashes, times = self._row()
         slot = hashes.index(self._hash) if self._hash in hashes else times.index(min(times))
         struct.pack_into("=Qd", _table, self._offset + 16 * slot, self._hash, time.monotonic())
 
     def is_new(self) -> bool:
-        """Whether it was not told before. From now on it was."""
-        if self.told() > -math.inf:
+        """Whether it was not given before. Marks it as given."""
+        if self.last_given() > -math.inf:
             return False
-        self.tell()
+        self.mark_given()
         return True
 
     def _row(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -91,7 +91,7 @@ def place() -> _Place | None:
 
 
 def attach(place: _Place | None) -> None:
-    """Shares the table of the process that spawned this one, if that has it still and the system permits it."""
+    """Shares the table at ``place``, that of the process which spawned this one, if it is still there and readable."""
     global _table, _place
     if place is None or place == _place:
         return
