@@ -38,7 +38,6 @@ from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
 from monai_gds.cache.sources import Policy, Sources
 from monai_gds.cache.tiers import TwoTiers
 from monai_gds.cache.tree import EncodedItem, compile_tree, copy_item, encode_item
-from monai_gds.cache.units import bytes_of, shown
 from monai_gds.cache.uses import Uses
 from monai_gds.cache.writer import process_writer
 from monai_gds.describe import describe, explain_item, uncached, why_missed
@@ -54,6 +53,7 @@ from monai_gds.state import State, applied, apply, capture_all
 from monai_gds.storage import choose_backend, open_storage, resolve_device
 from monai_gds.storage.registry import check_options
 from monai_gds.transforms import Split, before_cuda
+from monai_gds.units import bytes_of, shown
 
 __all__ = ["GDSDataset"]
 

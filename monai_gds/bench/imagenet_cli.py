@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from monai_gds.console import progress_bar, stderr
-from monai_gds.options import DeviceOption, JsonOption, PlotOption, one_of
+from monai_gds.options import DeviceOption, HeapOption, JsonOption, PlotOption, one_of
 
 __all__ = ["app"]
 
@@ -99,6 +99,7 @@ def loaders(
     nsid: Annotated[
         int | None, typer.Option(min=1, help="Block readers: the namespace of a drive in user space.")
     ] = None,
+    heap_bytes: HeapOption = None,
     mem: Annotated[Memory | None, typer.Option(help="Block readers: where their buffers are.")] = None,
     bmap: Annotated[
         Path | None,
@@ -119,12 +120,14 @@ def loaders(
     if "packed-resized" in wanted and max_side is None:
         raise typer.BadParameter("packed-resized reads images of --max-side pixels", param_hint="--reader")
     target = resolve_device(device)
-    options: dict[str, Any] = {"uri": uri, "be": be, "nsid": nsid, "mem": mem and mem.value, "blockmap": bmap}
+    options: dict[str, Any] = {
+        "uri": uri, "be": be, "nsid": nsid, "heap_bytes": heap_bytes, "mem": mem and mem.value, "blockmap": bmap,
+    }  # fmt: skip
     options = {name: value for name, value in options.items() if value is not None}
     by_blocks = [name for name in bench.PEERS if bench.options_for(name, options, target)]
     if options and not set(by_blocks).intersection(wanted):
         raise typer.BadParameter(
-            "--uri, --be, --nsid, --mem and --bmap are for the block readers", param_hint="--reader"
+            "--uri, --be, --nsid, --heap-bytes, --mem and --bmap are for the block readers", param_hint="--reader"
         )
     if datadir is None and make is None:
         if bmap is None:

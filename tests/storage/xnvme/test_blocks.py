@@ -866,7 +866,7 @@ class TestUserSpace:
     def test_the_namespace_and_the_heap_are_passed_on(self, disk: LoopDisk, file: Path) -> None:
         double = libraries.Double("double next")
         double.reset()
-        with libraries.using("double next"), _user_space(disk, nsid=2, heap_bytes=128 << 20, mem="cpu") as storage:
+        with libraries.using("double next"), _user_space(disk, nsid=2, heap_bytes="128MiB", mem="cpu") as storage:
             assert whole(storage, file) == content(3_000_000)
         assert (double.count("nsid"), double.count("heap_mib")) == (2, 128)
 
@@ -918,7 +918,7 @@ class TestUserSpace:
         ({"mem": "cpu", "be": "upcie-cuda", "uri": "0000:01:00.0"}, "choose be='upcie'"),
         ({"nsid": 2, "uri": "/dev/nvme0n1"}, "uri names the namespace"),
         ({"heap_bytes": 1 << 27, "be": "spdk", "uri": "0000:01:00.0"}, "only uPCIe has a heap"),
-        ({"heap_bytes": 0, "be": "upcie", "uri": "0000:01:00.0"}, "of at least a byte"),
+        ({"heap_bytes": 0, "be": "upcie", "uri": "0000:01:00.0"}, "heap_bytes=0: it must be a positive number"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], match: str) -> None:
