@@ -105,6 +105,14 @@ _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, tor
 #: The code of every function that ``functools.singledispatch`` made.
 _SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
 
+_BUILT_IN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
+
+#: Functions of modules that Cython compiled. Their types are in no module of a name.
+_OF_CYTHON = ("cython_function_or_method", "fused_cython_function")
+
+#: The base of DataFrame and Series.
+_OF_PANDAS = ("pandas.core.generic", "NDFrame")
+
 _METHODS = (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)
 
 #: What torch keeps in a module under keys that count all hooks of a process.
@@ -402,7 +410,7 @@ class _Hasher:
             return self._function(value, where)
         if isinstance(value, types.MethodType):
             return [b"method", self.digest(value.__func__, where), self.digest(value.__self__, where)]
-        if isinstance(value, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)):
+        if isinstance(value, _BUILT_IN) or type(value).__name__ in _OF_CYTHON:
             owner = getattr(value, "__self__", None)
             bound = [] if owner is None or isinstance(owner, types.ModuleType) else [self.digest(owner, where)]
             module = getattr(value, "__module__", None) or getattr(
@@ -417,7 +425,7 @@ class _Hasher:
             return [type(value).__name__.encode(), self.digest(value.__func__, where)]
         if isinstance(value, functools.cached_property):
             return [b"property", self.digest(value.func, where)]
-        if isinstance(value, property):
+        if isinstance(value, (property, types.DynamicClassAttribute)):  # enum.property is one
             return [b"property", *self._all((value.fget, value.fset, value.fdel), where)]
         if isinstance(value, types.CodeType):
             return self._code(value, where)
@@ -490,9 +498,9 @@ class _Hasher:
         if library_of(type(cls).__module__) is None:
             parts.append(self.digest(type(cls), where))
         if issubclass(cls, enum.Enum):
-            code = {k: v for k, v in vars(cls).items() if isinstance(v, _METHODS)}
             values = {name: member.value for name, member in cls.__members__.items()}
-            members = [*self._mapping(values, where), *self._mapping(code, where)]
+            others = {k: v for k, v in vars(cls).items() if k not in values and _is_of_an_enums_user(k, v)}
+            members = [*self._mapping(values, where), *self._mapping(others, where)]
             return [*parts, *members, *self._all(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__:  # its name is ambiguous
             return [*parts, *self._class_body(cls)]
@@ -522,6 +530,9 @@ class _Hasher:
         own = own_attribute(value, "__cache_key__")
         if own is not None:
             return [*head, self.digest(own(), f"{where}.__cache_key__()")]
+        if any((cls.__module__, cls.__name__) == _OF_PANDAS for cls in type(value).__mro__):
+            why = "it keeps references to itself: hold its values, as frame.to_dict('list') or frame.to_numpy()"
+            raise HashingError(_refusal(value, where, why))
         writes = any(known.writes_files(cls) for known in _libraries.values() for cls in type(value).__mro__)
         self._writes_files += writes
         try:
@@ -574,6 +585,11 @@ class _Hasher:
             return [parts.encode()]
         shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
         return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
+
+
+def _is_of_an_enums_user(name: str, value: Any) -> bool:
+    """Whether the enum's user wrote an attribute that is not a member, rather than Python's own machinery."""
+    return isinstance(value, _METHODS) or not (name.startswith("_") and name.endswith("_"))
 
 
 def _class_place(cls: type) -> str:
@@ -681,7 +697,7 @@ def _repeats_attributes(state: Any, value: Any) -> bool:
 def _refusal(value: Any, where: str, why: str) -> str:
     cls = type(value)
     return (
-        f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be hashed stably ({why}). Give its class a "
-        "method __cache_key__(self) that returns plain data, or pass your own hash_func (for items) or hash_transform "
-        "(for transforms; hash_transform=None leaves them out of the key)"
+        f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be hashed stably ({why}). Give its class, or "
+        "the one that holds it, a method __cache_key__(self) that returns plain data, or pass your own hash_func (for "
+        "items) or hash_transform (for transforms; hash_transform=None leaves them out of the key)"
     )
