@@ -954,6 +954,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         state = self._state
         if state.split is None or state.split.compose is not self.transform:  # the first time, or it was replaced
             state.split = Split(self.transform)
+            state.on_values, state.warned = {}, set()  # of the transforms before
             try:
                 self.set_transform_hash(self.hash_transform)
             except BaseException:
