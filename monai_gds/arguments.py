@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypedDict
 
 from monai_gds.cache.directory import folder_named
 from monai_gds.cache.permissions import ANY
-from monai_gds.cache.units import bytes_of
 from monai_gds.errors import CacheWarning
+from monai_gds.units import bytes_of
 
 __all__ = [
     "Folders",

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from monai_gds import limits
 from monai_gds.console import progress_bar, say, show
+from monai_gds.options import HeapOption
 from monai_gds.storage.xnvme.block_map import BlockMap
 
 app = typer.Typer(
@@ -80,10 +81,11 @@ def verify(
     nsid: Annotated[
         int | None, typer.Option(min=1, help="With --be: the drive's namespace; default: the first.")
     ] = None,
+    heap_bytes: HeapOption = None,
 ) -> None:
     """Compare a map with the files as they are now; exit code 1 if a file is not where the map says."""
     blocks = BlockMap.load(file)
-    if be is None and (uri, nsid) != (None, None):
+    if be is None and (uri, nsid, heap_bytes) != (None, None, None):
         raise typer.BadParameter("name the driver too", param_hint="--be")
     if be is not None and (data or parent is not None or uri is None or uri.startswith("/")):
         raise typer.BadParameter(
@@ -99,7 +101,7 @@ def verify(
         if be is None:
             wrong = blocks.verify(parent, data=data, progress=progress)
         else:
-            wrong = _verify_through(blocks, {"be": be, "uri": uri, "nsid": nsid}, progress)
+            wrong = _verify_through(blocks, {"be": be, "uri": uri, "nsid": nsid, "heap_bytes": heap_bytes}, progress)
     for path, problem in wrong.items():
         say(f"{path}: {problem}")
     say(f"{len(blocks)} files, {len(wrong)} of them not as mapped")

@@ -28,10 +28,10 @@ from monai_gds.cache.budget import KNOWN_SECONDS, idle, unused
 from monai_gds.cache.header import VERSION
 from monai_gds.cache.index import Index
 from monai_gds.cache.maintenance import SHOWN, Found
-from monai_gds.cache.units import bytes_of, seconds_of
 from monai_gds.cache.uses import Uses
 from monai_gds.console import progress_bar, say, say_lines, stderr
 from monai_gds.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
+from monai_gds.units import bytes_of, seconds_of
 
 if TYPE_CHECKING:
     from monai_gds.cache.maintenance import Identify

@@ -47,7 +47,6 @@ from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
 from monai_gds.cache.sources import Policy, Sources
 from monai_gds.cache.tiers import TwoTiers
 from monai_gds.cache.tree import EncodedItem, compile_tree, copy_item, encode_item
-from monai_gds.cache.units import bytes_of, shown
 from monai_gds.cache.uses import Uses
 from monai_gds.cache.writer import process_writer
 from monai_gds.describe import describe, explain_item, uncached, why_missed
@@ -63,6 +62,7 @@ from monai_gds.state import State, applied, apply, capture_all
 from monai_gds.storage import choose_backend, open_storage, resolve_device
 from monai_gds.storage.registry import check_options
 from monai_gds.transforms import Split, before_cuda
+from monai_gds.units import bytes_of, shown
 
 __all__ = ["GDSDataset"]
 
@@ -936,6 +936,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         state = self._state
         if state.split is None or state.split.compose is not self.transform:  # the first time, or it was replaced
             state.split = Split(self.transform)
+            state.on_values, state.warned = {}, set()  # of the transforms before
             try:
                 self.set_transform_hash(self.hash_transform)
             except BaseException:

@@ -16,11 +16,11 @@ from monai_gds.cache import maintenance
 from monai_gds.cache.explain import Nearest, Wanted, nearest
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key
-from monai_gds.cache.units import shown
 from monai_gds.errors import MonaiGdsError
 from monai_gds.ghosts import hazard, parts
 from monai_gds.printable import printable
 from monai_gds.transforms import Split, cacheable_after
+from monai_gds.units import shown
 
 if TYPE_CHECKING:
     from monai_gds.cache.directory import CacheDirectory

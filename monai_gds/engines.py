@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from monai_gds import limits
+from monai_gds.cache.permissions import ANY
 from monai_gds.cache.process_names import this_process
 from monai_gds.cache.single_flight import pace
 from monai_gds.cache.temporary import opened
@@ -179,7 +180,7 @@ class OverExecutor:
         self._sent = sent = _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
         try:
             with opened(self._directory, create=True) as folder:
-                _create(folder, f"{name}.0", pickled)
+                _create(folder, f"{name}.0", pickled, self._dataset.file_mode)
                 os.utime(f"{name}.0", times=(time.time() + _MONTH,) * 2, dir_fd=folder)
         except OSError as e:
             raise NotSaved(f"nothing can be cached in {self._directory}: {e}") from e
@@ -269,8 +270,8 @@ def _begun(sent: _Sent, number: int) -> Iterator[None]:
                 os.unlink(name, dir_fd=folder)
 
 
-def _create(folder: int, name: str, content: bytes = b"") -> None:
-    with open(os.open(name, _CREATE, 0o666, dir_fd=folder), "wb") as file:
+def _create(folder: int, name: str, content: bytes = b"", mode: int = ANY) -> None:
+    with open(os.open(name, _CREATE, mode, dir_fd=folder), "wb") as file:
         file.write(content)
 
 

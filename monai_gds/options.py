@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from monai_gds.units import bytes_of
+
 if TYPE_CHECKING:
     from monai_gds.dataset import GDSDataset
 
@@ -25,6 +27,7 @@ __all__ = [
     "DatasetArguments",
     "DatasetFunction",
     "DeviceOption",
+    "HeapOption",
     "JsonOption",
     "PlotOption",
     "dataset_from",
@@ -79,11 +82,29 @@ def _plot(path: Path | None) -> Path | None:
     return path
 
 
+def _heap(size: str | None) -> str | None:
+    """Refuses what is no size. The backend takes it as it is."""
+    if size is not None:
+        try:
+            bytes_of(size, "--heap-bytes", least=1)
+        except ValueError as e:
+            raise typer.BadParameter(str(e)) from None
+    return size
+
+
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.", callback=known_device)
 ]
 BackendOption = Annotated[
     str, typer.Option(help="The storage backend: auto, or one that `monai-gds doctor` lists.", callback=_known_backend)
+]
+HeapOption = Annotated[
+    str | None,
+    typer.Option(
+        "--heap-bytes",
+        help="With --be upcie: the memory that it takes in huge pages, 128MiB for example; default: 1GiB.",
+        callback=_heap,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DatasetFunction = Annotated[str, typer.Argument(help="module:function. The function returns a GDSDataset.")]

@@ -61,25 +61,47 @@ def test_verify_names_what_changed_and_fails(disk: LoopDisk, tmp_path: Path) -> 
 def test_verify_through_a_driver_in_user_space(disk: LoopDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A double of libxnvme plays it."""
     file = tmp_path / "map.json"
-    drive = ("--be", "upcie", "--uri", "0000:01:00.0", "--nsid", 2)
+    drive = ("--be", "upcie", "--uri", "0000:01:00.0", "--nsid", 2, "--heap-bytes", "128MiB")
     monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
     run("build", disk.folder / "set", "--output", file, "--checksums")
+    double = libraries.Double("double next")
     with libraries.using("double next"):
         on_machine("umount", str(disk.folder))
         try:
             verified = run("verify", file, *drive)
             assert (verified.exit_code, "2 files, 0 of them not as mapped" in verified.output) == (0, True)
-            libraries.Double("double next").fail("BAD_STATUS", 2)
+            assert double.count("heap_mib") == 128
+            double.fail("BAD_STATUS", 2)
             verified = run("verify", file, *drive)
             assert (verified.exit_code, "2 files, 1 of them not as mapped" in verified.output) == (1, True)
         finally:
             on_machine("mount", disk.device, str(disk.folder))
     assert run("verify", file, "--uri", "0000:01:00.0").exit_code == 2
+    assert run("verify", file, "--heap-bytes", "128MiB").exit_code == 2
+    assert "'20GB'" in run("verify", file, *drive, "--heap-bytes", "much").output
     run("build", disk.folder / "set", "--output", file.with_name("plain.json"), "--plain")
     refused = run("verify", file.with_name("plain.json"), *drive)
     assert (refused.exit_code, "holds nothing to compare" in refused.output) == (2, True)
     assert run("verify", file, *drive, "--data").exit_code == 2
     assert run("verify", file, "--be", "io_uring", "--uri", disk.device).exit_code == 2
+
+
+def test_a_file_larger_than_memory_is_named_and_the_others_are_verified(
+    disk: LoopDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "map.json"
+    monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
+    run("build", disk.folder / "set", "--output", file, "--checksums")
+    assert file.read_text().count("70000") == 1
+    file.write_text(file.read_text().replace("70000", str(1 << 46)))
+    with libraries.using("double next"):
+        on_machine("umount", str(disk.folder))
+        try:
+            verified = run("verify", file, "--be", "upcie", "--uri", "0000:01:00.0")
+        finally:
+            on_machine("mount", disk.device, str(disk.folder))
+    assert (verified.exit_code, "2 files, 1 of them not as mapped" in verified.output) == (1, True)
+    assert f"set/b.bin: xnvme_buf_virt_alloc gave no {1 << 46} bytes" in verified.output
 
 
 def test_a_plain_map_is_verified_below_a_parent(disk: LoopDisk, tmp_path: Path) -> None:

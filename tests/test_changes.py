@@ -1087,6 +1087,25 @@ def a_method_of_an_enum(s: Study) -> Change:
 
 
 @misses()
+def what_is_no_member_of_an_enum(s: Study) -> Change:
+    s.define("import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n    by = enum.nonmember(1.0)")
+    s.add('mt.Lambdad("image", lambda x: x * Scale.by)')
+    yield
+    s.edit("nonmember(1.0)", "nonmember(1.5)")
+
+
+@misses()
+def a_property_of_an_enum(s: Study) -> Change:
+    s.define(
+        "import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n\n    @enum.property\n    def half(self):\n"
+        "        return self.value / 2.0"
+    )
+    s.add('mt.Lambdad("image", lambda x: x * Scale.LARGE.half)')
+    yield
+    s.edit("/ 2.0", "/ 4.0")
+
+
+@misses()
 def a_function_that_remembers(s: Study) -> Change:
     s.define("import functools\n\n\n@functools.lru_cache\ndef offset(i):\n    return i + 1.0")
     s.add('mt.Lambdad("image", lambda x: x + offset(1))')

@@ -366,7 +366,7 @@ def test_a_loop_left_early_leaves_no_draws_behind(folder: Path) -> None:
     DataLoader(theirs)
     loop = iter(loader)
     next(loop)
-    loop.stop()
+    loop.close()
     left = states(mine)[0]
     theirs[0]
     assert_same(left, states(theirs)[0], "behind the batch that was taken")
@@ -644,6 +644,8 @@ def test_says_what_is_drawn_first_and_what_ran_on_values(folder: Path) -> None:
     _ = mine[0]
     assert "RandCropByPosNegLabeld ran on values: it raised" in mine.explain(0)
     assert f"{crops_of}; RandCropByPosNegLabeld ran on values" in _spaced(str(mine))
+    mine.transform = dataset(folder, PIPELINES["crop, by label"]).transform  # which has not run
+    assert f"{crops_of}\n" in _spaced(str(mine))
     none = "crops: none is drawn before items are read: RandFlipd comes first, and RandFlipd may use values"
     assert none in _spaced(str(dataset(folder, PIPELINES["flip first"])))
     assert none in dataset(folder, PIPELINES["flip first"]).explain(0)

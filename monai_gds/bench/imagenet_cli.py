@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from monai_gds.console import progress_bar, stderr
-from monai_gds.options import DeviceOption, JsonOption, PlotOption, one_of
+from monai_gds.options import DeviceOption, HeapOption, JsonOption, PlotOption, one_of
 
 if TYPE_CHECKING:
     from monai_gds.imagenet.decoding import Decoding
@@ -103,6 +103,7 @@ def loaders(
     nsid: Annotated[
         int | None, typer.Option(min=1, help="Block readers: the namespace of a drive in user space.")
     ] = None,
+    heap_bytes: HeapOption = None,
     mem: Annotated[Memory | None, typer.Option(help="Block readers: where their buffers are.")] = None,
     bmap: Annotated[
         Path | None,
@@ -118,7 +119,9 @@ def loaders(
     from monai_gds.storage.xnvme.block_map import BlockMap
 
     target = resolve_device(device)
-    options: dict[str, Any] = {"uri": uri, "be": be, "nsid": nsid, "mem": mem and mem.value, "blockmap": bmap}
+    options: dict[str, Any] = {
+        "uri": uri, "be": be, "nsid": nsid, "heap_bytes": heap_bytes, "mem": mem and mem.value, "blockmap": bmap,
+    }  # fmt: skip
     options = {name: value for name, value in options.items() if value is not None}
     by_blocks = [name for name in bench.PEERS if bench.options_for(name, options, target)]
     has_folder = datadir is not None or make is not None
@@ -172,7 +175,7 @@ def _readers(
         raise typer.BadParameter("packed-resized reads images of --max-side pixels", param_hint="--reader")
     if options and not set(by_blocks).intersection(wanted):
         raise typer.BadParameter(
-            "--uri, --be, --nsid, --mem and --bmap are for the block readers", param_hint="--reader"
+            "--uri, --be, --nsid, --heap-bytes, --mem and --bmap are for the block readers", param_hint="--reader"
         )
     if has_folder:
         return wanted

@@ -25,10 +25,10 @@ from monai_gds.cache import header, maintenance
 from monai_gds.cache.index import Index
 from monai_gds.cache.maintenance import Found
 from monai_gds.cache.permissions import ANY
-from monai_gds.cache.units import shown
 from monai_gds.cache.uses import Used, Uses
 from monai_gds.errors import NotSaved
 from monai_gds.notices import Notice
+from monai_gds.units import shown
 
 __all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget", "idle", "unused"]
 

@@ -180,7 +180,7 @@ class CacheDirectory:
             self._budget.take(total_bytes(buffers) - _size(path))
         try:
             with temporary.being_written(self.path, key.digest, path, self._file_mode) as unfinished:
-                self._storage.write(unfinished, buffers, durable=self._durable)
+                self._storage.write(unfinished, buffers, durable=self._durable, mode=self._file_mode)
                 if replaces is not None and not _is_there(path, replaces):
                     raise FileChanged(f"{path} was replaced or removed")
             if self._durable:
@@ -240,7 +240,7 @@ class CacheDirectory:
                 if self._budget is not None:
                     self._budget.take(os.fstat(record.fileno()).st_size - _size(path))
                 being_written = temporary.being_written(self.path, digest, path, self._file_mode)
-                with being_written as unfinished, open(unfinished, "xb") as copy:
+                with being_written as unfinished, open(unfinished, "xb", opener=self._opener) as copy:
                     shutil.copyfileobj(record, copy, limits.COPIED_BYTES)
         except OSError as e:
             if os.path.exists(source):  # else it was deleted meanwhile
@@ -249,6 +249,9 @@ class CacheDirectory:
                 self._problems.unwritable(e)
         finally:
             self._reader.forget(path)
+
+    def _opener(self, path: str, flags: int) -> int:
+        return os.open(path, flags, self._file_mode)
 
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background. Waits only while the queue is full.

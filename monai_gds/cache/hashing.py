@@ -110,6 +110,14 @@ _SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
 
 _WRAPPERS = (functools.partial, staticmethod, classmethod, functools.cached_property, property)
 
+_BUILT_IN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
+
+#: Functions of modules that Cython compiled. Their types are in no module of a name.
+_OF_CYTHON = ("cython_function_or_method", "fused_cython_function")
+
+#: The base of DataFrame and Series.
+_OF_PANDAS = ("pandas.core.generic", "NDFrame")
+
 _METHODS = (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)
 
 #: What torch keeps in a module under keys that count all hooks of a process.
@@ -424,7 +432,7 @@ class _Hasher:
             return self._function(value, where)
         if isinstance(value, types.MethodType):
             return [b"method", self.digest(value.__func__, where), self.digest(value.__self__, where)]
-        if isinstance(value, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)):
+        if isinstance(value, _BUILT_IN) or type(value).__name__ in _OF_CYTHON:
             owner = getattr(value, "__self__", None)
             bound = [] if owner is None or isinstance(owner, types.ModuleType) else [self.digest(owner, where)]
             module = getattr(value, "__module__", None) or getattr(
@@ -445,7 +453,7 @@ class _Hasher:
             return [type(value).__name__.encode(), self.digest(value.__func__, where), *own]
         if isinstance(value, functools.cached_property):
             return [b"property", self.digest(value.func, where), *own]
-        if isinstance(value, property):
+        if isinstance(value, (property, types.DynamicClassAttribute)):  # enum.property is one
             return [b"property", *self._all((value.fget, value.fset, value.fdel), where), *own]
         wrapped = None if is_users else own_attribute(value, "__wrapped__")  # a user's may do more than it wraps
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
@@ -532,9 +540,9 @@ class _Hasher:
         if library_of(type(cls).__module__) is None:
             parts.append(self.digest(type(cls), where))
         if issubclass(cls, enum.Enum):
-            code = {k: v for k, v in vars(cls).items() if isinstance(v, _METHODS)}
             values = {name: member.value for name, member in cls.__members__.items()}
-            members = [*self._mapping(values, where), *self._mapping(code, where)]
+            others = {k: v for k, v in vars(cls).items() if k not in values and _is_of_an_enums_user(k, v)}
+            members = [*self._mapping(values, where), *self._mapping(others, where)]
             return [*parts, *members, *self._all(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
             return [*parts, *self._class_body(cls)]
@@ -564,6 +572,9 @@ class _Hasher:
         own = own_attribute(value, "__cache_key__")
         if own is not None:
             return [*head, self.digest(own(), f"{where}.__cache_key__()")]
+        if any((cls.__module__, cls.__name__) == _OF_PANDAS for cls in type(value).__mro__):
+            why = "it keeps references to itself: hold its values, as frame.to_dict('list') or frame.to_numpy()"
+            raise HashingError(_refusal(value, where, why))
         writes = any(known.writes_files(cls) for known in _libraries.values() for cls in type(value).__mro__)
         self._writes_files += writes
         try:
@@ -619,6 +630,11 @@ class _Hasher:
             return [parts.encode(), *self._all(inside, where)]
         shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
         return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
+
+
+def _is_of_an_enums_user(name: str, value: Any) -> bool:
+    """Whether the enum's user wrote an attribute that is not a member, rather than Python's own machinery."""
+    return isinstance(value, _METHODS) or not (name.startswith("_") and name.endswith("_"))
 
 
 def _class_place(cls: type) -> str:
@@ -727,7 +743,7 @@ def _repeats_attributes(state: Any, value: Any) -> bool:
 def _refusal(value: Any, where: str, why: str) -> str:
     cls = type(value)
     return (
-        f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be hashed stably ({why}). Give its class a "
-        "method __cache_key__(self) that returns plain data, or pass your own hash_func (for items) or hash_transform "
-        "(for transforms; hash_transform=None leaves them out of the key)"
+        f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be hashed stably ({why}). Give its class, or "
+        "the one that holds it, a method __cache_key__(self) that returns plain data, or pass your own hash_func (for "
+        "items) or hash_transform (for transforms; hash_transform=None leaves them out of the key)"
     )

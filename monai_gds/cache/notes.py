@@ -85,7 +85,7 @@ class Notes:
         """
         whole = False
         with contextlib.suppress(OSError), self.folder(make=True) as folder:
-            fd = os.open(self._own(), _APPEND, 0o666, dir_fd=folder)
+            fd = os.open(self._own(), _APPEND, self.file_mode, dir_fd=folder)
             try:
                 before = os.fstat(fd).st_size
                 if not before:
@@ -235,7 +235,7 @@ def read(folder: int, name: str, begin: int = 0) -> bytes:
 def publish(folder: int, name: str, data: bytes, file_mode: int = ANY) -> None:
     """Writes a file atomically. It has the folder's group and mode, and no permissions besides ``file_mode``."""
     unfinished = "." + _new_name("new")
-    fd = os.open(unfinished, _CREATE, 0o666, dir_fd=folder)
+    fd = os.open(unfinished, _CREATE, file_mode, dir_fd=folder)
     try:
         try:
             share_file(fd, os.fstat(folder), file_mode)

@@ -32,6 +32,7 @@ from monai_gds.imagenet.listing import UNFINISHED, ImageList, StrPath
 from monai_gds.imagenet.packed import FORMAT, INDEX, PackedImages, describe, file_name, is_packed, open_packed
 from monai_gds.imagenet.resizing import pillow, smaller_jpeg
 from monai_gds.storage import open_storage
+from monai_gds.units import bytes_of
 
 __all__ = ["empty_folder", "pack_folder"]
 
@@ -43,7 +44,7 @@ def pack_folder(
     images: ImageList,
     out: StrPath,
     *,
-    file_bytes: int = limits.PACKED_FILE_BYTES,
+    file_bytes: float | str = limits.PACKED_FILE_BYTES,
     max_side: int | None = None,
     quality: int = 90,
     executor: Executor | None = None,
@@ -54,7 +55,7 @@ def pack_folder(
     Args:
         images: what to pack.
         out: an empty folder, created if missing; or one in which packing the same images was interrupted.
-        file_bytes: image bytes per file. A larger image gets its own file.
+        file_bytes: image bytes per file, such as ``"32MiB"``. A larger image gets its own file.
         max_side: images with more pixels than this in height or width are made smaller and become JPEGs, turned as
             their EXIF data tell. All others are packed as they are.
         quality: of these JPEGs, 1 to 100.
@@ -79,8 +80,9 @@ def pack_folder(
         >>> len(open_images("packed").images)
         3
     """
-    if file_bytes < 1 or (max_side is not None and max_side < 1):
-        raise ValueError(f"file_bytes={file_bytes} and max_side={max_side} must be positive")
+    most = bytes_of(file_bytes, "file_bytes", least=1)
+    if max_side is not None and max_side < 1:
+        raise ValueError(f"max_side={max_side}: at least one pixel")
     if not 1 <= quality <= 100:
         raise ValueError(f"quality={quality}: 1 to 100")
     empty = np.flatnonzero(images.sizes == 0)
@@ -92,12 +94,12 @@ def pack_folder(
     told = describe(images, 0, len(images))
     plan = {
         "root": images.root, "of": [checksum(tensor_bytes(told[name])) for name in ("names", "labels", "sizes")],
-        "file_bytes": file_bytes, "max_side": max_side, "quality": quality if max_side else None,
+        "file_bytes": most, "max_side": max_side, "quality": quality if max_side else None,
     }  # fmt: skip
     with _begun(top, json.dumps(plan)):
         portions = [
             _Portion(str(top / file_name(number)), _part(images, begin, end), max_side, quality)
-            for number, (begin, end) in enumerate(_ranges(images.sizes, file_bytes))
+            for number, (begin, end) in enumerate(_ranges(images.sizes, most))
         ]
         written = _all_written(portions, executor, progress)
         packed = replace(images, sizes=np.concatenate([record.sizes for record in written]))

@@ -120,6 +120,11 @@ def open_reader(
     if name == _PACKED and not packed:
         raise ValueError(f"reader={name!r}, but {root} is not packed: run `monai-gds pack {root} OUT` and name OUT")
     if name == _PLAIN:
+        if options:
+            raise ValueError(
+                f"reader={name!r} reads with open(), and takes no storage_options ({', '.join(options)}): leave them "
+                "out, or name a backend such as reader='posix'"
+            )
         return PlainReader(list_of(images), device)
     name = "auto" if name == _PACKED else name
     options = _with_map(list_of(images), backend_options(name, device), options or {})

@@ -31,8 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
-from math import inf
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -52,6 +51,7 @@ from monai_gds.loader.stats import Recorder, Stats, measure_workers
 from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
 from monai_gds.process import Owner, start_thread
 from monai_gds.stages import Watch, enter, measured
+from monai_gds.units import bytes_of
 
 __all__ = ["GDSDataLoader"]
 
@@ -65,9 +65,9 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     Over a :class:`~monai_gds.GDSDataset`, or a ``Subset`` or ``ConcatDataset`` of such, the coming records are read
     while the current batch is trained on. Random transforms and collation run in a thread, in index order, so equal
-    seeds give the batches of MONAI's ``ThreadDataLoader``, bit for bit. On a CUDA device they run on a stream of their
-    own, beside the training, and nothing waits for the whole device. Any other dataset is loaded by MONAI's
-    ``DataLoader``.
+    seeds give the batches of MONAI's ``ThreadDataLoader``, bit for bit. As with that, a loop begins when its first
+    batch is asked for. On a CUDA device transforms and collation run on a stream of their own, beside the training, and
+    nothing waits for the whole device. Any other dataset is loaded by MONAI's ``DataLoader``.
 
     With ``num_workers`` and a CUDA target, worker processes compute the items that are not cached. They start with
     the first such item; reading and random transforms stay in this process. Arguments for workers that load batches
@@ -92,8 +92,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         num_workers: processes, see above.
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
-        prefetch_bytes: how many bytes of records may be in flight. One record may, whatever its size. With
-            ``transforms_on="workers"``: of shared memory, where batches of B bytes need
+        prefetch_bytes: how many bytes of records may be in flight, such as ``4e9`` or ``"4GB"``. One record may,
+            whatever its size. With ``transforms_on="workers"``: of shared memory, where batches of B bytes need
             ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
         transforms_on: ``"workers"`` runs random transforms in the ``num_workers`` processes, see above.
@@ -102,7 +102,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     Raises:
         ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; ``transforms_on="workers"`` without workers or a
             GDSDataset; by a loop, something cannot be sent to workers; or by ``DataLoader``.
-        TypeError: one of them is not a number.
+        TypeError: ``prefetch`` is not a whole number.
 
     Example:
         >>> import tempfile, numpy as np
@@ -121,7 +121,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         num_workers: int = 0,
         *,
         prefetch: int | None = None,
-        prefetch_bytes: float = limits.PREFETCH_BYTES,
+        prefetch_bytes: float | str = limits.PREFETCH_BYTES,
         stats: bool = False,
         transforms_on: Literal["workers"] | None = None,
         **kwargs: Any,
@@ -130,10 +130,6 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise TypeError(f"prefetch={prefetch!r}: it must be a whole number of records")
         if prefetch is not None and prefetch < 1:
             raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
-        if not isinstance(prefetch_bytes, Real):
-            raise TypeError(f"prefetch_bytes={prefetch_bytes!r}: it must be a number of bytes, such as 4e9")
-        if not 1 <= prefetch_bytes < inf:
-            raise ValueError(f"prefetch_bytes={prefetch_bytes}: it must be positive and finite")
         if transforms_on not in (None, "workers"):
             raise ValueError(f"transforms_on={transforms_on!r}: use 'workers' or None")
         if transforms_on and num_workers < 1:
@@ -144,7 +140,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise ValueError("transforms_on='workers' needs a GDSDataset, or several with one device")
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
-        self.prefetch_bytes: int = int(prefetch_bytes)
+        self.prefetch_bytes: int = bytes_of(prefetch_bytes, "prefetch_bytes", least=1)
         self.transforms_on: Literal["workers"] | None = transforms_on
         #: Processes of the last epoch, for the next.
         self.idle: list[Processes] = []
@@ -154,7 +150,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self._recorder: Recorder | None = Recorder() if stats else None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._measured() if self._loaded is None else Later(self._measured)
+        return Later(self._measured)
 
     def _measured(self) -> Iterator[Any]:
         return self._begin(None) if self._recorder is None else self._recorder.measure(self._begin)
@@ -377,7 +373,7 @@ class Epoch(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """Leaves the loop and ends its thread: ``with contextlib.closing(iter(loader)) as batches: …``."""
+        """Leaves the loop and ends its thread."""
         self.stop()
 
 

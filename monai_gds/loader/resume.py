@@ -152,16 +152,18 @@ class Counted(Iterator[Any]):
 
 
 class Later(Iterator[Any]):
-    """A loop that begins with its first batch, since a sampler may be told its epoch before that."""
+    """A loop that begins with its first batch: one that nobody iterates over draws nothing.
+
+    A trainer may begin a loop that it does not use, and tell the sampler of another its epoch after ``iter``.
+    """
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self._begin: Callable[[], Iterator[Any]] | None = begin
-        self._batches: Iterator[Any] = iter(())
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            self._batches = begin()
+        if self._batches is None:
+            self._batches = self._begin()
         try:
             return next(self._batches)
         except KeyboardInterrupt:  # as in Epoch
@@ -169,9 +171,9 @@ class Later(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """Leaves the loop."""
-        self._begin = None
+        """Leaves the loop and ends its thread: ``with contextlib.closing(iter(loader)) as batches: …``."""
         getattr(self._batches, "close", lambda: None)()
+        self._batches = iter(())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Stats:
     """Where the time of an epoch went. ``print`` shows a table.
 
     Attributes:
-        seconds: of the epoch, from ``iter(loader)`` to the last batch, or so far.
+        seconds: of the epoch, from when its first batch was asked for to the last one, or so far.
         waiting: of these, the seconds in which the training waited for a batch.
         stages: the seconds that the loader's thread, or its workers together, took for each stage. On a CUDA device
             they include the work there. ``saving``, of computed items, is what the thread itself needed for it.

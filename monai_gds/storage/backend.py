@@ -136,7 +136,7 @@ class Backend(ABC):
         """
         return files.read_head(path, nbytes)
 
-    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
         """Writes the buffers back to back as the whole content of the new file ``path``. Blocking.
 
         The caller publishes the file (renames it), and removes it after a failure. Work that is queued on the current
@@ -146,12 +146,13 @@ class Backend(ABC):
             path: a file that does not exist yet, in a directory that does.
             buffers: see :data:`Buffer`.
             durable: return only once the bytes would survive a power cut (fsync).
+            mode: permissions of the file from its creation on, less those that the umask takes away.
 
         Raises:
             ValueError: a tensor is not 1-D, contiguous and of uint8.
             OSError: disk full, no permission, input/output error.
         """
-        with files.new_file(path, files.total_bytes(buffers), durable=durable) as fd:
+        with files.new_file(path, files.total_bytes(buffers), durable=durable, mode=mode) as fd:
             staging.write_buffers(fd, buffers)
 
     # How files are opened by the two bases; for a backend on one of them to override.

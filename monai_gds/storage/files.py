@@ -212,12 +212,12 @@ def as_bytes_view(buffer: Buffer) -> memoryview:
 
 
 @contextmanager
-def new_file(path: str, nbytes: int, *, durable: bool) -> Iterator[int]:
+def new_file(path: str, nbytes: int, *, durable: bool, mode: int) -> Iterator[int]:
     """Creates ``path``, which must not exist, with room for ``nbytes``, and yields a descriptor to write to.
 
-    With ``durable``, the bytes would survive a power cut at the end (fsync).
+    With ``durable``, the bytes would survive a power cut at the end (fsync). ``mode``: its permissions, less the umask.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with naming(path):
             if nbytes:

@@ -233,12 +233,12 @@ class KvikioBackend(QueueBackend):
 
     # Writing.
 
-    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
         if not any(isinstance(b, torch.Tensor) and b.is_cuda for b in buffers):
-            super().write(path, buffers, durable=durable)
+            super().write(path, buffers, durable=durable, mode=mode)
             return
         torch.cuda.current_stream(self.device).synchronize()  # KvikIO does not wait for what fills the buffers
-        with files.new_file(path, files.total_bytes(buffers), durable=durable) as fd:
+        with files.new_file(path, files.total_bytes(buffers), durable=durable, mode=mode) as fd:
             cu_file = self._cu_file(fd, "r+", path)
             try:
                 _write_parts(fd, cu_file, buffers)

@@ -33,6 +33,7 @@ from monai_gds.storage.pending import Pending
 from monai_gds.storage.pinned_files import PinnedFiles
 from monai_gds.storage.reads import Reads
 from monai_gds.storage.small_files import read_small_files, ring_of_this_thread
+from monai_gds.units import bytes_of
 
 __all__ = ["PosixBackend"]
 
@@ -62,12 +63,12 @@ class PosixBackend(BlockingBackend):
         threads: reads in flight at once; default: one per core, at least 4 and at most 8.
         direct_io: reads with O_DIRECT, past the page cache, whatever is aligned to blocks of 4096 bytes. Nothing is
             mapped then, and the next epoch reads from the drive again.
-        pinned_bytes: bytes of files in the page cache that may stay registered with CUDA, so that they are copied to
-            the device without work of the CPU (:mod:`.pinned_files`). Files are taken as they
+        pinned_bytes: how much of files in the page cache may stay registered with CUDA, such as ``50e9`` or ``"50GB"``,
+            so that it is copied to the device without work of the CPU (:mod:`.pinned_files`). Files are taken as they
             come, and kept as long as this storage. The memory cannot be reclaimed or swapped meanwhile.
 
     Raises:
-        ValueError: ``threads`` is not positive, or ``pinned_bytes`` is negative, or given for a CPU target or with
+        ValueError: ``threads`` is not positive, or ``pinned_bytes`` is not a size, or given for a CPU target or with
             ``direct_io``.
     """
 
@@ -77,16 +78,17 @@ class PosixBackend(BlockingBackend):
     group_reads = limits.RING_FILES
 
     def __init__(
-        self, device: torch.device, threads: int | None = None, direct_io: bool = False, pinned_bytes: float = 0
+        self, device: torch.device, threads: int | None = None, direct_io: bool = False, pinned_bytes: float | str = 0
     ) -> None:
         super().__init__(device, threads)
         self.direct_io = direct_io
-        if pinned_bytes < 0 or (pinned_bytes and (direct_io or device.type != "cuda")):
+        most = bytes_of(pinned_bytes, "pinned_bytes")
+        if most and (direct_io or device.type != "cuda"):
             raise ValueError(
-                f"pinned_bytes={pinned_bytes:g}: it is a number of bytes in the page cache, for a CUDA target and "
-                f"without direct_io; this is for {device}{' with direct_io' if direct_io else ''}"
+                f"pinned_bytes={pinned_bytes!r} is for a CUDA target and without direct_io; this is for "
+                f"{device}{' with direct_io' if direct_io else ''}"
             )
-        self._pinned = PinnedFiles(int(pinned_bytes), device) if pinned_bytes else None
+        self._pinned = PinnedFiles(most, device) if most else None
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:

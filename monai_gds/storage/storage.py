@@ -150,7 +150,7 @@ class Storage:
         self._check_process()
         return self._backend.head(path, nbytes)
 
-    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool = False) -> None:
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool = False, mode: int = 0o666) -> None:
         """Writes the buffers back to back as the whole content of the new file ``path``; see :meth:`Backend.write`.
 
         Raises:
@@ -158,7 +158,7 @@ class Storage:
             OSError: disk full, no permission, input/output error.
         """
         self._check_process()
-        self._backend.write(path, buffers, durable=durable)
+        self._backend.write(path, buffers, durable=durable, mode=mode)
 
     def close(self) -> None:
         """Waits for what is under way and frees threads and devices; does nothing in another process.

@@ -761,6 +761,10 @@ class WriteContract(BackendContract):
         assert path.read_bytes() == expected
         self.assert_gives(storage, path, expected, (0, len(expected)))
 
+    def test_a_file_has_its_permissions_from_the_beginning(self, storage: Storage, folder: Path) -> None:
+        storage.write(str(folder / "file.bin"), [content(5000), torch.ones(3 << 20, dtype=torch.uint8)], mode=0o600)
+        assert (folder / "file.bin").stat().st_mode & 0o777 == 0o600
+
     def test_a_tensor_of_anything_but_bytes_is_not_written(self, storage: Storage, folder: Path) -> None:
         plain = torch.zeros(3 << 20, dtype=torch.uint8, device=storage.device)
         for bad in (plain.float(), plain.view(2, -1), plain[::2]):

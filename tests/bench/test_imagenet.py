@@ -89,8 +89,10 @@ def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.
         try:
             output = run(
                 "loaders", "--be", "upcie", "--uri", "0000:01:00.0", "--nsid", "2", "--bmap", str(made),
-                "--mem", "cpu", "--device", "cpu", "--batchsize", "4", "--repeats", "1", "--threads", "1", "--json",
+                "--heap-bytes", "128MiB", "--mem", "cpu", "--device", "cpu", "--batchsize", "4", "--repeats", "1",
+                "--threads", "1", "--json",
             )  # fmt: skip
+            assert libraries.Double("double next").count("heap_mib") == 128
         finally:
             on_machine("mount", disk.device, str(disk.folder))
         output_of_folder = run(
@@ -113,6 +115,7 @@ def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.
         (["loaders", "--make", "4", "--reader", "nvme"], "'nvme' is not one of dali"),
         (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),
         (["loaders", "--make", "4", "--reader", "packed-resized"], "of --max-side pixels"),
+        (["loaders", "--make", "4", "--heap-bytes", "some"], "'18GiB'"),
         (["loaders", "--make", "4", "--reader", "posix", "--mem", "gpu"], "are for the block readers"),
         (["dali", "--only", "speed"], "'speed' is not one of"),
         (["dali", "--store", ".", "--datadir", "d"], "leave --datadir and --make out"),

@@ -149,8 +149,8 @@ class Dying(PosixBackend):
         super().__init__(torch.device("cpu"))
         self._half = half
 
-    def write(self, path: str, buffers: Sequence[Any], *, durable: bool = False) -> None:
-        super().write(path, buffers[: len(buffers) // 2] if self._half else buffers, durable=durable)
+    def write(self, path: str, buffers: Sequence[Any], **how: Any) -> None:
+        super().write(path, buffers[: len(buffers) // 2] if self._half else buffers, **how)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -224,8 +224,8 @@ class Meanwhile(PosixBackend):
         super().__init__(torch.device("cpu"))
         self._what = what
 
-    def write(self, path: str, buffers: Sequence[Any], *, durable: bool = False) -> None:
-        super().write(path, buffers, durable=durable)
+    def write(self, path: str, buffers: Sequence[Any], **how: Any) -> None:
+        super().write(path, buffers, **how)
         self._what()
 
 

@@ -14,8 +14,8 @@ from monai.transforms import Compose, EnsureTyped, RandFlipd, RandSpatialCropSam
 from monai_gds import GDSDataset, limits
 from monai_gds.cache import device_tiles, tiles
 from monai_gds.cache.tiles import Tiles
-from monai_gds.cache.units import bytes_of
 from monai_gds.errors import CacheWarning, DamagedRecord
+from monai_gds.units import bytes_of
 
 pytestmark = pytest.mark.gpu
 

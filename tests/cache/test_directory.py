@@ -576,8 +576,8 @@ class Halting(PosixBackend):
         super().__init__(torch.device("cpu"))
         self._say = say
 
-    def write(self, path: str, buffers: Sequence[Any], *, durable: bool = False) -> None:
-        super().write(path, buffers[: len(buffers) // 2], durable=durable)
+    def write(self, path: str, buffers: Sequence[Any], **how: Any) -> None:
+        super().write(path, buffers[: len(buffers) // 2], **how)
         os.write(self._say, b"x")
         time.sleep(600)
 

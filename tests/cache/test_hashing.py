@@ -754,6 +754,22 @@ def test_an_enum_of_the_users_counts_by_its_values(monkeypatch: pytest.MonkeyPat
     assert canonical_hash(times) != before[1]
 
 
+def test_a_data_frame_is_refused_with_what_to_do() -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed on this machine")
+    frame = pandas.DataFrame({"window": [40, 80]})
+    for table in (frame, frame["window"]):
+        with pytest.raises(HashingError, match=r"value\.value is a pandas\.core.* hold its values, as frame\.to_dict"):
+            canonical_hash(Parameters(table))
+    assert canonical_hash(Parameters(frame.to_dict("list"))) != canonical_hash(Parameters({"window": [40, 90]}))
+
+
+def test_functions_that_cython_compiled_count_by_name() -> None:
+    algos = pytest.importorskip("pandas._libs.algos", reason="pandas is not installed on this machine")
+    assert type(algos.groupsort_indexer).__name__ == "cython_function_or_method"
+    assert canonical_hash(algos.groupsort_indexer) == canonical_hash(algos.groupsort_indexer)
+    assert differ(algos.groupsort_indexer, algos.is_monotonic)
+
+
 def test_an_enum_is_hashed_once_for_all_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     organs = enum.Enum("Organs", {f"organ{n}": n for n in range(104)}, module=__name__)
     digests = []

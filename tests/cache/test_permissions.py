@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from monai.transforms import Compose, EnsureTyped
 from monai_gds.cache import maintenance, notes
 from monai_gds.cache.index import Index
 from monai_gds.cache.permissions import share_file
+from monai_gds.cache.writer import process_writer
 from monai_gds.dataset import GDSDataset
 from tests.commands import run
 from tests.machines import in_child, shared_folder
@@ -101,6 +104,32 @@ def test_file_mode_restricts_records_and_notes(folder: Path) -> None:
     assert modes(list((folder / notes.FOLDER).glob("*.facts"))) == {(0o640, LAB), (0o600, LAB)}
     assert by(ANNA, lambda: readable(folder)) == 1
     assert by(ANNA, lambda: save(folder, 3)) == 3
+
+
+def test_what_is_strict_is_so_from_its_creation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records, copies of them, what is noted of them, and the dataset that an executor's workers get."""
+    modes: dict[str, str] = {}
+
+    def note(file: int) -> int:
+        path = Path(f"/proc/self/fd/{file}").resolve()
+        if path.is_relative_to(folder) and path.is_file() and path.suffix != ".lease":  # which tells who is busy
+            modes.setdefault(str(path), oct(stat.S_IMODE(path.stat().st_mode)))
+        return file
+
+    create, copy = os.open, shutil.copyfileobj
+    monkeypatch.setattr(os, "open", lambda *how, **where: note(create(*how, **where)))
+    monkeypatch.setattr(shutil, "copyfileobj", lambda *files: note(files[1].fileno()) and copy(*files))
+    save(folder, 1, file_mode=0o600)
+    save(folder, 1, file_mode=0o600, local_dir=folder / "near")
+    process_writer().flush()
+    data = [{"image": torch.zeros(1, 8, 8)}]
+    with (
+        ThreadPoolExecutor(1) as executor,
+        GDSDataset(data, Compose([EnsureTyped("image")]), folder, "cpu", file_mode=0o600) as dataset,
+    ):
+        dataset.populate(executor=executor, progress=False)
+    assert {Path(path).parent.relative_to(folder) for path in modes} >= {Path(".tmp"), Path("near/.tmp")}
+    assert set(modes.values()) == {"0o600"}
 
 
 @pytest.mark.parametrize(

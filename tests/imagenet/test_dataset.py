@@ -627,6 +627,12 @@ def test_plain_python_refuses_a_packed_folder(packed: Path) -> None:
         dataset(packed, reader="python-file")
 
 
+@pytest.mark.parametrize("decode", [False, True])
+def test_plain_python_refuses_options_of_backends(folder: Path, decode: bool) -> None:
+    with pytest.raises(ValueError, match=r"takes no storage_options \(threads\): .* reader='posix'"):
+        dataset(folder, reader="python-file", storage_options={"threads": 2}, decode=decode)
+
+
 def test_a_root_that_is_nothing(tmp_path: Path) -> None:
     with pytest.raises(ImageListError, match="not a folder"):
         dataset(tmp_path / "absent")

@@ -28,18 +28,20 @@ from monai_gds.imagenet.resizing import smaller_jpeg
 from monai_gds.imagenet.synthetic import jpeg
 from monai_gds.storage import Storage
 from monai_gds.storage.posix import PosixBackend
+from monai_gds.units import bytes_of
 from tests.imagenet.conftest import COUNT, samples_of_dali
 from tests.machines import ROOT
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed on this machine")
 
 
-@pytest.mark.parametrize("file_bytes", [1, 1500, 10**9])
-def test_files_hold_what_they_should(folder: Path, tmp_path: Path, file_bytes: int) -> None:
+@pytest.mark.parametrize("file_bytes", [1, "1500", "1GB"])
+def test_files_hold_what_they_should(folder: Path, tmp_path: Path, file_bytes: int | str) -> None:
     out = pack_folder(open_images(folder), tmp_path / "out", file_bytes=file_bytes)  # type: ignore[arg-type]
     assert out.bounds[-1] == COUNT
-    assert len(out.files) == (COUNT if file_bytes == 1 else 1 if file_bytes > 10**8 else len(out.files))
-    assert all(count == 1 or nbytes <= file_bytes for count, nbytes in out.files[:, :2].tolist())
+    most = bytes_of(file_bytes, "file_bytes")
+    assert len(out.files) == (COUNT if most == 1 else 1 if most > 10**8 else len(out.files))
+    assert all(count == 1 or nbytes <= most for count, nbytes in out.files[:, :2].tolist())
 
 
 def test_nothing_half_written_is_taken_for_packed(

@@ -343,7 +343,7 @@ class Watched(GDSDataset):
         ({"prefetch": 2, "batch_size": 4}, 2),
         ({"prefetch_bytes": 1}, 1),
         ({"prefetch_bytes": 1, "batch_size": 4}, 1),
-        ({"prefetch_bytes": 450_000}, 4),
+        ({"prefetch_bytes": "450kB"}, 4),
     ],
 )
 def test_no_more_is_in_flight_than_was_allowed(tmp_path: Path, settings: dict[str, Any], most: int) -> None:
@@ -428,7 +428,7 @@ def test_a_slow_consumer_is_waited_for(tmp_path: Path) -> None:
         ({"prefetch": 1.5}, "prefetch=1.5"),
         ({"prefetch": "4"}, "prefetch='4'"),
         ({"prefetch_bytes": 0}, "prefetch_bytes=0"),
-        ({"prefetch_bytes": "4GB"}, "prefetch_bytes='4GB'"),
+        ({"prefetch_bytes": "4 parsecs"}, "prefetch_bytes='4 parsecs'"),
         ({"prefetch_bytes": float("nan")}, "prefetch_bytes=nan"),
     ],
 )
@@ -542,7 +542,7 @@ def test_leaving_the_loop_stops_the_thread_and_frees_the_batches(make: Make) -> 
 def test_a_loop_that_was_stopped_is_over(make: Make) -> None:
     loop = iter(GDSDataLoader(make(), batch_size=1))
     next(loop)
-    loop.stop()
+    loop.close()
     found: list[Any] = []
     asking = threading.Thread(target=lambda: found.append(next(loop, None)), daemon=True)
     asking.start()
@@ -593,7 +593,7 @@ def test_a_loop_may_be_collected_in_a_thread_for_which_it_waits(make: Make, name
 
     loop = iter(GDSDataLoader(make(Waits())))
     next(loop)
-    collector = threading.Thread(target=loop.stop, name=name)
+    collector = threading.Thread(target=loop.close, name=name)
     collector.start()
     collector.join(20)
     stopped = not collector.is_alive()
@@ -634,12 +634,14 @@ def test_the_next_loop_waits_for_the_thread_of_one_that_another_thread_left(make
     loader = GDSDataLoader(make(Slow()), batch_size=1)
     loop = iter(loader)
     next(loop)
-    leaving = threading.Thread(target=loop.stop)
+    (thread,) = threads()
+    leaving = threading.Thread(target=loop.close)
     leaving.start()
     leaving.join(20)
     next_loop = iter(loader)
-    assert not loop.thread.is_alive()
-    next_loop.stop()
+    next(next_loop)
+    assert not thread.is_alive()
+    next_loop.close()
 
 
 def test_the_interpreter_may_end_while_a_loop_that_another_thread_began_is_in_torch(tmp_path: Path) -> None:
@@ -663,7 +665,13 @@ class Slow(RandomizableTransform):
 data = [{"image": torch.ones(4) * i} for i in range(9)]
 dataset = GDSDataset(data, Compose([EnsureTyped("image"), Slow()]), sys.argv[1], "cpu")
 loops = []
-beginning = threading.Thread(target=lambda: loops.append(iter(GDSDataLoader(dataset, batch_size=1))))
+
+def begin():
+    loops.append(iter(GDSDataLoader(dataset, batch_size=1)))
+    next(loops[0])
+    entered.clear()
+
+beginning = threading.Thread(target=begin)
 beginning.start()
 beginning.join()
 entered.wait(60)
@@ -692,11 +700,12 @@ def test_a_loop_may_be_collected_in_a_thread_that_holds_what_its_own_waits_for(
 
     class Locks(mt.RandomizableTransform):  # type: ignore[misc]
         def __call__(self, data: Any) -> Any:
-            with lock:
+            with lock if data["name"] != "case 0" else contextlib.nullcontext():
                 return data
 
     loop = [iter(GDSDataLoader(make(Locks()), prefetch=1))]
     with lock:
+        next(loop[0])
         loop.append(loop)
         del loop
         gc.collect()  # as it may happen by itself, at any line
@@ -751,6 +760,23 @@ def test_a_copy_begins_loops_of_its_own(make: Make, settings: dict[str, Any], co
     gc.collect()
     assert len(list(batches)) == len(expected) - 1
     assert_same(list(loader), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stats": True}, {"num_workers": 1, "transforms_on": "workers"}], ids=str)
+def test_a_loop_that_nobody_iterates_over_draws_nothing(make: Make, settings: dict[str, Any]) -> None:
+    """Lightning begins one before that of each epoch for which it makes the loaders anew."""
+
+    dataset = make(*augment())
+
+    def batches(unused: bool) -> list[Any]:
+        set_determinism(3)
+        loader = GDSDataLoader(dataset, shuffle=True, **settings)
+        begun = iter(loader) if unused else None
+        found = list(loader)
+        del begun
+        return found
+
+    assert_same(batches(unused=True), batches(unused=False))
 
 
 def test_set_data_between_epochs(make: Make, volumes: Any) -> None:
@@ -843,7 +869,7 @@ def test_an_interrupt_that_loses_a_batch_leaves_room_for_as_many_records(
 
     def interrupted_once(self: Any, *batch: Any) -> None:
         ahead.append(self)
-        if len(ahead) == 1:
+        if len(ahead) == 2:
             raise KeyboardInterrupt
         taken(self, *batch)
 
@@ -851,14 +877,15 @@ def test_an_interrupt_that_loses_a_batch_leaves_room_for_as_many_records(
     dataset = make()
     list(dataset)
     loop = iter(GDSDataLoader(dataset, prefetch=3))
-    time.sleep(0.5)  # the second batch waits to be handed over
+    next(loop)
+    time.sleep(0.5)  # the third batch waits to be handed over
     with pytest.raises(KeyboardInterrupt):
         next(loop)
     rest: list[Any] = []
     consumer = threading.Thread(target=lambda: rest.extend(loop), daemon=True)
     consumer.start()
     consumer.join(20)
-    assert len(rest) == 4
+    assert len(rest) == 3
     assert ahead[-1]._room() == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -421,6 +422,12 @@ def test_a_loop_that_is_left_leaves_what_one_without_reading_ahead_does(
         assert_same(got, expected)
 
 
+def the_thread() -> threading.Thread:
+    """Of the only loop under way."""
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "monai-gds-loader")
+    return thread
+
+
 def test_leaving_behind_an_error_that_nobody_saw(folder: Path) -> None:
     class Fails(mt.RandomizableTransform):  # type: ignore[misc]
         def __call__(self, data: Any) -> Any:
@@ -435,7 +442,7 @@ def test_leaving_behind_an_error_that_nobody_saw(folder: Path) -> None:
         of.transform.set_random_state(8)
         loop = iter(mine)
         seen = [next(loop)[0]["normal"] for _ in range(2)]
-        loop.thread.join(20)  # it has failed
+        the_thread().join(20)  # it has failed
         del loop
         seen.append(next(iter(mine))[0]["normal"])
     of.transform.set_random_state(8)
@@ -448,7 +455,7 @@ def test_what_somebody_else_has_drawn_meanwhile_is_not_undone(folder: Path) -> N
     mine = loader(of, lambda d: {"batch_size": 1, "sampler": [0, 1]}, 3)
     loop = iter(mine)
     next(loop)
-    loop.thread.join(20)  # it has drawn for the second batch
+    the_thread().join(20)  # it has drawn for the second batch
     of.transform.set_random_state(8)
     expected = [of[0]["normal"] for _ in range(3)]
     of.transform.set_random_state(8)

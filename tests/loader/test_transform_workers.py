@@ -551,10 +551,11 @@ def test_leaving_the_loop_early_leaves_nothing_behind(make: Make, way: str) -> N
 
 def test_an_interrupt_may_be_followed_by_more_of_the_loop(make: Make) -> None:
     loop = iter(load(make(), 2))
+    next(loop)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
-    assert len(list(loop)) == COUNT
+    assert len(list(loop)) == COUNT - 1
 
 
 def test_a_loop_that_was_never_finished_does_not_keep_the_interpreter(tmp_path: Path) -> None:
@@ -587,7 +588,7 @@ def test_what_cannot_be_pickled_is_named(make: Make, what: str) -> None:
         dataset.set_data([threading.Lock()])
     named = {"transform": "transform 2, RandLambdad,", "collate_fn": "collate_fn", "data": "the dataset's data"}[what]
     with pytest.raises(ValueError, match=rf"transforms_on='workers': {named} cannot be sent to another process: "):
-        iter(load(dataset, **settings))
+        next(iter(load(dataset, **settings)))
 
 
 class OnlyHere(mt.RandomizableTransform):  # type: ignore[misc]

@@ -42,7 +42,7 @@ class Taken:
         for size in SIZES:
             (self.folder / f"{size}.bin").write_bytes(content(size, size))
         os.sync()
-        self.blocks = BlockMap.build(self.folder)
+        self.blocks = BlockMap.build(self.folder, checksums=True)
         subprocess.run(["umount", self.folder], check=True)
         self.raw = scratch / "raw.img"
         with open(f"/dev/{namespace}", "rb") as drive:

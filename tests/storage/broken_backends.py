@@ -198,10 +198,10 @@ class GivesAnotherHead(SampleBackend):
 
 
 class WritesOverFiles(SampleBackend):
-    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
         if os.path.exists(path):
             os.unlink(path)
-        super().write(path, buffers, durable=durable)
+        super().write(path, buffers, durable=durable, mode=mode)
 
 
 class RunsStepsTwice(SampleBackend):

@@ -137,7 +137,7 @@ class TestPosixPinnedOnCuda(CudaFullContract):
 
     @pytest.fixture
     def backend(self) -> PosixBackend:
-        return PosixBackend(GPU, pinned_bytes=4e9)
+        return PosixBackend(GPU, pinned_bytes="4GB")
 
     def test_the_second_read_is_a_copy_from_the_page_cache(
         self, backend: PosixBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

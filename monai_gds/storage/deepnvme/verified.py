@@ -169,15 +169,15 @@ class VerifiedBackend(BlockingBackend):
 
     # Writing.
 
-    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
         total = files.total_bytes(buffers)
         if total < SMALL_BYTES:
-            super().write(path, buffers, durable=durable)
+            super().write(path, buffers, durable=durable, mode=mode)
             return
         sources = [_source(buffer) for buffer in buffers]
         for device in {source.device for source in sources if isinstance(source, torch.Tensor)}:
             torch.cuda.current_stream(device).synchronize()  # the work that fills them has finished
-        with files.new_file(path, total, durable=durable) as fd:
+        with files.new_file(path, total, durable=durable, mode=mode) as fd:
             self._write_all(fd, path, sources, total)
             _check_written(fd, total)
 

@@ -35,6 +35,7 @@ from monai_gds.storage.xnvme.files import probe_library
 from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
 from monai_gds.storage.xnvme.mapped import MappedFiles, Start, WholeDisk, identity, lookup
 from monai_gds.storage.xnvme.user_space import UPCIE, full_address
+from monai_gds.units import bytes_of
 
 __all__ = ["XnvmeBlockBackend", "disk_behind"]
 
@@ -64,8 +65,8 @@ class XnvmeBlockBackend(QueueBackend):
             map has checksums and the file is read whole. For paths below another folder than the map was made in,
             there ``BlockMap.load(map, parent=…)``.
         nsid: the namespace, for a user-space driver. None: the first.
-        heap_bytes: of ``upcie``'s heap in huge pages; ``upcie-cuda`` has a second one, as large, on the GPU. The first
-            drive of a process decides. None: 1 GiB; 128 MiB are enough for one drive.
+        heap_bytes: of ``upcie``'s heap in huge pages, such as ``"128MiB"``; ``upcie-cuda`` has a second one, as large,
+            on the GPU. The first drive of a process decides. None: 1 GiB; 128 MiB are enough for one drive.
 
     Raises:
         BackendUnavailable: libxnvme is missing, does not fit, or was built without ``be``.
@@ -87,7 +88,7 @@ class XnvmeBlockBackend(QueueBackend):
         queue_depth: int = 64,
         blockmap: BlockMap | str | os.PathLike[str] | None = None,
         nsid: int | None = None,
-        heap_bytes: int | None = None,
+        heap_bytes: float | str | None = None,
     ) -> None:
         super().__init__(device)
         if not (isinstance(blockmap, BlockMap) or blockmap is None):
@@ -97,6 +98,7 @@ class XnvmeBlockBackend(QueueBackend):
         address = None if uri is None else full_address(uri)
         user_space = address is not None or be not in (None, *_KERNEL)
         _check_options(uri, be, mem, queue_depth, nsid, heap_bytes, user_space)
+        heap = None if heap_bytes is None else bytes_of(heap_bytes, "heap_bytes", least=1)
         if user_space and blockmap is None:
             raise ValueError("over a driver in user space no file system is mounted: give the blockmap made before")
         if self.reaches_gpu and (device.type != "cuda" or uri is None):
@@ -109,7 +111,7 @@ class XnvmeBlockBackend(QueueBackend):
             library.check_driver(be)
         setup = Setup(
             library, device, address or uri, disk, be, mem, queue_depth, origin, user_space, self.reaches_gpu, nsid,
-            heap_bytes,
+            heap,
         )  # fmt: skip
         self._read_through(Drives(setup), setup, blockmap)
 
@@ -250,11 +252,11 @@ class XnvmeBlockBackend(QueueBackend):
 
     # Everything else.
 
-    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
         """As for every backend, but always durable, since the blocks are read behind the file system's back."""
         if self._setup.user_space:
             raise StorageError(errno.EROFS, "a drive taken from the kernel has no file system to write through", path)
-        super().write(path, buffers, durable=True)
+        super().write(path, buffers, durable=True, mode=mode)
 
     def head(self, path: str, nbytes: int) -> tuple[bytes, FileId]:
         if not self._setup.user_space:
@@ -282,8 +284,8 @@ class XnvmeBlockBackend(QueueBackend):
 
 
 def _check_options(
-    uri: str | None, be: str | None, mem: str | None, queue_depth: int, nsid: int | None, heap_bytes: int | None,
-    user_space: bool,
+    uri: str | None, be: str | None, mem: str | None, queue_depth: int, nsid: int | None,
+    heap_bytes: float | str | None, user_space: bool,
 ) -> None:  # fmt: skip
     """Raises ValueError for options that do not go together."""
     if queue_depth < 1 or queue_depth & (queue_depth - 1) or queue_depth >= 4096:
@@ -294,8 +296,8 @@ def _check_options(
         raise ValueError(f"be={be!r} has its buffers on the GPU: leave mem='cpu' out, or choose be='upcie'")
     if nsid is not None and not user_space:
         raise ValueError(f"nsid={nsid} is for a driver in user space: through the kernel, uri names the namespace")
-    if heap_bytes is not None and (be not in UPCIE or heap_bytes < 1):
-        raise ValueError(f"heap_bytes={heap_bytes}: only uPCIe has a heap (be='upcie'), of at least a byte")
+    if heap_bytes is not None and be not in UPCIE:
+        raise ValueError(f"heap_bytes={heap_bytes!r}: only uPCIe has a heap (be='upcie')")
 
 
 class _File:

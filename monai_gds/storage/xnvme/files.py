@@ -100,10 +100,10 @@ class XnvmeBackend(BlockingBackend):
         cause = os.strerror(-code) if code else f"result {result}"
         raise StorageError(-code or errno.EIO, f"{function} of {nbytes} bytes at {offset}: {cause}", handle.path)
 
-    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool) -> None:
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
         nbytes = total_bytes(buffers)
         views = [as_bytes_view(buffer) for buffer in buffers]
-        with new_file(path, nbytes, durable=durable) as fd:
+        with new_file(path, nbytes, durable=durable, mode=mode) as fd:
             handle = _Handle(self._open_again(fd, path, self._library.options(rdonly=0, wronly=1)), path)
             try:
                 self._write_views(handle, views)

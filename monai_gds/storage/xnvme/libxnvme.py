@@ -15,6 +15,7 @@ import errno
 import os
 import subprocess
 import threading
+import time
 from ctypes import POINTER, c_char, c_char_p, c_int, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -38,6 +39,9 @@ _NAMES = ("libxnvme.so.0", "libxnvme.so")
 #: xNVMe's interfaces to the kernel, which transfer bytes as pread does. io_uring_cmd passes NVMe commands through.
 KERNEL_INTERFACES = ("io_uring", "libaio", "thrpool", "posix", "emu")
 PASSTHROUGH = "io_uring_cmd"
+
+#: A drive in user space that completes nothing for so long has lost its commands. The kernel has a limit of its own.
+SILENT_SECONDS = 30.0
 
 _CHARS = POINTER(c_char)
 
@@ -360,6 +364,7 @@ class Queue:
         self._free = list(range(1, depth + 1))
         self._tags: list[Any] = [None] * (depth + 1)
         self._finished: list[int] = []
+        self._silent_since: float | None = None  # the first look since which nothing was complete
 
     def _context(self, number: int) -> xnvme_cmd_ctx:
         pointer = self._api.xnvme_queue_get_cmd_ctx(self._queue)
@@ -392,11 +397,17 @@ class Queue:
         raise StorageError(-code, f"xnvme_nvm_read of block {block}: {os.strerror(-code)}", self._device.uri)
 
     def poll(self) -> list[Completion]:
-        """The commands that completed since the last call, without waiting."""
+        """The commands that completed since the last call, without waiting. Called while some are in flight.
+
+        Raises:
+            StorageError: the queue is broken, or a drive without the kernel's time limit does not answer.
+        """
         code = self._api.xnvme_queue_poke(self._queue, 0)
         if code < 0 and code not in (-errno.EBUSY, -errno.EAGAIN, -errno.EINTR):
             raise StorageError(-code, f"xnvme_queue_poke: {os.strerror(-code)}", self._device.uri)
         finished, self._finished = self._finished, []
+        if not self._device.in_kernel:
+            self._check_time(bool(finished))
         done = []
         for number in finished:
             context = self._contexts[number - 1]
@@ -404,6 +415,18 @@ class Queue:
             self._tags[number] = None
             self._free.append(number)
         return done
+
+    def _check_time(self, answered: bool) -> None:
+        now = time.monotonic()
+        if answered or self._silent_since is None:
+            self._silent_since = None if answered else now
+        elif now - self._silent_since > SILENT_SECONDS:
+            raise StorageError(
+                errno.ETIMEDOUT,
+                f"the drive did not answer within {SILENT_SECONDS:g} s, and its reads are given up. If others fail "
+                "too, end this process: the driver resets the drive when the next one opens it",
+                self._device.uri,
+            )
 
     def close(self) -> None:
         """Ends the queue; nothing may be in flight."""

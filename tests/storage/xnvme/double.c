@@ -110,6 +110,7 @@ enum fault {
 	BROKEN_QUEUE,   /* poke fails with -EBADF, lasting */
 	REFUSED,        /* the next submission fails with -EINVAL */
 	STUCK,          /* nothing completes, lasting */
+	LOSES,          /* the next command never completes */
 	UNOPENED,       /* devices do not open, for the errno value, lasting */
 	HEAP,           /* a heap that holds so many buffers, lasting */
 };
@@ -415,6 +416,10 @@ int xnvme_queue_poke(struct queue *q, uint32_t max)
 		complete(&slot, q->dev);
 		memmove(&q->pending[at], &q->pending[at + 1], (q->outstanding - at - 1) * sizeof slot);
 		q->outstanding--;
+		if (fault == LOSES) {
+			fault = NONE;
+			continue;
+		}
 		slot.ctx->cb(slot.ctx, slot.ctx->cb_arg);
 	}
 	return n;

@@ -27,7 +27,7 @@ KINDS = ("real", "double", "double next", "double gpu")
 #: The faults that the double can be told to have, and what it counts, in the order of its source.
 FAULTS = (
     "NONE", "SHORT_READ", "BAD_STATUS", "ERRNO_STATUS", "FULL_AGAIN", "FULL_BUSY", "REVERSE", "NO_MEMORY", "WRITABLE",
-    "BUFFERED", "NO_GEOMETRY", "NO_IO_URING", "BROKEN_QUEUE", "REFUSED", "STUCK", "UNOPENED", "HEAP",
+    "BUFFERED", "NO_GEOMETRY", "NO_IO_URING", "BROKEN_QUEUE", "REFUSED", "STUCK", "LOSES", "UNOPENED", "HEAP",
 )  # fmt: skip
 COUNTS = [
     "reads", "buffers", "writes", "devices", "most_in_flight", "largest_read", "gpu_id", "queues",

@@ -7,6 +7,7 @@ import gc
 import logging
 import mmap
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from monai_gds.storage.xnvme import libxnvme
 from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
 from monai_gds.storage.xnvme.extents import Extent
+from monai_gds.storage.xnvme.inodes import inode_table
 from monai_gds.testing import BackendContract, CudaBackendContract, FullContract, WriteContract
 from monai_gds.testing.disks import small_disk
 from monai_gds.testing.tools import bytes_of, content
@@ -704,13 +706,18 @@ def _flip(device: str, place: int) -> None:
     os.close(fd)
 
 
-def _user_space(disk: LoopDisk, extra: list[tuple[str, Extent]] = [], **options: Any) -> Any:  # noqa: B006
-    """The backend over a driver in user space, which the double plays; the drive is the loop device."""
+def _user_space(
+    disk: LoopDisk, extra: list[tuple[str, Extent]] = [], nbytes: int = 1 << 40, **options: Any  # noqa: B006
+) -> Any:  # fmt: skip
+    """The backend over a driver in user space, which the double plays; the drive is the loop device.
+
+    ``nbytes``: what the map says of its size.
+    """
     if not any((disk.folder / "set").iterdir()):
         (disk.folder / "set/any.bin").write_bytes(b"x")
     made = BlockMap.build(disk.folder / "set", checksums=True)
     assert made.origin is not None
-    larger = made.origin.disk.__class__(**{**vars(made.origin.disk), "nbytes": 1 << 40})
+    larger = made.origin.disk.__class__(**{**vars(made.origin.disk), "nbytes": nbytes})
     origin = made.origin.__class__(**{**vars(made.origin), "disk": larger})
     files = dict(made) | {path: FileBlocks(extent.nbytes, (extent,)) for path, extent in extra}
     os.environ["XNVME_DOUBLE_DRIVE"] = disk.device
@@ -857,6 +864,61 @@ class TestUserSpace:
                 with pytest.raises(FileChanged, match=f"has {wrong} bytes where it was listed.* 3000320 in whole"):
                     storage.load(Reads.of("set/file.bin", [(0, 1)], wrong)).wait()
 
+    def test_an_inode_may_end_with_the_disk_and_not_behind_it(
+        self, disk: LoopDisk, file: Path, double: libraries.Double
+    ) -> None:
+        made = BlockMap.build(disk.folder / "set").origin
+        assert made is not None
+        with open(disk.device, "rb") as device:
+            table = inode_table(
+                made.kind, lambda offset, nbytes: os.pread(device.fileno(), nbytes, made.start + offset)
+            )
+        assert table is not None
+        place = table.place(file.stat().st_ino)
+        assert place is not None
+        end = made.start + place + table.nbytes
+        reads = Reads.of("set/file.bin", [(0, 3_000_000)])
+        with _user_space(disk, nbytes=end) as storage, _unmounted(disk):
+            assert bytes_of(storage.load(reads).wait()[0]) == content(3_000_000)
+        with (
+            _user_space(disk, nbytes=end - 1) as storage,
+            _unmounted(disk),
+            pytest.raises(FileChanged, match="it has no inode"),
+        ):
+            storage.load(reads).wait()
+
+    @pytest.mark.parametrize(("fault", "failing"), [("STUCK", 3), ("LOSES", 1)])
+    def test_a_drive_that_does_not_answer_leaves_nobody_waiting_and_is_opened_anew(
+        self,
+        disk: LoopDisk,
+        file: Path,
+        double: libraries.Double,
+        fault: str,
+        failing: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(libxnvme, "SILENT_SECONDS", 0.5)
+        with _user_space(disk) as storage:
+            assert whole(storage, file) == content(3_000_000)
+            devices, buffers = double.count("devices"), double.count("buffers")
+            double.fail(fault)
+            failed = []
+            for pending in [start(storage, file) for _ in range(3)]:
+                try:
+                    assert bytes_of(pending.wait()[0]) == content(3_000_000)
+                except StorageError as e:
+                    failed.append(str(e))
+            assert len(failed) == failing
+            for message in failed:
+                assert re.search(r"drive did not answer within 0\.5 s.* '0000:01:00\.0'.* '.*file\.bin'", message), (
+                    message
+                )
+            assert double.count("buffers") >= buffers, "the drive may still write there"
+            assert double.count("devices") == devices
+            double.fail("NONE")
+            assert whole(storage, file) == content(3_000_000)
+            assert double.count("devices") == devices + 1
+
     def test_inodes_that_cannot_be_found_are_told(self, tmp_path: Path, double: libraries.Double) -> None:
         with loop_disk(tmp_path, "ext4", make=["-O", "meta_bg,^resize_inode"]) as disk:
             (disk.folder / "set").mkdir()
@@ -866,7 +928,7 @@ class TestUserSpace:
     def test_the_namespace_and_the_heap_are_passed_on(self, disk: LoopDisk, file: Path) -> None:
         double = libraries.Double("double next")
         double.reset()
-        with libraries.using("double next"), _user_space(disk, nsid=2, heap_bytes=128 << 20, mem="cpu") as storage:
+        with libraries.using("double next"), _user_space(disk, nsid=2, heap_bytes="128MiB", mem="cpu") as storage:
             assert whole(storage, file) == content(3_000_000)
         assert (double.count("nsid"), double.count("heap_mib")) == (2, 128)
 
@@ -918,7 +980,7 @@ class TestUserSpace:
         ({"mem": "cpu", "be": "upcie-cuda", "uri": "0000:01:00.0"}, "choose be='upcie'"),
         ({"nsid": 2, "uri": "/dev/nvme0n1"}, "uri names the namespace"),
         ({"heap_bytes": 1 << 27, "be": "spdk", "uri": "0000:01:00.0"}, "only uPCIe has a heap"),
-        ({"heap_bytes": 0, "be": "upcie", "uri": "0000:01:00.0"}, "of at least a byte"),
+        ({"heap_bytes": 0, "be": "upcie", "uri": "0000:01:00.0"}, "heap_bytes=0: it must be a positive number"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], match: str) -> None:

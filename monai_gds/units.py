@@ -13,15 +13,16 @@ _BYTES = {
 _SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
-def bytes_of(size: float | str, argument: str) -> int:
+def bytes_of(size: float | str, argument: str, least: int = 0) -> int:
     """The number of bytes that a user's argument names.
 
     Args:
         size: a number, or one with a unit.
         argument: its name, for errors.
+        least: the smallest number that makes sense.
 
     Raises:
-        ValueError: it is neither, or negative.
+        ValueError: it is neither, or too small.
 
     Example:
         >>> bytes_of("20GB", "device_bytes"), bytes_of(1e9, "device_bytes")
@@ -32,10 +33,14 @@ def bytes_of(size: float | str, argument: str) -> int:
         found = re.fullmatch(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
         if found is None:
             raise ValueError
-        return int(float(found[1]) * _BYTES[found[2].upper()])
+        nbytes = int(float(found[1]) * _BYTES[found[2].upper()])
+        if nbytes < least:
+            raise ValueError
+        return nbytes
     except (KeyError, TypeError, ValueError, OverflowError):
         raise ValueError(
-            f"{argument}={size!r}: it must be a number of bytes, or one with a unit: 20e9, '20GB' or '18GiB'"
+            f"{argument}={size!r}: it must be a {'positive ' * bool(least)}number of bytes, or one with a unit: 20e9, "
+            "'20GB' or '18GiB'"
         ) from None
 
 

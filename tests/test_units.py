@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from monai_gds.cache.units import bytes_of, seconds_of
+from monai_gds.units import bytes_of, seconds_of
 
 
 @pytest.mark.parametrize(
