@@ -105,6 +105,10 @@ _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, tor
 #: The code of every function that ``functools.singledispatch`` made.
 _SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
 
+#: Functions and methods of C code. Cython's have a type of their own, a new one with each version of Cython.
+_COMPILED = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
+_CYTHON = "cython_function_or_method"
+
 _METHODS = (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)
 
 #: What torch keeps in a module under keys that count all hooks of a process.
@@ -402,7 +406,7 @@ class _Hasher:
             return self._function(value, where)
         if isinstance(value, types.MethodType):
             return [b"method", self.digest(value.__func__, where), self.digest(value.__self__, where)]
-        if isinstance(value, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)):
+        if isinstance(value, _COMPILED) or type(value).__name__ == _CYTHON:
             owner = getattr(value, "__self__", None)
             bound = [] if owner is None or isinstance(owner, types.ModuleType) else [self.digest(owner, where)]
             module = getattr(value, "__module__", None) or getattr(
