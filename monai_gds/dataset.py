@@ -563,11 +563,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
         Raises:
             HashingError: the item has no stable hash.
-            ValueError: nothing is cached.
         """
-        if not self.caches:
-            raise ValueError("nothing is cached: there is no cache_dir, or no deterministic transform in front")
-        return self.holds(self.key(index))
+        return self.caches and self.holds(self.key(index))
 
     def explain(self, index: int) -> str:
         """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record, in words.
@@ -1052,7 +1049,7 @@ def _checked_mode(file_mode: int | None) -> int:
     if not isinstance(file_mode, int):
         raise TypeError(f"file_mode={file_mode!r} are not permissions: give an octal number, such as 0o640")
     if not 0o600 <= file_mode <= 0o777 or file_mode & 0o600 != 0o600:
-        raise ValueError(f"file_mode={file_mode:#o}: it must let you read and write, as 0o600 and 0o640 do")
+        raise ValueError(f"file_mode={file_mode}, in octal {file_mode:#o}: it must let you read and write, as 0o600 and 0o640 do")
     return file_mode & ANY
 
 

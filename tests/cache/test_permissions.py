@@ -104,11 +104,17 @@ def test_a_choice_makes_records_stricter_and_what_is_noted_of_them(folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"),
-    [("0o600", TypeError), (640, ValueError), (0o400, ValueError), (0o1777, ValueError), (-1, ValueError)],
+    ("mode", "kind", "shown"),
+    [
+        ("0o600", TypeError, "'0o600'"),
+        (640, ValueError, "640, in octal 0o1200"),
+        (0o400, ValueError, "0o400"),
+        (0o1777, ValueError, "0o1777"),
+        (-1, ValueError, "-1"),
+    ],
 )
-def test_what_are_no_permissions_is_refused(folder: Path, mode: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="file_mode"):
+def test_what_are_no_permissions_is_refused(folder: Path, mode: Any, kind: type[Exception], shown: str) -> None:
+    with pytest.raises(kind, match=f"file_mode=.*{shown}"):
         GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=mode)
 
 
