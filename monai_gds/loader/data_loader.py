@@ -356,11 +356,11 @@ class Epoch(Iterator[Any]):
         self._hand_over = HandOver(device, taken, place.leave)
         work = (ahead, assemble, self._hand_over, place, watch)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
-        self.thread.start()
         #: Leaves the loop, which ends the thread.
         self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
         self.stop.atexit = False
         _epochs.add(self)
+        self.thread.start()  # last: a Ctrl-C while it begins leaves the loop, too
 
     def __next__(self) -> Any:
         if not self._owner.is_this_process():
@@ -389,7 +389,7 @@ _left: set[threading.Thread] = set()
 def _stop_all() -> None:
     for epoch in list(_epochs):
         epoch.stop()
-    for thread in {epoch.thread for epoch in list(_epochs)} | _left:
+    for thread in {epoch.thread for epoch in list(_epochs) if epoch.thread.is_alive()} | _left:
         thread.join()  # however long it takes: a thread that is in torch while the interpreter ends would abort it
 
 
@@ -416,7 +416,7 @@ def _produce(
 
     try:
         with hand_over.on_stream(), measured(watch, hand_over.stream):
-            while (items := ahead.next_batch()) is not None:
+            while not hand_over.stopped and (items := ahead.next_batch()) is not None:
                 enter("collating")
                 batch = assemble(items)
                 del items
@@ -443,6 +443,8 @@ def _stop(
     hand_over.stop()
     if workers is not None:  # the thread may be waiting for one
         workers.close()
+    if not thread.is_alive():  # it has ended; or, after a Ctrl-C, it has yet to begin and will find that it may end
+        return
     _left.add(thread)
     # The collector may get here in any thread: in this one, or in one that this one waits for.
     if hand_over.consumer == threading.get_ident():

@@ -43,6 +43,7 @@ class HandOver:
     Attributes:
         stream: the loader's, on a CUDA device.
         consumer: the thread that took the last batch; before the first, the one that made this object.
+        stopped: the loop was left.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class HandOver:
             self.stream.wait_stream(torch.cuda.current_stream(device))
         self._parcel: _Parcel | None = None
         self._error: BaseException | None = None
-        self._ended = self._stopped = False
+        self._ended = self.stopped = False
         self._changed = threading.Condition()
 
     # For the loader's thread
@@ -71,17 +72,17 @@ class HandOver:
             made = self.stream.record_event()
             tensors = [tensor for tensor in cuda_tensors(batch) if tensor.device == self._device]
         with self._changed:
-            self._changed.wait_for(lambda: self._parcel is None or self._stopped)
-            if not self._stopped:
+            self._changed.wait_for(lambda: self._parcel is None or self.stopped)
+            if not self.stopped:
                 self._parcel = _Parcel(batch, mark, made, tensors)
                 self._changed.notify_all()
-            return not self._stopped
+            return not self.stopped
 
     def end(self, error: BaseException | None = None) -> None:
         """There are no more batches, or what went wrong behind the last."""
         with self._changed:
             self._ended, self._error = True, error
-            left = self._stopped
+            left = self.stopped
             self._changed.notify_all()
         if left:
             self._left()
@@ -99,7 +100,7 @@ class HandOver:
             self.consumer = threading.get_ident()
             if self._parcel is None:  # a Ctrl-C may have ended the last call before it notified the thread
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._parcel is not None or self._ended or self._stopped)
+            self._changed.wait_for(lambda: self._parcel is not None or self._ended or self.stopped)
             parcel, self._parcel = self._parcel, None
             if parcel is None:
                 error, self._error = self._error, None
@@ -121,8 +122,8 @@ class HandOver:
     def stop(self) -> None:
         """Leaves the loop: nothing is put or taken any more. May be called in any thread, by the collector too."""
         with self._changed:
-            left = self._ended and not self._stopped
-            self._stopped = True
+            left = self._ended and not self.stopped
+            self.stopped = True
             self._parcel = None
             self._changed.notify_all()
         if left:
