@@ -90,7 +90,8 @@ def mode_given(file_mode: int | None) -> int:
     if not isinstance(file_mode, int):
         raise TypeError(f"file_mode={file_mode!r} is not a number: give permissions in octal, such as 0o640")
     if not 0o600 <= file_mode <= 0o777 or file_mode & 0o600 != 0o600:
-        raise ValueError(f"file_mode={file_mode:#o}: it must let you read and write, as 0o600 and 0o640 do")
+        given = f"file_mode={file_mode}, in octal {file_mode:#o}"
+        raise ValueError(f"{given}: it must let you read and write, as 0o600 and 0o640 do")
     return file_mode & ANY
 
 

@@ -541,11 +541,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
         Raises:
             HashingError: the item has no stable hash.
-            ValueError: nothing is cached.
         """
-        if not self.caches:
-            raise ValueError("nothing is cached: there is no cache_dir, or no deterministic transform in front")
-        return self.holds(self.key(index))
+        return self.caches and self.holds(self.key(index))
 
     def explain(self, index: int) -> str:
         """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record, in words.

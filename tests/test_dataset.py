@@ -270,7 +270,9 @@ def test_without_cache_dir_nothing_is_written_and_the_item_is_the_same(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.rglob("*"))
-    item = make(cache=None)[0]
+    dataset = make(cache=None)
+    item = dataset[0]
+    assert not dataset.is_cached(0)
     assert set(tmp_path.rglob("*")) == before
     assert_same(make()[0], item)
 

@@ -442,6 +442,8 @@ def _stop(
     hand_over.stop()
     if workers is not None:  # the thread may be waiting for one
         workers.close()
+    if not thread.is_alive():  # it has ended; or, after a Ctrl-C, it has yet to begin and will find that it may end
+        return
     _left.add(thread)
     # The collector may get here in any thread: in this one, or in one that this one waits for.
     if hand_over.consumer == threading.get_ident():

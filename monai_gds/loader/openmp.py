@@ -25,6 +25,9 @@ LOAD_OF_BUSY_MACHINES = 1.5
 #: Elements of an operation that torch shares among threads.
 _SHARED_OUT = 1 << 15
 
+#: The longest wait for the thread, which a Ctrl-C may have come before.
+_BEGIN_SECONDS = 10.0
+
 
 def heed_load() -> None:
     """Has OpenMP's threads of this process wait asleep if the machine is busy, and spin if it is not."""
@@ -43,8 +46,10 @@ class _Surplus:
             if wanted and self._end is None:
                 made, self._end = threading.Event(), threading.Event()
                 work = (made, self._end)
-                threading.Thread(target=_idle, args=work, name="monai-gds-openmp", daemon=True).start()
-                made.wait()  # the interpreter must not end while it is in torch
+                try:
+                    threading.Thread(target=_idle, args=work, name="monai-gds-openmp", daemon=True).start()
+                finally:  # the interpreter must not end while it is in torch, after a Ctrl-C neither
+                    made.wait(_BEGIN_SECONDS)
             elif not wanted and self._end is not None:
                 self._end.set()
                 self._end = None

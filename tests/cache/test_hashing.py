@@ -504,10 +504,17 @@ def test_expressions_of_bundles_count_by_what_they_call_and_refer_to(module: Any
 
 
 def test_functions_in_c_count_by_their_librarys_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions = [torch.Tensor.sqrt, np.dot, torch.ones(2).sqrt]
+    cython = [np.random.default_rng, np.random.Generator.normal, np.random.RandomState(0).rand]
+    functions = [torch.Tensor.sqrt, np.dot, torch.ones(2).sqrt, *cython]
+    assert differ(*functions)
     before = [canonical_hash(function) for function in functions]
     monkeypatch.setattr(hashing, "library_of", lambda module: f"{module} of another version".encode())
     assert all(canonical_hash(f) != was for f, was in zip(functions, before, strict=True))
+
+
+def test_dates_of_a_table_count() -> None:
+    pandas = pytest.importorskip("pandas", reason="this machine has no pandas")
+    assert differ(pandas.Timestamp("2026-01-01"), pandas.Timestamp("2026-01-02"), pandas.NaT)
 
 
 def test_what_dispatches_by_type_counts_by_its_functions_and_not_by_its_calls() -> None:

@@ -133,11 +133,21 @@ def test_what_is_strict_is_so_from_its_creation(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"),
-    [("0o600", TypeError), (640, ValueError), (0o400, ValueError), (0o1777, ValueError), (-1, ValueError)],
+    ("mode", "kind", "shown"),
+    [
+        ("0o600", TypeError, "'0o600'"),
+        (640, ValueError, "640, in octal 0o1200"),
+        (0o400, ValueError, "0o400"),
+        (0o1777, ValueError, "0o1777"),
+        (-1, ValueError, "-1"),
+    ],
 )
-def test_values_that_are_not_permissions_are_refused(folder: Path, mode: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="file_mode"):
+def test_values_that_are_not_permissions_are_refused(
+    folder: Path, mode: Any, kind: type[Exception], shown: str
+) -> None:
+    folder: Path, mode: Any, kind: type[Exception], shown: str
+) -> None:
+    with pytest.raises(kind, match=f"file_mode=.*{shown}"):
         GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=mode)
 
 

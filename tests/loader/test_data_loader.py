@@ -861,6 +861,42 @@ def test_a_keyboard_interrupt_reaches_the_consumer_and_the_loop_can_go_on(make: 
     assert len(list(loop)) == 5
 
 
+def test_an_interrupt_while_the_loops_thread_begins_leaves_no_thread(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = threading.Thread.start
+    threads: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        if thread.name == "monai-gds-loader":
+            threads.append(thread)
+            raise KeyboardInterrupt
+
+    loader = GDSDataLoader(make())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    gc.collect()
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+    assert len(list(loader)) == 5
+
+
+def test_an_interrupt_before_the_loops_thread_begins_does_no_harm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    loader = GDSDataLoader(make())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    gc.collect()
+    assert len(list(loader)) == 5
+
+
 def test_an_interrupt_that_loses_a_batch_leaves_room_for_as_many_records(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,29 @@ def test_it_comes_and_goes_with_the_load(tmp_path: Path, load: list[float]) -> N
         assert not before or not busy or idle() == before
 
 
+def test_an_interrupt_while_it_begins_waits_until_it_is_out_of_torch(
+    load: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, computed = threading.Thread.start, threading.Event()
+    ones = torch.ones
+
+    def interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        raise KeyboardInterrupt
+
+    def slow(*size: int) -> torch.Tensor:
+        assert not computed.wait(0.2)
+        computed.set()
+        return ones(*size)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(torch, "ones", slow)
+    load[0] = 1e6
+    with pytest.raises(KeyboardInterrupt):
+        heed_load()
+    assert computed.is_set()
+
+
 def test_a_forked_child_has_its_own(load: list[float]) -> None:
     def child() -> int:
         heed_load()
