@@ -70,8 +70,8 @@ _LOG_LINES = 25
 _RESULTS = Path(__file__).with_name("results.h")
 
 
-#: Lines in front of some of DeepSpeed's files, and the macros that end behind each; see the module's docstring. torch's
-#: headers come first where they use the same name.
+#: Lines put in front of some of DeepSpeed's files, and the macros undefined behind each; see the module's docstring.
+#: torch's headers come first where they use the same name.
 _CHANGES = {
     "csrc/aio/py_lib/deepspeed_py_io_handle.cpp": (
         "#include <cstdint>\n"
@@ -85,10 +85,10 @@ _CHANGES = {
     "csrc/aio/common/deepspeed_aio_common.cpp": (f'#include "{_RESULTS}"', ["io_submit", "io_pgetevents"]),
 }  # fmt: skip
 
-#: In front of everything of an operator's. <cstdlib> first: it undefines these macros.
+#: Lines in front of every unit of an operator. <cstdlib> comes first: it undefines these macros.
 _HEADS: dict[Operator, list[str]] = {"aio": [], "gds": ["#include <cstdlib>", "#define exit _Exit"]}
 
-#: Looks for DeepSpeed's allocator in the process, and what is compiled in its place.
+#: The file that looks for DeepSpeed's allocator in the process, and the files that are compiled in its place.
 _ALLOCATOR_CLIENT = "csrc/aio/py_lib/deepspeed_pin_tensor_client.cpp"
 _ALLOCATOR = ["csrc/pin_memory/page_alloc.cpp", "csrc/pin_memory/deepspeed_pin_tensor.cpp"]
 
@@ -122,6 +122,7 @@ def _library(operator: Operator) -> Path:
 
 
 def built(operator: Operator) -> bool:
+    """Whether the operator has been built."""
     return _library(operator).is_file()
 
 
@@ -305,7 +306,7 @@ def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
         builder.jit_load(verbose=True)
     except Exception as e:
         if joined and (work / _MODULE[operator]).is_dir():  # it began to compile
-            print("not so; each file by itself", flush=True)
+            print("two units do not compile; trying each file by itself", flush=True)
             shutil.rmtree(work / _MODULE[operator])
             os.execv(sys.executable, [sys.executable, "-m", __spec__.name, operator, str(work), "single"])
         # a traceback would push the compiler's lines out of sight
