@@ -39,7 +39,7 @@ def open_images(
     files: Sequence[StrPath] | None = None,
     labels: Sequence[int] | None = None,
 ) -> ImageList | PackedImages:
-    """Lists images: of an image folder, a packed folder or a block map; or those that are named.
+    """Lists the images of an image folder, a packed folder or a block map, or images by their paths.
 
     ``file_list``, ``files`` and ``labels`` are those of ``fn.readers.file``, and ``root`` is its ``file_root``.
 
@@ -55,7 +55,7 @@ def open_images(
             default 0, 1, 2…
 
     Raises:
-        ImageListError: none of these, or one that cannot be used.
+        ImageListError: ``root``, or the list, is none of these or cannot be used.
         OSError: it cannot be read.
         ValueError: these arguments do not go together.
 
@@ -130,7 +130,7 @@ def open_reader(
 
 
 def _with_map(images: ImageList, takes: frozenset[str], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A backend's options, with the block map that the images are from if it reads by one.
+    """A backend's options, with the block map that lists the images if the backend reads by one.
 
     Raises:
         ImageListError: the files are not where the map's paths lead, and no device is named to read them from.
@@ -153,9 +153,9 @@ def list_of(images: ImageList | PackedImages) -> ImageList:
 
 
 class ImageSource:
-    """Batches of encoded images and their labels, for ``fn.external_source`` in a DALI pipeline of one's own.
+    """Batches of encoded images and their labels, for ``fn.external_source`` in your own DALI pipeline.
 
-    Each ``iter()`` begins a new epoch, which DALI does with ``cycle="raise"``. The memory of a batch is kept for
+    Each ``iter()`` begins a new epoch. DALI calls it with ``cycle="raise"``. The memory of a batch is kept for
     ``keep`` more batches, because with ``no_copy=True`` DALI reads from it until the batch's outputs are there.
 
     Args:
@@ -217,7 +217,7 @@ class ImageSource:
         self._epoch = 0
 
     def __len__(self) -> int:
-        """Batches per epoch, without an empty one, which DALI cannot take."""
+        """Batches per epoch, without an empty one, which DALI does not accept."""
         return len(self._sampler) - self._sampler.ends_empty
 
     def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
