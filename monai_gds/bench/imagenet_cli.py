@@ -21,7 +21,7 @@ app = typer.Typer()
 
 
 class Memory(StrEnum):
-    """Where a reader that takes ``--mem`` has its buffers."""
+    """Where readers that take ``--mem`` have their buffers."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -64,13 +64,13 @@ def loaders(
     decode: Annotated[
         bool | None,
         typer.Option(
-            "--decode/--no-decode", help="Decode the images, or only bring their bytes; default: both, in turn."
+            "--decode/--no-decode", help="Decode the images, or only read their bytes; default: both, in turn."
         ),
     ] = None,
     crop: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Also decode random crops of so many pixels, mirror and normalise them, for training."
+            min=1, help="Also decode random crops of this many pixels a side, mirrored and normalised for training."
         ),
     ] = None,
     hw_decoder_load: Annotated[
@@ -79,9 +79,9 @@ def loaders(
     ] = None,
     max_side: Annotated[
         int | None,
-        typer.Option(min=1, help="Also read the images packed and made smaller: of so many pixels a side at most."),
+        typer.Option(min=1, help="Also read the images packed and made smaller: at most this many pixels a side."),
     ] = None,
-    quality: Annotated[int, typer.Option(min=1, max=100, help="Of these smaller JPEGs.")] = 90,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="Quality of these smaller JPEGs.")] = 90,
     threads: Annotated[
         list[int] | None,
         typer.Option(
@@ -114,15 +114,15 @@ def loaders(
     from monai_gds.storage import resolve_device
     from monai_gds.storage.xnvme.block_map import BlockMap
 
-    wanted = reader or [name for name in bench.PEERS if name != "packed-resized" or max_side is not None]
-    one_of(bench.PEERS, wanted, "--reader")
-    if "packed-resized" in wanted and max_side is None:
+    readers = reader or [name for name in bench.PEERS if name != "packed-resized" or max_side is not None]
+    one_of(bench.PEERS, readers, "--reader")
+    if "packed-resized" in readers and max_side is None:
         raise typer.BadParameter("packed-resized reads images of --max-side pixels", param_hint="--reader")
     target = resolve_device(device)
     options: dict[str, Any] = {"uri": uri, "be": be, "nsid": nsid, "mem": mem and mem.value, "blockmap": bmap}
     options = {name: value for name, value in options.items() if value is not None}
     by_blocks = [name for name in bench.PEERS if bench.options_for(name, options, target)]
-    if options and not set(by_blocks).intersection(wanted):
+    if options and not set(by_blocks).intersection(readers):
         raise typer.BadParameter(
             "--uri, --be, --nsid, --mem and --bmap are for the block readers", param_hint="--reader"
         )
@@ -131,9 +131,9 @@ def loaders(
             raise typer.BadParameter(
                 "name a folder of images or, by --bmap, a map of one, or let --make N make one", param_hint="--datadir"
             )
-        if reader and (others := [name for name in wanted if name not in by_blocks]):
+        if reader and (others := [name for name in readers if name not in by_blocks]):
             raise typer.BadParameter(f"needed by {', '.join(others)}", param_hint="--datadir")
-        wanted, datadir = [name for name in wanted if name in by_blocks], bmap
+        readers, datadir = [name for name in readers if name in by_blocks], bmap
     cores = os.cpu_count() or 1
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-bench-")))
@@ -158,7 +158,7 @@ def loaders(
             def tell(name: str, images: int, rate: float) -> None:
                 status.update(f"{name}: {images} images, {rate:,.0f} images/s")
 
-            reports = [bench.compare(replace(settings, decoding=d), wanted, tell) for d in decodings]
+            reports = [bench.compare(replace(settings, decoding=d), readers, tell) for d in decodings]
         about = {
             **machine(target), "batch size": batchsize, "images": "made" if make else str(datadir),
             "kB per image": round(images.sizes.mean() / 1e3), "page cache": "warm" if datadir.is_dir() else "not used",
@@ -187,9 +187,7 @@ def dali(
         list[str] | None, typer.Option(help="One of batching, threads, torch; may be repeated. Default: all.")
     ] = None,
     batchsize: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
-    threads: Annotated[
-        int, typer.Option(min=1, help="DALI's threads, where their number is not what is compared.")
-    ] = 4,
+    threads: Annotated[int, typer.Option(min=1, help="DALI's threads, except where their numbers are compared.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Timed epochs of each row.")] = 5,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -205,8 +203,8 @@ def dali(
     from monai_gds.imagenet.squirrel import write_store
     from monai_gds.storage import resolve_device
 
-    wanted = only or list(bench.QUESTIONS)
-    one_of(bench.QUESTIONS, wanted, "--only")
+    questions = only or list(bench.QUESTIONS)
+    one_of(bench.QUESTIONS, questions, "--only")
     if store is not None and not (datadir is None and make is None):
         raise typer.BadParameter("it holds its own images: leave --datadir and --make out", param_hint="--store")
     target = resolve_device(device)
@@ -219,5 +217,5 @@ def dali(
                 write_store(images, store, progress=progress)
         settings = bench.DaliSettings(store, target, batchsize, threads, repeats)
         with stderr.status("measuring…"):
-            reports = bench.measure(settings, wanted)
+            reports = bench.measure(settings, questions)
     emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batchsize})

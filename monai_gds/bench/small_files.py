@@ -117,7 +117,7 @@ METHODS: dict[str, Callable[[_Written, ExitStack], ReadBatch]] = {
 
 
 def measure(settings: SmallFiles) -> Report:
-    """Files per second of every method. Raises AssertionError if one reads other bytes than are in the files."""
+    """Files per second of every method. Raises AssertionError if one reads wrong bytes."""
     files = _Written(settings)
     batches = [range(i, min(i + settings.batch, settings.count)) for i in range(0, settings.count, settings.batch)]
     samples: dict[str, list[float]] = {name: [] for name in METHODS}
