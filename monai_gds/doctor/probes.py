@@ -29,8 +29,8 @@ def torch(device: str | None) -> dict[str, Any]:
     problem = target = refused = ""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            of = torch.cuda.get_device_properties(index)
-            found.append({"name": of.name, "bytes": of.total_memory, "capability": f"{of.major}.{of.minor}"})
+            gpu = torch.cuda.get_device_properties(index)
+            found.append({"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"})
     elif torch.version.cuda is not None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
