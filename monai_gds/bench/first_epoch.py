@@ -1,4 +1,4 @@
-"""What saving costs: the epoch that fills the cache beside one without a cache, and filling it ahead of training."""
+"""The cost of saving: the epoch that fills the cache against one without a cache, and filling it ahead of training."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def loaders(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Measure images per second through every reader, beside DALI's own, torchvision's and plain Python."""
+    """Measure images per second through every reader, DALI's own, torchvision and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.decoding import Decoding

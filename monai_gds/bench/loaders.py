@@ -1,4 +1,4 @@
-"""``monai-gds bench loaders``: images per second of every reader, beside DALI's own, torchvision's and plain Python.
+"""``monai-gds bench loaders``: images per second of every reader, of DALI's own, torchvision and plain Python.
 
 A peer is a function. Given :class:`LoaderSettings` and a number of threads, it endlessly yields the number of images
 in each batch that it has brought to the device. ``dali`` and ``python-file`` are written for DALI alone, as in its

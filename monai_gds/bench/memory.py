@@ -1,4 +1,4 @@
-"""Memory of GDSDataLoader, epoch by epoch, in a process of its own, beside its documented bound.
+"""Memory of GDSDataLoader, epoch by epoch, in a separate process, compared with its documented bound.
 
 Host memory is what the kernel counts as anonymous, which excludes mapped files, minus what the process held before the
 first epoch, and minus the pinned staging that the backend reports. It is sampled whenever a batch arrives and every few

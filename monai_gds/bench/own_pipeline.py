@@ -1,4 +1,4 @@
-"""A user's own pipeline: where the time of its epochs goes, and how fast it is beside MONAI's datasets."""
+"""A user's own pipeline: where the time of its epochs goes, and how fast it is compared with MONAI's datasets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def beside_others(
     cold: bool,
     progress: Progress = SILENT,
 ) -> Report:
-    """Cached epochs over the first items of a dataset, with its settings and a cache of its own, beside MONAI's."""
+    """Cached epochs over the first items of a dataset, with its settings and its own cache, compared with MONAI's."""
     data = [dataset.data[index] for index in range(min(items, len(dataset)))]
 
     def make(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> GDSDataset:

@@ -184,7 +184,7 @@ def emit(reports: Sequence[Report], *, as_json: bool, plot: Path | None, about: 
 
 
 def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """Each reason once, with its rows. A row that has figures in another table gets the title of its own."""
+    """Each reason once, with its rows. The title is added to a row that has figures in another table."""
     rows = [(report, row) for report in reports for row in (*report.rows, *report.ceilings)]
     ran = {row.name for _, row in rows if row.samples}
     found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""``monai-gds bench blocks``: many small files read by their blocks, beside threads that read the same blocks by pread.
+"""``monai-gds bench blocks``: many small files read by their blocks, against threads that pread the same blocks.
 
 Each method in :data:`METHODS` is a function that opens what it needs and returns a function that reads one batch. The
 methods take turns, pass by pass, so that whatever else the machine does affects them alike. Reads with O_DIRECT always

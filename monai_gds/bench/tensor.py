@@ -1,4 +1,4 @@
-"""``monai-gds bench tensor``: one tensor to and from one file, by each method, beside plain Python.
+"""``monai-gds bench tensor``: one tensor to and from one file, by each method and by plain Python.
 
 The operations are those of DeepSpeed's DeepNVMe examples
 (https://github.com/deepspeedai/DeepSpeedExamples/tree/master/deepnvme/file_access): load and store, CPU and GPU tensor.
@@ -133,7 +133,7 @@ def store(folder: Path, nbytes: int, device: torch.device, settings: Tensors) ->
     """Times storing a tensor of random bytes on a device in new files by each method. The files are removed.
 
     The figures are of the store alone: no method waits until data in the page cache or in the drive's own cache is on
-    the drive. Rates that include this (fsync) have a column of their own.
+    the drive. Rates that include this (fsync) are in a separate column.
     """
     tensor = _random(nbytes, device)
 

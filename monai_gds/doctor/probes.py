@@ -1,4 +1,4 @@
-"""Questions to libraries, each run in a process of its own by :mod:`monai_gds.doctor.isolation`.
+"""Questions to libraries, each run in a separate process by :mod:`monai_gds.doctor.isolation`.
 
 A probe imports what it needs inside its function. It returns JSON types or raises; the message is shown as it is.
 """

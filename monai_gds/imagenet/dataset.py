@@ -212,7 +212,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         """
         if get_worker_info() is not None:  # each worker would yield all images again
             raise RuntimeError(
-                "ImageNetDataset reads ahead and decodes in threads of its own and needs no workers: give it to a "
+                "ImageNetDataset reads ahead and decodes in its own threads and needs no workers: give it to a "
                 "DataLoader with num_workers=0 and batch_size=None, or use it in the DataLoader's place"
             )
         self.reset()

@@ -72,7 +72,7 @@ def open_images(
     """
     if not (root is None or isinstance(root, (str, os.PathLike))):
         if file_list is not None or files is not None or labels is not None:
-            raise ValueError("a block map has labels of its own: leave file_list, files and labels out")
+            raise ValueError("a block map has its own labels: leave file_list, files and labels out")
         return list_block_map(root)
     if file_list is not None and (files is not None or labels is not None):
         raise ValueError("file_list names files with their labels: leave files and labels out")
@@ -90,7 +90,7 @@ def open_images(
     if labels is None:
         return images
     if isinstance(images, PackedImages) or images.classes:
-        raise ValueError(f"{os.fspath(root)} has labels of its own: labels are for files, or for a flat folder")
+        raise ValueError(f"{os.fspath(root)} has its own labels: labels= is for files, or for a flat folder")
     return replace(images, labels=labels_array(labels, len(images)))
 
 

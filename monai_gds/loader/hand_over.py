@@ -31,7 +31,7 @@ class _Parcel(NamedTuple):
 class HandOver:
     """Hands batches from the loader's thread to the consumer, one at a time.
 
-    On a CUDA device the thread works on a stream of its own, so a random transform that waits for a result does not
+    On a CUDA device the thread works on its own stream, so a random transform that waits for a result does not
     wait for the training too. The consumer's stream waits for the batch, and the batch's memory is reused only after
     that stream is done with it.
 

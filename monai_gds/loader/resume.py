@@ -22,7 +22,7 @@ from monai_gds.generators import Slot, is_generator, put_back, slots, states_at
 
 __all__ = ["Counted", "Later", "Place", "begin_or_go_on", "check"]
 
-#: Samplers without a generator of their own draw from these, and so may training.
+#: Samplers without their own generator draw from these, and so may training.
 _SHARED = {
     "torch": Slot(torch, "default_generator"),
     "numpy": Slot(np.random.mtrand, "_rand"),

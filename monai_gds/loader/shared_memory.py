@@ -40,7 +40,7 @@ __all__ = ["Arena", "Arenas", "Mapped", "Packed", "Place", "pack", "unpack"]
 
 _log = logging.getLogger("monai_gds")
 
-#: Where buffers begin in an arena: as torch aligns memory of its own.
+#: Buffers begin at multiples of this in an arena, as torch aligns its own memory.
 _ALIGNMENT = 64
 
 _numbers = itertools.count()

@@ -351,7 +351,7 @@ class WorkerBatches:
         return batch
 
     def _copied(self, buffer: np.ndarray, moves: bool) -> Any:
-        """Copies a buffer to memory of its own."""
+        """Copies a buffer to separate memory."""
         if not moves:
             return buffer.copy()
         found = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self._device)

@@ -122,7 +122,7 @@ class Backend(ABC):
         """Maps the ranges of one file privately (copy-on-write), or returns None where this backend cannot.
 
         Args:
-            reads: of one file, each range into a destination of its own.
+            reads: of one file, each range into its own destination.
 
         Raises:
             OSError: the file is missing, not the expected one, or ends before a range does.

@@ -104,7 +104,7 @@ def group(reads: Reads, most_bytes: int, most_reads: int, alone: int) -> list[sl
         reads: pieces, each of at most a slot's bytes.
         most_bytes: most bytes of a group, as :func:`stage` lays it out. A single piece may have more.
         most_reads: most reads of a group.
-        alone: pieces of this many bytes and more are groups of their own.
+        alone: each piece of this many bytes or more is a separate group.
     """
     if len(reads) < 2 or reads.nbytes.min() >= alone:
         return [slice(i, i + 1) for i in range(len(reads))]

@@ -83,7 +83,7 @@ class Reads:
 
     @classmethod
     def of(cls, path: str, ranges: Sequence[tuple[int, int]], expected: Expected = None) -> Reads:
-        """Ranges of one file, each into a destination of its own.
+        """Ranges of one file, each into its own destination.
 
         Args:
             path: the file.

@@ -1,6 +1,6 @@
 """Host copies of tensors, taken in the background, for the cache's writer to save later.
 
-Copies out of a CUDA device go through a stream of their own into pinned memory, so that neither the host nor the copies
+Copies out of a CUDA device go through a separate stream into pinned memory, so that neither the host nor the copies
 to the device wait for them.
 """
 

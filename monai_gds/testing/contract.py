@@ -254,7 +254,7 @@ class BackendContract:
     def test_parts_of_two_files_that_take_turns_in_one_destination(
         self, storage: Storage, folder: Path, nbytes: int
     ) -> None:
-        """What lies between two parts of a file is another file's part, and not a gap."""
+        """Between two parts of a file lies a part of another file, not a gap."""
         paths = [self.make(folder, content(9 * nbytes, i), f"{i}.bin") for i in range(2)]
         rows = [(i % 2, i * nbytes, nbytes, 0, i * nbytes) for i in range(9)]
         into = [self.dest(storage, 9 * nbytes)]
@@ -698,7 +698,7 @@ class BackendContract:
         backend = type(storage._backend)
         assert backend.probe(storage.device).reason
         assert backend.write is Backend.write or isinstance(self, WriteContract), (
-            f"{backend.__name__} has a write of its own: derive from WriteContract as well"
+            f"{backend.__name__} has its own write: derive from WriteContract as well"
         )
 
 

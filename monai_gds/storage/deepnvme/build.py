@@ -1,7 +1,7 @@
 """Compiles and loads DeepSpeed's C++ operators, for the DeepNVMe backends and for ``doctor --build``.
 
 DeepSpeed ships its file operators as C++ source and compiles them on first use, in the middle of whatever the user was
-doing. Here that is a step of its own:
+doing. Here that is a separate step:
 
 * It announces what it is about to do and what it needs. A failure shows the compiler's last lines.
 * It runs in a child process, so that its environment, working directory and output never reach the caller's.
@@ -23,9 +23,9 @@ DeepSpeed's source is compiled with these changes (:data:`_CHANGES`, :func:`_com
   that write first wait for each other for ever: one holds the interpreter's lock and wants the C++ once-flag, the
   other holds the flag and wants the lock. Users who store tensors here have asked for the writes; a handle of their
   own still warns.
-* ``gds_handle`` ends its process with ``_Exit`` instead of ``exit``: it does so in threads of its own too, where the
+* ``gds_handle`` ends its process with ``_Exit`` instead of ``exit``: it does so in its own threads too, where the
   exit handlers of libraries would run beside the other threads, and may wait for them.
-* The allocator of page-locked memory, a library of its own in DeepSpeed, is compiled in. It and the handles get names
+* The allocator of page-locked memory, a separate library in DeepSpeed, is compiled in. It and the handles get names
   of our own: the process may use DeepSpeed's operators as well, and pybind11 refuses a type that is registered twice.
 """
 
@@ -104,7 +104,7 @@ _loaded: dict[Operator, ModuleType] = {}
 
 
 def build_directory(operator: Operator) -> Path:
-    """The directory of the built operator: one for each combination that needs a build of its own.
+    """The directory of the built operator: one for each combination that needs its own build.
 
     It is under ``TORCH_EXTENSIONS_DIR``, or torch's default for it (``~/.cache/torch_extensions``). The processor's
     features are part of the name because DeepSpeed compiles for exactly this processor.

@@ -145,7 +145,7 @@ class DeepNvmeGdsBackend(VerifiedBackend):
     """Reads and writes CUDA tensors with DeepSpeed's ``gds_handle``; see the module's docstring.
 
     The constructor compiles DeepSpeed's operator unless this machine has it (minutes, with a warning first).
-    The first read starts the helper process, with a CUDA context of its own.
+    The first read starts the helper process, which has its own CUDA context.
 
     Args:
         device: a CUDA device.

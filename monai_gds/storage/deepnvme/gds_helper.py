@@ -4,7 +4,7 @@ For each socket that it is given, it makes one handle and one pinned device tens
 tensor to the other process. Then it carries out messages until the sockets are closed. Any error ends it; the other
 side notices, and reads its standard error.
 
-It runs in a directory of its own: ``gds_handle`` writes ``local_cufile.json`` into the working directory.
+It runs in its own directory, because ``gds_handle`` writes ``local_cufile.json`` into the working directory.
 
 The handle's thread drops an operation's tensor a moment after it has reported that the operation is done. If that was
 the last reference, freeing it takes the interpreter's lock, which this process keeps while it waits for the next

@@ -278,7 +278,7 @@ def _gather(sources: Sequence[_Source], offset: int, piece: torch.Tensor) -> Non
 def _copy(dest: torch.Tensor, source: _Source) -> None:
     """Copies between host and device, or on one of them. The copy is complete when this returns.
 
-    On the host torch's own copy ran at half of NumPy's speed: it divides every piece among threads of its own, though
+    On the host torch's own copy ran at half of NumPy's speed: it divides every piece among its own threads, though
     several pieces are being copied at once (2 cores, 16 MiB: 5.4 to 7.4 GB/s, NumPy 8 to 13).
     """
     if isinstance(source, np.ndarray):

@@ -58,7 +58,7 @@ class Kernel(Protocol):
 
 
 class CudaKernel:
-    """The kernel on a CUDA device, on a stream of its own, so that no copy has to wait for a drive."""
+    """The kernel on a CUDA device, on a separate stream, so that no copy has to wait for a drive."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = staging.new_stream(device)

@@ -152,7 +152,7 @@ class GpuBuffers:
         self._closing = False
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """A new 1-D uint8 tensor over a buffer of its own, ``nbytes`` rounded up to whole pages."""
+        """A new 1-D uint8 tensor over a new buffer, ``nbytes`` rounded up to whole pages."""
         self._free_retired()
         nbytes = pages(max(nbytes, 1))
         with torch.cuda.device(self.target), self._lock:

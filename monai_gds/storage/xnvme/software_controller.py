@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 
 class _Queue:
-    """A queue pair as the controller sees it, in memory of its own."""
+    """A queue pair as the controller sees it, in its own memory."""
 
     def __init__(self, depth: int, target: torch.device) -> None:
         self.depth = depth
