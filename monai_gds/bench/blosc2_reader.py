@@ -16,7 +16,7 @@ from monai.transforms import Compose, Randomizable
 
 __all__ = ["NNUNetDataset"]
 
-#: What nnU-Net's comp_blosc2_params gives for patches of 96³ out of a cube of float32, without the channel axis.
+#: The result of nnU-Net's comp_blosc2_params for patches of 96³ out of a cube of float32, without the channel axis.
 _BLOCK, _CHUNK = (32, 32, 32), (128, 128, 96)
 
 _LEVEL = 5
@@ -31,9 +31,9 @@ class NNUNetDataset(Dataset):  # type: ignore[misc]  # MONAI has no type hints t
     plain tensors, because nnU-Net keeps no metadata with them.
 
     Args:
-        items: dicts, of which only the position counts: files of other items in ``folder`` would be taken for these.
+        items: dicts. Only their positions count, so ``folder`` must not hold files of other items.
         transform: deterministic transforms and, behind them, random ones that only crop.
-        folder: for the files, which are written when an item is first asked for.
+        folder: for the files. Those of an item are written when it is first read.
     """
 
     def __init__(self, items: Sequence[Any], transform: Compose, folder: Path) -> None:
@@ -83,12 +83,12 @@ def _write(path: Path, array: np.ndarray) -> None:
     sides = zip(array.shape[1:], _CHUNK, strict=True)
     sample = np.ascontiguousarray(array[0:1, *(slice(max(0, n - most) // 2, (n + most) // 2) for n, most in sides)])
     tried = (blosc2.Filter.NOFILTER, blosc2.Filter.SHUFFLE)
-    best = min(tried, key=lambda one: blosc2.asarray(sample, **settings(sample.shape, one)).schunk.cbytes)
+    best = min(tried, key=lambda each: blosc2.asarray(sample, **settings(sample.shape, each)).schunk.cbytes)
     blosc2.asarray(np.ascontiguousarray(array), urlpath=str(path), **settings(array.shape, best))
 
 
 def _ghost(array: Any) -> MetaTensor:
-    """A tensor of an array's shape and dtype that has no values."""
+    """A tensor of an array's shape and dtype, without values."""
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     return MetaTensor(torch.empty(array.shape, dtype=dtype, device="meta"))
 

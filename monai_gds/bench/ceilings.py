@@ -22,9 +22,9 @@ __all__ = ["Ceilings"]
 
 _CACHED_BLOCK = 4 << 20  # bytes per request to the page cache
 _DIRECT_BLOCK = 8 << 20  # bytes per request to the disk
-_MEMORY = 256 << 20  # that is read into: more than the processor's caches hold
+_MEMORY = 256 << 20  # bytes of the destination: more than the processor's caches hold
 _IN_FLIGHT = 4  # direct requests
-_MOST_THREADS = 16  # that read from the page cache
+_MOST_THREADS = 16  # reading from the page cache
 
 #: Size of the file: enough to see a disk's sustained speed, and no more than needed for that.
 _LEAST_BYTES = 256 << 20
@@ -34,8 +34,8 @@ _MOST_BYTES = 1 << 30
 class Ceilings:
     """The measurements and the file that they read, on the drive to measure. A context manager.
 
-    An epoch moves ``nbytes``; the file has as many, but at least 256 MiB and at most 1 GiB. The report's units per GB/s
-    are ``scale``.
+    An epoch moves ``nbytes``; the file has as many, but at least 256 MiB and at most 1 GiB. ``scale`` converts GB/s to
+    the report's unit.
     """
 
     def __init__(self, folder: Path, device: torch.device, nbytes: int, scale: float = 1.0) -> None:
@@ -74,7 +74,7 @@ class Ceilings:
         self._memory = torch.empty(0)
 
     def sample(self) -> None:
-        """Takes one sample of each."""
+        """Takes one sample of each measurement."""
         for name, measure in self._measurements.items():
             if self._reasons[name]:
                 continue
@@ -96,7 +96,7 @@ class Ceilings:
         return self._seconds(self._memory.view(torch.float32).sum)
 
     def _seconds(self, use_memory: Callable[[], object]) -> float:
-        """Seconds for the bytes of the file, which may not be a multiple of the memory."""
+        """Seconds for as many bytes as the file has, which need not be a multiple of the memory's size."""
         times = self.nbytes // self._memory.numel()
         start = time.perf_counter()
         for _ in range(times):

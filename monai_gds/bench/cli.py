@@ -15,7 +15,7 @@ from monai_gds.options import JsonOption, PlotOption
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure on this machine, beside the alternatives.",
+    help="Compare with the alternatives on this machine.",
     epilog="Example: monai-gds bench dataset --only volumes",
 )
 app.add_typer(dataset_app)
@@ -35,7 +35,7 @@ def blocks(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Read many small files by their blocks: xnvme-block beside threads with O_DIRECT, and buffered reads."""
+    """Read many small files by their blocks: xnvme-block against threads with O_DIRECT, and buffered reads."""
     from monai_gds.bench.report import emit, machine
     from monai_gds.bench.small_files import SmallFiles, describe_block_map, measure
 

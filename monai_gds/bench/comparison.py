@@ -62,7 +62,7 @@ class Comparison:
         cold: each epoch begins with none of the competitor's files in the page cache.
         ceilings: measure the machine's ceilings too.
         sizes: show how much smaller each cache is than its results.
-        competitors: what the names mean.
+        competitors: the competitors by name.
         costs: show processor time and, if ``cold``, bytes from the disk. Then batches are consumed in one thread, since
             torch's threads spin while they wait for one another, which counts as processor time.
     """
@@ -92,7 +92,7 @@ class Comparison:
 
     @property
     def amount(self) -> float:
-        """What an epoch moves, in the unit times a second."""
+        """What an epoch moves: gigabytes or items, as the unit has it."""
         return self.nbytes / 1e9 if self.unit == "GB/s" else len(self.items)
 
 
@@ -112,8 +112,8 @@ class Entrant:
     def epoch(self, comparison: Comparison) -> Generator[Iterator[torch.Tensor]]:
         """The tensors of each batch of an epoch, without the competitor's warnings.
 
-        Close it: then the loader's thread has ended, also after Ctrl-C. A thread that is in torch when the interpreter
-        ends would abort it.
+        Close the generator, which ends the loader's thread, also after Ctrl-C. A thread that is in torch when the
+        interpreter ends would abort it.
 
         Raises StorageError if the number of batches is wrong.
         """
@@ -124,9 +124,9 @@ class Entrant:
                 loader = (self.dataset[i] for i in range(len(self.dataset)))
             else:
                 loader = self.loader or self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
-                if getattr(loader, "num_workers", 0):  # which persist
+                if getattr(loader, "num_workers", 0):  # its workers persist
                     self.loader = loader
-            found: Any = iter(loader)  # torch's own with workers ends with them
+            found: Any = iter(loader)  # an iterator of torch's own loader ends with its workers
             with closing(found) if hasattr(found, "close") else nullcontext(found) as batches:
                 for batch in batches:
                     parts = batch if isinstance(batch, (list, tuple)) else [batch]
@@ -169,7 +169,7 @@ def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entr
 
 
 def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
-    """Runs a comparison. Raises StorageError for other batches, or other bytes, than those of the transforms."""
+    """Runs a comparison. Raises StorageError if batches or bytes differ from those of the transforms."""
     entrants: list[Entrant] = []
     try:
         return _compare(comparison, entrants, progress)

@@ -78,10 +78,10 @@ _OF_TILES = (
 #: Compared with each other by :func:`monai_gds.bench.workloads.augmentation`, and nowhere else.
 _OF_AUGMENTATION = (OURS_WORKERS, REFERENCE_WORKERS)
 
-#: Worker processes of these.
+#: Worker processes of those.
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 
-#: Makes a dataset of items and a transform, with a folder of its own for the cache and the target device.
+#: Makes a dataset of items and a transform, with a separate folder for the cache and the target device.
 Make: TypeAlias = "Callable[[Sequence[Any], Compose, Path, torch.device], Dataset]"
 
 

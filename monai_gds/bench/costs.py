@@ -18,7 +18,7 @@ class Costs:
 
     Attributes:
         cpu: processor time in seconds, user and system.
-        disk: bytes that the kernel read from a disk for it, with what it read ahead; None if the kernel does not count.
+        disk: bytes that the kernel read from a disk for it, including read-ahead; None if the kernel does not count.
     """
 
     cpu: float
@@ -59,7 +59,7 @@ def sizes(files: Iterable[Path], keys: Sequence[str], nbytes: int) -> dict[str, 
 
     Args:
         files: of the cache.
-        keys: of tensors of equal sizes. They are shown apart where a file's name or its header names them.
+        keys: of tensors of equal sizes. Each is also shown alone, if the files' names or headers name it.
         nbytes: of all results.
     """
     files = list(files)

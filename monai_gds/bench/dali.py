@@ -39,10 +39,10 @@ class DaliSettings:
         store: a Messagepack store of ``{"image": uint8 (3, height, width), "label": int}``.
         device: where batches go.
         batch_size: samples per batch.
-        threads: DALI's, where they are not what is compared.
+        threads: DALI's threads, except where numbers of them are compared.
         repeats: timed epochs of each row.
         compared: the numbers of DALI's threads that are compared.
-        held: how many samples of the store are held in memory at most.
+        held: most samples of the store that are held in memory.
     """
 
     store: Path
@@ -75,7 +75,7 @@ class Store:
 
     Args:
         settings: name the store.
-        convert: makes arrays of a library of NumPy's, sample by sample or batch by batch.
+        convert: turns NumPy's arrays into those of another library, sample by sample or batch by batch.
     """
 
     def __init__(self, settings: DaliSettings, convert: Convert = np.asarray) -> None:
@@ -126,7 +126,7 @@ def _stored(settings: DaliSettings) -> Any:
         from squirrel.driver import MessagepackDriver
     except ImportError as e:
         raise BackendUnavailable(f"squirrel-core cannot be imported ({e}): pip install 'monai_gds[squirrel]'") from e
-    stream: Any = squirrel_source(MessagepackDriver(str(settings.store)))  # which refuses what would be unpickled
+    stream: Any = squirrel_source(MessagepackDriver(str(settings.store)))  # it refuses data that would be unpickled
     return stream()
 
 

@@ -64,20 +64,20 @@ def dataset(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Measure GDSDataset beside MONAI's datasets: cached epochs, hits, the first epoch, filling, memory.
+    """Compare GDSDataset with MONAI's datasets: cached epochs, hits, the first epoch, filling, memory.
 
     \b
     volumes   epochs over whole volumes
     crops     epochs over 4 random crops of 96³ from each volume
     tiles     compressed records of CT, MRI and noise: epochs over whole volumes
-              and over 4 random crops of 96³, also beside nnU-Net's way
+              and over 4 random crops of 96³, also as nnU-Net does it
     hits      items of 64 kB, one by one, without a loader
     small     many records of 64 kB, batch 256: plain, and NIfTI MetaTensors
     augment   epochs with random transforms that keep processors busy, in
-              worker processes, beside PersistentDataset with as many
+              worker processes, against PersistentDataset with as many
     first     the epoch that fills the cache, and what saving adds to it
     populate  filling the cache ahead, with one process and more
-    memory    20 epochs through GDSDataLoader, in a process of its own
+    memory    20 epochs through GDSDataLoader, in a separate process
     busy      epochs over 8 items of 2 MB, while other processes use the
               processors, too
 

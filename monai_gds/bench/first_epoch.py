@@ -1,4 +1,4 @@
-"""What saving costs: the epoch that fills the cache beside one without a cache, and filling it ahead of training."""
+"""The cost of saving: the epoch that fills the cache against one without a cache, and filling it ahead of training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MakeMedium(Transform):  # type: ignore[misc]
 def _first(
     work: Workload, name: str, title: str, count: int, transform: Compose, nbytes: int, progress: Progress
 ) -> Report:
-    """Epochs in turn, each with an empty cache. What is left to save at the end of an epoch counts too."""
+    """Epochs in turn, each with an empty cache. Saving that is left at the end of an epoch counts too."""
     comparison = Comparison(
         f"first epoch, {title}", [{"image": n} for n in range(count)], transform, KEYS[:1], nbytes, work.device,
         work.subfolder(f"first-{name}"), [NO_CACHE, OURS, *([OURS_LOADER] if work.loader else []), REFERENCE, META],

@@ -25,7 +25,7 @@ app = typer.Typer()
 
 
 class Memory(StrEnum):
-    """Where a reader that takes ``--mem`` has its buffers."""
+    """Where readers that take ``--mem`` have their buffers."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -68,7 +68,7 @@ def loaders(
     decode: Annotated[
         bool | None,
         typer.Option(
-            "--decode/--no-decode", help="Decode the images, or only bring their bytes; default: both, in turn."
+            "--decode/--no-decode", help="Decode the images, or only read their bytes; default: both, in turn."
         ),
     ] = None,
     crop: Annotated[
@@ -85,7 +85,7 @@ def loaders(
         int | None,
         typer.Option(min=1, help="Also read the images packed and made smaller: at most this many pixels per side."),
     ] = None,
-    quality: Annotated[int, typer.Option(min=1, max=100, help="Of these smaller JPEGs.")] = 90,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="Quality of these smaller JPEGs.")] = 90,
     threads: Annotated[
         list[int] | None,
         typer.Option(
@@ -112,7 +112,7 @@ def loaders(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Measure images per second through every reader, beside DALI's own, torchvision's and plain Python."""
+    """Measure images per second through every reader, DALI's own, torchvision and plain Python."""
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
@@ -222,9 +222,7 @@ def dali(
         list[str] | None, typer.Option(help="One of batching, threads, torch; may be repeated. Default: all.")
     ] = None,
     batchsize: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
-    threads: Annotated[
-        int, typer.Option(min=1, help="DALI's threads, where their number is not what is compared.")
-    ] = 4,
+    threads: Annotated[int, typer.Option(min=1, help="DALI's threads, except where their numbers are compared.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Timed epochs of each row.")] = 5,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -240,8 +238,8 @@ def dali(
     from monai_gds.imagenet.squirrel import write_store
     from monai_gds.storage import resolve_device
 
-    wanted = only or list(bench.QUESTIONS)
-    one_of(bench.QUESTIONS, wanted, "--only")
+    questions = only or list(bench.QUESTIONS)
+    one_of(bench.QUESTIONS, questions, "--only")
     if store is not None and not (datadir is None and make is None):
         raise typer.BadParameter("it holds its own images: leave --datadir and --make out", param_hint="--store")
     target = resolve_device(device)
@@ -254,5 +252,5 @@ def dali(
                 write_store(images, store, progress=progress)
         settings = bench.DaliSettings(store, target, batchsize, threads, repeats)
         with stderr.status("measuring…"):
-            reports = bench.measure(settings, wanted)
+            reports = bench.measure(settings, questions)
     emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batchsize})

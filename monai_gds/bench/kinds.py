@@ -1,7 +1,7 @@
-"""The data of :mod:`monai_gds.bench.tiles`: an image and a label of several kinds, which say what they are.
+"""The data of :mod:`monai_gds.bench.tiles`: images and labels of several kinds.
 
-Synthetic CT or a real MRI template, on its native grid (few different values) or resampled (many), and noise, from
-which nothing is gained.
+Synthetic CT or a real MRI template, on its native grid (few different values) or resampled (many), and noise, which
+cannot be compressed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["KINDS", "Kind", "MakeKind", "forget"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is particular about one kind of data.
+    """The properties of one kind of data.
 
     Args:
-        classes: the label's values are 0 to this, without it; 0 for a label of other values.
-        nilearn: it needs nilearn.
+        classes: the label's values are 0 to ``classes - 1``; 0 for a label with other values.
+        nilearn: whether making it needs nilearn.
     """
 
     classes: int = 0

@@ -1,10 +1,9 @@
-"""``monai-gds bench loaders``: images per second of every reader, beside DALI's own, torchvision's and plain Python.
+"""``monai-gds bench loaders``: images per second of every reader, of DALI's own, torchvision and plain Python.
 
-A peer is a function. Given :class:`LoaderSettings` and a number of threads, it yields the number of images in each
-batch that it has brought to the device, without end. ``dali`` and ``python-file`` are written for DALI alone, as in its
-documentation, and do not even turn their outputs into torch tensors; what they decode goes through the same operators
-with the same options as ours. ``torchvision`` is a DataLoader with as many workers. All others are ImageNetDataset with
-a reader.
+A peer is a function. Given :class:`LoaderSettings` and a number of threads, it endlessly yields the number of images
+in each batch that it has brought to the device. ``dali`` and ``python-file`` are written for DALI alone, as in its
+documentation, and do not even turn their outputs into torch tensors; they decode by the same operators with the same
+options as we do. ``torchvision`` is a DataLoader with as many workers. All others are ImageNetDataset with a reader.
 
 FFCV has no row: from PyPI it comes as source, which does not build without OpenCV and libturbojpeg.
 """
@@ -55,12 +54,12 @@ class LoaderSettings:
     """What is measured.
 
     Args:
-        datadir: an image folder ``<class>/<file>``; or a block map of one, for readers that need no more.
+        datadir: an image folder ``<class>/<file>``; or a block map of one, for readers that need nothing else.
         packed: the same images, packed.
         device: where batches go.
         batch_size: images per batch.
         batches: batches per measurement; None for the whole dataset.
-        decoding: how the images are decoded; None only brings their bytes.
+        decoding: how the images are decoded; None: only their bytes are read.
         threads: numbers of threads each peer is tried with. The best one counts.
         repeats: measurements of each peer.
         options: storage options, each for the backends that take it. With ``blockmap``, those that take it read the
@@ -184,9 +183,9 @@ def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> G
 
 
 def options_for(reader: str, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Those of the storage options that the reader's backend takes."""
-    taken = backend_options(reader if reader in backend_names() else "auto", device)
-    return {name: value for name, value in options.items() if name in taken}
+    """The storage options that the reader's backend takes."""
+    accepted = backend_options(reader if reader in backend_names() else "auto", device)
+    return {name: value for name, value in options.items() if name in accepted}
 
 
 def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
@@ -194,7 +193,8 @@ def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
     decoding = settings.decoding
     offered = settings.options if decoding is not None else {"threads": threads, **settings.options}
     options = options_for(reader, offered, settings.device)
-    folder = settings.datadir if (blocks := options.pop("blockmap", None)) is None else blocks  # which is handed on
+    blocks = options.pop("blockmap", None)  # given as the root: the dataset passes it on
+    folder = settings.datadir if blocks is None else blocks
     root = {"packed": settings.packed, _RESIZED: settings.resized}.get(reader) or folder
     transforms: dict[str, Any] = {}
     if decoding is not None:
@@ -264,13 +264,13 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
 
 
 def _pack(settings: LoaderSettings, images: ImageList, readers: Sequence[str]) -> None:
-    """Packs the images where readers want them packed and they are not yet."""
-    wanted: list[tuple[Path, dict[str, Any]]] = [(settings.packed, {})] if "packed" in readers else []
+    """Packs the images for readers of packed images, unless that has been done."""
+    folders: list[tuple[Path, dict[str, Any]]] = [(settings.packed, {})] if "packed" in readers else []
     if _RESIZED in readers:
         if settings.max_side is None:
             raise ValueError(f"{_RESIZED} reads images that were made smaller: give max_side")
-        wanted.append((settings.resized, {"max_side": settings.max_side, "quality": settings.quality}))
-    for folder, how in wanted:
+        folders.append((settings.resized, {"max_side": settings.max_side, "quality": settings.quality}))
+    for folder, how in folders:
         with ThreadPoolExecutor() as executor:
             packed = open_packed(folder) if is_packed(folder) else pack_folder(images, folder, executor=executor, **how)
         if list(packed.images.names) != list(images.names):
@@ -280,17 +280,17 @@ def _pack(settings: LoaderSettings, images: ImageList, readers: Sequence[str]) -
 def _rate(
     peer: Peer, settings: LoaderSettings, threads: int, batches: int, progress: Callable[[int, float], None]
 ) -> float:
-    """Images per second over so many batches, after a tenth as many, at least ten, to warm up."""
+    """Images per second over a number of batches, after a tenth as many, but at least ten, to warm up."""
     with closing(peer(settings, threads)) as run:
         for _ in range(max(10, batches // 10)):
             next(run)
         _synchronize(settings.device)
-        start, done, told = time.perf_counter(), 0, 0.0
+        start, done, reported = time.perf_counter(), 0, 0.0
         for _ in range(batches):
             done += next(run)
             elapsed = time.perf_counter() - start
-            if elapsed - told > 0.5:
-                told = elapsed
+            if elapsed - reported > 0.5:
+                reported = elapsed
                 progress(done, done / elapsed)
         _synchronize(settings.device)
         return done / (time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""Memory of GDSDataLoader, epoch by epoch, in a process of its own, beside its documented bound.
+"""Memory of GDSDataLoader, epoch by epoch, in a separate process, compared with its documented bound.
 
 Host memory is what the kernel counts as anonymous, which excludes mapped files, minus what the process held before the
 first epoch, and minus the pinned staging that the backend reports. It is sampled whenever a batch arrives and every few
@@ -113,10 +113,10 @@ def _epoch(loader: GDSDataLoader, work: Workload, seen: list[int]) -> None:
 def _sampling() -> Iterator[list[int]]:
     """Samples this process's anonymous memory every 5 ms in a thread, into the list that it yields."""
     seen: list[int] = []
-    over = threading.Event()
+    stop = threading.Event()
 
     def sample() -> None:
-        while not over.wait(0.005):
+        while not stop.wait(0.005):
             seen.append(_anonymous())
 
     with ThreadPoolExecutor(1) as thread:
@@ -124,7 +124,7 @@ def _sampling() -> Iterator[list[int]]:
         try:
             yield seen
         finally:
-            over.set()
+            stop.set()
 
 
 def _anonymous() -> int:

@@ -1,4 +1,4 @@
-"""A user's own pipeline: where the time of its epochs goes, and how fast it is beside MONAI's datasets."""
+"""A user's own pipeline: where the time of its epochs goes, and how fast it is compared with MONAI's datasets."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def profile(
     epochs: int,
     transforms_on: Literal["workers"] | None = None,
 ) -> tuple[list[Stats], Sequence[Row], str]:
-    """Measures epochs through ``GDSDataLoader``, each with all that it has saved, and then the machine.
+    """Measures epochs through ``GDSDataLoader``, each until all its items are saved, and then the machine.
 
     The consumer reads every tensor once. Tensors that are mapped would otherwise cost nothing.
 
     Returns:
-        What each epoch took; what the machine allows, in GB/s; and why that was not measured, or nothing.
+        The statistics of each epoch; the machine's ceilings in GB/s; and why they were not measured, or an empty text.
     """
     loader = GDSDataLoader(dataset, num_workers, batch_size=batch_size, transforms_on=transforms_on, stats=True)
     found = []
@@ -77,7 +77,7 @@ def beside_others(
     cold: bool,
     progress: Progress = SILENT,
 ) -> Report:
-    """Cached epochs over the first items of a dataset, with its settings and a cache of its own, beside MONAI's."""
+    """Cached epochs over the first items of a dataset, with its settings and its own cache, compared with MONAI's."""
     data = [dataset.data[index] for index in range(min(items, len(dataset)))]
 
     def make(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> GDSDataset:
@@ -98,7 +98,7 @@ def beside_others(
 
 
 def _keys(result: Any) -> list[str]:
-    """The tensors of what a pipeline returns."""
+    """The keys of the tensors in a pipeline's result."""
     first = result[0] if isinstance(result, list) else result
     if not isinstance(first, Mapping):
         raise ValueError(f"the pipeline returns a {type(first).__name__}: only dicts of tensors can be compared")

@@ -140,7 +140,7 @@ def _figure(value: float) -> str:
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """What figures depend on: the date (UTC), the command (not in a notebook), the machine and the versions."""
+    """The circumstances of figures: the date (UTC), the command (not in a notebook), the machine and the versions."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join(["monai-gds", *sys.argv[1:]]),
@@ -177,14 +177,14 @@ def emit(reports: Sequence[Report], *, as_json: bool, plot: Path | None, about: 
             show(report.table())
         for reason, names in _reasons(reports).items():
             say(f"{'; '.join(names)}: {reason}")
-        told = ", ".join(f"{key}: {value}" for key, value in about.items())
-        stdout.print(told, style="dim", markup=False, soft_wrap=True)
+        settings = ", ".join(f"{key}: {value}" for key, value in about.items())
+        stdout.print(settings, style="dim", markup=False, soft_wrap=True)
     if not any(row.samples for report in reports for row in report.rows):
         raise BackendUnavailable("nothing could be measured here; see the reasons above")
 
 
 def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """Each reason once, with its rows; and with the table's title for a row that has figures in another table."""
+    """Each reason once, with its rows. The title is added to a row that has figures in another table."""
     rows = [(report, row) for report in reports for row in (*report.rows, *report.ceilings)]
     ran = {row.name for _, row in rows if row.samples}
     found: dict[str, list[str]] = {}
@@ -192,8 +192,8 @@ def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
         if row.reason:
             name = f"{row.name} ({report.title})" if row.name in ran else row.name
             named = _OF_BACKEND.match(row.reason)
-            told = row.reason[named.end() :] if named and named[1] in row.name else row.reason
-            names = found.setdefault(told, [])
+            reason = row.reason[named.end() :] if named and named[1] in row.name else row.reason
+            names = found.setdefault(reason, [])
             names += [name] if name not in names else []
     return found
 

@@ -1,4 +1,4 @@
-"""``monai-gds bench blocks``: many small files read by their blocks, beside threads that read the same blocks by pread.
+"""``monai-gds bench blocks``: many small files read by their blocks, against threads that pread the same blocks.
 
 Each method in :data:`METHODS` is a function that opens what it needs and returns a function that reads one batch. The
 methods take turns, pass by pass, so that whatever else the machine does affects them alike. Reads with O_DIRECT always
@@ -117,7 +117,7 @@ METHODS: dict[str, Callable[[_Written, ExitStack], ReadBatch]] = {
 
 
 def measure(settings: SmallFiles) -> Report:
-    """Files per second of every method. Raises AssertionError if one reads other bytes than are in the files."""
+    """Files per second of every method. Raises AssertionError if one reads wrong bytes."""
     files = _Written(settings)
     batches = [range(i, min(i + settings.batch, settings.count)) for i in range(0, settings.count, settings.batch)]
     samples: dict[str, list[float]] = {name: [] for name in METHODS}

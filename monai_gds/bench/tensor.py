@@ -1,4 +1,4 @@
-"""``monai-gds bench tensor``: one tensor to and from one file, by each method, beside plain Python.
+"""``monai-gds bench tensor``: one tensor to and from one file, by each method and by plain Python.
 
 The operations are those of DeepSpeed's DeepNVMe examples
 (https://github.com/deepspeedai/DeepSpeedExamples/tree/master/deepnvme/file_access): load and store, CPU and GPU tensor.
@@ -102,10 +102,10 @@ LOADS: dict[str, Callable[[Path, int, torch.device], Callable[[], torch.Tensor]]
 STORES = ("python",)
 
 
-def load(path: Path, device: torch.device, asked: Tensors) -> Report:
+def load(path: Path, device: torch.device, settings: Tensors) -> Report:
     """Times loading a file into a tensor on a device by each method. Raises FileChanged if it changes meanwhile."""
     before = FileId.of(path)
-    right = path.read_bytes() if asked.validate else None
+    right = path.read_bytes() if settings.validate else None
 
     def one(method: str, storage: Storage | None) -> Row:
         if storage is None:
@@ -113,7 +113,7 @@ def load(path: Path, device: torch.device, asked: Tensors) -> Report:
         else:
             operation = load_storage(path, before.size, storage)
         rates, shares = [], []
-        for _ in range(asked.loop + 1):
+        for _ in range(settings.loop + 1):
             try:
                 shares.append(cached(path))
                 seconds, tensor = _timed(operation, device)
@@ -126,14 +126,14 @@ def load(path: Path, device: torch.device, asked: Tensors) -> Report:
             _compare(right, tensor.cpu().numpy().tobytes(), method, path)
         return Row(method, tuple(rates[1:]), notes={"page cache before": warmth(shares[1:])})
 
-    return _report(_title("load", device, before.size), device, asked, one)
+    return _report(_title("load", device, before.size), device, settings, one)
 
 
-def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Report:
+def store(folder: Path, nbytes: int, device: torch.device, settings: Tensors) -> Report:
     """Times storing a tensor of random bytes on a device in new files by each method. The files are removed.
 
     The figures are of the store alone: no method waits until data in the page cache or in the drive's own cache is on
-    the drive. Rates that include this (fsync) have a column of their own.
+    the drive. Rates that include this (fsync) are in a separate column.
     """
     tensor = _random(nbytes, device)
 
@@ -141,7 +141,7 @@ def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Re
         rates, shares, synced = [], [], []
         with _new_file(folder) as path:
             operation = partial(store_python, path, tensor) if storage is None else _write(storage, path, tensor)
-            for _ in range(asked.loop + 1):
+            for _ in range(settings.loop + 1):
                 path.unlink(missing_ok=True)
                 seconds, _nothing = _timed(operation, device)
                 shares.append(cached(path))
@@ -151,13 +151,13 @@ def store(folder: Path, nbytes: int, device: torch.device, asked: Tensors) -> Re
                     os.fsync(f.fileno())
                     seconds += time.perf_counter() - begin
                 synced.append(nbytes / seconds / 1e9)
-            if asked.validate:
+            if settings.validate:
                 _compare(tensor.cpu().numpy().tobytes(), path.read_bytes(), method, path)
         durable = f"{statistics.median(synced[1:]):.2f}"
         notes = {"in page cache after": warmth(shares[1:]), f"with fsync, {_UNIT}": durable}
         return Row(method, tuple(rates[1:]), notes=notes)
 
-    return _report(_title("store", device, nbytes), device, asked, one)
+    return _report(_title("store", device, nbytes), device, settings, one)
 
 
 def tune(
@@ -227,7 +227,7 @@ def _title(verb: str, device: torch.device, nbytes: int) -> str:
     return f"{verb}, {device.type.upper()} tensor, {nbytes / 2**20:.0f} MiB"
 
 
-def _report(title: str, device: torch.device, asked: Tensors, one: Callable[[str, Storage | None], Row]) -> Report:
+def _report(title: str, device: torch.device, settings: Tensors, one: Callable[[str, Storage | None], Row]) -> Report:
     found = available_backends(device)
 
     def row(method: str) -> Row:
@@ -237,14 +237,14 @@ def _report(title: str, device: torch.device, asked: Tensors, one: Callable[[str
             remedy = f"; {found[method].remedy}" if found[method].remedy else ""
             return Row(method, reason=f"{found[method].reason}{remedy}")
         try:
-            with closing(open_storage(method, device, **(asked.options if method in TUNABLE else {}))) as storage:
+            with closing(open_storage(method, device, **(settings.options if method in TUNABLE else {}))) as storage:
                 return one(method, storage)
         except (FileChanged, WrongBytes):
             raise
         except MonaiGdsError as e:  # it works here, but not with this file: its device cannot be read, for instance
             return Row(method, reason=str(e))
 
-    return Report(title, _UNIT, [row(method) for method in asked.methods], reference="python")
+    return Report(title, _UNIT, [row(method) for method in settings.methods], reference="python")
 
 
 def _random(nbytes: int, device: torch.device) -> torch.Tensor:

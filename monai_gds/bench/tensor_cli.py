@@ -67,8 +67,8 @@ def load_command(
         raise typer.BadParameter(f"{input_file} is not a regular file", param_hint="--input-file")
     if input_file.stat().st_size == 0:
         raise typer.BadParameter(f"{input_file} is empty", param_hint="--input-file")
-    asked = _asked([*LOADS], method, loop, validate, block_size, queue_depth, tuned)
-    _run(lambda target: load(input_file, target, asked), device, as_json, plot)
+    settings = _settings([*LOADS], method, loop, validate, block_size, queue_depth, tuned)
+    _run(lambda target: load(input_file, target, settings), device, as_json, plot)
 
 
 @app.command("store", epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme --mb-size 1024")
@@ -89,9 +89,9 @@ def store_command(
     from monai_gds.bench.tensor import STORES, store
 
     _check_folder(nvme_folder, mb_size << 20)
-    asked = _asked([*STORES], method, loop, validate, block_size, queue_depth, tuned)
+    settings = _settings([*STORES], method, loop, validate, block_size, queue_depth, tuned)
     with _tidy_ending():
-        _run(lambda target: store(nvme_folder, mb_size << 20, target, asked), device, as_json, plot)
+        _run(lambda target: store(nvme_folder, mb_size << 20, target, settings), device, as_json, plot)
 
 
 @app.command("tune", epilog="Example: monai-gds bench tensor tune --nvme-folder /mnt/nvme > tuned.json")
@@ -144,7 +144,7 @@ def _tidy_ending() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _asked(
+def _settings(
     own: list[str], methods: list[str] | None, loop: int, validate: bool, block_size: int | None,
     queue_depth: int | None, tuned: Path | None,
 ) -> Tensors:  # fmt: skip
@@ -165,7 +165,7 @@ def _run(measure: Callable[[torch.device], Report], device: str | None, as_json:
     from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
 
-    asked = {device} if device is not None else {"cpu", None}
-    targets = sorted({resolve_device(name) for name in asked}, key=str)
+    devices = {device} if device is not None else {"cpu", None}
+    targets = sorted({resolve_device(name) for name in devices}, key=str)
     reports = [measure(target) for target in targets]
     emit(reports, as_json=as_json, plot=plot, about=machine(targets[-1]))

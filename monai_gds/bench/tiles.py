@@ -1,7 +1,7 @@
 """``monai-gds bench dataset --only tiles``: cached epochs of compressed records, over data of several kinds.
 
-Whole volumes show what unpacking costs and what it saves on the disk; random crops what is saved by reading only the
-tiles that they touch, and by keeping the runs of a label. :mod:`monai_gds.bench.kinds` makes the data.
+Whole volumes show the cost of unpacking and the space saved on the disk. Random crops show the time saved by reading
+only the tiles that they touch, and by keeping the runs of a label. :mod:`monai_gds.bench.kinds` makes the data.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _crops(work: Workload, kind: str, progress: Progress) -> Report:
 
 
 def _crops_by_label(work: Workload, kind: str, crop: Callable[..., Any], progress: Progress) -> Report:
-    """Crops for which MONAI looks for the label's voxels anew in each epoch."""
+    """Crops for which MONAI searches the label's voxels again in each epoch."""
     names = [OURS_WHOLE, OURS_LZ4]
     names += [OURS_WHOLE_LOADER, OURS_LZ4_LOADER] if work.loader else []
     return _measure(work, kind, _crops_of(crop, work), [crop], names, progress, reference=OURS_WHOLE)
@@ -88,7 +88,7 @@ def _by_label(work: Workload, kind: str) -> list[Callable[..., Any]]:
 
 
 def _size(work: Workload) -> tuple[int, ...]:
-    """The shape of a crop: never a whole volume, which would show nothing."""
+    """The shape of a crop. It is never a whole volume, since that would show nothing."""
     return (min(_MOST_VOXELS, work.side // 2),) * 3
 
 

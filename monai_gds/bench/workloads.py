@@ -1,6 +1,6 @@
 """``monai-gds bench dataset``: cached epochs, single hits and small records, as workloads of :mod:`.comparison`.
 
-:mod:`.first_epoch` and :mod:`.memory` have the workloads that are measured otherwise.
+:mod:`.first_epoch` and :mod:`.memory` have workloads that are measured in other ways.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Burn(Transform):  # type: ignore[misc]
 
 
 class BurnAnew(Burn, RandomizableTransform):  # type: ignore[misc]
-    """The same in every epoch, as random transforms do. Nothing is drawn, so that results can be compared."""
+    """As :class:`Burn`, but in every epoch, as random transforms do. Draws nothing, so that results can be compared."""
 
 
 @cache
@@ -171,7 +171,7 @@ def small(work: Workload, nifti: bool, progress: Progress = SILENT) -> Report:
 
 
 def augmentation(work: Workload, seconds: float, crop: bool, progress: Progress = SILENT) -> Report:
-    """Epochs behind a filled cache, with random transforms of so many ``seconds`` of processor time per item."""
+    """Epochs behind a filled cache, with random transforms that take ``seconds`` of processor time per item."""
     transforms: list[Callable[..., Any]] = [MakeVolumes((1, work.side, work.side, work.side)), BurnAnew(seconds)]
     if crop:
         transforms.append(CenterSpatialCropd(KEYS, (96, 96, 96)))
@@ -190,7 +190,7 @@ def augmentation(work: Workload, seconds: float, crop: bool, progress: Progress 
 
 
 def busy(work: Workload, progress: Progress = SILENT) -> Report:
-    """Epochs of 8 small items while other processes want the processors, too: two for each."""
+    """Epochs of 8 small items while other processes use the processors too: two per processor."""
     nbytes = len(KEYS) * 4 * 64**3
     names = [OURS, OURS_LOADER, REFERENCE, "CacheDataset"]
     comparison = Comparison(
@@ -205,7 +205,7 @@ def busy(work: Workload, progress: Progress = SILENT) -> Report:
 #: Computes until its parent has ended.
 _COMPUTE = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 
-#: How long the load average of a minute takes to tell of the processes.
+#: Seconds until the load average over a minute shows the processes.
 _LOAD_SECONDS = 150
 
 

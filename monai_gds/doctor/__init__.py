@@ -121,7 +121,7 @@ def _folder(place: Place) -> Iterator[tuple[str | None, str]]:
 
 
 def _try_cufile(device: str | None, folder: Path) -> Answer:
-    """Has libcufile itself handle a file, whatever KvikIO would prefer, and reads its log."""
+    """Writes and reads a file through libcufile, whatever KvikIO would prefer, and returns its log too."""
     log = folder / "cufile.log"
     environment = {
         "KVIKIO_COMPAT_MODE": "OFF", "CUFILE_LOGFILE_PATH": str(log), "CUFILE_LOGGING_LEVEL": "NOTICE",

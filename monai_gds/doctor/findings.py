@@ -1,4 +1,4 @@
-"""From what machine and libraries answered to findings, each with a remedy. Nothing here touches the machine."""
+"""Turns the answers of machine and libraries into findings, each with a remedy. Nothing here touches the machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_CUFILE = ("ext4", "xfs")
 
 class Status(StrEnum):
     """OK: it works. NOTE: it works, but could be better. MISSING: not there, and optional. FAILED: the default does not
-    work because of it. UNUSED: of no use on this machine.
+    work because of it. UNUSED: it would not help on this machine.
     """
 
     OK = "ok"
@@ -44,7 +44,7 @@ class Finding:
     Args:
         name: its key in JSON and its row on the screen.
         status: see :class:`Status`.
-        found: in words.
+        found: what was found, in words.
         remedy: empty if nothing needs doing.
         details: the same for programs, as JSON types.
     """
@@ -64,7 +64,7 @@ _NOT_ASKED = Answer({}, "not tried")
 def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -> list[Finding]:
     """All findings, in the order of the screen.
 
-    ``unwritable`` is why no file can be made in the cache directory; empty if one can.
+    ``unwritable`` says why no file can be made in the cache directory; it is empty if one can.
     """
     return [
         gpu(machine, answers),
@@ -98,7 +98,7 @@ def gpu(machine: Machine, answers: Answers) -> Finding:
         "devices": devices,
     }
     if devices:
-        counted = Counter((of["name"], of["bytes"], of["capability"]) for of in devices)
+        counted = Counter((gpu["name"], gpu["bytes"], gpu["capability"]) for gpu in devices)
         names = [
             f"{f'{count} of ' if count > 1 else ''}{name}, {nbytes / 2**30:.0f} GiB, compute capability {capability}"
             for (name, nbytes, capability), count in counted.items()
@@ -173,9 +173,9 @@ def _about(place: Place) -> dict[str, Any]:
 def _advice_on(place: Place) -> str:
     kind = place.mount.kind if place.mount else ""
     if kind in _IN_MEMORY:
-        return "it lies in memory: records are lost at a reboot, and take memory from the training"
+        return "it is in memory: records are lost at a reboot, and take memory from the training"
     if kind in _OF_CONTAINERS:
-        return "it belongs to the container and goes with it: mount a drive of the host, --volume /nvme/cache:/cache"
+        return "it is part of the container and deleted with it: mount a drive of the host, --volume /nvme/cache:/cache"
     if kind in _NETWORKED:
         return "it is on another machine: a local drive serves cached epochs better"
     if place.drive is not None and place.drive.rotates:
@@ -194,30 +194,30 @@ def sharing(place: Place) -> Finding:
     if can_add == can_read:
         words = [f"{can_read} can read and add records"]
     if mode & stat.S_ISVTX and mode & 0o022:
-        words.append("only who made a record can delete or replace it (sticky bit)")
+        words.append("only a record's owner can delete or replace it (sticky bit)")
     if not access.is_there:
-        words.append("so your umask would have it made")
+        words.append("your umask would create it like this")
     details = {"owner": access.owner, "group": access.group, "mode": f"{mode:04o}", "exists": access.is_there}
     if not access.narrower:
         return Finding("sharing", Status.OK, "; ".join(words), details=details)
     folders = " ".join(access.narrower)
-    words.append(f"but fewer can write to {folders}, where records begin: the others save nothing")
+    words.append(f"but fewer can write to {folders}, where records are written first: the others save nothing")
     remedy = f"as its owner: chmod {mode:o} {folders}"
     return Finding("sharing", Status.NOTE, "; ".join(words), remedy, {**details, "narrower": list(access.narrower)})
 
 
 def _who(access: Access, bits: int) -> str:
-    """The users that a bit, at the place of "others may enter", is set for."""
+    """The users that have a permission. ``bits`` has it at the places of the x bits of a mode."""
     if bits & 0o001:
         return "everybody"
     return f"{access.owner} and the group {access.group}" if bits & 0o010 else f"{access.owner} alone"
 
 
 def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterator[Finding]:
-    """cuFile, and the three things that decide which way it takes."""
+    """cuFile, and the three things that decide how it reads."""
     if not _devices(answers):
         for name in ("nvidia-fs", "p2pdma", "udev", "cufile"):
-            yield Finding(name, Status.UNUSED, "of use with a GPU only")
+            yield Finding(name, Status.UNUSED, "useful only with a GPU")
         return
     yield nvidia_fs(machine)
     yield p2pdma(machine, place)
@@ -227,7 +227,7 @@ def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterato
 
 
 def _goes_straight(machine: Machine, place: Place) -> bool:
-    """Whether cuFile can bypass host memory: if not, it is of no use here."""
+    """Whether cuFile can bypass host memory. If not, it is useless here."""
     return machine.nvidia_fs is not None or not machine.lacks_for_p2pdma(place)
 
 
@@ -246,13 +246,13 @@ def nvidia_fs(machine: Machine) -> Finding:
 
 
 def p2pdma(machine: Machine, place: Place) -> Finding:
-    """cuFile's way to the GPU without that module."""
+    """cuFile's way to the GPU without nvidia-fs."""
     lacking = machine.lacks_for_p2pdma(place)
     details = {"lacks": [{"what": what, "remedy": remedy} for what, remedy in lacking]}
     if not lacking:
         found = "nothing that NVIDIA's guide asks for is missing"
         return Finding("p2pdma", Status.OK, found, _ask_for(machine), details)
-    what = "it lacks " + ", ".join(what for what, _ in lacking)
+    what = "missing: " + ", ".join(what for what, _ in lacking)
     return Finding("p2pdma", Status.MISSING, what, "; ".join(remedy for _, remedy in lacking), details)
 
 
@@ -279,7 +279,7 @@ def udev(machine: Machine, place: Place) -> Finding:
     if machine.container:
         remedy = f"start it with --volume /run/udev:/run/udev:ro; or {remedy}"
     if not _goes_straight(machine, place):
-        remedy = f"of use once there is nvidia-fs or P2PDMA: {remedy}"
+        remedy = f"useful once there is nvidia-fs or P2PDMA: {remedy}"
     return Finding("udev", Status.MISSING, f"{missing}, so cuFile refuses files there", remedy, details)
 
 
@@ -303,7 +303,7 @@ def cufile(answer: Answer | None, machine: Machine, place: Place, entry: Finding
     details["compatibility_mode"] = compatible
     if compatible:
         found = "it accepts files here, but in its compatibility mode, through host memory"
-        return Finding("cufile", Status.NOTE, found, "for the direct way: nvidia-fs or P2PDMA, see above", details)
+        return Finding("cufile", Status.NOTE, found, "to bypass it: nvidia-fs or P2PDMA, see above", details)
     found = "it accepts files here, and logs no compatibility mode"
     return Finding("cufile", Status.OK, found, _ask_for(machine), details)
 
@@ -326,7 +326,7 @@ def io_uring(machine: Machine, answers: Answers) -> Finding:
 
 
 def libxnvme(answers: Answers) -> Finding:
-    """The library below both xNVMe backends."""
+    """The library below the xNVMe backends."""
     answer = answers.get("libxnvme", _NOT_ASKED)
     values = answer.values
     if "found" not in values:
@@ -341,7 +341,7 @@ def blocks(answers: Answers) -> Finding:
     answer = answers.get("blocks", _NOT_ASKED)
     values = answer.values
     if "found" not in answers.get("libxnvme", _NOT_ASKED).values:
-        return Finding("blocks", Status.UNUSED, "of use with libxnvme only", details=values)
+        return Finding("blocks", Status.UNUSED, "useful only with libxnvme", details=values)
     if not answer:
         return Finding("blocks", Status.MISSING, f"files here cannot be read by their blocks: {answer.error}")
     if not values["readable"]:

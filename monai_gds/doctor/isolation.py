@@ -1,4 +1,4 @@
-"""Runs a probe in a process of its own: one that hangs, crashes or exits becomes an :class:`Answer` with an error.
+"""Runs a probe in its own process: one that hangs, crashes or exits becomes an :class:`Answer` with an error.
 
 Libraries may print, chdir and leave files behind: each process has a temporary folder as its working directory and
 writes its standard output and error there.
@@ -64,7 +64,8 @@ def ask(
         fresh: start a new interpreter instead of forking one that has torch imported.
 
     Returns:
-        The values it returned. The error is its exception, or how its process ended and the last lines it printed.
+        The values that it returned. If it failed, the error is its exception, or how its process ended and the last
+        lines that it printed.
     """
     fresh = fresh or len(tempfile.gettempdir()) > _LONGEST_TMPDIR
     context: SpawnContext | ForkServerContext = get_context("spawn") if fresh else get_context("forkserver")
@@ -82,7 +83,7 @@ def ask(
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes that start in this block ignore Ctrl-C, which would make them print tracebacks."""
+    """Makes processes that start in this block ignore Ctrl-C, on which they would print tracebacks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

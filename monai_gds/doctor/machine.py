@@ -1,4 +1,4 @@
-"""What the kernel tells about this machine: drivers, modules, mounts, udev's entries, containers.
+"""What files of the kernel show about this machine: drivers, modules, mounts, udev's entries, containers.
 
 It reads small files below ``root`` only, so a test can lay out a machine in a folder.
 
@@ -45,7 +45,8 @@ class Drive:
     Attributes:
         name: name of the whole disk in /dev: ``nvme0n1``, ``sda``, ``dm-0``.
         model: its model; empty if unknown.
-        rotates: whether the kernel takes it for a spinning disk. Of a hypervisor's disk that means nothing: False.
+        rotates: whether the kernel takes it for a spinning disk; False for a hypervisor's disk, where that means
+            nothing.
     """
 
     name: str
@@ -66,8 +67,8 @@ class Access:
         owner: the user it belongs to.
         group: its group.
         mode: its permissions, with the bits above them.
-        is_there: whether it exists; else these are what it would be made with.
-        narrower: folders of a cache in it that fewer users can write to.
+        is_there: whether it exists. If not, owner, group and mode are those that it would get.
+        narrower: folders within the cache that fewer users can write to.
     """
 
     owner: str
@@ -82,8 +83,8 @@ class Place:
     """The cache directory.
 
     Attributes:
-        asked: as the user named it.
-        folder: it, or its nearest existing parent.
+        asked: the directory as the user named it.
+        folder: the directory, or its nearest existing parent.
         mount: its file system; None if unknown.
         drive: the disk below; None if there is none.
         free_bytes: bytes that a user may still fill.
@@ -270,7 +271,7 @@ def _writers(st: os.stat_result) -> int:
 
 
 def _name(look_up: Callable[[int], Any], number: int) -> str:
-    """The name of a user or group, or its number: those of another machine or container have no name here."""
+    """The name of a user or group, or its number, since those of other machines or containers have no name here."""
     try:
         return str(look_up(number)[0])
     except (KeyError, OverflowError):

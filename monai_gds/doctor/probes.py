@@ -1,4 +1,4 @@
-"""Questions to libraries, each run in a process of its own by :mod:`monai_gds.doctor.isolation`.
+"""Questions to libraries, each run in a separate process by :mod:`monai_gds.doctor.isolation`.
 
 A probe imports what it needs inside its function. It returns JSON types or raises; the message is shown as it is.
 """
@@ -29,8 +29,8 @@ def torch(device: str | None) -> dict[str, Any]:
     problem = target = refused = ""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            of = torch.cuda.get_device_properties(index)
-            found.append({"name": of.name, "bytes": of.total_memory, "capability": f"{of.major}.{of.minor}"})
+            gpu = torch.cuda.get_device_properties(index)
+            found.append({"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"})
     elif torch.version.cuda is not None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ __all__ = ["close_when_dropped"]
 def close_when_dropped(owner: object, close: Callable[[], None]) -> None:
     """Calls ``close`` soon after ``owner`` is gone, unless the process ends first or is a forked child.
 
-    The interpreter waits at its end for what is being closed: a thread inside a C++ library would abort it then.
+    At exit the interpreter waits for closes that are under way: a thread inside a C++ library would abort it.
 
     Args:
         owner: the object that ``close`` belongs to and must not refer to.
@@ -36,11 +36,13 @@ def _hand_over(process: Owner, queue: SimpleQueue[Callable[[], None] | None], cl
         queue.put(close)
 
 
-#: How long the interpreter's end waits for what is being closed, in seconds.
+#: Most seconds that the interpreter's exit waits for closes that are under way.
 _END_SECONDS = 60.0
 
 
 class _ClosingThread:
+    """A thread that calls the functions in its queue, until it takes None."""
+
     def __init__(self) -> None:
         self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # may be put to from a finaliser
         self._thread = threading.Thread(target=self._work, name="monai-gds-closing", daemon=True)

@@ -58,11 +58,11 @@ class BrokenImages:
     ) -> None:
         """Notes the images that made a pipeline, which decodes with ``options``, fail.
 
-        A user's graph may decode where the pipeline does not (``decodes``): DALI's error shows it.
+        Even where the pipeline does not decode (``decodes``), a user's graph may: DALI's error shows it.
 
         Raises:
             BrokenImage: an image cannot be decoded, and broken images are not skipped.
-            PipelineFailed: all of them can, so it failed for another reason.
+            PipelineFailed: all images can be decoded, so the pipeline failed for another reason.
         """
         if decodes or ".decoders." in str(error):
             for batch in error.feeds:
@@ -109,7 +109,7 @@ def undecodable(
 
 
 def _reason(message: str) -> str:
-    """The telling line of DALI's message, most of which is a traceback."""
+    """The line of DALI's message that names the cause. The rest is a traceback."""
     _, _, tail = message.partition("encountered:")
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     return lines[0] if lines else message.strip().splitlines()[0]

@@ -60,23 +60,23 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             where it is initialised, else all images.
         last_batch: ``"partial"`` (the default), ``"exact"``, ``"fill"`` or ``"drop"``, see
             :class:`~monai_gds.imagenet.sampling.Sampler`. On uneven shards, ``"partial"`` repeats an image.
-        last_batch_policy: in its place, DALI's ``LastBatchPolicy`` or its name. ``FILL``, ``DROP`` and ``PARTIAL`` are
-            ``"fill"``, ``"drop"`` and ``"exact"``: each epoch of a shard is what DALI's iterator gives first over a
-            reader with ``pad_last_batch=True``.
+        last_batch_policy: instead of ``last_batch``, DALI's ``LastBatchPolicy`` or its name. ``FILL``, ``DROP`` and
+            ``PARTIAL`` are ``"fill"``, ``"drop"`` and ``"exact"``: each epoch of a shard is the first epoch of DALI's
+            iterator over a reader with ``pad_last_batch=True``.
         crop: (height, width) of a random resized crop, or None. Only the part of an image that is in the crop is
             decoded.
         flip: mirror each image with a probability of one half.
         normalize: float32 CHW, normalised with ImageNet's mean and deviation or with ``(mean, std)``; see
             :class:`~monai_gds.imagenet.decoding.Decoding`.
         graph: a function from the DALI nodes ``(images, labels)``, or ``(jpegs, labels)`` without ``decode``, to the
-            nodes ``(image, label)``. It takes the place of crop, flip and normalize.
+            nodes ``(image, label)``. It replaces crop, flip and normalize.
         decoder: arguments of ``fn.decoders.image``, and with ``crop`` of ``fn.decoders.image_random_crop``, such as
             ``hw_decoder_load``, the share of the images for a GPU's hardware decoder.
         skip_broken: replace an image that cannot be decoded, and its label, by another one, if possible of the same
             batch, and note it in ``broken``. Otherwise it raises BrokenImage.
         num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
             :func:`~monai_gds.imagenet.pipeline.execution`.
-        window: files, see ``shuffle``. That many, and as many read ahead, are held in memory.
+        window: number of files, see ``shuffle``. That many, and as many read ahead, are held in memory.
         storage_options: keyword arguments of the storage backend.
 
     Attributes:
@@ -142,7 +142,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self._graph = graph
         transforms = crop or flip or normalize
         if graph is not None and transforms:
-            raise ValueError("graph takes the place of crop, flip and normalize: give one or the other")
+            raise ValueError("graph replaces crop, flip and normalize: give one or the other")
         if not decode and (transforms or decoder):
             raise ValueError("decode=False gives encoded bytes: crop, flip, normalize and decoder need decode=True")
         images = open_images(root, file_list=file_list, files=files, labels=labels)
@@ -167,7 +167,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             return open_reader(self.reader, images, self.device, **arguments)
         try:  # decoders want encoded bytes in host memory
             return open_reader(self.reader, images, torch.device("cpu"), pinned=True, **arguments)
-        except (BackendUnavailable, ValueError) as e:  # a backend, or options, for GPU memory only; or an error again
+        except (BackendUnavailable, ValueError) as e:  # GPU memory only? Else the next call fails too
             why = str(e)
             reader = open_reader(self.reader, images, self.device, **arguments)
         warnings.warn(
@@ -195,7 +195,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def _recycles(self) -> bool:
-        """Whether nothing that comes out of the pipeline shares memory with what went in; a user's graph might."""
+        """Whether no output of the pipeline shares memory with its inputs. With a user's graph, one might."""
         return self._decode and self._graph is None
 
     # Epochs.
@@ -212,7 +212,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         """
         if get_worker_info() is not None:  # each worker would yield all images again
             raise RuntimeError(
-                "ImageNetDataset reads ahead and decodes in threads of its own and needs no workers: give it to a "
+                "ImageNetDataset reads ahead and decodes in its own threads and needs no workers: give it to a "
                 "DataLoader with num_workers=0 and batch_size=None, or use it in the DataLoader's place"
             )
         self.reset()
@@ -242,14 +242,14 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         ends_empty = self._sampler.ends_empty
         if ends_empty:
             del batches[-1]
-        nothing: dict[str, Any] = {}
+        empty: dict[str, Any] = {}
         while batches:
             done = 0
             try:
                 for batch in self._loaded(batches):
                     done += 1
                     if ends_empty:
-                        nothing = {key: _empty(value) for key, value in batch.items()}
+                        empty = {key: _empty(value) for key, value in batch.items()}
                     yield batch
             except PipelineFailed as e:
                 self._broken.note_failure(e, self.device, self._decoding.options, self._decode)
@@ -259,10 +259,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                 break
             batches = batches[done:]
         if ends_empty:
-            yield nothing
+            yield empty
 
     def _loaded(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
-        """The batches as the user gets them."""
+        """Reads and decodes batches, and yields them as the user gets them."""
         with closing(self._reader.read([self._broken.replaced(indices) for indices in batches])) as read:
             if self._pipe is None:
                 for batch in read:
@@ -281,21 +281,21 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         return {"image": arrays_of(batch), "label": batch.labels[:, None]}
 
     def _labels(self, labels: Any) -> Any:
-        """Turns int32 labels of DALI's shape (batch, 1) into int64 (batch,) on the device. Others are a graph's own."""
+        """Turns DALI's labels, int32 (batch, 1), into int64 (batch,) on the device. A graph's own are left alone."""
         if isinstance(labels, torch.Tensor) and labels.dtype == torch.int32 and labels.numel() == len(labels):
             return labels.reshape(-1).to(self.device, torch.int64, non_blocking=True)
         return labels
 
 
 def _empty(value: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    """No image or label, in the form of these ones."""
+    """An empty batch in the form of these images or labels."""
     return value.new_empty((0, *value.shape[1:])) if isinstance(value, torch.Tensor) else []
 
 
 def _graph_of(
     nodes: dict[str, Any], decoding: Decoding | None, on_gpu: bool, graph: Callable[[Any, Any], tuple[Any, Any]] | None
 ) -> dict[str, Any]:
-    """The DALI graph. It is not a method, so a dropped dataset is not in a cycle and frees GPU memory at once."""
+    """The DALI graph. Not a method, so that a dropped dataset is not in a cycle and frees GPU memory at once."""
     image, label = nodes["image"], nodes["label"]
     if decoding is not None:
         image = decoding.graph(image, on_gpu)

@@ -1,6 +1,6 @@
 """All storage calls of the image code: batches of images into reused buffers, and the records of packed folders.
 
-Readers and packing need not know how reads are described or carried out.
+The readers and the packing code call it, and need not know how reads are described or carried out.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["Fetch", "ImageRecord", "ImageStorage", "load_item", "read_files", "r
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Images on their way into one buffer.
+    """Images that are being read into one buffer.
 
     Args:
         pending: the reads.
-        split: makes the images, 1-D uint8 slices of the buffer, of what the reads filled.
+        split: cuts the filled buffer into the images, 1-D uint8 slices.
         release: gives the buffer back for reuse. To be called once nothing reads from the images any more.
     """
 
@@ -46,7 +46,7 @@ class Fetch:
     release: Callable[[], None] = lambda: None
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Waits for the reads, and returns the images; raises OSError where a file could not be opened or read."""
+        """Waits for the reads, and returns the images. Raises OSError if a file could not be opened or read."""
         return self.split(self.pending.wait())
 
 
@@ -54,9 +54,9 @@ class ImageStorage:
     """A storage backend and the buffers it reads images into.
 
     Host buffers are reused: clearing new pages, at 4 GB/s, would take longer than reading into them. Unpinned buffers
-    come back by themselves when the last tensor over them is gone. Pinned ones do not, since a copy to a GPU may still
-    read from them then: ``Fetch.release`` gives them back. Device buffers are always new, because torch's allocator
-    already reuses them in the order of the streams.
+    come back by themselves when the last tensor over them is gone. Pinned buffers do not, since a copy to a GPU may
+    still read from them then: ``Fetch.release`` gives them back. Device buffers are always new, because torch's
+    allocator already reuses them in the order of the streams.
 
     Args:
         backend, device, options: as for :func:`monai_gds.open_storage`, which may raise.
@@ -68,12 +68,12 @@ class ImageStorage:
     ) -> None:
         self.device = device
         self._storage = PerProcess(partial(open_storage, backend, device, **(options or {})))
-        self._storage()  # what does not work here is an error now
+        self._storage()  # an error now, if the backend does not work here
         self._pinned = pinned and device.type == "cpu"
         self._free: deque[torch.Tensor] = deque(maxlen=limits.IMAGE_BUFFERS)
 
     def start_files(self, paths: Sequence[str], sizes: np.ndarray) -> Fetch:
-        """Starts reading whole files, one image each. One of another size than given fails with FileChanged."""
+        """Starts reading whole files, one image each. A file without its given size fails with FileChanged."""
         pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte behind each file shows whether it has grown
         ends = np.cumsum(pitch)
         reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
@@ -93,9 +93,9 @@ class ImageStorage:
             path: of the file.
             offset: of the first image.
             sizes: of the images.
-            file: the file's identity; another one fails with FileChanged.
-            verify: called with the bytes of all the images once they have arrived, in the thread that read them. What
-                it raises fails the read.
+            file: the file's identity; a different one fails with FileChanged.
+            verify: called with the bytes of all the images once they have arrived, in the thread that read them. If it
+                raises, the read fails.
         """
         nbytes = sum(sizes)
         reads = Reads.of(path, [(offset, nbytes)], file)
@@ -129,7 +129,7 @@ class ImageStorage:
 
     @property
     def coherent(self) -> bool:
-        """Whether reads see what the file system sees, so that a file's identity tells whether it has changed."""
+        """Whether reads see what the file system sees, so that a file's identity shows whether it has changed."""
         return self._storage().coherent
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -185,18 +185,18 @@ class ImageRecord(NamedTuple):
 
 
 def read_layout(path: str) -> ImageRecord:
-    """Reads where the images of a file are that :func:`save_item` wrote. Raises RecordError, OSError."""
+    """Reads where the images lie in a file that :func:`save_item` wrote. Raises RecordError, OSError."""
     with closing(open_storage(device="cpu")) as storage:
         record, file, _ = read_record(path, storage)
-        told = record.tensors["sizes"]
-        (sizes,) = storage.load(Reads.of(path, [(told.offset, told.nbytes)], file)).wait()
+        entry = record.tensors["sizes"]
+        (sizes,) = storage.load(Reads.of(path, [(entry.offset, entry.nbytes)], file)).wait()
     return ImageRecord(sizes.view(torch.int64).numpy().copy(), record.tensors["images"].offset, file.size)
 
 
 def load_item(path: str) -> Any:
     """Reads an item that :func:`save_item` wrote, with all checksums verified.
 
-    Raises RecordError for a record that is damaged or of a newer format.
+    Raises RecordError for a record that is damaged or of a newer format, and OSError.
     """
     with closing(open_storage(device="cpu")) as storage:
         record, file, blocks = read_record(path, storage)

@@ -84,7 +84,7 @@ class DaliIterator:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least one sample per batch is needed")
         if already_batched and last_batch_policy is not None:
-            raise ValueError("last_batch_policy is for samples: a source of batches has made its last one")
+            raise ValueError("last_batch_policy is for samples: a source of batches has already made its last batch")
         self._last_batch = policy_named(None, last_batch_policy)
         self._execution = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
         dali()  # an error now, not at the first batch
@@ -129,7 +129,7 @@ class DaliIterator:
             yield outputs
 
     def _of_samples(self, samples: list[Any]) -> list[Any]:
-        """A batch of these samples, of which there are fewer than asked for at the end of an epoch."""
+        """A batch of these samples, which at the end of an epoch may be too few."""
         missing = self._batch_size - len(samples)
         if missing and self._last_batch == "drop":
             return []

@@ -1,7 +1,7 @@
-"""Where a JPEG ends, for one that was read in whole blocks of a disk (ITU-T T.81, annex B).
+"""Finds the end of a JPEG that was read in whole blocks of a disk (ITU-T T.81, annex B).
 
 Neither the first nor the last end-of-image marker in the bytes need be the image's: previews in its metadata have one,
-and so may whatever follows the image. So the segments are followed from the beginning, by their lengths. In the coded
+and so may the data behind the image. So the segments are followed from the beginning, by their lengths. In the coded
 data of a scan, 0xFF is a marker unless 0x00 or a restart marker follows.
 """
 
@@ -17,15 +17,15 @@ _FILL = re.compile(rb"\xff+")
 _BEHIND_A_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _END, _SCAN = 0xD9, 0xDA
 
-#: A file ends in the last block of a file system, which has at most so many bytes on most machines.
+#: Bytes of a file system's block, at most, on most machines. A file ends in its last block.
 _BLOCK = 4096
 
 
 def jpeg_nbytes(data: np.ndarray) -> int | None:
-    """Bytes of the JPEG file that these blocks hold, uint8; None if they do not show it.
+    """The size in bytes of the JPEG file in whole blocks of uint8; None if the blocks do not show it.
 
-    They show it where the image ends in the last 4096 bytes and nothing but zeros follows. Otherwise they hold no JPEG,
-    or one with other data behind it.
+    They show it if the image ends in the last 4096 bytes and only zeros follow. Otherwise they hold no JPEG, or one
+    with other data behind it.
     """
     end = _end(data.data)
     if end is None or len(data) - end >= _BLOCK or data[end:].any():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXTENSIONS", "UNFINISHED", "ImageList", "list_block_map", "list_folder"]
 
-#: Those of ``fn.readers.file`` (the default of its argument ``file_filters`` in DALI 2.4).
+#: The extensions of ``fn.readers.file`` (the default of its argument ``file_filters`` in DALI 2.4).
 EXTENSIONS = (
     ".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pnm", ".ppm", ".pgm", ".pbm", ".jp2", ".webp", ".flac", ".ogg",
     ".wav",
@@ -50,12 +50,12 @@ class ImageList:
         root: the folder they are in.
         classes: all class names, in the order of their labels; none where labels are not those of folders. Names hold
             any bytes, decoded by ``os.fsdecode``.
-        names: of each image: its path, relative to ``root`` or absolute.
+        names: the path of each image, relative to ``root`` or absolute.
         labels: int32, (images,).
         sizes: bytes of each, int64, (images,).
         blocks: the block map that was listed, if it was one.
-        rounded: bool, (images,): where ``sizes`` counts whole blocks, since a plain block map holds no more. A reader
-            that learns an image's size notes it in both. None: nowhere.
+        rounded: bool, (images,): whether a size is rounded up to whole blocks, as a plain block map has it. A reader
+            that learns the exact size updates both arrays. None: no size is rounded.
         bounds: None; see :class:`~monai_gds.imagenet.packed.PackedImages`.
     """
 
@@ -81,7 +81,8 @@ def list_folder(root: StrPath) -> ImageList:
     """Lists ``<root>/<class>/<file>`` with labels and sizes, or ``<root>/<file>`` where there is no folder in ``root``.
 
     Raises:
-        ImageListError: no image, a dead symbolic link, or a folder of which ``train`` or another folder is to be named.
+        ImageListError: there is no image, a symbolic link is dead, or the folder to name is ``train`` or another in
+            ``root``.
         OSError: a folder cannot be read.
     """
     top = os.path.abspath(root)
@@ -104,11 +105,11 @@ def list_folder(root: StrPath) -> ImageList:
     if not names:
         if (inner := next((name for name in classes if _is_root(f"{top}/{name}")), None)) is not None:
             raise ImageListError(_name_inner(top, inner))
-        told = f"{top} holds no image at {top}/<class>/<file> ({', '.join(EXTENSIONS)})"
+        message = f"{top} holds no image at {top}/<class>/<file> ({', '.join(EXTENSIONS)})"
         if _sorted_images(top):
-            told += f"; the images directly in it are not listed since it holds the folder {classes[0]!r}: move that, "
-            told += "or name them by files="
-        raise ImageListError(told)
+            message += f"; images directly in it are not listed, because it holds the folder {classes[0]!r}: move the "
+            message += "folder, or name the images by files="
+        raise ImageListError(message)
     return ImageList(top, classes, names, np.asarray(labels, dtype=np.int32), np.asarray(sizes, dtype=np.int64))
 
 
@@ -144,7 +145,7 @@ def list_block_map(map_: StrPath | BlockMap) -> ImageList:
     """Lists the images of a block map as :func:`list_folder` lists those of the folder it was built from.
 
     A plain map does not record where that folder is: without a parent, it is looked for beside the map and in the
-    current folder. It holds sizes in whole blocks: the exact ones are those of the files, where they are there.
+    current folder. It holds sizes in whole blocks: they are replaced by those of the files that exist.
 
     Raises:
         ImageListError: it is not a block map, or holds no image ``<root>/<class>/<file>``.
@@ -187,13 +188,13 @@ def _loaded(file: StrPath) -> tuple[BlockMap, str, str]:
 
 
 def _place(folder: str, parents: Sequence[str]) -> str:
-    """The path of a folder below the first of these that has it, or else the first of these."""
+    """The path of a folder below the first of ``parents`` that has it, or else below the first."""
     paths = [os.path.abspath(os.path.join(parent, folder)) for parent in parents]
     return next(filter(os.path.isdir, paths), paths[0])
 
 
 def _still_rounded(images: ImageList) -> np.ndarray | None:
-    """Puts the sizes of files that are there in place of those of their blocks; returns the others, None if none."""
+    """Replaces sizes in whole blocks by those of the files that exist. Returns which stay rounded; None if none do."""
     rounded = np.ones(len(images), dtype=bool)
     if os.path.isdir(images.root):
         for i, blocks in enumerate(images.sizes.tolist()):
@@ -233,4 +234,4 @@ def _images_in(folder: str) -> Iterator[tuple[str, int]]:
             if stat.S_ISREG(st.st_mode):
                 yield entry.name, st.st_size
             elif entry.is_symlink():
-                raise ImageListError(f"{entry.path} is called like an image but leads to no regular file")
+                raise ImageListError(f"{entry.path} is named like an image, but does not lead to a regular file")

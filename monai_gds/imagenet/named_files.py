@@ -1,8 +1,8 @@
 """Images that are named one by one, in a list or in a text file, as DALI's own file reader takes them.
 
 Any file may be named, whatever the end of its name, and more than once. Two things differ from DALI: a file that is
-missing or not regular is an error when it is listed, not when it is read; and so is a label beyond 32 bits, of which
-DALI keeps the lower ones.
+missing or not regular is an error when it is listed, not when it is read; and a label beyond 32 bits is an error, where
+DALI keeps the lower 32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def list_files(
 
     Raises:
         ImageListError: there is no file, or one is missing or not a regular file.
-        ValueError: another number of labels than of files, or a label beyond 32 bits.
+        ValueError: the numbers of labels and files differ, or a label is beyond 32 bits.
     """
     names = [os.fspath(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
     return _listed(names, labels, root, lambda i: f"files[{i}]")
@@ -49,7 +49,7 @@ def read_file_list(file: StrPath, root: StrPath | None = None) -> ImageList:
         root: what the files are relative to; by default the folder of the text file.
 
     Raises:
-        ImageListError: a line is not a file and a label, or names what is missing or not a regular file.
+        ImageListError: a line is not a file and a label, or its file is missing or not a regular file.
         OSError: the text file cannot be read.
     """
     names, labels, lines = [], [], []
@@ -72,7 +72,11 @@ def read_file_list(file: StrPath, root: StrPath | None = None) -> ImageList:
 
 
 def labels_array(labels: Sequence[int] | None, count: int) -> np.ndarray:
-    """Labels of so many images, int32; 0, 1, 2… by default. Raises ValueError for another number, or other values."""
+    """Labels of ``count`` images, int32 (count,); by default 0, 1, 2…
+
+    Raises:
+        ValueError: their number is not ``count``, or they are not integers of 32 bits.
+    """
     given = np.arange(count) if labels is None else np.asarray(labels)
     if given.shape != (count,):
         raise ValueError(f"labels of shape {given.shape} for {count} images: give one for each")

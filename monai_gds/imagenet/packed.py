@@ -56,7 +56,7 @@ class PackedImages:
     Attributes:
         images: its images.
         files: int64, (files, 4), as in the index.
-        index: the identity of the index that told all this.
+        index: the identity of the index file that this was read from.
     """
 
     images: ImageList
@@ -98,15 +98,15 @@ class PackedImages:
             The checksum of its image data.
 
         Raises:
-            DamagedRecord: it is another file than the index describes: one of another folder, or two were swapped.
+            DamagedRecord: it is not the file that the index describes: it is from another folder, or was swapped.
         """
         begin, end = self.bounds[file : file + 2].tolist()
-        told = describe(self.images, begin, end)
-        expected = {name: checksum(tensor_bytes(told[name])) for name in ("names", "labels", "sizes")}
+        described = describe(self.images, begin, end)
+        expected = {name: checksum(tensor_bytes(described[name])) for name in ("names", "labels", "sizes")}
         found = {name: record.tensors[name].checksum for name in expected if name in record.tensors}
         data = record.tensors.get("images")
         if data is None or found != expected or [data.nbytes, data.offset, nbytes] != self.files[file, 1:].tolist():
-            raise DamagedRecord("it holds other images than the index tells")
+            raise DamagedRecord("it does not hold the images that the index lists")
         return data.checksum
 
 
@@ -138,7 +138,7 @@ def open_packed(root: StrPath) -> PackedImages:
             raise DamagedRecord(f"its version is {item['version']!r:.40}")
         if item["version"] > FORMAT["version"]:
             raise ImageListError(f"{index} has format version {item['version']}: update monai_gds")
-        images, files = _told_by(item, top)
+        images, files = _images_in(item, top)
     except (RecordError, KeyError, OSError) as e:
         raise ImageListError(f"{index} is not an index of packed images: {e}; pack the folder again") from e
     for number, nbytes in enumerate(files[:, 3].tolist()):
@@ -152,7 +152,7 @@ def open_packed(root: StrPath) -> PackedImages:
     return PackedImages(images, files, identity)
 
 
-def _told_by(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
+def _images_in(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
     """The images and files of an index. Raises KeyError or DamagedRecord for what packing never writes."""
     dtypes = {"names": torch.uint8, "labels": torch.int32, "sizes": torch.int64, "files": torch.int64}
     for key, dtype in dtypes.items():
@@ -169,7 +169,7 @@ def _told_by(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
     if classes and (labels.min() < 0 or labels.max() >= len(classes)):  # none if labels are not those of folders
         raise DamagedRecord("it has a label without a class")
     if files.shape[1] != 4 or files.min(initial=0) < 0 or files[:, 0].max(initial=0) > len(names):
-        raise DamagedRecord("its files are not described as they should be")
+        raise DamagedRecord("its table of files is malformed")
     bounds = np.concatenate([[0], np.cumsum(files[:, 0])])
     inside = len(files) > 0 and bool((files[:, 0] > 0).all()) and int(bounds[-1]) == len(sizes)
     # no image is larger than its file, so sums of sizes do not overflow
@@ -234,7 +234,7 @@ def file_name(number: int) -> str:
 
 
 def describe(images: ImageList, begin: int, end: int) -> dict[str, Any]:
-    """What a file holds about so many of the images, beside their bytes."""
+    """What a file with images ``begin`` to ``end`` holds besides their bytes."""
     names = b"".join(os.fsencode(name) + b"\0" for name in images.names[begin:end])
     return {
         "classes": list(images.classes),

@@ -1,8 +1,8 @@
-"""Writes packed folders (:mod:`monai_gds.imagenet.packed`) over any executor, and goes on where it was interrupted.
+"""Writes packed folders (:mod:`monai_gds.imagenet.packed`) over any executor, and continues where it was interrupted.
 
-While a folder is being packed it holds ``packing.json``, which tells of what and how. Each file is written under a
-temporary name and renamed, and the index is written last. So an unfinished folder does not count as packed, and packing
-the same images again keeps every file in it that is whole.
+While a folder is being packed it holds ``packing.json``, which records what is packed and how. Each file is written
+under a temporary name and renamed, and the index is written last. So an unfinished folder does not count as packed, and
+packing the same images again keeps every file in it that is whole.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def pack_folder(
     executor: Executor | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> PackedImages:
-    """Packs the images of a folder. Where packing was interrupted, the same call goes on with what is left.
+    """Packs the images of a folder. If packing was interrupted, the same call continues it.
 
     Args:
         images: what to pack.
         out: an empty folder, created if missing; or one in which packing the same images was interrupted.
         file_bytes: image bytes per file, such as ``"32MiB"``. A larger image gets its own file.
-        max_side: images with more pixels than this in height or width are made smaller and become JPEGs, turned as
-            their EXIF data tell. All others are packed as they are.
+        max_side: images with more pixels than this in height or width are made smaller and become JPEGs, rotated
+            according to their EXIF data. All others are packed as they are.
         quality: of these JPEGs, 1 to 100.
         executor: where files are packed, such as a ProcessPoolExecutor, or Dask's ``client.get_executor()``, whose
             workers see ``images.root`` and ``out`` under the same paths. Default: here, one after the other.
@@ -84,24 +84,24 @@ def pack_folder(
     if max_side is not None and max_side < 1:
         raise ValueError(f"max_side={max_side}: at least one pixel")
     if not 1 <= quality <= 100:
-        raise ValueError(f"quality={quality}: 1 to 100")
+        raise ValueError(f"quality={quality}: it must be from 1 to 100")
     empty = np.flatnonzero(images.sizes == 0)
     if len(empty):
         raise BrokenImage(images.path(int(empty[0])), "it is empty and cannot be packed")
     if max_side is not None:
         pillow()  # an error now, not at the first large image
     top = Path(out).absolute()
-    told = describe(images, 0, len(images))
+    described = describe(images, 0, len(images))
     plan = {
-        "root": images.root, "of": [checksum(tensor_bytes(told[name])) for name in ("names", "labels", "sizes")],
+        "root": images.root, "of": [checksum(tensor_bytes(described[name])) for name in ("names", "labels", "sizes")],
         "file_bytes": most, "max_side": max_side, "quality": quality if max_side else None,
     }  # fmt: skip
-    with _begun(top, json.dumps(plan)):
+    with _packing(top, json.dumps(plan)):
         portions = [
             _Portion(str(top / file_name(number)), _part(images, begin, end), max_side, quality)
             for number, (begin, end) in enumerate(_ranges(images.sizes, most))
         ]
-        written = _all_written(portions, executor, progress)
+        written = _write_all(portions, executor, progress)
         packed = replace(images, sizes=np.concatenate([record.sizes for record in written]))
         rows = [[len(record.sizes), int(record.sizes.sum()), record.offset, record.nbytes] for record in written]
         temporary = top / f"{INDEX}.tmp"
@@ -121,10 +121,10 @@ class _Portion(NamedTuple):
     quality: int
 
 
-def _all_written(
+def _write_all(
     portions: list[_Portion], executor: Executor | None, progress: Callable[[int], None] | None
 ) -> list[ImageRecord]:
-    """Has every file written, and returns what is in them, in order."""
+    """Writes every file, and returns their layouts in order."""
     done = 0
 
     def note(portion: _Portion) -> None:
@@ -136,15 +136,15 @@ def _all_written(
     if executor is None:
         written = []
         for portion in portions:
-            written.append(_written(portion))
+            written.append(_write(portion))
             note(portion)
         return written
     futures: dict[Future[ImageRecord], _Portion] = {}
     try:
         for portion in portions:
-            futures[executor.submit(_written, portion)] = portion
+            futures[executor.submit(_write, portion)] = portion
         for future in as_completed(futures):
-            future.result()  # the first error ends it
+            future.result()  # raises the first error
             note(futures[future])
     finally:
         for future in futures:
@@ -152,10 +152,10 @@ def _all_written(
     return [future.result() for future in futures]
 
 
-def _written(portion: _Portion) -> ImageRecord:
-    """Writes a file, unless it is there and whole. Runs in a worker of the executor."""
+def _write(portion: _Portion) -> ImageRecord:
+    """Writes a file, unless it exists and is intact. Runs in a worker of the executor."""
     path, images = portion.path, portion.images
-    if (found := _found(portion)) is not None:
+    if (found := _intact(portion)) is not None:
         return found
     sources = [images.path(i) for i in range(len(images))]
     temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")
@@ -182,12 +182,12 @@ def _smaller(path: str, image: bytes, portion: _Portion) -> bytes:
         raise BrokenImage(path, f"it cannot be decoded: {e}") from e
 
 
-def _found(portion: _Portion) -> ImageRecord | None:
-    """What is in a file that an interrupted run left, if every byte of it is as it was written, after its images."""
+def _intact(portion: _Portion) -> ImageRecord | None:
+    """The layout of a file that an interrupted run left, if it is undamaged and newer than its images; else None."""
     try:
         item = load_item(portion.path)  # compares all checksums
-        told = describe(portion.images, 0, len(portion.images))
-        if not all(torch.equal(item[name], told[name]) for name in ("names", "labels")):
+        described = describe(portion.images, 0, len(portion.images))
+        if not all(torch.equal(item[name], described[name]) for name in ("names", "labels")):
             return None
         stats = [os.stat(portion.images.path(i)) for i in range(len(portion.images))]
         changed = max(max(st.st_mtime_ns, st.st_ctime_ns) for st in stats)  # `cp -p` sets the first to an earlier time
@@ -213,8 +213,8 @@ def _ranges(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _begun(top: Path, plan: str) -> Iterator[None]:
-    """Notes in a folder what is being packed into it, so that the same call can go on; removes the note at the end."""
+def _packing(top: Path, plan: str) -> Iterator[None]:
+    """Notes in a folder what is being packed into it, so that the same call can go on; removes that at the end."""
     note = top / UNFINISHED
     new = is_packed(top) or not note.exists()
     if new:
@@ -223,7 +223,7 @@ def _begun(top: Path, plan: str) -> Iterator[None]:
         before = file.read().rstrip("\0")
         if before != plan and plan.startswith(before):  # the disk was full, or a power cut came, while it was written
             before = ""
-        # again, now that nobody else packs: another process may have begun or ended since
+        # checked again under the lock: another process may have begun or ended since
         if is_packed(top) or (not before and {path.name for path in top.iterdir()} != {UNFINISHED}):
             if new:
                 note.unlink(missing_ok=True)
@@ -238,7 +238,7 @@ def _begun(top: Path, plan: str) -> Iterator[None]:
             file.truncate()
             file.write(plan)
             file.flush()
-            os.fsync(file.fileno())  # packing does not go on where the note is lost
+            os.fsync(file.fileno())  # without the note, packing could not be continued
         for abandoned in top.glob("images-*.safetensors.*.tmp"):
             abandoned.unlink(missing_ok=True)
         yield
@@ -247,11 +247,11 @@ def _begun(top: Path, plan: str) -> Iterator[None]:
 
 @contextmanager
 def _locked_note(note: Path, new: bool) -> Iterator[TextIO]:
-    """Opens the note, which is created if ``new``, for one thread of one process at a time."""
+    """Opens and locks the note, for one thread of one process at a time. It is created if ``new``."""
     busy = f"{note.parent} is being packed by another process or thread"
     try:
         file = note.open("x+" if new else "r+", errors="replace")
-    except (FileExistsError, FileNotFoundError) as e:  # it began, or ended, a moment ago
+    except (FileExistsError, FileNotFoundError) as e:  # the other one began, or ended, a moment ago
         raise ImageListError(busy) from e
     with file:
         _notes.add(file)
@@ -271,7 +271,7 @@ def _locked_note(note: Path, new: bool) -> Iterator[TextIO]:
 
 
 def _close_notes() -> None:
-    """In a forked process, which may outlive this one: a lock lasts as long as its file is open anywhere."""
+    """Runs in a forked child, which may outlive this process: a lock lasts as long as its file is open anywhere."""
     for file in list(_notes):
         file.close()
 

@@ -59,19 +59,19 @@ def execution(
     exec_dynamic: bool | None = None,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Checks the arguments that DALI's pipelines have for how they run, and fills in defaults.
+    """Checks the arguments of DALI's pipelines that control how they run, and fills in defaults.
 
     Args:
         num_threads: CPU threads. Default: one per core, at most 8.
         prefetch_queue_depth: batches that DALI works on ahead of the consumer. Default: 2, as in DALI.
         exec_dynamic: DALI's dynamic executor, or the older one, whose outputs are copied. Default: DALI's own.
-        threads: another name of ``num_threads``.
+        threads: another name for ``num_threads``.
 
     Raises:
-        ValueError: a number is not an int, or not positive; or ``num_threads`` is given by both names.
+        ValueError: a number is not an int, or not positive; or both ``num_threads`` and ``threads`` are given.
     """
     if threads is not None and num_threads is not None:
-        raise ValueError("threads is another name of num_threads: give one of them")
+        raise ValueError("threads is another name for num_threads: give one of them")
     num_threads = threads if num_threads is None else num_threads
     if num_threads is None:
         num_threads = min(8, os.cpu_count() or 1)
@@ -101,9 +101,9 @@ class Input:
 
 
 class FedPipeline(Generic[T]):
-    """A DALI pipeline with named inputs and outputs, of at most ``batch_size`` samples in a batch.
+    """A DALI pipeline with named inputs and outputs, and at most ``batch_size`` samples per batch.
 
-    ``execution`` are DALI's own arguments, by :func:`execution`.
+    ``execution`` holds DALI's own arguments, as returned by :func:`execution`.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class FedPipeline(Generic[T]):
         Raises:
             PipelineFailed: DALI failed, or refused the graph. Its cause is DALI's error, often a RuntimeError, but also
                 a ValueError for a layout or a KeyError for an argument. The next run builds a new pipeline.
-            Exception: an error of ``feeds`` or ``arrays``, after everything fed before has come out. PipelineFailed
-                comes as late if DALI refused a batch's arrays.
+            Exception: an error of ``feeds`` or ``arrays``, after everything fed before has come out. If DALI refuses
+                a batch's arrays, PipelineFailed is raised at that time too.
         """
         pipe = self._built()
         under_way: deque[T] = deque()
@@ -176,13 +176,13 @@ class FedPipeline(Generic[T]):
                 self._drain(self._pipe)
 
     def _drain(self, pipe: Any) -> None:
-        """Takes out what is under way, so that the next run begins with an empty pipeline."""
+        """Takes out the batches that are under way, so that the next run begins with an empty pipeline."""
         pipe.feeder.feeds = iter(())
         try:
             while not pipe.empty():
                 pipe.share_outputs()
                 pipe.release_outputs()
-            pipe.schedule_run()  # sees that the feeder has ended, without which reset() does nothing
+            pipe.schedule_run()  # notices that the feeder has ended, without which reset() does nothing
             pipe.reset()
         except (RuntimeError, AttributeError):  # AttributeError after DALI's own shutdown at exit
             self._pipe = None
@@ -218,7 +218,7 @@ class FedPipeline(Generic[T]):
 
 
 class _Feeder(Generic[T]):
-    """Feeds a pipeline from an iterator. Its errors wait until everything fed before has come out."""
+    """Feeds a pipeline from an iterator. Errors are kept until everything fed before has come out."""
 
     def __init__(self, feeds: Iterator[T], arrays: Callable[[T], Mapping[str, Any]], under_way: deque[T]) -> None:
         self.feeds = feeds

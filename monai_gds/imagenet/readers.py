@@ -63,7 +63,7 @@ class ImageReader(ABC):
 
     @abstractmethod
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
-        """Reads the batches of image indices, in order. Closing the iterator ends the reads that are under way.
+        """Reads batches of image indices, in order. Closing the iterator ends the reads that are under way.
 
         Raises BrokenImage for an empty image, FileChanged for a file without its listed size, DamagedRecord for a
         packed file whose bytes do not match their checksum, and other OSErrors.
@@ -80,7 +80,7 @@ class ImageReader(ABC):
 
 
 class PlainReader(ImageReader):
-    """``python-file``: ``open`` and read, one file after the other; what the other readers are compared with."""
+    """``python-file``: ``open`` and read, one file after the other. The other readers are compared with it."""
 
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         for indices in batches:
@@ -130,7 +130,7 @@ class FileReader(ImageReader):
         return Batch(indices, images, self.images.labels[indices], fetch.release)
 
     def _cut(self, indices: np.ndarray, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Cuts images that were read in whole blocks to their size, where their bytes show it, and notes the size."""
+        """Cuts images that were read in whole blocks to the size that their bytes show, and notes the size."""
         rounded = self.images.rounded
         if rounded is None:
             return images
@@ -146,7 +146,7 @@ class FileReader(ImageReader):
 
 
 def _settle(under_way: Iterable[tuple[object, Fetch]]) -> None:
-    """Waits for reads whose bytes nobody wants any more, so that they cannot write to a reused buffer."""
+    """Waits for reads whose bytes are not needed any more, so that they cannot write to a reused buffer."""
     for _, fetch in under_way:
         _ = fetch.pending.errors
 
@@ -159,7 +159,7 @@ class PackedReader(ImageReader):
     """Images of a packed folder. Each large file is read once per epoch, in one go, and kept while batches need it.
 
     ``ahead`` files are read before they are needed. The first time this process reads a file, it is read whole and its
-    checksum is compared, in the thread that read it; at every epoch where the storage bypasses the file system.
+    checksum is compared, in the thread that read it. A storage that bypasses the file system does so in every epoch.
     """
 
     def __init__(self, images: PackedImages, storage: ImageStorage, *, ahead: int) -> None:
@@ -185,8 +185,8 @@ class PackedReader(ImageReader):
                 used = [held[f] for f in set(files)]
                 for file in used:
                     file.users += 1
-                for over in [f for f, file in held.items() if file.use.last == number]:
-                    held.pop(over).release()
+                for last_used in [f for f, file in held.items() if file.use.last == number]:
+                    held.pop(last_used).release()
                 yield Batch(indices, images, self.images.labels[indices], partial(_release, used))
         finally:
             _settle(under_way)
@@ -205,7 +205,7 @@ class PackedReader(ImageReader):
             return Fetch(Pending.completed([], self.device, e))
 
     def _start_verified(self, use: _FileUse, path: str) -> Fetch:
-        """Starts reading a whole file, whose checksum is compared. It is cut to what is needed when it has arrived."""
+        """Starts reading a whole file, to compare its checksum. When it has arrived, it is cut to the images needed."""
         record, identity = self._storage.head(path)
         expected = self._packed.check_head(use.file, record, identity.size)
         begin, end = self._packed.bounds[use.file : use.file + 2].tolist()
@@ -222,7 +222,7 @@ class PackedReader(ImageReader):
     def _held(self, use: _FileUse, fetch: Fetch) -> _HeldFile:
         try:
             return _HeldFile(use, fetch)
-        except FileChanged:  # it was copied anew: so it is verified anew
+        except FileChanged:  # it was copied again, so it is verified again
             _verified().pop((self._packed.path(use.file), self._packed.index), None)
         return _HeldFile(use, self._start(use))
 

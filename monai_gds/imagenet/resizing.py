@@ -9,14 +9,14 @@ from monai_gds.errors import BackendUnavailable
 
 __all__ = ["pillow", "smaller_jpeg"]
 
-#: Modes of Pillow with 8 bits per channel. Images of others, such as 16-bit PNGs, are left as they are.
+#: Modes of Pillow with 8 bits per channel. Images in other modes, such as 16-bit PNGs, are left as they are.
 _EIGHT_BITS = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
 def smaller_jpeg(image: bytes, max_side: int, quality: int) -> bytes:
-    """An encoded image as a JPEG of at most ``max_side`` pixels a side, or as it is if it has no more.
+    """An encoded image as a JPEG of at most ``max_side`` pixels per side, or unchanged if it has no more.
 
-    The picture is turned as its EXIF data tell, since the JPEG has none. Colours are RGB, or grey as before.
+    The picture is rotated according to its EXIF data, which the JPEG lacks. Colours are RGB, or grey as before.
 
     Raises:
         BackendUnavailable: Pillow is not installed.

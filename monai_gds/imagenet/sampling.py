@@ -17,7 +17,7 @@ _DALIS: dict[str, LastBatch] = {"FILL": "fill", "DROP": "drop", "PARTIAL": "exac
 
 
 def policy_named(last_batch: LastBatch | None, last_batch_policy: Any) -> LastBatch:
-    """The policy that a user chose, ours or DALI's; ``"partial"`` if neither.
+    """The policy that a user chose, by our name or DALI's; ``"partial"`` if neither is given.
 
     Args:
         last_batch: one of ours.
@@ -34,7 +34,7 @@ def policy_named(last_batch: LastBatch | None, last_batch_policy: Any) -> LastBa
         )
     name = getattr(last_batch_policy, "name", last_batch_policy)
     if name not in _DALIS:
-        raise ValueError(f"last_batch_policy={last_batch_policy!r} is not one of {', '.join(_DALIS)}")
+        raise ValueError(f"last_batch_policy={last_batch_policy!r} must be one of {', '.join(_DALIS)}")
     return _DALIS[name]
 
 
@@ -50,7 +50,7 @@ class Sampler:
 
     A shard is images ``count * shard_id // num_shards`` to ``count * (shard_id + 1) // num_shards`` of the epoch's
     order, as in DALI. Every shard has the same number of batches, so that the ranks of a distributed run stay in step.
-    Where shards are uneven, and one would have a batch less than another, the policies differ: of 10 images over 3
+    Where shards are uneven, and one would have one batch fewer than another, the policies differ. Of 10 images over 3
     shards, in batches of 3, the first shard sees
 
     ============= ========================= ======================================
@@ -70,7 +70,7 @@ class Sampler:
         shard_id, num_shards: this shard, and how many there are.
         last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` drops an
             incomplete last batch; ``"partial"`` makes the last batch smaller, and repeats one image if this shard would
-            otherwise have one batch less than another; ``"exact"`` repeats none, so that the last batch may be empty.
+            otherwise have one batch fewer than another; ``"exact"`` repeats none, so that the last batch may be empty.
         bounds: where the files of a packed folder begin and end, (files + 1,); None for single images.
         window: with ``bounds``, files are shuffled, and then images within this many files at a time.
 
@@ -94,9 +94,9 @@ class Sampler:
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: at least one image per batch is needed")
         if self.num_shards < 1 or not 0 <= self.shard_id < self.num_shards:
-            raise ValueError(f"shard_id={self.shard_id} is not one of num_shards={self.num_shards}")
+            raise ValueError(f"shard_id={self.shard_id} must be at least 0 and below num_shards={self.num_shards}")
         if self.last_batch not in get_args(LastBatch):
-            raise ValueError(f"last_batch={self.last_batch!r} is not one of {', '.join(get_args(LastBatch))}")
+            raise ValueError(f"last_batch={self.last_batch!r} must be one of {', '.join(get_args(LastBatch))}")
         if self.window < 1:
             raise ValueError(f"window={self.window}: at least one file is needed")
         if self.seed < 0:
@@ -117,7 +117,7 @@ class Sampler:
 
     @property
     def ends_empty(self) -> bool:
-        """Whether this shard's last batch is empty: another shard has a batch more."""
+        """Whether this shard's last batch is empty, because another shard has one batch more."""
         images = self._share.stop - self._share.start
         return self.last_batch == "exact" and images <= (len(self) - 1) * self.batch_size
 

@@ -39,7 +39,7 @@ def open_images(
     files: Sequence[StrPath] | None = None,
     labels: Sequence[int] | None = None,
 ) -> ImageList | PackedImages:
-    """Lists images: of an image folder, a packed folder or a block map; or those that are named.
+    """Lists the images of an image folder, a packed folder or a block map, or images by their paths.
 
     ``file_list``, ``files`` and ``labels`` are those of ``fn.readers.file``, and ``root`` is its ``file_root``.
 
@@ -55,7 +55,7 @@ def open_images(
             default 0, 1, 2…
 
     Raises:
-        ImageListError: none of these, or one that cannot be used.
+        ImageListError: ``root``, or the list, is none of these or cannot be used.
         OSError: it cannot be read.
         ValueError: these arguments do not go together.
 
@@ -72,7 +72,7 @@ def open_images(
     """
     if not (root is None or isinstance(root, (str, os.PathLike))):
         if file_list is not None or files is not None or labels is not None:
-            raise ValueError("a block map has labels of its own: leave file_list, files and labels out")
+            raise ValueError("a block map has its own labels: leave file_list, files and labels out")
         return list_block_map(root)
     if file_list is not None and (files is not None or labels is not None):
         raise ValueError("file_list names files with their labels: leave files and labels out")
@@ -90,7 +90,7 @@ def open_images(
     if labels is None:
         return images
     if isinstance(images, PackedImages) or images.classes:
-        raise ValueError(f"{os.fspath(root)} has labels of its own: labels are for files, or for a flat folder")
+        raise ValueError(f"{os.fspath(root)} has its own labels: labels= is for files, or for a flat folder")
     return replace(images, labels=labels_array(labels, len(images)))
 
 
@@ -135,7 +135,7 @@ def open_reader(
 
 
 def _with_map(images: ImageList, takes: frozenset[str], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A backend's options, with the block map that the images are from if it reads by one.
+    """A backend's options, with the block map that lists the images if the backend reads by one.
 
     Raises:
         ImageListError: the files are not where the map's paths lead, and no device is named to read them from.
@@ -158,9 +158,9 @@ def list_of(images: ImageList | PackedImages) -> ImageList:
 
 
 class ImageSource:
-    """Batches of encoded images and their labels, for ``fn.external_source`` in a DALI pipeline of one's own.
+    """Batches of encoded images and their labels, for ``fn.external_source`` in your own DALI pipeline.
 
-    Each ``iter()`` begins a new epoch, which DALI does with ``cycle="raise"``. The memory of a batch is kept for
+    Each ``iter()`` begins a new epoch. DALI calls it with ``cycle="raise"``. The memory of a batch is kept for
     ``keep`` more batches, because with ``no_copy=True`` DALI reads from it until the batch's outputs are there.
 
     Args:
@@ -222,7 +222,7 @@ class ImageSource:
         self._epoch = 0
 
     def __len__(self) -> int:
-        """Batches per epoch, without an empty one, which DALI cannot take."""
+        """Batches per epoch, without an empty one, which DALI does not accept."""
         return len(self._sampler) - self._sampler.ends_empty
 
     def __iter__(self) -> Iterator[tuple[list[Any], Any]]:

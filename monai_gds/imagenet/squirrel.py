@@ -20,9 +20,9 @@ __all__ = ["squirrel_source", "write_store"]
 def squirrel_source(source: Any, **options: Any) -> Items:
     """A Squirrel driver or stream as the source of :func:`~monai_gds.imagenet.iterable.dali_iterator`.
 
-    Squirrel unpickles arrays of Python objects, so whoever wrote a Messagepack store can run code where it is read.
-    Samples of a driver that is given here are refused with ImageListError if they hold any, and nothing is run. Those
-    of a stream that you make yourself with ``driver.get_iter()`` are not: make one of stores that you trust only.
+    Squirrel unpickles arrays of Python objects, so whoever wrote a Messagepack store can run code where it is read. If
+    ``source`` is a driver, samples that hold such arrays are refused with ImageListError, and no code is run. Samples
+    of a stream that you make yourself with ``driver.get_iter()`` are not checked: do that only for stores you trust.
 
     Args:
         source: a driver (anything with ``get_iter``, which is called for every epoch), a function that returns a
@@ -30,7 +30,7 @@ def squirrel_source(source: Any, **options: Any) -> Items:
         options: for the driver's ``get_iter``, such as ``shuffle_key_buffer=10``.
 
     Raises:
-        TypeError: ``options``, and ``source`` is not a driver.
+        TypeError: ``options`` are given, and ``source`` is not a driver.
 
     Example:
         >>> from squirrel.iterstream import IterableSource
@@ -47,7 +47,7 @@ def squirrel_source(source: Any, **options: Any) -> Items:
 
 
 def _without_objects(driver: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a driver of Messagepack, with which it refuses arrays of Python objects; else the same."""
+    """The options; those of a Messagepack driver make it refuse arrays of Python objects."""
     try:
         from squirrel.serialization import MessagepackSerializer
     except ImportError:  # a driver of something else
@@ -60,7 +60,7 @@ def _without_objects(driver: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode(store: str, found: dict[Any, Any]) -> Any:
-    """An array or number out of what Messagepack holds, as Squirrel decodes it, but none of Python objects."""
+    """Decodes an array or number of a Messagepack store as Squirrel does, but refuses arrays of Python objects."""
     import msgpack_numpy
 
     decoded = None if found.get(b"kind") == b"O" else msgpack_numpy.decode(found)  # which would be unpickled
@@ -94,6 +94,7 @@ def write_store(
         BackendUnavailable: squirrel-core or Pillow is not installed.
         BrokenImage: an image cannot be decoded.
         ImageListError: ``out`` is not empty, or is a file.
+        ValueError: ``size`` or ``shard_size`` is not positive.
     """
     try:
         from PIL import Image  # noqa: F401

@@ -1,4 +1,4 @@
-"""``GDSDataLoader``: MONAI's ``DataLoader`` over GDSDatasets, with the records of the coming batches under way.
+"""``GDSDataLoader``: MONAI's ``DataLoader`` over GDSDatasets, which reads the records of the coming batches ahead.
 
                sampler            indices of a batch, drawn as torch's own loader draws them
                   │
@@ -55,8 +55,8 @@ from monai_gds.units import bytes_of
 
 __all__ = ["GDSDataLoader"]
 
-#: How long leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded, since
-#: the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
+#: Seconds that leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded,
+#: because the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
 _LEAVE_SECONDS = 60.0
 
 
@@ -76,16 +76,16 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     ``transforms_on="workers"`` is for random transforms that keep a processor busy. Worker processes then load items,
     run these transforms and collate, whatever the target. Batches come through shared memory, in order, and are copied
-    ahead to a CUDA target. Transforms from the first that names a CUDA device on stay in this process, in its thread.
-    The dataset must be picklable. Workers are spawned if CUDA is initialised, else forked. They stay for the next
-    epoch, and end with a loop that is left early. The random sequence is another than without workers, and the same
-    for any number of them: what transforms draw from, and in the workers the generators of Python, NumPy and torch, is
-    seeded for each item with the epoch's seed and the item's position in the epoch. The epoch's seed comes from torch's
-    generator, or the loader's ``generator``.
+    ahead to a CUDA target. The first transform that names a CUDA device, and all behind it, run in this process's
+    thread. The dataset must be picklable. Workers are spawned if CUDA is initialised, else forked. They stay for the
+    next epoch, and end with a loop that is left early. The random sequence differs from the one without workers, but is
+    the same for any number of them: for each item, the generators that transforms draw from, and in the workers those
+    of Python, NumPy and torch, are seeded with the epoch's seed and the item's position in the epoch. The epoch's seed
+    comes from torch's generator, or the loader's ``generator``.
 
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
-    Leaving the loop stops everything, and the random transforms are where a loop that reads nothing ahead leaves them.
-    :meth:`state_dict` tells where the loop is, so that a run that ended can be continued in the middle of an epoch.
+    Leaving the loop stops everything, and leaves the random transforms in the state that a loop without reading ahead
+    would. :meth:`state_dict` records where the loop is, so that a run can be continued in the middle of an epoch.
 
     Args:
         dataset: what to load.
@@ -101,7 +101,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     Raises:
         ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; ``transforms_on="workers"`` without workers or a
-            GDSDataset; by a loop, something cannot be sent to workers; or by ``DataLoader``.
+            GDSDataset; from a loop, something cannot be sent to workers; or from ``DataLoader``.
         TypeError: ``prefetch`` is not a whole number.
 
     Example:
@@ -145,8 +145,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         #: Processes of the last epoch, for the next.
         self.idle: list[Processes] = []
         weakref.finalize(self, _close_all, self.idle)
-        self._place: Place | None = None  # where the loop that was begun last is
-        self._loaded: Mapping[str, Any] | None = None  # where the next one goes on
+        self._place: Place | None = None  # of the loop that was begun last
+        self._loaded: Mapping[str, Any] | None = None  # the state from which the next loop continues
         self._recorder: Recorder | None = Recorder() if stats else None
 
     def __iter__(self) -> Iterator[Any]:
@@ -156,7 +156,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         return self._begin(None) if self._recorder is None else self._recorder.measure(self._begin)
 
     def stats(self) -> Stats:
-        """Where the time of the last epoch went, or of the present one so far.
+        """Where the time of the last epoch went, or of the current one so far.
 
         Raises:
             RuntimeError: the loader was made without ``stats=True``, or no epoch has begun.
@@ -166,25 +166,24 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         return self._recorder.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop that was begun last is: behind the batch that it gave last.
+        """The position of the loop that was begun last: behind the last batch that it gave.
 
-        It holds plain values, and ``torch.load`` loads it with ``weights_only=True``. It is that of one rank: each rank
-        saves its own.
+        It holds plain values, and ``torch.load`` loads it with ``weights_only=True``. Each rank saves its own.
 
         Returns:
             The number of batches that were taken, the states that the order of the items was drawn from, those of the
-            random transforms behind the batch, by the place of each generator in the pipeline, and those of the global
-            generators of torch (CPU), NumPy and Python as they are now.
+            random transforms behind the batch, by the place of each generator in the pipeline, and the current states
+            of the global generators of torch (CPU), NumPy and Python.
         """
         if self._loaded is not None:
             return dict(self._loaded)
         return Place(self).state_dict(begun=False) if self._place is None else self._place.state_dict(begun=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next loop over this loader gives the batches that are left of the epoch that was under way.
+        """Makes the next loop over this loader give the remaining batches of the epoch that was saved.
 
-        If none is left, it gives the next epoch. The loader must be made from the same items, transforms and settings.
-        ``len`` is that of a whole epoch.
+        If none remains, it gives the next epoch. The loader must be made from the same items, transforms and settings.
+        ``len`` stays that of a whole epoch.
 
         Raises:
             ValueError: this is not the state of a GDSDataLoader.
@@ -205,7 +204,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         state, self._loaded = self._loaded, None
         try:
             return self._begin_at(state, watch)
-        except BaseException:  # the loop that follows the remedy goes on from there
+        except BaseException:  # a second attempt continues from the same state
             self._loaded = state
             raise
 
@@ -236,7 +235,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         return ([index] for index in loader)
 
     def batches_in_flight(self) -> int:
-        """How many batches workers may be making, or have made and the consumer has not taken."""
+        """How many batches workers may be making, or have made without the consumer having taken them."""
         return max(1, self.prefetch // (self.batch_size or 1)) if self.prefetch else 2 * self.num_workers
 
     @property
@@ -245,11 +244,11 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         return self.collate_fn if self.batch_sampler is not None else partial(_collate_alone, self.collate_fn)
 
     def assemble(self, items: list[Any]) -> Any:
-        """A batch of its items, as torch's loader would make it."""
+        """Makes a batch of items as torch's loader would."""
         return self.pinned(self.collation(items))
 
     def pinned(self, batch: Any) -> Any:
-        """A batch, page-locked if the loader was asked to."""
+        """Page-locks a batch, if the loader's ``pin_memory`` asks for that."""
         if not self.pin_memory or not torch.cuda.is_available() or cuda_tensors(batch):
             return batch
         return pin_memory(batch, "cuda")  # type: ignore[no-untyped-call]
@@ -276,7 +275,7 @@ class _Indices(Dataset[int]):
 
 
 def gds_datasets(dataset: Dataset[Any]) -> list[GDSDataset]:
-    """The GDSDatasets that a dataset consists of, each once; none if it contains anything else."""
+    """The GDSDatasets that a dataset consists of, each once; empty if it contains anything else."""
     if isinstance(dataset, GDSDataset):
         return [] if dataset.changes_items() else [dataset]
     if type(dataset) is Subset:
@@ -320,7 +319,7 @@ class Epoch(Iterator[Any]):
         state: Mapping[str, Any] | None = None,
         watch: Watch | None = None,
     ) -> None:
-        for left in _left - {threading.current_thread()}:  # a transform may begin a loop
+        for left in _left_threads - {threading.current_thread()}:  # a transform may begin a loop
             _leave(left)
         if device.type == "cpu":
             heed_load()
@@ -343,11 +342,11 @@ class Epoch(Iterator[Any]):
         loader._place = place
         self._owner = Owner()
 
-        def taken(mark: tuple[tuple[int, int], dict[str, Any]]) -> None:
+        def on_taken(mark: tuple[tuple[int, int], dict[str, Any]]) -> None:
             ahead.taken(mark[0])
             place.taken(mark[1])
 
-        self._hand_over = HandOver(device, taken, place.leave)
+        self._hand_over = HandOver(device, on_taken, place.leave)
         work = (ahead, assemble, self._hand_over, place, watch)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         #: Leaves the loop, which ends the thread.
@@ -380,20 +379,20 @@ class Epoch(Iterator[Any]):
 #: Epochs whose loops are not over.
 _epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
-#: Threads of loops that were left and may still run. The next loop waits for them, and so does the interpreter's end.
-_left: set[threading.Thread] = set()
+#: Threads of loops that were left, which may still run. The next loop waits for them, and the interpreter at exit.
+_left_threads: set[threading.Thread] = set()
 
 
 @atexit.register  # runs before the writer's handler, which saves what these threads computed last
 def _stop_all() -> None:
     for epoch in list(_epochs):
         epoch.stop()
-    for thread in {epoch.thread for epoch in list(_epochs)} | _left:
+    for thread in {epoch.thread for epoch in list(_epochs)} | _left_threads:
         _leave(thread, None)  # however long it takes: one that is in torch while the interpreter ends would abort it
 
 
 def _drawn(loader: GDSDataLoader) -> Iterator[list[tuple[GDSDataset, int]]]:
-    """Where the items of each batch are. The first is drawn here and now, when a random sampler draws its seed."""
+    """The dataset and index of each item, by batch. The first batch, and with it a sampler's seed, is drawn at once."""
     batches, dataset = loader.index_batches(), loader.dataset
     first = next(batches, None)
     drawn = batches if first is None else chain([first], batches)
@@ -410,7 +409,7 @@ def _produce(
     """The loader's thread."""
 
     def fail(error: BaseException) -> None:
-        place.made()  # what went wrong may have drawn
+        place.made()  # the failed batch may have drawn
         hand_over.end(error)
 
     try:
@@ -424,7 +423,7 @@ def _produce(
                     break
                 del batch  # the consumer alone keeps it
         hand_over.end()
-    except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop without a word
+    except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
         error = RuntimeError("StopIteration was raised while a batch was made")
         error.__cause__ = e
         fail(error)
@@ -444,7 +443,7 @@ def _stop(
         workers.close()
     if not thread.is_alive():  # it has ended; or, after a Ctrl-C, it has yet to begin and will find that it may end
         return
-    _left.add(thread)
+    _left_threads.add(thread)
     # The collector may get here in any thread: in this one, or in one that this one waits for.
     if hand_over.consumer == threading.get_ident():
         _leave(thread)  # or until Ctrl-C: whoever comes next waits on
@@ -455,4 +454,4 @@ def _leave(thread: threading.Thread, seconds: float | None = _LEAVE_SECONDS) -> 
     with suppress(RuntimeError):  # it has not begun, and will do nothing
         thread.join(seconds)
     if not thread.is_alive():
-        _left.discard(thread)
+        _left_threads.discard(thread)

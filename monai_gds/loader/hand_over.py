@@ -21,7 +21,7 @@ _loader_stream: PerProcess[torch.device, torch.cuda.Stream] = PerProcess(torch.c
 
 
 class _Parcel(NamedTuple):
-    """A batch on its way."""
+    """A batch between the two threads."""
 
     batch: Any
     mark: Any
@@ -30,9 +30,9 @@ class _Parcel(NamedTuple):
 
 
 class HandOver:
-    """Takes batches from the loader's thread to the consumer, one at a time.
+    """Hands batches from the loader's thread to the consumer, one at a time.
 
-    On a CUDA device the thread works on a stream of its own, so a random transform that waits for a result does not
+    On a CUDA device the thread works on its own stream, so a random transform that waits for a result does not
     wait for the training too. The consumer's stream waits for the batch, and the batch's memory is reused only after
     that stream is done with it.
 
@@ -41,8 +41,8 @@ class HandOver:
 
     Args:
         device: where batches are made.
-        taken: called with what was put beside each batch that the consumer takes.
-        left: called once the loop was left and the loader's thread makes no more batches.
+        on_taken: called with the ``mark`` of each batch that the consumer takes.
+        on_left: called once the loop was left and the loader's thread makes no more batches.
 
     Attributes:
         stopped: whether the loop was left.
@@ -51,10 +51,10 @@ class HandOver:
     """
 
     def __init__(
-        self, device: torch.device, taken: Callable[[Any], None], left: Callable[[], None] = lambda: None
+        self, device: torch.device, on_taken: Callable[[Any], None], on_left: Callable[[], None] = lambda: None
     ) -> None:
         self.consumer = threading.get_ident()
-        self._device, self._taken, self._left = device, taken, [left]
+        self._device, self._on_taken, self._on_left = device, on_taken, [on_left]
         self.stream = _loader_stream(device) if device.type == "cuda" else None
         if self.stream is not None:  # a transform may use what was made before the loop
             self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -70,7 +70,7 @@ class HandOver:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def put(self, batch: Any, mark: Any) -> bool:
-        """Hands a batch over once the one before is taken; False if the loop was left."""
+        """Hands over a batch with a mark for ``on_taken``, once the one before is taken; False if the loop was left."""
         made, tensors = None, []
         if self.stream is not None:
             made = self.stream.record_event()
@@ -94,11 +94,11 @@ class HandOver:
     # For the consumer
 
     def take(self) -> Any:
-        """The next batch, ready for the current stream. A Ctrl-C may lose it, and nothing else.
+        """The next batch, ready for the current stream. Ctrl-C may lose that batch, and nothing else.
 
         Raises:
             StopIteration: there is none, or the loop was stopped.
-            BaseException: what went wrong in the thread, once.
+            BaseException: the error of the thread, once.
         """
         self.consumer = threading.get_ident()
         while (parcel := self._next()) is None:
@@ -114,7 +114,7 @@ class HandOver:
                 raise StopIteration if error is None else error
             finally:
                 del error  # its traceback holds this frame
-        self._taken(parcel.mark)
+        self._on_taken(parcel.mark)
         self._room.ring()
         if parcel.made is not None:
             current = torch.cuda.current_stream(self._device)
@@ -139,7 +139,7 @@ class HandOver:
 
     def _leave(self) -> None:
         with suppress(IndexError):  # the other thread does
-            self._left.pop()()
+            self._on_left.pop()()
 
 
 #: Types that hold no tensors.
@@ -150,16 +150,16 @@ def cuda_tensors(value: Any) -> list[torch.Tensor]:
     """Every CUDA tensor within containers and objects, as plain tensors; those in a MetaTensor's metadata included."""
     found: list[torch.Tensor] = []
     seen: set[int] = set()
-    left: list[Iterable[Any]] = [(value,)]
-    while left:
-        for part in left.pop():
+    todo: list[Iterable[Any]] = [(value,)]
+    while todo:
+        for part in todo.pop():
             kind = type(part)
             if kind is torch.Tensor:
                 if part.is_cuda:
                     found.append(part)
             elif kind not in _PLAIN and id(part) not in seen:
                 seen.add(id(part))
-                left.extend(_members(part))
+                todo.extend(_members(part))
     return found
 
 

@@ -1,11 +1,11 @@
-"""OpenMP's threads on a machine with more work than processors: they are made to wait asleep.
+"""Makes OpenMP's threads wait asleep on a machine with more work than processors. For :mod:`.data_loader`.
 
 torch computes on the CPU in OpenMP's threads, which wait for one another by spinning. On an idle machine that is the
 quickest way. On a busy one they spend their share of the processors, for milliseconds at every operation, while the
 thread they wait for has none: an epoch of eight batches of 2 MB, each summed, took 130 ms instead of 22 beside two
 other processes on two processors. libgomp spins only for microseconds if a process has more of these threads than the
-machine has processors. That is so where the loader's thread computes, too. Where it only reads, a thread that does
-nothing has some more of them, as long as the machine is busy.
+machine has processors. That is so if the loader's thread computes, too. If it only reads, an idle thread of ours holds
+some more of them for as long as the machine is busy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LOAD_OF_BUSY_MACHINES", "heed_load"]
 #: The load per processor from which a machine is busy. A process that computes on all of them makes 1 by itself.
 LOAD_OF_BUSY_MACHINES = 1.5
 
-#: Elements of an operation that torch shares among threads.
+#: torch divides operations on more elements than this among threads.
 _SHARED_OUT = 1 << 15
 
 #: The longest wait for the thread, which a Ctrl-C may have come before.
@@ -30,27 +30,27 @@ _BEGIN_SECONDS = 10.0
 
 
 def heed_load() -> None:
-    """Has OpenMP's threads of this process wait asleep if the machine is busy, and spin if it is not."""
+    """Makes OpenMP's threads of this process wait asleep if the machine is busy, and spin if it is not."""
     _surplus().keep(os.getloadavg()[0] >= LOAD_OF_BUSY_MACHINES * (os.cpu_count() or 1))
 
 
 class _Surplus:
-    """More threads of OpenMP than this process needs, or none."""
+    """Threads of OpenMP beyond those that this process needs, held by a thread of ours; or none."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._end: threading.Event | None = None  # of the thread that has them
+        self._end: threading.Event | None = None  # of that thread; None without one
 
-    def keep(self, wanted: bool) -> None:
+    def keep(self, needed: bool) -> None:
         with self._lock:
-            if wanted and self._end is None:
+            if needed and self._end is None:
                 made, self._end = threading.Event(), threading.Event()
                 work = (made, self._end)
                 try:
                     threading.Thread(target=_idle, args=work, name="monai-gds-openmp", daemon=True).start()
                 finally:  # the interpreter must not end while it is in torch, after a Ctrl-C neither
                     made.wait(_BEGIN_SECONDS)
-            elif not wanted and self._end is not None:
+            elif not needed and self._end is not None:
                 self._end.set()
                 self._end = None
 

@@ -37,10 +37,10 @@ class CacheWorkers:
         self._parts, self._num_workers, self._context = parts, num_workers, context
         self._workers: Workers[Saved] | None = None
         self._closed = False
-        self._lock = threading.RLock()  # the collector may leave the loop, which closes this, while save() holds it
+        self._lock = threading.RLock()  # reentrant: the collector may call close() inside save()
 
     def save(self, dataset: GDSDataset, index: int) -> Future[Saved]:
-        """Has an item computed and saved. The future raises what the transforms raise, and WorkerDied."""
+        """Lets a worker compute and save an item. The future raises the errors of transforms, and WorkerDied."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the loop was left")
@@ -50,7 +50,7 @@ class CacheWorkers:
             return self._workers.submit((self._parts.index(dataset), index))
 
     def close(self) -> None:
-        """Ends the processes at once. What they had begun is lost."""
+        """Ends the processes at once. Unfinished items are lost."""
         with self._lock:
             self._closed = True
             if self._workers is None:
@@ -66,32 +66,32 @@ def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> Saved:
     part, index = place
     try:
         return parts[part].save(index)
-    except (NotSaved, FileChanged, UnsupportedType):  # the loader's process computes it then, and warns or raises
+    except (NotSaved, FileChanged, UnsupportedType):  # then the loader's process computes it, and warns or raises
         return Saved("busy")
 
 
 class _Upcoming:
-    """One item of a batch on its way."""
+    """One item of a batch that is to come."""
 
     __slots__ = ("begun", "dataset", "index", "nbytes", "saved")
 
     def __init__(self, dataset: GDSDataset, index: int) -> None:
         self.dataset, self.index = dataset, index
-        self.begun: Begun | Exception | None = None  # what the dataset began, or what went wrong then
-        self.nbytes = 0  # of what was begun, as they are counted
-        self.saved: Future[Saved] | None = None  # when its record is there, if a worker computes it
+        self.begun: Begun | Exception | None = None  # what the dataset began, or its error
+        self.nbytes = 0  # bytes that are counted for it
+        self.saved: Future[Saved] | None = None  # of its record, if a worker computes it
 
 
 class ReadAhead:
     """Begins the reads of the items that come next, and finishes them. Belongs to the loader's thread.
 
-    An error ahead of the batch that is wanted is raised when its own batch is. Where a device has no memory left for
-    that batch, what was begun ahead is given up and begun again later, and half as many records are in flight from then
-    on. Random transforms are not tried again.
+    An error of an item is raised with that item's batch. If a device has no memory left for the current batch, reads
+    ahead of it are given up and begun again later, and half as many records are in flight from then on. Random
+    transforms are not run again.
 
     Args:
         batches: the dataset and index of each item, batch by batch.
-        most_records: returns how many records may be in flight with batches of a size.
+        most_records: returns how many records may be in flight with batches of a given size.
         most_bytes: how many bytes may be in flight.
         workers: compute the items that are not cached; None: this thread does.
     """
@@ -107,43 +107,43 @@ class ReadAhead:
         self._records_for, self._most_records, self._most_bytes = most_records, 1, most_bytes
         self._workers = workers
         self._limit = inf  # of records in flight, once a device had no memory for more
-        self._wanted: deque[_Upcoming] = deque()  # what is left of the batch that is being finished
+        self._current: deque[_Upcoming] = deque()  # the rest of the batch that is being finished
         self._drawn: deque[list[_Upcoming]] = deque()  # the batches behind it
-        self._waiting: deque[_Upcoming] = deque()  # the drawn ones that are not begun
-        self._undecided: list[_Upcoming] = []  # those whose bytes are not known yet
-        self._error: Exception | None = None  # behind the drawn ones
-        # Records and bytes: begun, finished, taken by the consumer. In flight is what was begun and not taken. No lock:
-        # each is written by one thread.
+        self._waiting: deque[_Upcoming] = deque()  # drawn items that are not begun
+        self._unsized: list[_Upcoming] = []  # begun items whose bytes are not known yet
+        self._error: Exception | None = None  # behind the drawn batches
+        # Records and bytes: begun, finished, taken by the consumer. Those begun and not taken are in flight. No lock is
+        # needed: each is written by one thread.
         self._records = self._nbytes = 0
         self.finished = self._taken = 0, 0
         self._last = 0  # size of the last record that has one
 
     def taken(self, finished: tuple[int, int]) -> None:
-        """Notes that the consumer, in its thread, has taken the batch with which so much was finished."""
+        """Notes, in the consumer's thread, that it took the batch up to which ``finished`` records and bytes were."""
         self._taken = finished
 
     def next_batch(self) -> list[Any] | None:
-        """The items of the next batch behind their random transforms."""
+        """The items of the next batch, after their random transforms. None behind the last."""
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error
             return None
         items = []
         records, nbytes = self.finished
-        self._wanted.extend(self._drawn.popleft())
-        while self._wanted:
+        self._current.extend(self._drawn.popleft())
+        while self._current:
             begun = self.with_memory(self._arrived)
-            upcoming = self._wanted.popleft()
+            upcoming = self._current.popleft()
             items.append(upcoming.dataset.end(begun))
             self._count(0, begun.nbytes, upcoming)
             nbytes += upcoming.nbytes
             del begun  # its item alone keeps the memory
-            self._decide()
+            self._count_drawn()
         self.finished = records + len(items), nbytes
         return items
 
     def with_memory(self, work: Callable[[], T]) -> T:
-        """Returns what ``work`` does. Where a device has no memory for it, gives up what is ahead and tries again."""
+        """Returns what ``work`` returns. If a device has no memory for it, gives up the reads ahead and tries again."""
         for pause in _PAUSES:
             try:
                 return work()
@@ -156,32 +156,32 @@ class ReadAhead:
         return work()
 
     def end(self) -> None:
-        """Nothing more is asked for."""
+        """Ends the workers: no more batches are asked for."""
         if self._workers is not None:
             self._workers.close()
 
     def _give_up(self) -> None:
-        """Drops what was begun and is not finished, to be begun again, and lowers the limit."""
-        begun = [upcoming for upcoming in chain(self._wanted, *self._drawn) if upcoming.begun is not None]
+        """Drops items that are begun and not finished, which are begun again later, and lowers the limit."""
+        begun = [upcoming for upcoming in chain(self._current, *self._drawn) if upcoming.begun is not None]
         if len(begun) > 1 and len(begun) // 2 < self._limit:
             self._limit = self._most_records = len(begun) // 2
             warnings.warn(
-                f"the device has no memory left for {len(begun)} records in flight: in this epoch there are "
-                f"{self._limit} from here on. GDSDataLoader(prefetch={self._limit}) begins with that",
+                f"the device has no memory left for {len(begun)} records in flight: the rest of this epoch has "
+                f"{self._limit}. GDSDataLoader(prefetch={self._limit}) starts with that many",
                 CacheWarning,
                 stacklevel=2,
             )
         for upcoming in begun:
             upcoming.begun = None
             self._count(-1, 0, upcoming)
-        self._undecided = []
-        self._waiting = deque(chain(self._wanted, *self._drawn))
+        self._unsized = []
+        self._waiting = deque(chain(self._current, *self._drawn))
 
     def _arrived(self) -> Begun:
-        """The next item that is wanted, up to its random transforms; behind its worker, where one computes it."""
+        """The next item of the current batch, up to its random transforms. Waits for its worker, if one computes it."""
         self._begin_what_fits()
-        upcoming = self._wanted[0]
-        if upcoming.begun is None:  # without room too: the batch has to be completed
+        upcoming = self._current[0]
+        if upcoming.begun is None:  # even without room: the batch has to be completed
             self._begin(1)
         if upcoming.saved is not None:
             stages.enter("waiting for workers")
@@ -205,32 +205,32 @@ class ReadAhead:
             self._begin(min(room, len(self._waiting)))
 
     def _room(self) -> int:
-        """How many more records, as large as the last one, may be begun; one while no size is known."""
+        """How many more records, each as large as the last one, may be begun; one while no size is known."""
         records, nbytes = self._records - self._taken[0], self._nbytes - self._taken[1]
         fit = (self._most_bytes - nbytes) // self._last if self._last else 1
         return max(min(self._most_records - records, fit), 0 if records else 1)
 
     def _count(self, records: int, nbytes: int, upcoming: _Upcoming) -> None:
-        """Counts records, and bytes of one in place of those that were counted for it."""
+        """Counts records, and replaces the bytes that were counted for one of them."""
         self._records += records
         self._nbytes += nbytes - upcoming.nbytes
         upcoming.nbytes = nbytes
         self._last = nbytes or self._last
 
-    def _decide(self) -> None:
+    def _count_drawn(self) -> None:
         """Counts the bytes of items that were waiting to be drawn."""
-        left = []
-        for upcoming in self._undecided:
+        unsized = []
+        for upcoming in self._unsized:
             begun = upcoming.begun
             if begun is None or isinstance(begun, Exception):
                 continue
             self._count(0, begun.nbytes, upcoming)
             if begun.waits:
-                left.append(upcoming)
-        self._undecided = left
+                unsized.append(upcoming)
+        self._unsized = unsized
 
     def _begin(self, count: int) -> None:
-        """Begins the first of those that wait, all of one dataset at once."""
+        """Begins the first ``count`` items that wait, those of one dataset together."""
         first = [self._waiting.popleft() for _ in range(count)]
         for dataset, group in groupby(first, attrgetter("dataset")):
             together = list(group)
@@ -241,7 +241,7 @@ class ReadAhead:
                     continue
                 self._count(1, begun.nbytes, upcoming)
                 if begun.waits:
-                    self._undecided.append(upcoming)
+                    self._unsized.append(upcoming)
                 if self._workers is not None and not begun.cached and upcoming.saved is None:
                     upcoming.saved = self._workers.save(dataset, upcoming.index)
 
@@ -263,15 +263,15 @@ class ReadAhead:
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
-    """Whether a device had no memory: so the error says, or the one that caused it."""
+    """Whether this error, or the one that caused it, says that a device had no memory."""
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or _is_of_memory(error.__cause__))
 
 
 def _begin_all(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun | Exception]:
-    """As ``dataset.begin``, with the exception of each item that has one."""
+    """As ``dataset.begin``, with the exception in place of each item that fails."""
     try:
         return [*dataset.begin(indices)]
     except Exception as e:
-        if len(indices) == 1:  # the traceback of one that is tried again would keep what else was begun
+        if len(indices) == 1:  # a traceback would keep other items' memory while this one is tried again
             return [e.with_traceback(None) if _is_of_memory(e) else e]
     return [_begin_all(dataset, [index])[0] for index in indices]

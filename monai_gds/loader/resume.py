@@ -1,9 +1,9 @@
 """Where a loop is in its epoch, so that the epoch can be continued later, in another process too.
 
 The loader's thread is ahead of the consumer: it has drawn random numbers for batches that nobody has taken. So each
-batch is handed over with the states that the generators of the random transforms had behind it, and those of the batch
-taken last are what counts: a saved state has them, and a loop that is left early puts the generators back to them. The
-order of the items is not saved: it is drawn again, from the states that the epoch began with.
+batch is handed over with the states that the generators of the random transforms had behind it. The states of the batch
+taken last count: they are saved, and a loop that is left early restores them. The order of the items is not saved: it
+is drawn again, from the states that the epoch began with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from monai_gds.generators import Slot, is_generator, put_back, slots, states_at
 
 __all__ = ["Counted", "Later", "Place", "begin_or_go_on", "check"]
 
-#: Samplers without a generator of their own draw from these, and so may training.
+#: Samplers without their own generator draw from these, and so may training.
 _SHARED = {
     "torch": Slot(torch, "default_generator"),
     "numpy": Slot(np.random.mtrand, "_rand"),
@@ -45,30 +45,30 @@ class Place:
         self._transforms = _of_transforms(loader.dataset)
         self._began: dict[str, Any] = {"states": states_at(self._order), "epochs": self.epochs()}
         self.batches = 0
-        self._states = self._left = states_at(self._transforms)
+        self._states = self._made = states_at(self._transforms)
 
     # For the loader's thread
 
     def made(self) -> dict[str, Any]:
-        """The states behind the batch that was just made, for :meth:`taken`."""
-        self._left = states_at(self._transforms)
-        return self._left
+        """Returns the states behind the batch that was just made, for :meth:`taken`."""
+        self._made = states_at(self._transforms)
+        return self._made
 
     # For the consumer
 
     def taken(self, states: dict[str, Any] | None = None) -> None:
-        """Notes that a batch was taken. Without states, a loop that goes on makes the batches before it again."""
+        """Notes that a batch was taken. Without states, a continued loop makes the batches before it again."""
         self.batches += 1
         if states is not None:
             self._states = states
 
     def leave(self) -> None:
-        """Puts the transforms back to where the consumer is, unless somebody else has drawn from them."""
-        if self._left is not self._states and states_at(self._transforms) == self._left:
+        """Restores the transforms' states to those of the consumer, unless somebody else has drawn from them."""
+        if self._made is not self._states and states_at(self._transforms) == self._made:
             put_back(self._transforms, self._states)
 
     def state_dict(self, begun: bool) -> dict[str, Any]:
-        """What :func:`begin_or_go_on` needs. ``begun``: whether a loop has drawn its order from these states."""
+        """The state for :func:`begin_or_go_on`. ``begun``: whether a loop has drawn its order from these states."""
         return {
             "batches": self.batches,
             "order": self._began,
@@ -76,23 +76,23 @@ class Place:
             "shared": states_at(_SHARED) if begun else {},
         }
 
-    # For a loop that goes on
+    # For a loop that continues
 
     def epochs(self) -> dict[str, int]:
         """The number that ``set_epoch`` was given, by sampler."""
         return {path: s.epoch for path, s in self._samplers.items() if isinstance(getattr(s, "epoch", None), int)}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Puts all generators where an order is drawn from that was drawn before."""
+        """Restores all generators to the states that the saved epoch's order was drawn from."""
         self.batches, self._began = state["batches"], state["order"]
         put_back(self._transforms, state["transforms"])
         put_back(self._order, state["order"]["states"])
-        self._states = self._left = states_at(self._transforms)
-        if self.batches:  # before the first one a sampler may be told its epoch
+        self._states = self._made = states_at(self._transforms)
+        if self.batches:  # a sampler may be given its epoch until the first batch
             self._set_epochs(state["order"]["epochs"])
 
     def arrive(self, state: Mapping[str, Any], epochs: Mapping[str, int]) -> None:
-        """Once the order is drawn: what training shares is put to where it was when the state was taken."""
+        """Restores the generators that training shares to their saved states, once the order is drawn."""
         put_back(_SHARED, state["shared"])
         self._set_epochs(epochs)
 
@@ -104,7 +104,7 @@ class Place:
 def begin_or_go_on(
     loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], state: Mapping[str, Any] | None
 ) -> tuple[Place, Iterator[Any]]:
-    """Begins an epoch, or continues one behind the batches that were taken. Behind its last one, a new epoch begins."""
+    """Begins an epoch, or continues one behind the batches that were taken. If none is left, begins a new epoch."""
     place = Place(loader)
     if state is None:
         return place, begin()
@@ -123,9 +123,9 @@ def begin_or_go_on(
 
 
 def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Refuses what is not the state of a loader, and warns of one whose transforms are others."""
+    """Raises ValueError unless this is the state of a loader. Warns if it is that of another pipeline."""
     if {"batches", "order", "transforms", "shared"} - state.keys():
-        raise ValueError("this is not what GDSDataLoader.state_dict() gave: was it saved by another kind of loader?")
+        raise ValueError("this is not a state of GDSDataLoader.state_dict(): was it saved by another kind of loader?")
     differ = _of_transforms(loader.dataset).keys() ^ state["transforms"].keys()
     if differ:
         warnings.warn(
@@ -136,7 +136,7 @@ def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
 
 
 class Counted(Iterator[Any]):
-    """A loop of torch's own, with a place."""
+    """A loop of torch's own loader, whose batches are counted."""
 
     def __init__(self, batches: Iterator[Any], place: Place) -> None:
         self._batches, self._place = batches, place
@@ -177,19 +177,19 @@ class Later(Iterator[Any]):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What random numbers are drawn from
+# Where random numbers are drawn from
 
 
 def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A loader's samplers, and those that they ask, by path."""
+    """A loader, its samplers and the samplers within those, by path."""
     found: dict[str, Any] = {"": loader}
-    left: dict[str, Any] = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
-    while left:
-        path, sampler = left.popitem()
+    todo: dict[str, Any] = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
+    while todo:
+        path, sampler = todo.popitem()
         if not hasattr(sampler, "__dict__") or any(sampler is other for other in found.values()):
             continue
         found[path] = sampler
-        left |= {f"{path}.{n}": v for n, v in vars(sampler).items() if isinstance(v, Sampler)}
+        todo |= {f"{path}.{n}": v for n, v in vars(sampler).items() if isinstance(v, Sampler)}
     return found
 
 

@@ -1,12 +1,12 @@
 """Batches on their way from worker processes to the loader's, in shared memory.
 
-A batch is pickled, and its large buffers are left out (protocol 5 of pickle). They lie one after another in an
-:class:`Arena`: memory of the loader's process (``memfd_create``), which a worker maps too. None of it is in /dev/shm,
-which has 64 MB in Docker, and nothing is left of it when the processes end, however they end. A batch that does not fit
-its arena is pickled with its buffers.
+A batch is pickled without its large buffers (protocol 5 of pickle). They lie one after another in an :class:`Arena`:
+memory of the loader's process (``memfd_create``), which a worker maps too. It does not use /dev/shm, which has 64 MB in
+Docker, and nothing is left of it when the processes end, however they end. A batch that does not fit into its arena is
+pickled with its buffers.
 
-On a CPU target the tensors of a batch are its arena, which is used again when the last of them is gone. For a CUDA
-target the arena is page-locked once, and used again when it is copied.
+On a CPU target the tensors of a batch lie in its arena, which is reused when the last of them is gone. For a CUDA
+target the arena is page-locked once, and reused when it has been copied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Arena", "Arenas", "Mapped", "Packed", "Place", "pack", "unpack"]
 
 _log = logging.getLogger("monai_gds")
 
-#: Where buffers begin in an arena: as torch aligns memory of its own.
+#: Buffers begin at multiples of this in an arena, as torch aligns its own memory.
 _ALIGNMENT = 64
 
 _numbers = itertools.count()
@@ -50,7 +50,7 @@ class Place(NamedTuple):
     """Where a worker finds an arena.
 
     Attributes:
-        file: device and inode. The descriptor may be another file's by now, and that one is not to be written to.
+        file: device and inode. The descriptor may be that of another file by now, which must not be written to.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-#: Forks of this process. A child may have a batch that is gone here: its memory is not written to again.
+#: Forks of this process. A child may still have a batch that is gone here, so its memory is not written to again.
 _forks = 0
 
 
@@ -76,7 +76,7 @@ class Arena:
     """Shared memory for one batch at a time. The kernel gives it pages as they are written.
 
     Attributes:
-        forks: of this process when the batch in it was handed out; None before.
+        forks: forks of this process when its batch was handed out; None before that.
 
     Raises:
         OSError: the process may have no more descriptors or memory.
@@ -154,11 +154,11 @@ class Arenas:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Those that exist. Workers unmap all others."""
+        """The numbers of the arenas that exist. Workers unmap all others."""
         return frozenset(self._made)
 
     def take(self) -> Arena | None:
-        """An arena that no batch is in; None if there is no more room, or the system gives none."""
+        """An arena without a batch; None if there is no more room, or the system gives none."""
         while self._copied and self._copied[0][0].query():  # type: ignore[no-untyped-call]
             self._free.append(self._copied.popleft()[1])
         while self._free:
@@ -178,23 +178,23 @@ class Arenas:
         return arena
 
     def give_back(self, arena: Arena) -> None:
-        """The batch in it is gone."""
+        """Takes back an arena whose batch is gone."""
         self._free.append(arena)
 
     def give_back_behind(self, copies: torch.cuda.Event, arena: Arena) -> None:
-        """The batch in it is being copied."""
+        """Takes back an arena, to be reused behind the event of the copies from it."""
         self._copied.append((copies, arena))
 
     def note(self, packed: Packed) -> None:
-        """Sees to it that a batch as large as this one will fit."""
+        """Makes arenas from now on large enough for batches like this one."""
         if self._size < packed.nbytes <= self._most:
             self._size = min(packed.nbytes + packed.nbytes // 4, self._most)  # others may be larger
-        wanted = packed.nbytes * self._count
-        if packed.loose is not None and wanted > self._most and not self._warned:
+        needed = packed.nbytes * self._count
+        if packed.loose is not None and needed > self._most and not self._warned:
             self._warned = True
             warnings.warn(
                 f"batches of {packed.nbytes / 1e6:.0f} MB do not all fit into shared memory and are pickled, which is "
-                f"slower: prefetch_bytes={1.25 * wanted:.1e} has room for them",
+                f"slower: prefetch_bytes={1.25 * needed:.1e} has room for them",
                 CacheWarning,
                 stacklevel=2,
             )
@@ -238,12 +238,12 @@ def _mapping(place: Place) -> mmap.mmap:
 
 
 class Packed(NamedTuple):
-    """A batch on its way.
+    """A packed batch.
 
     Attributes:
         pickled: everything but large buffers.
         spans: offset and size of each buffer in the arena, and whether it goes to the device.
-        nbytes: of an arena that holds them.
+        nbytes: bytes of an arena that the buffers take.
         loose: the buffers, if they are not in the arena.
     """
 
@@ -270,19 +270,19 @@ def pack(batch: Any, moving: Iterable[torch.Tensor], room: memoryview | None) ->
 
 
 def unpack(packed: Packed, memory: np.ndarray | None, take: Callable[[np.ndarray, bool], Any]) -> Any:
-    """The batch over what ``take`` makes of each buffer, given it and whether it goes to the device."""
+    """Unpacks a batch. ``take`` gets each buffer, and whether it goes to the device, and returns the memory to use."""
     buffers = packed.loose
     if buffers is None:
         buffers = [] if memory is None else [memory[start : start + nbytes] for start, nbytes, _ in packed.spans]
-    taken = [take(buffer, moves) for buffer, (_, _, moves) in zip(buffers, packed.spans, strict=True)]
-    return pickle.loads(packed.pickled, buffers=taken)
+    memories = [take(buffer, moves) for buffer, (_, _, moves) in zip(buffers, packed.spans, strict=True)]
+    return pickle.loads(packed.pickled, buffers=memories)
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out large buffers, and those of tensors that are moving.
+    """Leaves out large buffers, and those of tensors that go to the device (``moving``).
 
     Attributes:
-        buffers: what was left out, in order, and whether it is moving.
+        buffers: the buffers that were left out, in order, and whether each is moving.
     """
 
     def __init__(self, file: io.BytesIO, moving: Iterable[torch.Tensor]) -> None:
@@ -300,7 +300,7 @@ class _Pickler(pickle.Pickler):
         return False
 
     def reducer_override(self, value: Any) -> Any:
-        """How a tensor is pickled: as its bytes and its form. What this cannot do, torch does."""
+        """Pickles a tensor as its bytes and its form. Other kinds of tensors are left to torch."""
         kind = type(value)
         if kind not in (torch.Tensor, MetaTensor):
             return NotImplemented
@@ -319,7 +319,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(raw: Any, form: tuple[torch.dtype, Any, Any], kind: type[torch.Tensor], attributes: Any) -> torch.Tensor:
-    """A tensor over its bytes: those of an arena, on a device, or a bytearray."""
+    """A tensor over its bytes, which lie in an arena, on a device, or in a bytearray."""
     dtype, shape, strides = form
     flat = raw if isinstance(raw, torch.Tensor) else torch.from_numpy(np.frombuffer(raw, np.uint8))
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""Where the time of an epoch went: ``GDSDataLoader(stats=True)``. What the stages are is in :mod:`monai_gds.stages`."""
+"""Where the time of an epoch went: ``GDSDataLoader(stats=True)``. :mod:`monai_gds.stages` defines the stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Recorder", "Stats", "measure_workers"]
 #: The stages in which the loader's thread has nothing to do.
 _AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
 
-#: A training that waits for less of an epoch gains nothing from a faster loader.
+#: Training that waits for a smaller share of an epoch gains nothing from a faster loader.
 _LITTLE = 0.05
 
 #: What to do about the stage that takes most of the time.
@@ -45,17 +45,17 @@ class Stats:
     """Where the time of an epoch went. ``print`` shows a table.
 
     Attributes:
-        seconds: of the epoch, from when its first batch was asked for to the last one, or so far.
-        waiting: of these, the seconds in which the training waited for a batch.
+        seconds: length of the epoch, from when its first batch was asked for to the last one, or so far.
+        waiting: seconds of these in which the training waited for a batch.
         stages: the seconds that the loader's thread, or its workers together, took for each stage. On a CUDA device
-            they include the work there. ``saving``, of computed items, is what the thread itself needed for it.
+            they include the work there. ``saving`` is the thread's own share of saving computed items.
         transforms: the seconds of each deterministic transform, of items that were computed.
         random_transforms: the seconds of each random transform.
         saving_behind: the seconds in which records were written in the background.
-        batches: that were delivered.
+        batches: batches that were delivered.
         hits: items that were read.
         computed: items that were computed.
-        nbytes: that were read of records.
+        nbytes: bytes of records that were read.
         in_workers: whether worker processes ran the random transforms.
     """
 
@@ -78,17 +78,17 @@ class Stats:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """What was read of records, by the length of the epoch."""
+        """Gigabytes of records that were read, per second of the epoch."""
         return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
     @property
     def advice(self) -> str:
-        """One sentence: what the epoch waits for most, and what can be done about it."""
+        """One sentence: where most of the time goes, and what can be done about it."""
         if self.waiting <= _LITTLE * self.seconds:
             return (
                 f"The training waits {_share(self.waiting, self.seconds)} of the epoch: a faster loader gains nothing."
             )
-        idle = (_AHEAD, _BEHIND) if self.in_workers else (_AHEAD,)  # what workers do is measured there
+        idle = (_AHEAD, _BEHIND) if self.in_workers else (_AHEAD,)  # the workers' own stages are measured
         work = {stage: seconds for stage, seconds in self.stages.items() if stage not in idle}
         if not work:
             return f"The training waits {_share(self.waiting, self.seconds)} of the epoch for what is not measured."
@@ -130,7 +130,7 @@ def _share(part: float, whole: float) -> str:
 
 
 class Recorder:
-    """Measures the epochs of a loader, and keeps what it measured of the last one. It keeps no loop alive."""
+    """Measures the epochs of a loader, and keeps the figures of the last one. It keeps no loop alive."""
 
     def __init__(self) -> None:
         self._epoch: _Epoch | None = None
@@ -148,7 +148,7 @@ class Recorder:
 
 
 class _Epoch:
-    """What is measured of an epoch."""
+    """The measurements of an epoch."""
 
     def __init__(self) -> None:
         self.watch = Watch()
@@ -158,7 +158,7 @@ class _Epoch:
 
     @contextmanager
     def consumer_waits(self) -> Iterator[None]:
-        """Adds the time of the block to that in which the consumer waits."""
+        """Counts the time of the block as waiting of the consumer."""
         asked = time.perf_counter()
         try:
             yield
@@ -229,9 +229,9 @@ class _FromWorker(NamedTuple):
 
 @contextmanager
 def measure_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
-    """Has workers that a loader starts in the block measure, and send what they measured with each batch.
+    """Makes workers that a loader starts in the block measure, and send their measurements with each batch.
 
-    The loader gets its functions back: Lightning makes other loaders out of them.
+    The loader's own functions are restored afterwards: Lightning makes other loaders out of them.
     """
     collate, init = loader.collate_fn, loader.worker_init_fn
     loader.collate_fn, loader.worker_init_fn = partial(_collate, collate), partial(_init, init)
@@ -241,14 +241,14 @@ def measure_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
         loader.collate_fn, loader.worker_init_fn = collate, init
 
 
-#: What a worker measures.
+#: The measurements of a worker.
 _watch = Watch()
 
 
-def _init(then: Callable[[int], None] | None, worker: int) -> None:
+def _init(init: Callable[[int], None] | None, worker: int) -> None:
     measure(_watch)
-    if then is not None:
-        then(worker)
+    if init is not None:
+        init(worker)
 
 
 def _collate(collate: Callable[[Any], Any], items: Any) -> Any:

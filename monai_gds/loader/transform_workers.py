@@ -37,7 +37,7 @@ from monai_gds.workers import Workers
 
 __all__ = ["Processes", "WorkerBatches"]
 
-#: Tells the seeds of what runs in the loader's process from those of workers.
+#: Makes the seeds of transforms in the loader's process differ from those in workers.
 _HERE = 1
 
 #: Arenas beyond those of the batches under way: one is being unpacked, one waits, and the consumer has one or two.
@@ -52,7 +52,7 @@ class Work(NamedTuple):
         collate: makes a batch of a list of items; None leaves that to the loader's process.
         on_device: whether batches go to a CUDA device.
         state: the settings of the loader's process.
-        told: where that process notes what it has told.
+        told: where that process notes what its user has been told.
     """
 
     parts: list[GDSDataset]
@@ -78,7 +78,7 @@ class Task(NamedTuple):
 
 
 class Worker:
-    """Makes batches. It gets its work pickled, so that whatever is wrong with that is an error of the first batch."""
+    """Makes batches. It gets its work pickled, so that an error in unpickling is one of the first batch."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
@@ -114,7 +114,7 @@ def _unpickled(pickled: bytes) -> Work:
         ) from e
     attach(work.told)
     apply(work.state)
-    with warnings.catch_warnings(action="ignore"):  # of the split, which the loader's process has given
+    with warnings.catch_warnings(action="ignore"):  # of the split: the loader's process has given them
         for part in work.parts:
             part.split()
     return work
@@ -124,7 +124,7 @@ def _item(dataset: GDSDataset, index: int, *seed: int) -> Any:
     with naming(index, dataset.data[index]):
         seed_everything(dataset.split().steps(), *seed)
         item = dataset[index]
-    reset_ops_id(item)  # the transforms of this process have others than the user's, which are to invert the item
+    reset_ops_id(item)  # ids differ from those of the user's transforms, which must be able to invert the item
     return item
 
 
@@ -161,7 +161,7 @@ def _at(item: Any, key: Any) -> Any:
 
 
 class Order(NamedTuple):
-    """What processes are started for. Processes of an equal one can go on."""
+    """What processes are started for. Processes with an equal order are used again."""
 
     work: bytes
     num_workers: int
@@ -172,7 +172,7 @@ class Order(NamedTuple):
 
 
 class Processes:
-    """Worker processes, and the memory through which batches come. They outlive an epoch."""
+    """Worker processes, and the memory through which their batches come. They outlive an epoch."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -211,7 +211,7 @@ def _numbered(batches: Iterable[Sequence[tuple[GDSDataset, int]]], seed: int) ->
 
 
 class _Running(NamedTuple):
-    """A batch that a worker makes."""
+    """A batch that a worker is making."""
 
     drawn: Drawn
     packed: Future[tuple[Packed, Measurements | None]]
@@ -219,7 +219,7 @@ class _Running(NamedTuple):
 
 
 class Loader(Protocol):
-    """What this file needs of a GDSDataLoader."""
+    """The part of a GDSDataLoader that this file uses."""
 
     num_workers: int
     multiprocessing_context: Any
@@ -236,7 +236,7 @@ class WorkerBatches:
     """The batches of one epoch, in order. Belongs to the loader's thread, but for :meth:`close`.
 
     Attributes:
-        assemble: makes a batch for the consumer of what :meth:`next_batch` returns.
+        assemble: turns the result of :meth:`next_batch` into a batch for the consumer.
 
     Raises:
         ValueError: something cannot be sent to workers.
@@ -269,15 +269,15 @@ class WorkerBatches:
             self._idle.pop().close()
         self._processes = self._idle.pop() if self._idle else Processes(order)
         self._running: deque[_Running] = deque()
-        self._news: queue.SimpleQueue[object] = queue.SimpleQueue()  # the next batch is there, or the loop was left
-        self._error: Exception | None = None  # behind what is running
+        self._news: queue.SimpleQueue[object] = queue.SimpleQueue()  # the next batch is ready, or the loop was left
+        self._error: Exception | None = None  # behind the running batches
         self._complete = False
 
     def taken(self, finished: tuple[int, int]) -> None:
-        """As for ReadAhead; what is under way is bounded by the number of batches."""
+        """Does nothing, unlike that of ReadAhead: the number of batches bounds what is under way."""
 
     def next_batch(self) -> Any:
-        """What the next batch is assembled of; None if there is none."""
+        """The next batch, or its items if some transforms are left to this process; None if there is none."""
         while len(self._running) < self._processes.order.ahead and self._submit():
             pass
         if not self._running:
@@ -292,17 +292,17 @@ class WorkerBatches:
             self._news.get()
             if not running.packed.done():  # the loop was left
                 return None
-        packed, taken = running.packed.result()
-        if taken is not None and self._watch is not None:
-            self._watch.add(taken)
+        packed, measurements = running.packed.result()
+        if measurements is not None and self._watch is not None:
+            self._watch.add(measurements)
         enter("collating")
-        batch = self._received(packed, running.arena)
+        batch = self._unpacked(packed, running.arena)
         if self.whole:
             return batch
         return [self._finished(running.drawn, i, item) for i, item in enumerate(batch)]
 
     def close(self) -> None:
-        """Wakes the loader's thread, since the loop was left. For any thread, the collector's too."""
+        """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
         self._news.put(None)
 
     def end(self) -> None:
@@ -335,30 +335,30 @@ class WorkerBatches:
         self._running.append(_Running(drawn, self._processes.workers.submit(task), arena))
         return True
 
-    def _received(self, packed: Packed, arena: Arena | None) -> Any:
-        """A batch, on the device."""
+    def _unpacked(self, packed: Packed, arena: Arena | None) -> Any:
+        """A worker's batch, unpacked on the device."""
         arenas = self._processes.arenas
         arenas.note(packed)
         if arena is None or packed.loose is not None or not packed.spans:
             if arena is not None:
                 arenas.give_back(arena)
-            return unpack(packed, None, self._taken_over)
+            return unpack(packed, None, self._copied)
         if self._device.type == "cpu":
-            return unpack(packed, arena.shared(packed.nbytes, partial(arenas.give_back, arena)), _as_it_is)
+            return unpack(packed, arena.shared(packed.nbytes, partial(arenas.give_back, arena)), _in_place)
         arena.pin(packed.nbytes)
-        batch = unpack(packed, arena.memory, self._taken_over)
+        batch = unpack(packed, arena.memory, self._copied)
         arenas.give_back_behind(torch.cuda.current_stream(self._device).record_event(), arena)
         return batch
 
-    def _taken_over(self, buffer: np.ndarray, moves: bool) -> Any:
-        """A buffer in memory of its own."""
+    def _copied(self, buffer: np.ndarray, moves: bool) -> Any:
+        """Copies a buffer to separate memory."""
         if not moves:
             return buffer.copy()
         found = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self._device)
         return found.copy_(torch.from_numpy(buffer), non_blocking=True)
 
     def _finished(self, drawn: Drawn, number: int, item: Any) -> Any:
-        """An item of a batch, behind the transforms that the workers leave to this process."""
+        """An item of a batch, after the transforms that workers leave to this process."""
         dataset, index = drawn.places[number]
         split, done = dataset.split(), self._done[self._parts.index(dataset)]
         with naming(index, dataset.data[index]):
@@ -366,7 +366,7 @@ class WorkerBatches:
             return split.after(item, done)
 
 
-def _as_it_is(buffer: np.ndarray, moves: bool) -> Any:
+def _in_place(buffer: np.ndarray, moves: bool) -> Any:
     return buffer
 
 
@@ -381,7 +381,7 @@ def _pickled(work: Work) -> bytes:
 
 
 def _culprit(work: Work) -> str:
-    """What of it cannot be pickled."""
+    """The part of the work that cannot be pickled."""
     named = [
         (f"transform {i}, {type(transform).__name__},", transform)
         for part in work.parts for i, transform in enumerate(part.transform.flatten().transforms)

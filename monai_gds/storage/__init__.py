@@ -1,10 +1,10 @@
 """Moving bytes between files and tensors. Knows nothing of records, items or MONAI.
 
-Callers use :class:`Storage`, made by :func:`open_storage`. A backend is a :class:`Backend`: read
-:mod:`monai_gds.storage.backend` first. What is here is the core; ``deepnvme/`` and ``xnvme/`` are wings, imported only
+Callers use :class:`Storage`, made by :func:`open_storage`. A backend is a subclass of :class:`Backend`: read
+:mod:`monai_gds.storage.backend` first. This folder is the core; ``deepnvme/`` and ``xnvme/`` are wings, imported only
 when one of their backends is asked for.
 
-Names are imported when they are first used: block maps and the doctor need parts of this package, but not torch.
+Names are imported on first use, because block maps and the doctor need parts of this package without torch.
 """
 
 from importlib import import_module as _import_module

@@ -1,7 +1,8 @@
-"""What a storage backend writes. Read this file, then :mod:`.blocking` or :mod:`.queue`, before writing one.
+"""The interface of storage backends. Read this file, then :mod:`.blocking` or :mod:`.queue`, before writing one.
 
 A backend moves bytes between files and the tensors of one device. It implements :meth:`Backend.probe` and
-:meth:`Backend.start`, and overrides what it does better than the defaults here. Two bases leave it with one primitive:
+:meth:`Backend.start`, and overrides what it does better than the defaults here. Two base classes reduce it to one
+primitive:
 
 * :class:`monai_gds.storage.blocking.BlockingBackend` for a blocking read of a part of a file;
 * :class:`monai_gds.storage.queue.QueueBackend` for a queue that takes commands and gives completions.
@@ -11,9 +12,9 @@ byte is there or its copy is queued on the copy stream. Nothing is overwritten b
 destination is ordered behind the copy stream when ``start`` is called, so a backend that fills device memory past that
 stream first waits for an event recorded on it.
 
-Whether it keeps what is promised here, the tests in :mod:`monai_gds.testing` show.
+The tests in :mod:`monai_gds.testing` check whether a backend keeps these promises.
 
-What the backend need not care about: :class:`monai_gds.storage.Storage` checks arguments and the process, packs small
+A backend can rely on :class:`monai_gds.storage.Storage`, which checks arguments and the process, packs small
 destinations into one block, and hands tensors to the caller's stream.
 """
 
@@ -60,10 +61,10 @@ class Backend(ABC):
     """Moves bytes between files and tensors of one device; see the module's docstring.
 
     Options are keyword arguments of the constructor, and are never seen outside of it. An instance is used by several
-    threads at once and by one process only, which :class:`monai_gds.storage.Storage` sees to.
+    threads at once, but by one process only: :class:`monai_gds.storage.Storage` checks that.
 
     Args:
-        device: where destinations live, ``cpu`` or ``cuda:N``. Single destinations may lie on the CPU in any case.
+        device: where destinations live, ``cpu`` or ``cuda:N``. Individual destinations may always lie on the CPU.
 
     Example:
         >>> import os, torch
@@ -85,8 +86,8 @@ class Backend(ABC):
     #: What a user writes as ``backend="…"``. Given by the registry.
     name: ClassVar[str] = ""
 
-    #: Whether reads see what the file system sees. Of a backend that reads behind its back, bytes that were right once
-    #: are worth another look at their checksum.
+    #: Whether reads see what the file system sees. If not, because the backend reads behind its back, checksums are
+    #: verified at every read, not only at the first.
     coherent: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
@@ -101,17 +102,17 @@ class Backend(ABC):
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         """Starts all reads and returns at once.
 
-        A file that cannot be read fails alone (:meth:`Pending.fail`): errors come out of the Pending, never of this.
+        Errors of files come out of the Pending, not of this call: each file fails alone (:meth:`Pending.fail`).
 
         Args:
-            reads: any number, of any files, offsets and lengths (zero included, whose file must exist all the same).
+            reads: any number, of any files, offsets and lengths. A length of zero still needs an existing file.
             into: the destinations: 1-D contiguous uint8 tensors, no smaller than ``reads.sizes``.
         """
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Allocates what this backend fills fastest: a 1-D uint8 tensor on the device, ``nbytes`` long or longer.
+        """Allocates memory that this backend fills fastest: a 1-D uint8 tensor on the device, ``nbytes`` or longer.
 
-        What is longer than asked for is room for whole blocks; the tensor that a user gets ends before it.
+        The excess is room for whole blocks. It is cut off the tensor that a user gets.
         """
         if self.device.type == "cuda":
             return staging.allocate_on_copy_stream(nbytes, self.device)
@@ -121,7 +122,7 @@ class Backend(ABC):
         """Maps the ranges of one file privately (copy-on-write), or returns None where this backend cannot.
 
         Args:
-            reads: of one file, each range into a destination of its own.
+            reads: of one file, each range into its own destination.
 
         Raises:
             OSError: the file is missing, not the expected one, or ends before a range does.
@@ -155,7 +156,7 @@ class Backend(ABC):
         with files.new_file(path, files.total_bytes(buffers), durable=durable, mode=mode) as fd:
             staging.write_buffers(fd, buffers)
 
-    # How files are opened by the two bases; for a backend on one of them to override.
+    # How the two base classes open files. Their subclasses may override these.
 
     def _open(self, path: str, expected: Expected) -> Any:
         """Opens a file for reading and returns any handle.
@@ -171,7 +172,7 @@ class Backend(ABC):
         os.close(handle)
 
     def close(self) -> None:  # noqa: B027 (optional: a backend may hold nothing)
-        """Waits for what is under way, and frees threads and devices. It may be used again afterwards."""
+        """Waits for what is under way, and frees threads and devices. The backend may be used again afterwards."""
 
     def describe(self) -> dict[str, Any]:
         """Settings in force, for ``doctor`` and the benchmarks."""

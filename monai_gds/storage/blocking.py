@@ -1,8 +1,8 @@
 """Base of backends whose primitive is one blocking read of a part of a file.
 
-A backend gives :meth:`BlockingBackend._read_into`, and :meth:`~BlockingBackend._open` and
-:meth:`~BlockingBackend._close` where a plain descriptor is not what it reads from. This file cuts reads into pieces,
-spreads them over threads, takes them to the GPU through pinned staging, and names the file in every error::
+A backend implements :meth:`BlockingBackend._read_into`, and overrides :meth:`~BlockingBackend._open` and
+:meth:`~BlockingBackend._close` unless it reads from a plain descriptor. This file cuts reads into pieces, spreads them
+over threads, copies them to the GPU through pinned staging, and names the file in every error::
 
     reads ──plan──▶ groups ──threads──▶ _read_into ──▶ destination on the host
                                              └───────▶ staging slot ──copy stream──▶ destination on the GPU
@@ -52,7 +52,7 @@ def naming_file(error: Exception, path: str) -> Exception:
 
 def naming_group(error: Exception, path: str) -> Exception:
     """As :func:`naming_file`, for an error of a whole group. One of CUDA, or of memory, is not about a file: it stays
-    what it is, so that nobody takes the file for damaged.
+    as it is, so that the file is not taken for damaged.
     """
     return naming_file(error, path) if isinstance(error, OSError) else error.with_traceback(None)
 
@@ -62,30 +62,30 @@ def _run_each(tasks: Sequence[Callable[[], None]]) -> None:
         task()
 
 
-def _nothing(*_: object) -> None:
-    """In place of what is over."""
+def _no_op(*_: object) -> None:
+    """Replaces the callbacks of finished work."""
 
 
 class Work(Generic[T]):
-    """Groups of reads, or of writes, that any number of threads take from. It counts those under way itself.
+    """A queue of groups of reads or writes, which any number of threads work on. It counts unfinished groups itself.
 
     Args:
-        groups: what is to be done.
-        do: does one of them. It handles its errors; one that it raises ends the work.
-        over: called once, by the thread that is last, when no group is left or under way.
+        groups: the groups.
+        do: processes one group, and handles its errors. An exception that it raises ends the work.
+        on_done: called once, by the last thread, when every group has been processed or dropped.
     """
 
-    def __init__(self, groups: Iterable[T], do: Callable[[T], None], over: Callable[[], None]) -> None:
+    def __init__(self, groups: Iterable[T], do: Callable[[T], None], on_done: Callable[[], None]) -> None:
         self._groups = deque(groups)
-        self._do, self._over = do, over
+        self._do, self._on_done = do, on_done
         self._lock = threading.Lock()
-        self._left = len(self._groups)
+        self._unfinished = len(self._groups)
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def run(self) -> None:
-        """Does one group after another until none is left."""
+        """Processes one group after another until none is left."""
         while True:
             try:
                 group = self._groups.popleft()
@@ -98,10 +98,10 @@ class Work(Generic[T]):
                 raise
             finally:
                 del group
-                self._count(1)
+                self._finish(1)
 
     def stop(self) -> None:
-        """Drops the groups that nobody has begun with."""
+        """Drops the groups that no thread has started."""
         dropped = 0
         while self._groups:
             try:
@@ -110,15 +110,16 @@ class Work(Generic[T]):
                 break
             dropped += 1
         if dropped:
-            self._count(dropped)
+            self._finish(dropped)
 
-    def _count(self, done: int) -> None:
+    def _finish(self, groups: int) -> None:
         with self._lock:
-            self._left -= done
-            last = not self._left
+            self._unfinished -= groups
+            last = not self._unfinished
         if last:
-            over, self._do, self._over = self._over, _nothing, _nothing  # an executor may keep this: it frees the rest
-            over()
+            on_done = self._on_done
+            self._do = self._on_done = _no_op  # an executor may keep this object: it must not keep destinations
+            on_done()
 
 
 class OpenFiles:
@@ -126,15 +127,15 @@ class OpenFiles:
 
     Args:
         reads: names the files and what they must be.
-        left: pieces of each file.
+        pieces: how many pieces each file has.
         open_: opens a file by its path, given what it must be.
         close: closes what ``open_`` returned.
     """
 
     def __init__(
-        self, reads: Reads, left: list[int], open_: Callable[[str, Expected], Any], close: Callable[[Any], None]
+        self, reads: Reads, pieces: list[int], open_: Callable[[str, Expected], Any], close: Callable[[Any], None]
     ) -> None:
-        self._reads, self._left = reads, left
+        self._reads, self._pieces = reads, pieces
         self._open, self._close = open_, close
         self._handles: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -147,7 +148,7 @@ class OpenFiles:
         return file in self._handles
 
     def handle(self, file: int) -> Any:
-        """What a file was opened as; the first caller opens it.
+        """What ``open_`` returned for a file. The first caller opens it.
 
         Raises:
             OSError: it could not be opened, or is not the expected one.
@@ -163,22 +164,22 @@ class OpenFiles:
             return self._handles[file]
 
     def done(self, file: int) -> None:
-        """One piece of a file is done with, read or not."""
+        """Counts a piece of a file as done, read or not. The last one closes the file."""
         with self._lock:
-            self._left[file] -= 1
-            if self._left[file] or file not in self._handles:
+            self._pieces[file] -= 1
+            if self._pieces[file] or file not in self._handles:
                 return
             handle = self._handles.pop(file)
         self._close(handle)
 
     def not_opened(self, files: Iterable[int]) -> None:
-        """One piece of each of these was read without a handle."""
+        """Counts one piece of each file as done without its handle."""
         with self._lock:
             for file in files:
-                self._left[file] -= 1
+                self._pieces[file] -= 1
 
     def close(self, fail: Callable[[int, Exception], None]) -> None:
-        """Closes what is still open: after an interrupt, or since the last piece needed no handle."""
+        """Closes files that are still open: after an interrupt, or because their last piece needed no handle."""
         while self._handles:
             file, handle = self._handles.popitem()
             try:
@@ -188,7 +189,7 @@ class OpenFiles:
 
 
 class BlockingBackend(Backend):
-    """See the module's docstring.
+    """A backend that implements one blocking read; see the module's docstring.
 
     Args:
         device: where destinations live.
@@ -201,12 +202,12 @@ class BlockingBackend(Backend):
     #: Whether ``_read_into`` fills CUDA tensors. If not, they are filled through pinned staging.
     reaches_gpu: ClassVar[bool] = False
 
-    #: Bytes per read at most. Large pieces are the fastest: after each, a thread has to get the interpreter's lock,
-    #: which took 0.1 ms where 8 threads wanted it. No larger than a staging slot.
+    #: Most bytes per read, no more than a staging slot has. Large pieces are fastest: after each, a thread has to get
+    #: the interpreter's lock, which took 0.1 ms when 8 threads wanted it.
     piece_bytes: ClassVar[int] = limits.SLOT_BYTES
 
-    #: Small pieces are read in groups of at most so many bytes and pieces: one thread takes one group, and a group goes
-    #: to the device through one staging slot. Handing over every small file by itself cost more than reading it.
+    #: Most bytes and pieces per group of small pieces. One thread reads a group, which goes to the device through one
+    #: staging slot. Handing over every small file by itself cost more than reading it.
     group_bytes: ClassVar[int] = 2 << 20
     group_reads: ClassVar[int] = 256
 
@@ -218,7 +219,7 @@ class BlockingBackend(Backend):
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    # What a backend implements, beside ``_open`` and ``_close`` where a descriptor is not what it reads from.
+    # What a backend implements, besides ``_open`` and ``_close`` unless it reads from a plain descriptor.
 
     @abstractmethod
     def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> int:
@@ -227,14 +228,14 @@ class BlockingBackend(Backend):
         Args:
             handle: what ``_open`` returned.
             offset: first byte within the file.
-            dest: 1-D uint8, not empty, on the CPU; or on the device where the backend ``reaches_gpu``, and then all
-                that was read must have arrived when the call returns.
+            dest: 1-D uint8, not empty, on the CPU; or on the device if the backend ``reaches_gpu``, and then the bytes
+                must have arrived when the call returns.
 
         Returns:
-            Bytes read: fewer than asked for are asked for again, and zero means that the file has ended.
+            Bytes read. After a short read the rest is asked for again. Zero means that the file has ended.
         """
 
-    # What they all share.
+    # Shared by all such backends.
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         pending = Pending(list(into), self.device, len(reads.paths))
@@ -251,17 +252,17 @@ class BlockingBackend(Backend):
         reads = plan.coalesce(plan.by_file(reads.with_room(into)), limits.GAP_BYTES)
         size = plan.share(reads.total, self.threads, limits.MIN_PIECE_BYTES, self.piece_bytes)
         pieces = plan.cut(reads, size)
-        # Each side opens its files by itself: otherwise all of them would stay open from the one to the other.
-        sides = [
+        # The parts for host and device open their files separately: otherwise all would stay open until the second.
+        parts = [
             (part, OpenFiles(part, part.per_file(), self._open, self._close)) for part in plan.by_side(pieces, into)
         ]
         groups = [
             (part[which], opened)
-            for part, opened in sides
+            for part, opened in parts
             for which in plan.group(part, self.group_bytes, self.group_reads, limits.MIN_PIECE_BYTES)
         ]
-        # A backend that writes to the device by itself does not go through the copy stream: it waits, on the host, for
-        # the work that is queued there by now.
+        # A backend that writes to the device by itself bypasses the copy stream: it waits, on the host, for the work
+        # that is queued there by now.
         direct = self.reaches_gpu and any(tensor.is_cuda for tensor in into)
         earlier = staging.copy_stream(self.device).record_event() if direct else None
 
@@ -271,20 +272,20 @@ class BlockingBackend(Backend):
                 if earlier is not None:
                     earlier.synchronize()
                 self._do(group, into, opened, pending)
-            except Exception as e:  # of CUDA, or out of memory: errors of files were noted where they happened
+            except Exception as e:  # of CUDA, or out of memory: errors of files are noted where they happen
                 for file in set(group.file.tolist()):
                     pending.fail(file, naming_group(e, reads.paths[file]))
-            except BaseException as e:  # it ends the work: no file may look as if it had been read
+            except BaseException as e:  # ends the work: no file may look as if it had been read
                 for file, path in enumerate(reads.paths):
                     pending.fail(file, StorageError(errno.EINTR, f"reading was ended by {e!r}", path))
                 raise
 
-        def over() -> None:
-            for _, opened in sides:
+        def on_done() -> None:
+            for _, opened in parts:
                 opened.close(pending.fail)
             pending.finish()
 
-        return Work(groups, do, over)
+        return Work(groups, do, on_done)
 
     def _do(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
         if self.reaches_gpu or not into[int(group.dest[0])].is_cuda:
@@ -301,7 +302,7 @@ class BlockingBackend(Backend):
         pool.upload_parts(slot, [(at, into[dest][start : start + n]) for at, dest, start, n in staged.copies])
 
     def _read_group(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
-        """Reads a group's pieces one after the other. For a backend that reads several at once to override.
+        """Reads a group's pieces one after the other. A backend that reads several at once overrides this.
 
         Args:
             group: pieces of at most ``group_bytes``, or one larger one.
@@ -309,15 +310,15 @@ class BlockingBackend(Backend):
             opened: the files; ``done`` is called once per piece.
             pending: where errors go.
         """
-        left = deque(zip(group.file.tolist(), group.offset.tolist(), group.parts(into), strict=True))
-        while left:
-            file, offset, dest = left[0]
+        pieces = deque(zip(group.file.tolist(), group.offset.tolist(), group.parts(into), strict=True))
+        while pieces:
+            file, offset, dest = pieces[0]
             try:
                 if not pending.failed(file):
                     self._fill(opened.handle(file), opened.path(file), offset, dest)
             except Exception as e:
                 pending.fail(file, naming_file(e, opened.path(file)))
-            left.popleft()
+            pieces.popleft()
             opened.done(file)
 
     def _fill(self, handle: Any, path: str, offset: int, dest: torch.Tensor) -> None:
@@ -329,7 +330,7 @@ class BlockingBackend(Backend):
             done += count
 
     def _run_in_threads(self, work: Work[Any]) -> None:
-        """Has the threads do some work, or this one where no thread can be started."""
+        """Processes the work in the pool of threads, or in this thread if no other can be started."""
         to_run = [work.run]
         try:
             with self._lock:
@@ -342,7 +343,7 @@ class BlockingBackend(Backend):
             try:
                 work.run()
             finally:
-                to_run.clear()  # the executor keeps a task that it could start no thread for, and with it destinations
+                to_run.clear()  # the executor keeps a task without a thread, and the task would keep destinations
 
     def close(self) -> None:
         with self._lock:

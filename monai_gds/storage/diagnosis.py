@@ -1,4 +1,4 @@
-"""What the doctor shows of the backends, and of libraries and devices below them. All results are JSON types."""
+"""What the doctor shows about backends, and about the libraries and devices below them. All results are JSON types."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _TRIAL_BYTES = (1 << 20) + 4096
 
 
 def backends() -> dict[str, Any]:
+    """The ``names`` of all backends."""
     return {"names": backend_names()}
 
 
@@ -74,10 +75,10 @@ def disk(directory: str) -> dict[str, Any]:
 
 
 def cufile(device: str | None, folder: str) -> dict[str, Any]:
-    """Has cuFile itself write and read a file. ``tried`` is False where KvikIO does not work.
+    """Writes and reads a file through cuFile. ``tried`` is False where KvikIO does not work.
 
-    The environment must keep KvikIO from its own ways (``KVIKIO_COMPAT_MODE=OFF``). Raises RuntimeError where cuFile
-    refuses the file, or gives other bytes than were written.
+    The environment must have ``KVIKIO_COMPAT_MODE=OFF``, so that KvikIO does not fall back to its own threads. Raises
+    RuntimeError where cuFile refuses the file, or returns other bytes than were written.
     """
     if not probe_backend("kvikio", device):
         return {"tried": False}
@@ -91,7 +92,7 @@ def cufile(device: str | None, folder: str) -> dict[str, Any]:
     with torch.cuda.device(target), kvikio.CuFile(path, "w+") as file:
         count = file.write(written), file.read(read)
     if count != (_TRIAL_BYTES, _TRIAL_BYTES) or not torch.equal(read, written):
-        raise RuntimeError(f"cuFile wrote and read {count} of {_TRIAL_BYTES} bytes, or other ones")
+        raise RuntimeError(f"cuFile wrote and read {count} of {_TRIAL_BYTES} bytes, or read other bytes than it wrote")
     return {"tried": True, "version": kvikio.__version__}
 
 

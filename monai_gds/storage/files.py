@@ -138,7 +138,7 @@ def open_direct(fd: int, path: str) -> int:
 
 
 def pread_into(fd: int, offset: int, view: memoryview, path: str) -> None:
-    """Fills ``view`` from ``offset``, whatever the sizes that single calls return. Raises StorageError."""
+    """Fills ``view`` with bytes from ``offset`` on, however few a single call returns. Raises StorageError."""
     done = 0
     while done < view.nbytes:
         try:
@@ -178,9 +178,9 @@ def is_cold(fd: int, offset: int) -> bool:
 
 
 def expect_cold(fd: int, offset: int, nbytes: int) -> None:
-    """Has the kernel begin with a whole range that is about to be read, if its first byte is not in the page cache.
+    """Tells the kernel to read ahead a range that is about to be read, if its first byte is not in the page cache.
 
-    The hint itself walks the cache, so it is not given for what is there already. It is for pieces, not for whole
+    The hint itself walks the cache, so it is not given for a range that is cached. It is for pieces, not for whole
     volumes: a disk that reads many files at once reads all of them more slowly.
     """
     if nbytes >= limits.KERNEL_READ_AHEAD_BYTES and is_cold(fd, offset):
@@ -215,7 +215,8 @@ def as_bytes_view(buffer: Buffer) -> memoryview:
 def new_file(path: str, nbytes: int, *, durable: bool, mode: int) -> Iterator[int]:
     """Creates ``path``, which must not exist, with room for ``nbytes``, and yields a descriptor to write to.
 
-    With ``durable``, the bytes would survive a power cut at the end (fsync). ``mode``: its permissions, less the umask.
+    With ``durable``, the file is synced before it is closed (fsync), so that it survives a power cut. ``mode``: its
+    permissions, less the umask.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -230,7 +231,7 @@ def new_file(path: str, nbytes: int, *, durable: bool, mode: int) -> Iterator[in
 
 
 def total_bytes(buffers: Sequence[Buffer]) -> int:
-    """Returns how many bytes the buffers have together. Raises ValueError for a tensor that is not as said."""
+    """Returns the buffers' total size. Raises ValueError for a tensor that is not 1-D, contiguous and of uint8."""
     for b in buffers:
         if isinstance(b, torch.Tensor) and (b.dtype != torch.uint8 or b.dim() != 1 or not b.is_contiguous()):
             raise ValueError(
@@ -241,7 +242,7 @@ def total_bytes(buffers: Sequence[Buffer]) -> int:
 
 
 def write_all(fd: int, views: list[memoryview]) -> None:
-    """Writes byte views back to back at the descriptor's position, whatever the sizes that single calls take."""
+    """Writes byte views back to back at the descriptor's position, however few bytes a single call takes."""
     views = [view for view in views if view.nbytes]
     limit = os.sysconf("SC_IOV_MAX")
     while views:

@@ -1,15 +1,15 @@
 """The ``kvikio`` backend: GPUDirect Storage through cuFile where the machine has it, else KvikIO's threads.
 
-With cuFile, large reads go straight to the device: where the kernel module nvidia-fs is loaded, or where the user asks
-for it with KVIKIO_COMPAT_MODE=OFF (for PCI peer-to-peer DMA without that module, say). KvikIO itself takes cuFile
-wherever the library is, but without the module cuFile copies through the host: 3.2 GB/s from the page cache of a
-machine where the way below gave 20.
+With cuFile, large reads go straight to the device. It is used where the kernel module nvidia-fs is loaded, or where
+the user asks for it with KVIKIO_COMPAT_MODE=OFF (for PCI peer-to-peer DMA without that module, say). KvikIO by itself
+uses cuFile wherever the library is installed, but without the module cuFile copies through the host: 3.2 GB/s from the
+page cache of a machine where KvikIO's threads reached 20.
 
-Without cuFile, KvikIO's threads fill this package's pinned slots, and the copy stream takes them to the device, past
-whatever training has queued. KvikIO's own copies would run on streams that wait for the legacy default stream: a read
-behind 300 ms of queued work took 305 ms. Reading from Python threads held 4 MiB pieces to 18 GB/s, because after each
-piece a thread has to get the interpreter's lock. Small reads, and those into host memory, go through the ``posix``
-backend.
+Without cuFile, KvikIO's threads fill this package's pinned slots, and the copy stream copies them to the device,
+without waiting for what training has queued. KvikIO's own copies would run on streams that wait for the legacy default
+stream: a read behind 300 ms of queued work took 305 ms. Python threads reached only 18 GB/s with pieces of 4 MiB,
+because after each piece a thread has to get the interpreter's lock. Small reads, and reads into host memory, go through
+the ``posix`` backend.
 
 **What is changed in your process:** KvikIO has one thread by default, which leaves most of the link idle. If
 ``kvikio.defaults.get("num_threads")`` is that default of 1 and neither KVIKIO_NTHREADS nor KVIKIO_NUM_THREADS is set,
@@ -77,11 +77,11 @@ class _File:
         self._cold = False
 
     def hint(self, offset: int, nbytes: int) -> None:
-        """Has the kernel begin with a whole piece that is not in the page cache; see posix.py.
+        """Tells the kernel to read ahead a piece that is not in the page cache; see posix.py.
 
-        In the pump's thread and not in another: a hint that comes later than KvikIO's reads disturbs them (3.3 GB/s
-        from a disk of 3.4; 2.3 that way; 2.7 without a hint). Only the first of adjacent pieces is looked at, because
-        at each system call this thread releases the interpreter's lock, and may have to wait for it.
+        Called in the pump's thread, because a hint that comes later than KvikIO's reads disturbs them (from a disk of
+        3.4 GB/s: 3.3 with this hint, 2.3 with a late one, 2.7 without). Only the first of adjacent pieces is looked up
+        in the cache, because at each system call this thread releases the interpreter's lock, and may wait for it.
         """
         if offset != self.after:
             self._cold = files.is_cold(self.fd, offset)
@@ -100,11 +100,11 @@ class KvikioBackend(QueueBackend):
 
     Args:
         device: a CUDA device.
-        threads: sets KvikIO's number of threads, for the whole process; None as the module's docstring says. With
-            cuFile, KvikIO takes a pinned bounce buffer for each, 16 MiB unless set otherwise.
+        threads: sets KvikIO's number of threads, for the whole process; None: see the module's docstring. With cuFile,
+            KvikIO allocates a pinned bounce buffer per thread, 16 MiB unless set otherwise.
 
     Raises:
-        BackendUnavailable: by ``open_storage``, where KvikIO is missing or there is no CUDA device.
+        BackendUnavailable: from ``open_storage``, where KvikIO is missing or there is no CUDA device.
         ValueError: ``threads`` is not positive.
     """
 
@@ -158,7 +158,7 @@ class KvikioBackend(QueueBackend):
         if all(on_device) and large.all():
             return super().start(reads, into)
         large &= np.array(on_device)[reads.dest]
-        reads = reads.with_room(into)  # while all of them are there
+        reads = reads.with_room(into)  # only all reads together show the room behind each
         parts = [super().start(reads[large], into), self._posix.start(reads[~large], into)]
         return Pending.joined(parts, list(into), self.device)
 
@@ -217,12 +217,12 @@ class KvikioBackend(QueueBackend):
         self._under_way.clear()
 
     def _settle(self, file: _File) -> None:
-        """Waits until KvikIO is done with all tasks that it has been given so far.
+        """Waits until KvikIO has finished all tasks that it has so far.
 
         It divides a piece for a slot into tasks (dividing it here, with a future for each, cost 15% of the speed at
         batch 1), and returns the first error while the other tasks still read the file and write to the slot. Tasks
-        begin in order: when one more is complete, all of those have begun. Setting the number of threads, to what it
-        is, waits for the running ones.
+        start in order: once one more task is complete, all earlier ones have started. Setting the number of threads,
+        even to its current value, waits for the running ones.
         """
         import kvikio.defaults
 
@@ -292,18 +292,18 @@ class _Writes:
         self._error: StorageError | None = None
 
     def start(self, cu_file: Any, tensor: torch.Tensor, offset: int) -> None:
-        """Hands over a tensor in pieces of one task each; see ``KvikioBackend.piece_bytes``."""
+        """Starts writing a tensor in pieces of one task each; see ``KvikioBackend.piece_bytes``."""
         pieces = plan.cut(Reads.of("", [(offset, tensor.numel())]), limits.KVIKIO_TASK_BYTES, even=True)
         for part, at in zip(pieces.parts([tensor]), pieces.offset.tolist(), strict=True):
             if part.numel():
                 try:
                     future = cu_file.pwrite(part, part.numel(), at, limits.KVIKIO_TASK_BYTES)
                 except Exception as e:
-                    raise StorageError(errno.EIO, f"KvikIO took no more to write at {at}: {e}") from e
+                    raise StorageError(errno.EIO, f"KvikIO refused to write at {at}: {e}") from e
                 self._pieces.append((part, at, future))
 
     def settle(self) -> None:
-        """Waits until no piece is under way, through any Ctrl-C: KvikIO reads the tensors and writes to the file."""
+        """Waits until no piece is under way, even after Ctrl-C: KvikIO reads the tensors and writes to the file."""
         interrupt: BaseException | None = None
         while self._pieces:
             part, at, future = self._pieces[0]

@@ -1,7 +1,7 @@
 """Mappings of files by plain ``mmap``, for ``posix``.
 
-Python's own ``mmap`` keeps a descriptor open for each mapping, and a process may hold 1,024 of them; these keep none.
-``torch.UntypedStorage.from_file`` keeps none either, but takes no offset.
+Python's own ``mmap`` keeps a descriptor open for each mapping, and a process may hold 1,024 descriptors; these mappings
+keep none. ``torch.UntypedStorage.from_file`` keeps none either, but takes no offset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _libc.mmap.argtypes = [
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-#: Ends a mapping: called with its address and length. Bound here, since mappings may end behind the interpreter's end.
+#: Ends a mapping: called with its address and length. Bound here, because mappings may end after the interpreter.
 unmap = _libc.munmap
 unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
@@ -52,7 +52,7 @@ def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
 def is_resident(address: int, nbytes: int) -> bool:
     """Whether every page of a mapping is in memory, so that touching it reads nothing from the drive.
 
-    Of a file that the user neither owns nor may write, Linux tells that of every page.
+    For a file that the user neither owns nor may write, Linux reports every page as resident.
     """
     pages = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
     if _libc.mincore(address, nbytes, pages.ctypes.data):

@@ -49,7 +49,7 @@ class Pending:
     """
 
     __slots__ = (
-        "_arrived", "_device", "_done", "_errors", "_files", "_followers", "_on_hand_off", "_ordered", "_over",
+        "_arrived", "_device", "_done", "_ended", "_errors", "_files", "_followers", "_on_hand_off", "_ordered",
         "_tensors",
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ class Pending:
         self._files = files
         self._errors: dict[int, Exception] = {}
         self._done = False
-        self._over: threading.Condition | None = threading.Condition(threading.Lock())
+        self._ended: threading.Condition | None = threading.Condition(threading.Lock())
         self._followers: list[Callable[[], None]] = []
         self._arrived: torch.cuda.Event | None = None
         self._on_hand_off: Callable[[], None] | None = None
@@ -67,23 +67,23 @@ class Pending:
 
     @classmethod
     def completed(cls, tensors: list[torch.Tensor], device: torch.device, error: Exception | None = None) -> Pending:
-        """A Pending of one file that is over: host tensors, or its error. Every hit on a CPU makes one."""
+        """A Pending of one file that is over already: host tensors, or the error. Every hit on a CPU makes one."""
         pending = cls.__new__(cls)
         pending._tensors, pending._device, pending._files = tensors, device, 1
         pending._errors = {} if error is None else {0: error}
-        pending._done, pending._over, pending._arrived = True, None, None
+        pending._done, pending._ended, pending._arrived = True, None, None
         return pending
 
     # For the caller.
 
     @property
     def done(self) -> bool:
-        """Whether the host has nothing to wait for any more."""
+        """Whether all reads are over, so that the host need not wait."""
         return self._done
 
     @property
     def errors(self) -> Mapping[int, Exception]:
-        """Waits, and returns what went wrong: index of the file in ``Reads.paths`` to exception."""
+        """Waits, and returns the errors: index of the file in ``Reads.paths`` to exception."""
         if not self._done or self._arrived is not None:
             self._wait()
         return self._errors
@@ -114,13 +114,13 @@ class Pending:
         return self._tensors
 
     def then(self, step: Then, *, aside: bool = False) -> Pending:
-        """Adds a step that runs once when all reads are over, in the thread and on the stream that copied.
+        """Adds a step that runs once, after all reads, in the thread that finishes them and on the copy stream.
 
         Args:
             step: see :data:`Then`. On a CUDA target it runs on the copy stream, behind the copies, and its results are
-                handed out like destinations; it must allocate on the stream that is current. It must not read from the
-                same storage, since it may run in the thread that does: there a queue raises RuntimeError.
-            aside: on a CUDA target, the step runs on one of several other streams, so that later copies do not wait for
+                handed out like destinations; it must allocate on the current stream. It must not read from the same
+                storage, since it may run in the storage's own thread: there a queue raises RuntimeError.
+            aside: on a CUDA target, run the step on one of several other streams, so that later copies do not wait for
                 it. For work that takes longer than a copy.
 
         Returns:
@@ -129,7 +129,7 @@ class Pending:
         after = Pending([], self._device, self._files)
 
         def run() -> None:
-            after._errors.update(self._errors)  # a step that stumbles over what was not read does not hide why
+            after._errors.update(self._errors)  # first: a step that fails over unread bytes must not hide the cause
             behind = None
             try:
                 if aside and self._device.type == "cuda":
@@ -149,12 +149,12 @@ class Pending:
         return after
 
     def checked(self, tensors: Sequence[torch.Tensor], files: int, check: Check) -> Pending:
-        """The first of its tensors and files, of which those fail that ``check`` finds wrong when all reads are over.
+        """A Pending of its first files, of which those that ``check`` finds wrong fail. ``check`` runs after all reads.
 
         Args:
-            tensors: which to hand out.
-            files: how many files they are of.
-            check: see :data:`Check`. It runs as the steps of :meth:`then` do.
+            tensors: the tensors to hand out.
+            files: how many files, from the first on.
+            check: see :data:`Check`. It runs where the steps of :meth:`then` do.
         """
         after = Pending(list(tensors), self._device, files)
 
@@ -174,17 +174,17 @@ class Pending:
         return after
 
     def _follow(self, run: Callable[[], None]) -> None:
-        """Has ``run`` called once it is over: by the thread that finishes it, or here if it is over already."""
-        over = self._over
-        if over is not None:
-            with over:
+        """Calls ``run`` after all reads: in the thread that finishes them, or here if they are over already."""
+        ended = self._ended
+        if ended is not None:
+            with ended:
                 if not self._done:
                     self._followers.append(run)
                     return
         run()
 
     def trimmed(self, sizes: list[int]) -> Pending:
-        """This, with each tensor cut to a number of bytes."""
+        """Cuts each tensor to a number of bytes, and returns this Pending."""
         self._tensors = [tensor[:nbytes] for tensor, nbytes in zip(self._tensors, sizes, strict=True)]
         return self
 
@@ -204,17 +204,17 @@ class Pending:
         return file in self._errors
 
     def on_hand_off(self, note: Callable[[], None]) -> None:
-        """Has ``note`` called whenever the tensors are handed to a stream, which is current then.
+        """Calls ``note`` whenever the tensors are handed to a stream, which is then the current one.
 
-        For destinations in memory that torch's allocator does not know.
+        For destinations in memory that torch's allocator does not manage.
         """
         self._on_hand_off = note
 
     def finish(self, behind: torch.cuda.Event | None = None) -> None:
-        """Ends it: nothing writes to the destinations from now on but copies that are queued.
+        """Marks the reads as over: from now on, only copies that are already queued write to the destinations.
 
         Args:
-            behind: an event on the copy stream behind all of these; None records one.
+            behind: an event on the copy stream behind all of those copies; None records one.
         """
         if behind is not None:
             self._arrived = behind
@@ -223,12 +223,12 @@ class Pending:
                 self._arrived = staging.copy_stream(self._device).record_event()
             except Exception as e:
                 self.fail_all(e)
-        over = self._over
-        assert over is not None, "only a Pending that was begun is finished"
-        with over:
+        ended = self._ended
+        assert ended is not None, "a Pending made by completed() is over already"
+        with ended:
             self._done = True
             followers, self._followers = self._followers, []
-            over.notify_all()
+            ended.notify_all()
         with ExitStack() as stack:  # all of them, also after a Ctrl-C in one
             for follower in reversed(followers):
                 stack.callback(follower)
@@ -237,30 +237,30 @@ class Pending:
     def joined(cls, several: Sequence[Pending], tensors: list[torch.Tensor], device: torch.device) -> Pending:
         """One Pending for parts of the same reads that were started separately, with the same indices of files."""
         whole = cls(tensors, device, max(part._files for part in several))
-        left = len(several)
+        unfinished = len(several)
         lock = threading.Lock()
 
-        def over(part: Pending) -> None:
-            nonlocal left
+        def on_end(part: Pending) -> None:
+            nonlocal unfinished
             with lock:
                 for file, error in part._errors.items():
                     whole.fail(file, error)
-                left -= 1
-                last = not left
+                unfinished -= 1
+                last = not unfinished
             if last:
                 whole.finish()
 
         for part in several:
-            part._follow(functools.partial(over, part))
+            part._follow(functools.partial(on_end, part))
         return whole
 
     # Waiting.
 
     def _wait(self) -> None:
-        over = self._over
-        if not self._done and over is not None:  # seen without the lock: it only ever becomes true
-            with over:
-                over.wait_for(lambda: self._done)
+        ended = self._ended
+        if not self._done and ended is not None:  # read without the lock: it only ever becomes true
+            with ended:
+                ended.wait_for(lambda: self._done)
         if self._arrived is not None:
             self._order()
 
@@ -275,15 +275,15 @@ class Pending:
 
 
 class Unpacked(Pending):
-    """Tensors of their own for the parts of one block on a CUDA device; made by one kernel when they are waited for.
+    """Copies of the parts of one block on a CUDA device, each a tensor; made by one kernel when they are waited for.
 
     They are made on the first stream that waits, not on the copy stream. A tensor that is freed on the stream that it
-    was made on costs torch's allocator nothing; from another stream, an event each, and a batch has hundreds.
+    was made on costs torch's allocator nothing. On another stream each costs an event, and a batch has hundreds.
 
     Args:
-        block: gives the block.
-        reads: what was read into it.
-        device: where it is.
+        block: the Pending of the block.
+        reads: the reads into it.
+        device: the CUDA device.
     """
 
     __slots__ = ("_block", "_lock", "_made_on", "_reads")

@@ -1,14 +1,14 @@
 """Files that stay registered with CUDA where they lie in the page cache. For ``posix``, see ``pinned_bytes`` there.
 
-A copy from such a file is the link's own work: epochs of 2.3 GB came to an H200 at 42 GB/s, where staging took 34 with
-eight threads and a pinned copy 55. Registering takes tens of ms per GiB, so it pays only for files that stay
-registered; it runs in a thread of its own, behind the first read. Only files whose every page is in the page cache are
-registered. Of a file that the user neither owns nor may write, the kernel reports that of every page: what is missing
-is read from the drive then.
+The device copies from such a file without work of the CPU: an H200 received epochs of 2.3 GB at 42 GB/s, where staging
+reached 34 with eight threads and a pinned copy 55. Registering takes tens of ms per GiB, so it pays only for files that
+stay registered; it runs in a separate thread, after the first read. Only files whose every page is in the page cache
+are registered. For a file that the user neither owns nor may write, the kernel reports every page as cached: missing
+pages are then read from the drive.
 
-A registered page lasts, whatever happens to its file: a file that is replaced or deleted still gives its bytes. One
-that is cut gives wrong bytes without an error. So the identity of the path is compared before each copy and behind it.
-The CPU never reads through these mappings, hence there is no SIGBUS.
+A registered page outlives its file: a file that is replaced or deleted still yields its old bytes. A file that is
+truncated yields wrong bytes without an error. So the identity of the path is compared before and after each copy. The
+CPU never reads through these mappings, hence there is no SIGBUS.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PinnedFile:
         return -(-self.file.size // ALIGNMENT) * ALIGNMENT
 
     def copy(self, offsets: Sequence[int], dests: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Copies parts of the file to CUDA tensors on the copy stream, and waits for that without using the CPU.
+        """Copies parts of the file to CUDA tensors on the copy stream, and waits for the copies without using the CPU.
 
         Raises:
             RuntimeError: CUDA refused.
@@ -91,15 +91,15 @@ class PinnedFiles:
     """The registered files of one storage: first come, first kept.
 
     Args:
-        nbytes: how much memory they may have together.
-        device: to which they are copied.
+        nbytes: limit of their total size.
+        device: the CUDA device that they are copied to.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self._device = device
         self.used = 0
-        self._refused = False  # CUDA gave no more: the rest is staged, in this storage's lifetime
+        self._refused = False  # by CUDA, once: all further files of this storage are staged
         self._held: dict[str, PinnedFile | None] = {}  # None: being registered, or refused
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -125,7 +125,7 @@ class PinnedFiles:
                 self.used -= held.nbytes
 
     def offer(self, path: str, file: FileId) -> None:
-        """Has a file registered that was just read, if there is room for it."""
+        """Registers a file that was just read, in the background, if there is room for it."""
         with self._lock:
             if self._refused or path in self._held or self.used + file.size > self.nbytes:
                 return
@@ -149,7 +149,7 @@ class PinnedFiles:
             self._forget(path, file)
             if not self._refused:
                 self._refused = True
-                warnings.warn(f"{path} is copied as without pinned_bytes, and so are others: {e}", stacklevel=2)
+                warnings.warn(f"{path} and further files are copied as without pinned_bytes: {e}", stacklevel=2)
         else:
             with self._lock:
                 self._held[path] = pinned

@@ -1,6 +1,6 @@
 """How reads are cut, merged and grouped. Pure functions from reads to reads: no I/O, no memory, no threads.
 
-Backends and bases call these, so that each of them is left with one primitive. Results are reads of the same files into
+The two base classes of backends call these, as does ``Storage``. Results are reads of the same files into
 the same destinations, in an order that keeps each file's reads together.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["Staged", "by_file", "by_side", "coalesce", "cut", "group", "pack", "
 
 
 def _pages(nbytes: np.ndarray) -> np.ndarray:
-    """Bytes of the whole pages that so many bytes take."""
+    """Sizes in bytes, rounded up to whole pages."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -36,7 +36,7 @@ def by_file(reads: Reads) -> Reads:
 
 
 def by_side(reads: Reads, into: Sequence[torch.Tensor]) -> list[Reads]:
-    """The reads into host memory and those into device memory, where there are any of each."""
+    """The reads into host memory, then those into device memory, each where there are any."""
     on_device = [tensor.is_cuda for tensor in into]
     if all(on_device) or not any(on_device):
         return [reads]
@@ -45,21 +45,21 @@ def by_side(reads: Reads, into: Sequence[torch.Tensor]) -> list[Reads]:
 
 
 def coalesce(reads: Reads, most_gap: int) -> Reads:
-    """Merges neighbours that are neighbours in their file and in their destination.
+    """Merges reads that are neighbours both in their file and in their destination.
 
     Args:
         reads: file by file, with their room.
-        most_gap: bytes between two of them that are read as well, into the room between their destinations.
+        most_gap: most bytes between two reads that are read along with them, into the room between their destinations.
     """
     if len(reads) < 2:
         return reads
-    one_dest = reads.dest[1:] == reads.dest[:-1]
-    if not one_dest.any():
+    same_dest = reads.dest[1:] == reads.dest[:-1]
+    if not same_dest.any():
         return reads
     end = reads.offset + reads.nbytes
     gap = reads.offset[1:] - end[:-1]
     joins = (
-        one_dest
+        same_dest
         & (reads.file[1:] == reads.file[:-1])
         & (reads.start[1:] - reads.start[:-1] == reads.offset[1:] - reads.offset[:-1])
         & (gap >= 0)
@@ -78,7 +78,7 @@ def coalesce(reads: Reads, most_gap: int) -> Reads:
 def cut(reads: Reads, most: int, *, even: bool = False) -> Reads:
     """Cuts reads into pieces of at most ``most`` bytes, a multiple of ALIGNMENT.
 
-    With ``even``, pieces of one read have the same size, in whole pages, but for the last.
+    With ``even``, all pieces of a read but the last have the same size, in whole pages.
     """
     if not len(reads) or reads.nbytes.max() <= most:
         return reads
@@ -98,13 +98,13 @@ def cut(reads: Reads, most: int, *, even: bool = False) -> Reads:
 
 
 def group(reads: Reads, most_bytes: int, most_reads: int, alone: int) -> list[slice]:
-    """Groups neighbours into runs that one thread, or one staging slot, takes at a time.
+    """Groups neighbours into runs, each for one thread or one staging slot.
 
     Args:
         reads: pieces, each of at most a slot's bytes.
-        most_bytes: of a group, as :func:`stage` lays it out. One piece may have more.
-        most_reads: of a group.
-        alone: pieces of this many bytes and more are groups of their own.
+        most_bytes: most bytes of a group, as :func:`stage` lays it out. A single piece may have more.
+        most_reads: most reads of a group.
+        alone: each piece of this many bytes or more is a separate group.
     """
     if len(reads) < 2 or reads.nbytes.min() >= alone:
         return [slice(i, i + 1) for i in range(len(reads))]
@@ -142,7 +142,7 @@ def stage(reads: Reads) -> Staged:
     """Lays a group out in a bounce buffer.
 
     Reads with nothing but room between them keep their distance, and share one copy, which overwrites that room. All
-    else begins at a multiple of ALIGNMENT.
+    others begin at a multiple of ALIGNMENT.
     """
     if len(reads) == 1:
         dest, start, nbytes = int(reads.dest[0]), int(reads.start[0]), int(reads.nbytes[0])
@@ -160,7 +160,7 @@ def stage(reads: Reads) -> Staged:
 
 
 def pack(reads: Reads, most_gap: int) -> Reads:
-    """Many small destinations as one block: the same reads, one each, into a single destination, in the same order.
+    """Moves many small destinations into one block: the same reads, in the same order, into a single destination.
 
     Reads with at most ``most_gap`` bytes between them in their file keep their distance, so that they coalesce. All
     others begin at a multiple of ALIGNMENT.
@@ -176,14 +176,14 @@ def pack(reads: Reads, most_gap: int) -> Reads:
 
 
 def _joined(joins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First read, last read, and the run of each read, where ``joins`` marks reads that go on with the one before."""
+    """First read, last read, and the run of each read, where ``joins`` marks reads that continue the one before."""
     starts = np.append(True, ~joins)
     first = np.flatnonzero(starts)
     return first, np.append(first[1:] - 1, len(starts) - 1), np.cumsum(starts) - 1
 
 
 def _into_block(reads: Reads, place: np.ndarray, total: int) -> Reads:
-    """The same reads into one block of ``total`` bytes, where they begin at ``place``, in rising order."""
+    """The same reads into one block of ``total`` bytes, at the rising positions ``place``."""
     room = np.append(place[1:], total) - place - reads.nbytes
     return Reads(
         reads.paths, reads.expected, reads.file, reads.offset, reads.nbytes, np.zeros_like(place), place,

@@ -4,7 +4,7 @@ On a CPU target :meth:`PosixBackend.map` hands out copy-on-write mappings, so th
 needs and an in-place transform never reaches the file. Many small files are read in groups, one io_uring call each
 where the kernel gives this process one (:mod:`.small_files`).
 
-Reads go through the page cache, cold ones too: with the kernel told of a whole piece at once
+Reads go through the page cache, cold ones too. With a hint to the kernel for each whole piece
 (:func:`.files.expect_cold`), buffered reads were as fast as O_DIRECT ones (on a virtual disk, 16 threads, 1 MiB
 pieces: 3.4 GB/s buffered with the hint, 3.3 without, 3.2 direct), and they leave the bytes where the next epoch finds
 them. ``direct_io=True`` is for data that will never fit there.
@@ -64,16 +64,17 @@ class PosixBackend(BlockingBackend):
         direct_io: reads with O_DIRECT, past the page cache, whatever is aligned to blocks of 4096 bytes. Nothing is
             mapped then, and the next epoch reads from the drive again.
         pinned_bytes: how much of files in the page cache may stay registered with CUDA, such as ``50e9`` or ``"50GB"``,
-            so that it is copied to the device without work of the CPU (:mod:`.pinned_files`). Files are taken as they
-            come, and kept as long as this storage. The memory cannot be reclaimed or swapped meanwhile.
+            so that it is copied to the device without work of the CPU (:mod:`.pinned_files`). Files are registered in
+            the order in which they are read, for as long as this storage is open. The memory cannot be reclaimed or
+            swapped meanwhile.
 
     Raises:
         ValueError: ``threads`` is not positive, or ``pinned_bytes`` is not a size, or given for a CPU target or with
             ``direct_io``.
     """
 
-    #: Each group takes Python, during which no other thread has its lock. With groups of 2 MiB an image of 108 kB took
-    #: 12.7 µs of user time, with these 8, and eight threads read 30% more images per second (two cores).
+    #: Each group runs Python code, which holds the interpreter's lock. With groups of 2 MiB an image of 108 kB took
+    #: 12.7 µs of user time; with groups of 8 MiB 8 µs, and eight threads read 30% more images per second (two cores).
     group_bytes = 8 << 20
     group_reads = limits.RING_FILES
 
@@ -165,7 +166,7 @@ class PosixBackend(BlockingBackend):
             os.close(fd)
 
     def _map_one(self, fd: int, offset: int, nbytes: int, path: str) -> torch.Tensor:
-        # An unaligned start is read, so that what is handed out is always good for any dtype.
+        # A range with an unaligned start is read instead, so that the tensor can be viewed as any dtype.
         if nbytes >= limits.MAP_BYTES and offset % ALIGNMENT == 0:
             try:
                 return _mapped(fd, offset, nbytes)

@@ -1,4 +1,4 @@
-"""The loop in front of a queue: one thread that works on all submissions. For :mod:`.queue` and engines of their own.
+"""The loop in front of a queue: one thread that works on all submissions. For :mod:`.queue`.
 
 There is one thread because several would spend their time passing the interpreter's lock around: measured on an H100,
 batches of four 74 MB records arrived at 20 GB/s with four threads and at 40 with one.
@@ -29,9 +29,9 @@ LINGER = 0.02
 class Pump(ABC, Generic[J]):
     """Works on jobs until none is left: feeds them, first come first served, then polls, and so on.
 
-    A job is whatever a subclass makes of one submission; the subclass calls :meth:`over` when it is complete. ``feed``,
-    ``poll``, ``give_up`` and ``idle`` run in the thread that works, one at a time, with the copy stream as the current
-    stream. Where no thread can be started, the caller of :meth:`submit` works.
+    A job is whatever a subclass makes of one submission; the subclass calls :meth:`finished` when it is complete.
+    ``feed``, ``poll``, ``give_up`` and ``idle`` run in the pump's thread, with the copy stream as the current stream.
+    Where no thread can be started, the caller of :meth:`submit` does the work in its own.
 
     Args:
         name: the backend's, for the thread.
@@ -43,8 +43,8 @@ class Pump(ABC, Generic[J]):
         self._name = name
         self._changed = threading.Condition()
         self._incoming: deque[J] = deque()
-        self._jobs: list[J] = []  # touched only by the thread that works
-        self._worker: int | None = None  # the thread that works
+        self._jobs: list[J] = []  # touched only by the thread at work
+        self._worker: int | None = None  # identifier of that thread; None while no thread is at work
         self._naps = 0
         self._executor: ThreadPoolExecutor | None = None
 
@@ -54,23 +54,23 @@ class Pump(ABC, Generic[J]):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Handles what is complete. Returns whether anything was; if not, the pump sleeps for a moment.
+        """Handles completed commands. Returns whether there were any; if not, the pump sleeps for a moment.
 
         It may wait for the first command in flight to complete.
         """
 
     @abstractmethod
     def give_up(self, jobs: list[J], error: Exception) -> None:
-        """Ends jobs after an error that ``feed`` or ``poll`` raised: it is not known any more what is in flight."""
+        """Ends jobs after an error that ``feed`` or ``poll`` raised, when nobody knows any more what is in flight."""
 
     def idle(self) -> None:
         """Called when no job is left, before the pump waits for more."""
 
     def submit(self, job: J) -> None:
-        """Takes a job.
+        """Adds a job.
 
         Raises:
-            RuntimeError: a step behind the reads gives it, in the thread that works: waiting for it would never end.
+            RuntimeError: called in the pump's own thread, by a step of :meth:`Pending.then`: it would wait for itself.
         """
         with self._changed:
             if self._worker == threading.get_ident():
@@ -91,8 +91,8 @@ class Pump(ABC, Generic[J]):
                 pass
         self._work()
 
-    def over(self, job: J) -> None:
-        """A job is complete: it is not fed any more."""
+    def finished(self, job: J) -> None:
+        """Removes a complete job, which is not fed any more."""
         self._jobs.remove(job)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Pump(ABC, Generic[J]):
         self._work()  # on a job whose caller was interrupted before it could hand it over
 
     def _work(self, executor: ThreadPoolExecutor | None = None) -> None:
-        """Works until no job is left, unless another thread does."""
+        """Works until no job is left, unless another thread is at work."""
         with self._changed:
             if self._worker is not None:
                 return
@@ -122,13 +122,13 @@ class Pump(ABC, Generic[J]):
             except Exception as e:
                 self._end_all(e)
                 break
-            except BaseException as e:  # Ctrl-C in a caller's thread: what is in flight must arrive all the same
+            except BaseException as e:  # Ctrl-C in a caller's thread: commands in flight must still arrive
                 interrupt = e
         if interrupt is not None:
             raise interrupt
 
     def _take(self, executor: ThreadPoolExecutor | None) -> bool:
-        """Takes the jobs that came in. Returns False when none is left; from then on no thread works."""
+        """Takes incoming jobs. Returns False if there is no job, and then no thread is at work any more."""
         if self._jobs and not self._incoming:
             return True
         if not self._jobs:
@@ -139,10 +139,10 @@ class Pump(ABC, Generic[J]):
             self._jobs += self._incoming
             self._incoming.clear()
             if not self._jobs:
-                self._rest()
+                self._stop_working()
             return bool(self._jobs)
 
-    def _rest(self) -> None:
+    def _stop_working(self) -> None:
         self._worker = None
         self._changed.notify_all()
 
@@ -163,6 +163,6 @@ class Pump(ABC, Generic[J]):
                 jobs, self._jobs = [*self._jobs, *self._incoming], []
                 self._incoming.clear()
                 if not jobs:
-                    self._rest()
+                    self._stop_working()
                     return
             self.give_up(jobs, error)

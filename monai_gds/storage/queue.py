@@ -1,8 +1,8 @@
 """Base of backends whose primitive is a queue: it takes commands, and reports later which of them are complete.
 
-A backend gives two methods: :meth:`QueueBackend._submit` puts one read into its queue, or refuses while the queue is
-full, and :meth:`QueueBackend._poll` returns the reads that are complete. This file plans, opens files, takes bytes to
-the GPU through pinned staging, names the file in every error, and keeps the queue full::
+A backend implements two methods: :meth:`QueueBackend._submit` puts one read into its queue, or refuses while the queue
+is full, and :meth:`QueueBackend._poll` returns the reads that are complete. This file plans, opens files, copies bytes
+to the GPU through pinned staging, names the file in every error, and keeps the queue full::
 
     reads ──plan──▶ commands ──_submit──▶ the device's queue ──_poll──▶ destination on the host, or where it reaches
                                                                 └───▶ staging slot ──copy stream──▶ on the GPU
@@ -33,13 +33,13 @@ __all__ = ["Command", "QueueBackend"]
 
 
 class Command:
-    """One read of a part of a file into memory: what a queue takes and gives back.
+    """One read of a part of a file into memory, as a queue takes and returns it.
 
     Attributes:
         handle: what :meth:`QueueBackend._open` returned for the file.
         offset: first byte within the file.
-        nbytes: how many; never 0.
-        memory: the 1-D uint8 tensor that they go to a part of.
+        nbytes: bytes to read; never 0.
+        memory: 1-D uint8 tensor, a part of which they fill.
         start: first byte within ``memory``.
         room: bytes of ``memory`` behind it that may be overwritten.
     """
@@ -54,60 +54,59 @@ class Command:
 
     @property
     def address(self) -> int:
-        """Where the bytes go, in host memory, or on the device for a backend that reaches it."""
+        """Address of the destination, in host memory, or on the device if the backend ``reaches_gpu``."""
         return self.memory.data_ptr() + self.start
 
     @property
     def dest(self) -> torch.Tensor:
-        """Where the bytes go, as a tensor."""
+        """The destination as a tensor."""
         return self.memory[self.start : self.start + self.nbytes]
 
     @property
     def array(self) -> np.ndarray:
-        """The same in host memory, as an array."""
+        """The destination as an array, if it is in host memory."""
         memory = self.memory.numpy() if self._array is None else self._array
         return memory[self.start : self.start + self.nbytes]
 
 
 class QueueBackend(Backend):
-    """See the module's docstring."""
+    """A backend that implements a queue of commands; see the module's docstring."""
 
     #: Whether commands may read into memory of the CUDA device. If not, they read into pinned staging.
     reaches_gpu: bool = False
 
-    #: Bytes per command at most: a multiple of ALIGNMENT, and no larger than a staging slot. Longer reads are cut.
+    #: Most bytes per command: a multiple of ALIGNMENT, and no more than a staging slot has. Longer reads are cut.
     piece_bytes: int = 1 << 20
 
-    #: Commands of together at most so many bytes share a staging slot, which is copied when all of them are complete.
+    #: Most bytes and commands that share a staging slot, which is copied when all of the commands are complete.
     group_bytes: ClassVar[int] = 4 << 20
     group_reads: ClassVar[int] = 256
 
-    #: Files that are open at a time, roughly: files of commands in flight, and of those to come.
+    #: Most files open at a time, roughly: for commands in flight, and for those to come.
     open_files: ClassVar[int] = 32
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._engine = _Engine(self)
 
-    # What a backend implements, beside ``_open`` and ``_close``. All of it runs in one thread, but for close().
+    # What a backend implements, besides ``_open`` and ``_close``. All of it but close() runs in one thread.
 
     @abstractmethod
     def _submit(self, command: Command) -> bool:
         """Puts a command into the queue. Returns False while the queue is full.
 
-        Its memory and its handle stay valid until :meth:`_poll` returns it.
+        The command's memory and handle stay valid until :meth:`_poll` returns it.
 
         Raises:
-            Exception: this command was refused, and is not in flight. It fails the file.
+            Exception: this command was refused, and is not in flight. Its file fails.
         """
 
     @abstractmethod
     def _poll(self) -> Iterable[tuple[Command, int | Exception]]:
         """Returns the commands that are complete, each with the bytes read or the error.
 
-        Of a command that read fewer bytes than asked for, the rest is submitted again. Zero means that the file has
-        ended. Called only while commands are in flight: it may wait until one is complete, or return none, and is then
-        called again soon.
+        After a short read the rest of the command is submitted again. Zero bytes mean that the file has ended. Called
+        only while commands are in flight: it may wait until one is complete, or return none and be called again soon.
 
         Raises:
             Exception: the queue is broken. Everything in flight fails, and its memory is never freed, because the
@@ -117,27 +116,27 @@ class QueueBackend(Backend):
     def _give_up(self) -> None:
         """Forgets all commands in flight, which have failed, after an error of the queue or of this file."""
 
-    # What they all share.
+    # Shared by all such backends.
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         pending = Pending(list(into), self.device, len(reads.paths))
         direct = self.reaches_gpu and any(tensor.is_cuda for tensor in into)
-        # A device that writes to GPU memory by itself does not go through the copy stream: it waits for what is queued
+        # A device that writes to GPU memory by itself bypasses the copy stream: it waits for the work that is queued
         # there by now.
         job = _Job(reads.paths, into, pending, staging.copy_stream(self.device).record_event() if direct else None)
         for part, rows, groups in self._plan(reads, into):
             opened = OpenFiles(reads, part.per_file(), self._engine.open, self._engine.close_file)
             job.opened.append(opened)
             job.groups.extend(_Group(job, part, rows, which, opened) for which in groups)
-        job.left = len(job.groups)
-        if job.left:
+        job.unfinished = len(job.groups)
+        if job.unfinished:
             self._engine.submit(job)
         else:
             pending.finish()
         return pending
 
     def _plan(self, reads: Reads, into: Sequence[torch.Tensor]) -> list[_Planned]:
-        """The pieces on either side, and their groups; planned once for all files whose reads are the same."""
+        """The pieces for host and for device memory, in groups; planned once for all files with the same reads."""
 
         def make() -> list[_Planned]:
             whole = plan.coalesce(plan.by_file(reads.with_room(into)), limits.GAP_BYTES)
@@ -158,7 +157,7 @@ class QueueBackend(Backend):
 
 
 class _Planned(NamedTuple):
-    """Pieces on one side, also one by one, and which of them go together."""
+    """Pieces for the host, or for the device: as arrays, one by one, and in groups."""
 
     pieces: Reads
     rows: list[Row]
@@ -166,19 +165,19 @@ class _Planned(NamedTuple):
 
 
 class _Group:
-    """Neighbouring reads that are issued together: into one staging slot, or into destinations that are reached.
+    """Neighbouring reads that are issued together, into one staging slot or straight into their destinations.
 
     Attributes:
         copies: see :class:`plan.Staged`.
-        left: commands that are not complete.
+        unfinished: commands that are not complete.
     """
 
-    __slots__ = ("_reads", "_rows", "_which", "copies", "job", "left", "opened", "slot")
+    __slots__ = ("_reads", "_rows", "_which", "copies", "job", "opened", "slot", "unfinished")
 
     def __init__(self, job: _Job, reads: Reads, rows: Sequence[Row], which: slice, opened: OpenFiles) -> None:
         self.job, self._reads, self._rows, self._which, self.opened = job, reads, rows[which], which, opened
         self.copies: list[tuple[int, int, int, int]] = []
-        self.left = len(self._rows)
+        self.unfinished = len(self._rows)
         self.slot: staging.StagingSlot | None = None
 
     @property
@@ -208,10 +207,10 @@ class _Job:
     """One submission.
 
     Attributes:
-        groups: what has not been begun.
-        todo: commands of the group at hand that have not been issued.
-        left: groups that are not complete.
-        earlier: what must be over before the device writes to GPU memory by itself.
+        groups: groups that have not been started.
+        todo: commands of the current group that have not been issued.
+        unfinished: groups that are not complete.
+        earlier: event that the device waits for before it writes to GPU memory by itself.
     """
 
     def __init__(
@@ -221,17 +220,17 @@ class _Job:
         self.groups: deque[_Group] = deque()
         self.opened: list[OpenFiles] = []
         self.todo: deque[Command] = deque()
-        self.left = 0
+        self.unfinished = 0
 
 
 class _Slots:
     """The staging slots of one queue: those being filled, and those whose copies to the device are under way.
 
-    Its own are taken again as soon as they are free, rather than others of the pool: all slots in use together have to
-    fit into the processor's cache between the device that fills them and the copy. An idle queue gives them back.
+    A queue reuses its own slots as soon as they are free, before it takes others of the pool: all slots in use together
+    should fit into the processor's cache from the read that fills them to the copy. An idle queue gives them back.
     """
 
-    #: How many are being filled at a time, and these with those on their way to the device.
+    #: Most slots being filled at a time, and most slots in all, with those on their way to the device.
     filling_at_once, all_at_once = 4, 6
 
     def __init__(self, device: torch.device) -> None:
@@ -240,10 +239,9 @@ class _Slots:
         self._sent: deque[staging.StagingSlot] = deque()
 
     def take(self) -> staging.StagingSlot | None:
-        """A slot to fill, or None as long as there is none.
+        """A slot to fill, or None while there is none.
 
-        While it has slots of its own it never waits for the pool: two queues that did could wait for each other for
-        ever.
+        A queue that holds slots never waits for the pool: two that did could wait for each other for ever.
         """
         if self._filling == self.filling_at_once:
             return None
@@ -258,7 +256,7 @@ class _Slots:
         return slot
 
     def sent(self, slot: staging.StagingSlot) -> None:
-        """Its copies are queued, or it is not needed."""
+        """Takes a slot whose copies are queued, or which is not needed any more."""
         self._filling -= 1
         self._sent.append(slot)
 
@@ -269,18 +267,18 @@ class _Slots:
         return bool(self._sent)
 
     def give_back(self) -> None:
-        """Lets others have those that are not being filled."""
+        """Returns the slots that are not being filled to the pool."""
         while self._sent:
             self._pool.release(self._sent.popleft())
 
     def abandon(self) -> None:
-        """As ``give_back``, when those that are being filled will never be complete."""
+        """As ``give_back``; the slots that are being filled, which will never be complete, are written off."""
         self.give_back()
         self._pool.forget(self._filling)
 
 
 class _Engine(Pump[_Job]):
-    """What a :class:`QueueBackend` runs on."""
+    """The pump that a :class:`QueueBackend` runs on."""
 
     def __init__(self, backend: QueueBackend) -> None:
         super().__init__(backend.name, backend.device)
@@ -314,7 +312,7 @@ class _Engine(Pump[_Job]):
         return True
 
     def _begin(self, job: _Job) -> bool:
-        """Turns a job's next group into commands. Returns False as long as there is no slot for it."""
+        """Turns a job's next group into commands. Returns False while there is no slot for it."""
         group, slot = job.groups[0], None
         if not self._backend.reaches_gpu and group.on_device:
             try:
@@ -375,19 +373,19 @@ class _Engine(Pump[_Job]):
         self._complete(command)
 
     def _complete(self, command: Command) -> None:
-        """A command is done with, read or not."""
+        """Handles the end of a command, read or not. The last one of a group queues its copies."""
         group = command._group
         try:
             group.opened.done(command._file)
         except Exception as e:
             group.job.pending.fail(command._file, naming_file(e, group.opened.path(command._file)))
-        group.left -= 1
-        if group.left:
+        group.unfinished -= 1
+        if group.unfinished:
             return
         sent = group.slot is not None and self._send(group, group.slot)
-        group.job.left -= 1
-        if not group.job.left:
-            self.over(group.job)
+        group.job.unfinished -= 1
+        if not group.job.unfinished:
+            self.finished(group.job)
             # Its last copy is behind all others of the job, which went to the same stream before it.
             group.job.pending.finish(group.slot.event if sent and group.slot is not None else None)
 

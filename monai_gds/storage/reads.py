@@ -31,16 +31,16 @@ class Row(NamedTuple):
 class Reads:
     """``n`` reads of ``m`` files into ``k`` destinations.
 
-    Reads are in the order of their destinations and, within one, of where they begin in it. What lies between two
-    reads of one destination, and behind the last, may be overwritten: with parts that begin at multiples of
-    ``ALIGNMENT`` a backend that transfers whole blocks needs no bounce buffer.
+    Reads are ordered by destination and, within one, by where they begin in it. Bytes between two reads of one
+    destination, and behind the last, may be overwritten: if parts begin at multiples of ``ALIGNMENT``, a backend that
+    transfers whole blocks needs no bounce buffer.
 
     Attributes:
         paths: the files (m).
         expected: what each of them must be: a :class:`FileId`, a size in bytes, or None (m).
         file: index of the file of each read, int64 (n,).
         offset: first byte within the file, int64 (n,). Any value, aligned or not.
-        nbytes: how many bytes, int64 (n,). Zero opens the file and reads nothing.
+        nbytes: bytes to read, int64 (n,). Zero opens the file and reads nothing.
         dest: index of the destination, int64 (n,).
         start: first byte within the destination, int64 (n,).
         sizes: bytes of each destination, int64 (k,).
@@ -83,7 +83,7 @@ class Reads:
 
     @classmethod
     def of(cls, path: str, ranges: Sequence[tuple[int, int]], expected: Expected = None) -> Reads:
-        """Ranges of one file, each into a destination of its own.
+        """Ranges of one file, each into its own destination.
 
         Args:
             path: the file.
@@ -117,13 +117,13 @@ class Reads:
 
         Args:
             paths: the files (m).
-            sizes: bytes wanted of each, int64 (m,).
-            starts: where in the destination each begins, int64 (m,), in rising order.
+            sizes: bytes to read of each file, int64 (m,).
+            starts: where in the destination each part begins, int64 (m,), in rising order.
             total: bytes of the destination.
-            offsets: where in its file each begins.
+            offsets: where in its file each part begins.
             expected: what each file must be. The size of the whole file catches one that has become shorter or longer;
-                with a byte at least between the end of one file and the start of the next, some backends notice that
-                without a system call of its own.
+                if at least one byte is free behind each part in the destination, some backends notice that without a
+                system call of its own.
 
         Raises:
             ValueError: the parts overlap, are out of order, or do not fit.
@@ -199,7 +199,7 @@ class Reads:
         self._checked = True
 
     def planned(self, key: Any, make: Callable[[], P]) -> P:
-        """What ``make`` returns; remembered for reads that :meth:`at` made of the same ones.
+        """Returns what ``make`` returns, remembered for all reads that :meth:`at` makes of the same ones.
 
         Args:
             key: all that the plan depends on besides these reads.
@@ -248,6 +248,7 @@ class Reads:
 
     @property
     def rows(self) -> list[Row]:
+        """The reads one by one."""
         columns = (self.file, self.offset, self.nbytes, self.dest, self.start, self.room)
         return list(map(Row, *(column.tolist() for column in columns)))
 
@@ -262,6 +263,7 @@ class Reads:
 
     @property
     def total(self) -> int:
+        """Bytes of all reads together."""
         return int(self.nbytes.sum())
 
     def parts(self, into: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -281,7 +283,7 @@ class Reads:
 
 @functools.lru_cache(maxsize=16)
 def _counting(count: int) -> np.ndarray:
-    """0, 1, 2… Made anew, beside threads that read, it took as long as everything else about a batch of images."""
+    """0, 1, 2… Making it anew, beside threads that read, took as long as everything else about a batch of images."""
     numbers = np.arange(count)
     numbers.setflags(write=False)
     return numbers

@@ -1,7 +1,7 @@
-"""Which backends there are, which of them work here, and which one ``auto`` takes. One line per backend.
+"""Which backends exist, which of them work here, and which one ``auto`` chooses. One line per backend.
 
-Another package brings a backend by an entry point of the group ``monai_gds.backends``, whose name is the backend's and
-whose value is a :class:`monai_gds.storage.backend.Backend`::
+Another package adds a backend by an entry point of the group ``monai_gds.backends``. Its name is the backend's, and its
+value is a :class:`monai_gds.storage.backend.Backend`::
 
     [project.entry-points."monai_gds.backends"]
     mydrive = "mypackage.mydrive:MyDriveBackend"
@@ -80,13 +80,13 @@ def resolve_device(device: int | str | torch.device | None) -> torch.device:
 
 @functools.cache
 def _foreign() -> dict[str, str]:
-    """Backends of other packages. One that bears the name of a backend of ours is left out."""
+    """Backends of other packages. One with the name of a backend of ours is left out."""
     found = {entry.name: entry.value for entry in entry_points(group="monai_gds.backends")}
     return {name: value for name, value in found.items() if name not in _BACKENDS}
 
 
 def backend_names() -> list[str]:
-    """The backends there are, whether they work here or not.
+    """The names of all backends, whether they work here or not.
 
     Example:
         >>> backend_names()[:2]
@@ -165,7 +165,7 @@ def probe_backend(name: str, device: int | str | torch.device | None = None) -> 
     target = resolve_device(device)
     try:
         return _backend(name).probe(target)
-    except (ImportError, AttributeError) as e:  # a package of somebody else may name what it does not have
+    except (ImportError, AttributeError) as e:  # another package may name a class that it does not have
         return Availability(False, f"importing it failed: {e}")
 
 

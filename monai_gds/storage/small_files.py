@@ -1,4 +1,4 @@
-"""Many small files in a few system calls. For ``posix``."""
+"""Reading many small files in a few system calls. For ``posix``."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def identities(paths: Iterable[bytes]) -> list[tuple[int, int, int, int] | None]
     """Device, inode, size and mtime (ns) of files, as FileId has them; None for one that cannot be seen.
 
     ``os.stat`` releases the interpreter's lock at every call: with eight threads and 64 files each, that is 500 waits
-    for the thread that runs meanwhile. These files were read a moment before, so their inodes are at hand.
+    for the thread that runs meanwhile. These files were read a moment before, so their inodes are cached.
     """
     room = ctypes.create_string_buffer(_SIZE)
     return [_identity(path, room) for path in paths]

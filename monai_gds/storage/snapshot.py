@@ -1,6 +1,6 @@
 """Host copies of tensors, taken in the background, for the cache's writer to save later.
 
-Copies out of a CUDA device go through a stream of their own into pinned memory, so that neither the host nor the copies
+Copies out of a CUDA device go through a separate stream into pinned memory, so that neither the host nor the copies
 to the device wait for them.
 """
 
@@ -22,10 +22,10 @@ _stream = PerProcess(new_stream)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on huge pages: 100 MB take 10 ms then and 29 with ``clone``, whose time goes into faulting pages in.
+    """A copy on huge pages: 100 MB take 10 ms, and 29 with ``clone``, which spends its time on page faults.
 
-    NumPy makes it, in this thread: torch divides it among threads, which wait for one another where the cores are busy
-    with transforms and with saving what came before (41 ms on two busy cores, and 15 in one thread).
+    NumPy makes it, in this thread. torch divides it among threads, which wait for one another while the cores are busy
+    with transforms and with saving earlier items (41 ms on two busy cores, and 15 in one thread).
     """
     copy = torch.empty_like(tensor, requires_grad=False)
     huge_pages.prefer(copy)
@@ -39,13 +39,13 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Snapshot:
-    """Host copies that may still be on their way; the events are behind those out of CUDA devices."""
+    """Host copies that may still be under way; the events are behind the copies from CUDA devices."""
 
     def __init__(self, copies: list[torch.Tensor], events: Sequence[torch.cuda.Event]) -> None:
         self._copies, self._events = copies, events
 
     def wait(self) -> list[torch.Tensor]:
-        """Blocks until every copy is there, and returns them."""
+        """Blocks until every copy has arrived, and returns the copies."""
         for event in self._events:
             event.synchronize()
         return self._copies
@@ -54,8 +54,8 @@ class Snapshot:
 def snapshot(tensors: Sequence[torch.Tensor]) -> Snapshot:
     """Copies tensors to the host, as they are after the work that is queued on the current stream.
 
-    When it returns, the originals may be changed: on the CPU the copies are made by then, and what is queued on a
-    device's current stream from now on comes behind the copy.
+    When it returns, the originals may be changed: copies of CPU tensors are complete, and work that is queued on a
+    device's current stream from then on runs behind the copy.
 
     Args:
         tensors: contiguous, on the CPU or on CUDA devices.

@@ -1,13 +1,12 @@
-"""Pinned staging and the hand-off between streams: how host memory reaches a CUDA device, and gets back to a file.
+"""Pinned staging and the hand-off between streams: how bytes get from host memory to a CUDA device, and back to a file.
 
-Used within the storage only. Every copy to a device runs on that device's one copy stream. Device buffers come from the
-memory pool of that stream:
+Every copy to a device runs on that device's one copy stream. Device buffers come from the memory pool of that stream:
 
 * A buffer that its consumer frees returns to the pool. torch's allocator reuses it only after the streams that it was
   recorded on are done with it (``record_stream``).
 * A pinned slot is refilled only after the event behind its last copy.
 
-So neither is overwritten before its last reader is done, and nothing waits for the whole device.
+So no buffer or slot is overwritten before its last reader is done, and nothing waits for the whole device.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _PORTABLE, _READ_ONLY = 1, 8
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of this device."""
+    """A new stream of a CUDA device."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
@@ -87,7 +86,7 @@ def empty_for_side_stream(shape: Sequence[int], dtype: torch.dtype, device: torc
     """A tensor that the current side stream may fill. All side streams share the copy stream's pool."""
     with on_copy_stream(device):
         found = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if found.is_cuda:  # earlier copies into this memory may be queued still, if nobody waited for them
+    if found.is_cuda:  # earlier copies into this memory may still be queued, if nobody waited for them
         side = current_stream(device)
         side.wait_stream(copy_stream(device))
         found.record_stream(side)
@@ -159,25 +158,25 @@ def raw_current_stream(device: torch.device) -> int:
 
 
 def copy_to_device(dest: int, source: int, nbytes: int, stream: int) -> None:
-    """Queues a copy of pinned memory by the driver. torch's ``copy_`` takes 70 µs beside two other threads, this 5.
+    """Queues a copy from pinned memory through the driver: 5 µs beside two other threads, ``copy_`` 70.
 
-    ``copy_`` releases the interpreter's lock, and keeps books on pinned memory. With five threads it took 800 µs.
+    torch's ``copy_`` releases the interpreter's lock, and tracks pinned memory. With five threads it took 800 µs.
     """
     _call_driver("cuMemcpyHtoDAsync_v2", dest, source, nbytes, stream)
 
 
 def pin(address: int, nbytes: int) -> None:
-    """Registers memory that a read-only mapping has, for copies to any device. It must outlast them.
+    """Registers the memory of a read-only mapping for copies to any device. The mapping must outlive them.
 
     Raises:
         RuntimeError: CUDA refused: too much is registered, or this kernel and file system cannot.
     """
-    _call_driver("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY, library=_patient_driver())
+    _call_driver("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY, library=_driver_without_lock())
 
 
 def unpin(address: int) -> None:
-    """Ends :func:`pin`."""
-    _call_driver("cuMemHostUnregister", address, library=_patient_driver())
+    """Unregisters memory that :func:`pin` registered."""
+    _call_driver("cuMemHostUnregister", address, library=_driver_without_lock())
 
 
 @functools.cache
@@ -197,7 +196,7 @@ def _module(source: str, device: int) -> Any:
 
 
 def launch(function: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
-    """Launches a kernel all of whose arguments are addresses and 64-bit integers.
+    """Launches a kernel whose arguments are all addresses and 64-bit integers.
 
     Args:
         function: its ``CUfunction``.
@@ -232,8 +231,8 @@ def _driver() -> ctypes.PyDLL:
 
 
 @functools.cache
-def _patient_driver() -> ctypes.CDLL:
-    """The driver for calls that take long: the interpreter's lock is free meanwhile."""
+def _driver_without_lock() -> ctypes.CDLL:
+    """The driver for calls that take long, which release the interpreter's lock."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
     driver.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
@@ -295,7 +294,7 @@ class StagingPool:
         return None
 
     def _make(self) -> StagingSlot | None:
-        with self._lock:  # held meanwhile: who finds the limit reached waits for a slot that surely comes
+        with self._lock:  # also while the slot is made: whoever then finds the limit reached can rely on it
             if self._made >= self._limit:
                 return None
             slot = StagingSlot(self.slot_bytes)
@@ -310,14 +309,14 @@ class StagingPool:
         """As :meth:`upload`, for several (offset, destination) of one slot.
 
         Raises:
-            ValueError: a destination is not contiguous, or the slot has not that many bytes from its offset on.
+            ValueError: a destination is not contiguous, or is larger than the slot from its offset on.
         """
         stream = copy_stream(self.device)
         try:
             with torch.cuda.stream(stream):
                 for offset, dest in parts:
                     if not dest.is_contiguous() or not 0 <= offset <= self.slot_bytes - dest.nbytes:
-                        raise ValueError(f"{dest.nbytes} bytes from {offset} of a slot do not fit into its destination")
+                        raise ValueError(f"{dest.nbytes} bytes from {offset} of a slot: too many, or strided")
                     if dest.nbytes:
                         slot.send(dest.data_ptr(), dest.nbytes, stream, offset)
         finally:
@@ -328,7 +327,7 @@ class StagingPool:
         self._free.put(slot)
 
     def forget(self, slots: int) -> None:
-        """Slots that will not be given back; as many more may be made in their place."""
+        """Writes off slots that will not be given back. As many new ones may be made."""
         with self._lock:
             self._made -= slots
 
@@ -340,7 +339,7 @@ staging_pool = PerProcess(lambda device: StagingPool(device))
 def write_buffers(fd: int, buffers: Sequence[Buffer]) -> None:
     """Writes buffers back to back at the descriptor's position, large ones on a device through pinned memory.
 
-    Fetched at once, 1 GiB took most of the time: fresh pages, and a copy to memory that is not pinned.
+    Fetching 1 GiB at once took most of the time: page faults, and a copy to memory that is not pinned.
     """
     waiting: list[memoryview] = []
     for buffer in buffers:
@@ -357,7 +356,7 @@ def write_buffers(fd: int, buffers: Sequence[Buffer]) -> None:
 def _on_host(source: torch.Tensor) -> Iterator[memoryview]:
     """Yields the bytes of a 1-D uint8 CUDA tensor piece by piece, through one pinned slot.
 
-    The work queued so far on the current stream is waited for. A piece is valid until the next.
+    Waits for the work queued so far on the current stream. A piece is valid until the next one.
     """
     pool = staging_pool(source.device)
     slot = pool.acquire()

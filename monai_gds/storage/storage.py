@@ -24,7 +24,7 @@ class Storage:
     """Moves bytes between files and tensors of one target device, through one backend. Made by ``open_storage``.
 
     An instance belongs to the process that made it, since threads, pinned memory and CUDA streams do not survive a
-    fork: in another process it refuses. Several threads may use it at once.
+    fork: in another process its methods raise StorageError. Several threads may use it at once.
 
     Memory is a two-way promise. Nothing is read before it has arrived: what ``wait()`` returns may be used at once on
     the current stream. Nothing is overwritten before its last reader is done: a destination of the caller's is filled
@@ -68,6 +68,7 @@ class Storage:
             Pending of one 1-D uint8 tensor per destination, each owning its storage, on ``self.device``.
 
         Raises:
+            ValueError: reads overlap, are out of order, or do not fit into their destinations.
             StorageError: this storage belongs to another process. Errors of files come out of the Pending.
         """
         self._check_process()
@@ -79,7 +80,7 @@ class Storage:
         return self._start(reads)
 
     def _are_packed(self, reads: Reads) -> bool:
-        """Whether reads come in one block: one per destination, several, and all of them small."""
+        """Whether the reads go into one block: several small reads, one per destination."""
         return bool(
             limits.PACK_READS <= len(reads) == len(reads.sizes)
             and reads.nbytes.max() < limits.PACK_BYTES
@@ -97,11 +98,14 @@ class Storage:
     def map(self, reads: Reads) -> Pending:
         """As :meth:`load`, but for a CPU target ranges are mapped privately (copy-on-write) where the backend can.
 
-        Writing into a mapped tensor never reaches the file. On a disk that fails, or a file that is cut, touching a
-        mapping ends the process, where reading gives an error.
+        Writing into a mapped tensor never reaches the file. If the disk fails or the file is truncated, touching a
+        mapping ends the process, where :meth:`load` would give an error.
 
         Args:
             reads: of one file, one read per destination.
+
+        Raises:
+            StorageError: this storage belongs to another process. Errors of the file come out of the Pending.
         """
         self._check_process()
         try:
@@ -117,14 +121,14 @@ class Storage:
         """Reads into destinations of the caller's own. Starts all reads and returns at once.
 
         Args:
-            reads: what to read; see :class:`Reads` for which bytes may be overwritten besides.
+            reads: what to read; see :class:`Reads` for other bytes of ``into`` that may be overwritten.
             into: 1-D contiguous uint8 tensors on ``self.device`` or the CPU, no smaller than ``reads.sizes``.
 
         Returns:
             Pending of ``into``.
 
         Raises:
-            ValueError: a destination is not as said, or lies on another device.
+            ValueError: a destination is not as described, or lies on another device, or the reads are not in order.
             StorageError: this storage belongs to another process. Errors of files come out of the Pending.
         """
         self._check_process()
@@ -137,7 +141,7 @@ class Storage:
         return self._backend.start(reads, into)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """A new 1-D uint8 tensor of ``nbytes`` on the device, uninitialised, of the kind that is filled fastest."""
+        """A new, uninitialised 1-D uint8 tensor of ``nbytes`` on the device, in memory that is filled fastest."""
         self._check_process()
         return self._backend.memory(nbytes)[:nbytes]
 

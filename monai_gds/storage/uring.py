@@ -1,12 +1,11 @@
 """An io_uring that opens, reads and closes many files in one system call. For :mod:`.small_files`.
 
 The open, read and close of a file of 100 kB take 15 µs, and Python releases and takes its lock three times. In one
-thread that is nothing. In several it is most of the time: a thread that comes back from a call waits for the one that
-runs, 5 ms (``sys.getswitchinterval``) where that is a training loop. Here it happens once per
-``limits.RING_FILES`` files.
+thread that does not matter. In several it is most of the time: a thread that returns from a call waits for the one that
+runs, 5 ms (``sys.getswitchinterval``) if that is a training loop. Here it happens once per ``limits.RING_FILES`` files.
 
 The kernel's interface is described in io_uring_setup(2), io_uring_enter(2) and linux/io_uring.h. The files are opened
-into the ring's own table (``file_index``), so none of the process's descriptors is used.
+into the ring's own table (``file_index``), which uses no descriptors of the process.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Ring:
 
     def __init__(self) -> None:
         self._fd = -1
-        # Head and tail are shared with the kernel on other cores. Python has no memory barriers; x86-64 keeps loads in
-        # order without. On a processor that does not, a completion could be read before it is there.
+        # Head and tail are shared with the kernel on other cores. Python has no memory barriers, and x86-64 keeps loads
+        # in order without them. On a processor that does not, a completion could be read before it is there.
         if platform.machine() != "x86_64":
             raise OSError(errno.ENOSYS, f"io_uring needs memory barriers on {platform.machine()}, which Python lacks")
         files = limits.RING_FILES
@@ -86,9 +85,9 @@ class Ring:
         nbytes = max(sq[6] + 4 * sq_entries, cq[5] + _CQE.itemsize * cq_entries)
         ring = mmap.mmap(self._fd, nbytes, offset=0)
         words = np.frombuffer(ring, np.uint32, nbytes // 4)
-        self._taken, self._tail = words[sq[0] // 4 :][:1], words[sq[1] // 4 :][:1]  # submissions: head and tail
-        self._order = words[sq[6] // 4 :][:sq_entries]
-        self._seen, self._come = words[cq[0] // 4 :][:1], words[cq[1] // 4 :][:1]  # completions: head and tail
+        self._sq_head, self._sq_tail = words[sq[0] // 4 :][:1], words[sq[1] // 4 :][:1]  # submissions: head and tail
+        self._sq_array = words[sq[6] // 4 :][:sq_entries]
+        self._cq_head, self._cq_tail = words[cq[0] // 4 :][:1], words[cq[1] // 4 :][:1]  # completions: head and tail
         self._completions = np.frombuffer(ring, _CQE, cq_entries, cq[5])
         self._numbers = np.arange(max(sq_entries, cq_entries), dtype=np.uint32)
         sqes = mmap.mmap(self._fd, _SQE.itemsize * sq_entries, offset=_OFFSET_SQES)
@@ -101,7 +100,7 @@ class Ring:
 
     @staticmethod
     def _prepare(sqes: np.ndarray) -> np.ndarray:
-        """Fills in what is the same in every call. A hard link has the close follow a read that failed, too."""
+        """Fills in what is the same in every call. With a hard link, the close also follows a read that failed."""
         chains = sqes.reshape(-1, 3)
         place = np.arange(len(chains))
         chains["opcode"] = _OPENAT, _READ, _CLOSE
@@ -116,16 +115,16 @@ class Ring:
     def read(
         self, paths: Sequence[bytes], offsets: np.ndarray | int, sizes: np.ndarray, addresses: np.ndarray
     ) -> np.ndarray:
-        """Reads a part of each file to where it is wanted, and returns when all have been tried.
+        """Tries to read a part of each file to an address, and returns when all attempts are over.
 
         Args:
-            paths: at most ``limits.RING_FILES``.
-            offsets: where the part of each begins.
-            sizes: bytes of each that are wanted.
-            addresses: where to. The caller keeps the memory until this returns.
+            paths: the files, at most ``limits.RING_FILES``.
+            offsets: where each part begins in its file.
+            sizes: bytes of each part.
+            addresses: destination of each part. The caller keeps the memory until this returns.
 
         Returns:
-            Bytes read of each, or a negative errno. Fewer than wanted do not mean that the file has no more.
+            Bytes read of each, or a negative errno, int32 (files,). A short read does not mean that the file has ended.
 
         Raises:
             ValueError: a path holds a null byte.
@@ -147,11 +146,11 @@ class Ring:
     def _run(self, count: int) -> np.ndarray:
         """Submits the first ``count`` commands, waits for all of them, and returns their results."""
         numbers = self._numbers[:count]
-        self._order[(self._tail[0] + numbers) % len(self._order)] = numbers
+        self._sq_array[(self._sq_tail[0] + numbers) % len(self._sq_array)] = numbers
         try:
-            self._tail[0] = (int(self._tail[0]) + count) & _WORD
+            self._sq_tail[0] = (int(self._sq_tail[0]) + count) & _WORD
             self._wait()
-            completions = self._completions[(self._seen[0] + numbers) % len(self._completions)]
+            completions = self._completions[(self._cq_head[0] + numbers) % len(self._completions)]
             results = np.empty(count, np.int32)
             results[completions["user_data"]] = completions["res"]
             return results
@@ -159,29 +158,29 @@ class Ring:
             self._settle()
 
     def _wait(self) -> None:
-        """Submits what has not been submitted, and waits until as many commands have completed as there ever were."""
-        while (tail := int(self._tail[0])) != int(self._come[0]):
-            left, unseen = (tail - int(self._taken[0])) & _WORD, (tail - int(self._seen[0])) & _WORD
+        """Submits all commands that have not been submitted, and waits until every command has completed."""
+        while (tail := int(self._sq_tail[0])) != int(self._cq_tail[0]):
+            to_submit, to_complete = (tail - int(self._sq_head[0])) & _WORD, (tail - int(self._cq_head[0])) & _WORD
             try:
-                _call(_ENTER, self._fd, left, unseen, _GETEVENTS, None, 0)
+                _call(_ENTER, self._fd, to_submit, to_complete, _GETEVENTS, None, 0)
             except OSError as e:
                 if e.errno not in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     raise
                 time.sleep(0.001)  # the kernel is short of memory
 
     def _settle(self) -> None:
-        """Waits for what is under way, through any Ctrl-C, and takes it off the ring.
+        """Waits for the commands under way, even after Ctrl-C, and takes their completions off the ring.
 
-        Otherwise the kernel would go on with names and memory that are freed, and the next call would take these
+        Otherwise the kernel would go on using names and memory that are freed, and the next call would take these
         results for its own.
         """
-        pressed: BaseException | None = None
+        interrupt: BaseException | None = None
         while True:
             try:
                 self._wait()
-                self._seen[0] = self._tail[0]
+                self._cq_head[0] = self._sq_tail[0]
                 break
             except (KeyboardInterrupt, SystemExit) as e:
-                pressed = e
-        if pressed is not None:
-            raise pressed
+                interrupt = e
+        if interrupt is not None:
+            raise interrupt

@@ -14,15 +14,15 @@ Derive a class, give it a ``backend`` fixture, and run pytest::
 Which class to derive from:
 
 * :class:`BackendContract` for a backend on :class:`monai_gds.storage.blocking.BlockingBackend` or
-  :class:`monai_gds.storage.queue.QueueBackend`: everything that such a backend can get wrong.
-* :class:`FullContract` for a backend that implements ``Backend.start`` itself: also what those two bases promise on
-  behalf of the backends built on them.
+  :class:`monai_gds.storage.queue.QueueBackend`: it tests everything that such a backend can get wrong.
+* :class:`FullContract` for a backend that implements ``Backend.start`` itself: it also tests what those two base
+  classes promise on behalf of their subclasses.
 * :class:`WriteContract` in addition, for a backend that overrides ``Backend.write``.
 * :class:`CudaBackendContract` and :class:`CudaFullContract` for CUDA targets. They add streams, and memory that is
   freed and used again. Their tests carry the marker ``gpu``, which the project's pytest settings must declare.
 
-Two fixtures may be overridden besides: ``storage``, where :class:`monai_gds.storage.Storage` should be made in another
-way than around ``backend``, and ``shared_folder``, where a backend reads from some file systems only.
+Two more fixtures may be overridden: ``storage``, if :class:`monai_gds.storage.Storage` should be made in another way
+than around ``backend``, and ``shared_folder``, if a backend reads only from some file systems.
 """
 
 try:

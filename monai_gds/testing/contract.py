@@ -1,4 +1,4 @@
-"""What a single backend can get wrong: :class:`BackendContract`, and :class:`WriteContract` for one that writes."""
+"""Tests of what a single backend can get wrong: :class:`BackendContract`, and :class:`WriteContract` for writing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from monai_gds.testing.tools import (
 
 __all__ = ["BackendContract", "WriteContract"]
 
-#: What a stored small tensor may weigh beyond its own bytes: a page for alignment, and torch's own framing.
+#: Bytes that a saved tensor may take beyond its own: a page for alignment, and torch's framing.
 _OVERHEAD = ALIGNMENT + (4 << 10)
 
 #: Bytes on both sides of a destination that must stay as they are.
@@ -94,8 +94,8 @@ def _table(paths: Sequence[Path], rows: Sequence[tuple[int, int, int, int, int]]
 class BackendContract:
     """What a backend promises about bytes, errors, memory and threads, for any target device.
 
-    A backend on one of the bases can break each of these by itself. A subclass gives the ``backend`` fixture; see
-    :mod:`monai_gds.testing`.
+    A backend on one of the two base classes can break each of these by itself. A subclass provides the ``backend``
+    fixture; see :mod:`monai_gds.testing`.
     """
 
     #: Seconds after which reads that have not ended count as hanging.
@@ -104,12 +104,12 @@ class BackendContract:
     #: Reads during which another thread keeps closing the storage. Fewer where each close takes seconds.
     reads_while_closing: ClassVar[int] = 60
 
-    # What a subclass gives, or may override.
+    # Fixtures that a subclass provides, or may override.
 
     @pytest.fixture
     def backend(self) -> Backend | Iterator[Backend]:
         """The backend under test, returned or yielded."""
-        raise NotImplementedError("a subclass gives the backend")
+        raise NotImplementedError("a subclass provides the backend")
 
     @pytest.fixture
     def storage(self, backend: Backend) -> Iterator[Storage]:
@@ -136,20 +136,20 @@ class BackendContract:
     @pytest.fixture(scope="class")
     @classmethod
     def data(cls) -> bytes:
-        """What is in ``blob``."""
+        """The content of ``blob``."""
         return blob_content()
 
     @pytest.fixture(scope="class")
     @classmethod
     def blob(cls, shared_folder: Path, data: bytes) -> Path:
-        """A file of BLOB_BYTES bytes. Tests leave it as it is."""
+        """A file of BLOB_BYTES bytes, which tests do not change."""
         path = shared_folder / "blob.bin"
         path.write_bytes(data)
         return path
 
     @pytest.fixture
     def stable_descriptors(self, storage: Storage, blob: Path) -> Iterator[None]:
-        """Fails the test when it leaves more descriptors open than it found, once the backend has warmed up."""
+        """Fails a test that leaves more descriptors open than there were, once the backend has warmed up."""
         self.get(storage, blob, (0, 4 << 20), (5, 10))
         self.fill(storage, *((blob, 0, self.dest(storage, 10)) for _ in range(2))).wait()
         storage.close()
@@ -174,11 +174,11 @@ class BackendContract:
         return paths, lengths, np.cumsum(pitch) - pitch
 
     def dest(self, storage: Storage, nbytes: int, fill: int = 0xA5) -> torch.Tensor:
-        """A destination of the caller's own."""
+        """A new destination on the storage's device."""
         return torch.full((nbytes,), fill, dtype=torch.uint8, device=storage.device)
 
     def ended(self, pending: Pending) -> Pending:
-        """The same, once it is over; fails the test when that takes too long."""
+        """Waits until a Pending is over, and returns it. Fails the test if that takes too long."""
         deadline = time.monotonic() + self.patience
         while not pending.done:
             assert time.monotonic() < deadline, "the backend has not called Pending.finish"
@@ -186,7 +186,7 @@ class BackendContract:
         return pending
 
     def fill(self, storage: Storage, *parts: tuple[str | Path, int, torch.Tensor]) -> Pending:
-        """Fills each destination from an offset of a file, all in one go, until that is over."""
+        """Fills each destination from an offset of a file, in one call, and waits until that is over."""
         reads = Reads.join([Reads.of(str(path), [(offset, d.numel())]) for path, offset, d in parts])
         return self.ended(storage.fill(reads, [dest for *_, dest in parts]))
 
@@ -208,11 +208,11 @@ class BackendContract:
         assert_each(tensors, [data[offset : offset + nbytes] for offset, nbytes in ranges])
 
     def assert_at_rest(self, dests: Sequence[torch.Tensor]) -> None:
-        """Fails when a destination is still being written to."""
+        """Fails if a destination is still being written to."""
         for dest in dests:
             dest.fill_(0x77)
         time.sleep(0.05)
-        assert all(bool((d == 0x77).all()) for d in dests), "a destination was written after it was all over"
+        assert all(bool((d == 0x77).all()) for d in dests), "a destination was written to after the reads were over"
 
     # Bytes.
 
@@ -254,7 +254,7 @@ class BackendContract:
     def test_parts_of_two_files_that_take_turns_in_one_destination(
         self, storage: Storage, folder: Path, nbytes: int
     ) -> None:
-        """What lies between two parts of a file is another file's part, and not a gap."""
+        """Between two parts of a file lies a part of another file, not a gap."""
         paths = [self.make(folder, content(9 * nbytes, i), f"{i}.bin") for i in range(2)]
         rows = [(i % 2, i * nbytes, nbytes, 0, i * nbytes) for i in range(9)]
         into = [self.dest(storage, 9 * nbytes)]
@@ -589,7 +589,7 @@ class BackendContract:
             errors = {}
 
     def spoil(self, paths: list[str]) -> dict[int, type[Exception]]:
-        """Makes files of every kind that cannot be read; returns which, and the error that each is to give."""
+        """Makes some files unreadable, in every possible way. Returns which, and the error that each must give."""
         os.unlink(paths[3])
         os.truncate(paths[6], 3000)
         os.unlink(paths[9])
@@ -698,7 +698,7 @@ class BackendContract:
         backend = type(storage._backend)
         assert backend.probe(storage.device).reason
         assert backend.write is Backend.write or isinstance(self, WriteContract), (
-            f"{backend.__name__} has a write of its own: derive from WriteContract as well"
+            f"{backend.__name__} has its own write: derive from WriteContract as well"
         )
 
 
@@ -722,7 +722,7 @@ def _short_pread(pread: Callable[[int, int, int], bytes]) -> Callable[[int, int,
 
 
 def _use_in_child(storage: Storage, path: str) -> None:
-    """What a forked child may try with a storage of its parent."""
+    """Everything that a forked child may try with a storage of its parent."""
     torch.set_num_threads(1)  # torch's own threads do not survive a fork
     reads, dest = Reads.of(path, [(0, 10)]), torch.zeros(10, dtype=torch.uint8)
     attempts: list[Callable[[], object]] = [
@@ -744,7 +744,7 @@ def _use_in_child(storage: Storage, path: str) -> None:
 
 
 class WriteContract(BackendContract):
-    """What comes on top for a backend that overrides :meth:`Backend.write`."""
+    """Further tests for a backend that overrides :meth:`Backend.write`."""
 
     @pytest.mark.parametrize("durable", [False, True])
     @pytest.mark.usefixtures("stable_descriptors")

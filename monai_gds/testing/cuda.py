@@ -1,7 +1,7 @@
-"""What comes on top for a CUDA target: streams, and memory that changes hands.
+"""Further tests for a CUDA target: streams, and memory that changes hands.
 
-The scenarios are functions that return whether the bytes were right. A test takes one safeguard at a time out of
-``staging.py`` and sees that they notice.
+The scenarios are functions that return whether the bytes were right. A test of ours removes one safeguard of
+``staging.py`` at a time and checks that they notice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _fill(storage: Storage, path: Path, offset: int, dest: torch.Tensor) -> None
 
 
 def _make_every_slot(storage: Storage) -> None:
-    """Has every staging slot made. Otherwise the host waits for one whose copy is late, and the copies are not late."""
+    """Makes every staging slot. Otherwise the host would wait for one whose copy is late, and no copy would be late."""
     pool = staging.staging_pool(storage.device)
     for slot in [pool.acquire() for _ in range(limits.STAGING_SLOTS)]:
         pool.release(slot)
@@ -96,7 +96,7 @@ def handed_over_to_every_stream(storage: Storage, path: Path, data: bytes, consu
 
 
 def many_slow_consumers_keep_their_data(storage: Storage, paths: Sequence[str], consumer: torch.cuda.Stream) -> bool:
-    """Whether many small files come whole to two streams that use them late and free them at once."""
+    """Whether two streams that use many small files late, and free them at once, see them whole."""
     streams = (consumer, _stream(storage))
     reads = Reads.join([Reads.of(path, [(0, Path(path).stat().st_size)]) for path in paths])
     seen = []
@@ -252,7 +252,7 @@ class CudaBackendContract(BackendContract):
 
 @pytest.mark.gpu
 class CudaFullContract(CudaBackendContract, FullContract):
-    """What comes on top of :class:`FullContract` for a CUDA target."""
+    """What a backend that implements ``start`` itself promises in addition for a CUDA target."""
 
     def test_a_step_runs_on_the_copy_stream_and_its_results_are_handed_over(
         self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream

@@ -75,7 +75,7 @@ def small_disk(folder: Path, size: int = 8 << 20) -> Iterator[Path]:
 
 @contextmanager
 def broken_disk(folder: Path, content: bytes) -> Iterator[Path]:
-    """A file whose size and blocks are known and of which no byte can be read: the kernel reports EIO."""
+    """A file whose size and blocks are known, but of which no byte can be read: the kernel reports EIO."""
     image = folder / "broken.img"
     _make_image(image, 4 * len(content) + (8 << 20))
     with _mounted(image, folder / "broken", "loop") as where:

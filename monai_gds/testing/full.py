@@ -1,4 +1,4 @@
-"""What the bases promise on behalf of every backend that is built on them: :class:`FullContract`."""
+"""Tests of what the two base classes promise on behalf of every backend on them: :class:`FullContract`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["FullContract"]
 
 
 class FullContract(BackendContract):
-    """What a backend that implements ``start`` itself promises on top, and the bases for all that are built on them."""
+    """What a backend that implements ``start`` itself promises in addition, and the base classes for all others."""
 
     #: Reads of a file that is cut and grown meanwhile. Fewer where each error takes seconds.
     reads_while_shrinking: ClassVar[int] = 200

@@ -1,4 +1,4 @@
-"""What the contract's tests have in common: bytes to read, limits to run into, and how to look at what came."""
+"""What the contract's tests share: bytes to read, limits to run into, and comparisons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "descriptors", "error_of", "few_descriptors", "property_test", "without_permission",
 ]  # fmt: skip
 
-#: Bytes around the sizes at which backends change their ways: sectors, pages, pieces.
+#: Bytes around the sizes at which backends change their behaviour: sectors, pages, pieces.
 LENGTHS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (3 << 20) + 5)
 OFFSETS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (4 << 20) - 1, (8 << 20) - 1, 8 << 20)
 
@@ -41,7 +41,7 @@ def content(nbytes: int, seed: int = 0) -> bytes:
 
 @functools.cache
 def blob_content() -> bytes:
-    """What is in the file that most tests read."""
+    """The content of the file that most tests read."""
     return content(BLOB_BYTES)
 
 
@@ -51,7 +51,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def assert_bytes(tensor: torch.Tensor, expected: bytes, what: str = "a tensor") -> None:
-    """Fails with the place of the first byte that differs, where pytest would write out both sides."""
+    """Fails with the position of the first byte that differs; pytest would print both sides in full."""
     got, wanted = tensor.cpu().numpy(), np.frombuffer(expected, np.uint8)
     assert len(got) == len(wanted), f"{what} has {len(got)} bytes instead of {len(wanted)}"
     if not np.array_equal(got, wanted):

@@ -145,8 +145,6 @@ def test_what_is_strict_is_so_from_its_creation(folder: Path, monkeypatch: pytes
 def test_values_that_are_not_permissions_are_refused(
     folder: Path, mode: Any, kind: type[Exception], shown: str
 ) -> None:
-    folder: Path, mode: Any, kind: type[Exception], shown: str
-) -> None:
     with pytest.raises(kind, match=f"file_mode=.*{shown}"):
         GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=mode)
 

@@ -56,7 +56,7 @@ def test_a_spinning_disk_is_told_and_a_virtual_one_is_not_believed(laid: Laid, n
         (0o2770, "OWNER and the group GROUP can read and add records"),
         (0o2775, "everybody can read records, OWNER and the group GROUP can add some"),
         (0o777, "everybody can read and add records"),
-        (0o1777, "everybody can read and add records; only who made a record can delete or replace it (sticky bit)"),
+        (0o1777, "everybody can read and add records; only a record's owner can delete or replace it (sticky bit)"),
         (0o764, "OWNER alone can read and add records"),  # who may not enter a folder opens nothing in it
     ],
 )
@@ -89,7 +89,7 @@ def test_who_will_be_able_to_once_it_is_made(laid: Laid, umask: str, found: str)
     laid.cache = laid.cache / "not yet"
     row = laid.findings(answers())["sharing"]
     assert found in row.found
-    assert row.found.endswith("so your umask would have it made")
+    assert row.found.endswith("your umask would create it like this")
 
 
 def test_users_without_a_name_here_are_told_by_their_numbers(laid: Laid) -> None:
@@ -153,7 +153,7 @@ def test_without_udev_its_entry_can_be_made_as_the_remedy_says(laid: Laid) -> No
     found = laid.findings(answers())["udev"]
     assert found.status is Status.MISSING
     assert "refuses" in found.found
-    assert found.remedy.startswith("of use once there is nvidia-fs or P2PDMA: as root: ")
+    assert found.remedy.startswith("useful once there is nvidia-fs or P2PDMA: as root: ")
     laid.file("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
     remedy = laid.findings(answers())["udev"].remedy
     command = remedy.removeprefix("as root: ").replace("/run/udev", f"{laid.root}/run/udev")

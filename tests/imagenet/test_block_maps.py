@@ -174,5 +174,5 @@ def test_images_that_could_not_be_mapped_are_listed_and_say_why(disk: LoopDisk, 
 
 
 def test_a_map_in_memory_has_labels_of_its_own(disk: LoopDisk) -> None:
-    with pytest.raises(ValueError, match="labels of its own"):
+    with pytest.raises(ValueError, match="its own labels"):
         open_images(BlockMap.build(disk.folder / "train"), labels=[1])

@@ -170,7 +170,7 @@ def test_dalis_policy_is_taken_as_such_or_by_name_but_not_beside_ours(folder: Pa
             assert [len(batch["label"]) for batch in dataset] == batches
     with pytest.raises(ValueError, match="give one of them"):
         ImageNetDataset(folder, 4, device="cpu", last_batch="drop", last_batch_policy="DROP")
-    with pytest.raises(ValueError, match="'partial' is not one of FILL, DROP, PARTIAL"):
+    with pytest.raises(ValueError, match="'partial' must be one of FILL, DROP, PARTIAL"):
         ImageNetDataset(folder, 4, device="cpu", last_batch_policy="partial")
 
 
@@ -182,5 +182,5 @@ def test_the_last_samples_of_any_iterable(policy: str | None, last: list[int] | 
     for _ in range(2):
         expected = [[0, 1, 2, 3], [4, 5, 6, 7], *([last] if last else [])]
         assert [batch["x"].flatten().tolist() for batch in loader] == expected
-    with pytest.raises(ValueError, match="a source of batches has made its last one"):
+    with pytest.raises(ValueError, match="a source of batches has already made its last batch"):
         dali_iterator([], 4, device="cpu", already_batched=True, last_batch_policy="FILL")

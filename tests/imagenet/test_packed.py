@@ -322,7 +322,7 @@ def test_files_that_were_swapped_are_refused(folder: Path, tmp_path: Path) -> No
     one.rename(tmp_path / "x")
     other.rename(one)
     (tmp_path / "x").rename(other)
-    with pytest.raises(DamagedRecord, match=r"images-00000.*other images than the index tells"):
+    with pytest.raises(DamagedRecord, match=r"images-00000.*does not hold the images that the index lists"):
         list(PackedReader(open_packed(tmp_path / "out"), Counting(), ahead=1).read([np.arange(2)]))
 
 

@@ -262,7 +262,7 @@ def test_a_note_that_was_not_written_whole_is_written_again(
     """By a disk that was full, or before a power cut."""
     images, out = open_images(folder), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "_all_written", lambda *_: 1 / 0)
+        patch.setattr(packing, "_write_all", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pack_folder(images, out)  # type: ignore[arg-type]
     note = out / "packing.json"

@@ -12,7 +12,7 @@ What it costs:
   compiler, ninja and the libaio headers (``monai-gds doctor --build deepnvme`` does it ahead of the first use).
 * Both bypass the page cache: every epoch reads from the drive again.
 * Both operators report success whatever happened, and end the process on many errors. Whatever they move is verified,
-  and ``gds_handle`` runs in a process of its own.
+  and ``gds_handle`` runs in a separate process.
 
 Nothing outside the storage package imports any of it.
 """

@@ -3,9 +3,9 @@
 It goes through host memory on a CPU and on a CUDA target; ``deepnvme-gds`` is the one that reads into GPU memory.
 ``aio_handle`` returns success whatever the kernel answered, and ends the process when an assertion fails. Therefore
 
-* what the kernel answered is asked for separately (``results.h``);
+* the kernel's own results are fetched separately (``results.h``);
 * what it read and wrote is verified by :mod:`.verified`, which also reads heads, tails and small files;
-* what it would assert is checked before: that the kernel has room for its queues (``fs.aio-max-nr``), and that the
+* its assertions are checked beforehand: that the kernel has room for its queues (``fs.aio-max-nr``), and that the
   memory can be locked (``RLIMIT_MEMLOCK``). That the range lies inside the file is checked before and after the read;
   :mod:`.build` takes the assertion in between out.
 
@@ -128,10 +128,10 @@ def _queues() -> int:
 
 
 def _failure_finder(module: ModuleType) -> Callable[[torch.Tensor], tuple[int, int] | None]:
-    """Returns a function that takes what the kernel answered to the transfers from or to a piece of host memory.
+    """Returns a function that fetches the kernel's results of the transfers from or to a piece of host memory.
 
-    It returns None if every transfer was complete, else ``(offset within the memory, errno, or 0 if it was short)`` of
-    the first that failed.
+    That function returns None if every transfer was complete, else ``(offset within the memory, errno)`` of the first
+    that failed, with errno 0 for a short transfer.
     """
     take = ctypes.CDLL(module.__file__).monai_gds_take_error
     take.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_long)]
@@ -146,10 +146,10 @@ def _failure_finder(module: ModuleType) -> Callable[[torch.Tensor], tuple[int, i
 
 
 def _check_lockable(nbytes: int) -> None:
-    """Locks as much memory for a moment: the handle ends the process when it cannot.
+    """Locks as much memory for a moment, because the handle ends the process if it cannot. Raises StorageError.
 
-    In a mapping of its own: malloc would reuse the memory for the handle's buffer, into which 300 kB then took 590 µs
-    instead of 500.
+    The memory is a mapping: malloc would reuse it for the handle's buffer, into which 300 kB then took 590 µs instead
+    of 500.
     """
     room = mmap.mmap(-1, nbytes)
     anchor = ctypes.c_char.from_buffer(room)
@@ -168,7 +168,7 @@ def _check_lockable(nbytes: int) -> None:
 class DeepNvmeBackend(VerifiedBackend):
     """Reads and writes with DeepSpeed's ``aio_handle``; see the module's docstring.
 
-    Making one compiles DeepSpeed's operator if that has not been done on this machine (minutes, with a warning first).
+    The constructor compiles DeepSpeed's operator unless this machine has it (minutes, with a warning first).
 
     Args:
         device: ``cpu`` or a CUDA device.

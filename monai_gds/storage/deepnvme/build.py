@@ -1,7 +1,7 @@
 """Compiles and loads DeepSpeed's C++ operators, for the DeepNVMe backends and for ``doctor --build``.
 
 DeepSpeed ships its file operators as C++ source and compiles them on first use, in the middle of whatever the user was
-doing. Here that is a step of its own:
+doing. Here that is a separate step:
 
 * It announces what it is about to do and what it needs. A failure shows the compiler's last lines.
 * It runs in a child process, so that its environment, working directory and output never reach the caller's.
@@ -23,9 +23,9 @@ DeepSpeed's source is compiled with these changes (:data:`_CHANGES`, :func:`_com
   that write first wait for each other for ever: one holds the interpreter's lock and wants the C++ once-flag, the
   other holds the flag and wants the lock. Users who store tensors here have asked for the writes; a handle of their
   own still warns.
-* ``gds_handle`` ends its process with ``_Exit`` instead of ``exit``: it does so in threads of its own too, where the
+* ``gds_handle`` ends its process with ``_Exit`` instead of ``exit``: it does so in its own threads too, where the
   exit handlers of libraries would run beside the other threads, and may wait for them.
-* The allocator of page-locked memory, a library of its own in DeepSpeed, is compiled in. It and the handles get names
+* The allocator of page-locked memory, a separate library in DeepSpeed, is compiled in. It and the handles get names
   of our own: the process may use DeepSpeed's operators as well, and pybind11 refuses a type that is registered twice.
 """
 
@@ -70,8 +70,8 @@ _LOG_LINES = 25
 _RESULTS = Path(__file__).with_name("results.h")
 
 
-#: Lines in front of some of DeepSpeed's files, and the macros that end behind each; see the module's docstring. torch's
-#: headers come first where they use the same name.
+#: Lines put in front of some of DeepSpeed's files, and the macros undefined behind each; see the module's docstring.
+#: torch's headers come first where they use the same name.
 _CHANGES = {
     "csrc/aio/py_lib/deepspeed_py_io_handle.cpp": (
         "#include <cstdint>\n"
@@ -85,10 +85,10 @@ _CHANGES = {
     "csrc/aio/common/deepspeed_aio_common.cpp": (f'#include "{_RESULTS}"', ["io_submit", "io_pgetevents"]),
 }  # fmt: skip
 
-#: In front of everything of an operator's. <cstdlib> first: it undefines these macros.
+#: Lines in front of every unit of an operator. <cstdlib> comes first: it undefines these macros.
 _HEADS: dict[Operator, list[str]] = {"aio": [], "gds": ["#include <cstdlib>", "#define exit _Exit"]}
 
-#: Looks for DeepSpeed's allocator in the process, and what is compiled in its place.
+#: The file that looks for DeepSpeed's allocator in the process, and the files that are compiled in its place.
 _ALLOCATOR_CLIENT = "csrc/aio/py_lib/deepspeed_pin_tensor_client.cpp"
 _ALLOCATOR = ["csrc/pin_memory/page_alloc.cpp", "csrc/pin_memory/deepspeed_pin_tensor.cpp"]
 
@@ -104,7 +104,7 @@ _loaded: dict[Operator, ModuleType] = {}
 
 
 def build_directory(operator: Operator) -> Path:
-    """The directory of the built operator: one for each combination that needs a build of its own.
+    """The directory of the built operator: one for each combination that needs its own build.
 
     It is under ``TORCH_EXTENSIONS_DIR``, or torch's default for it (``~/.cache/torch_extensions``). The processor's
     features are part of the name because DeepSpeed compiles for exactly this processor.
@@ -122,6 +122,7 @@ def _library(operator: Operator) -> Path:
 
 
 def built(operator: Operator) -> bool:
+    """Whether the operator has been built."""
     return _library(operator).is_file()
 
 
@@ -305,7 +306,7 @@ def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
         builder.jit_load(verbose=True)
     except Exception as e:
         if joined and (work / _MODULE[operator]).is_dir():  # it began to compile
-            print("not so; each file by itself", flush=True)
+            print("two units do not compile; trying each file by itself", flush=True)
             shutil.rmtree(work / _MODULE[operator])
             os.execv(sys.executable, [sys.executable, "-m", __spec__.name, operator, str(work), "single"])
         # a traceback would push the compiler's lines out of sight

@@ -1,10 +1,10 @@
 """The ``deepnvme-gds`` backend: DeepSpeed's ``gds_handle``, cuFile straight into GPU memory. CUDA targets only.
 
 ``gds_handle`` ends its process whenever cuFile refuses a file or fails to read, so it runs in a helper process
-(:mod:`.gds_helper`). The helper owns a few pinned device tensors, which this process opens by CUDA IPC. What cuFile has
-put there is verified (:mod:`.verified`) and copied to its destination on the device. The file reaches the helper as an
-open descriptor. When the helper ends, the operation fails with the helper's last lines, and the next one starts another
-helper.
+(:mod:`.gds_helper`). The helper owns a few pinned device tensors, which this process opens by CUDA IPC. The bytes that
+cuFile reads into them are verified (:mod:`.verified`) and copied to their destination on the device. The helper
+receives the file as an open descriptor. When the helper ends, the operation fails with the helper's last lines, and the
+next one starts another helper.
 
 cuFile itself decides how it reads: peer-to-peer from the drive with ``nvidia-fs``, or without it in its compatibility
 mode, through host memory. :meth:`DeepNvmeGdsBackend.describe` reports which of them is possible here.
@@ -119,7 +119,7 @@ class _GdsLane(Lane):
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()  # marks and data are there before the helper looks
         message = {"do": verb, "offset": offset, "nbytes": memory.numel()}
-        with contextlib.suppress(OSError):  # the answer will be missing
+        with contextlib.suppress(OSError):  # then no answer comes
             socket.send_fds(self._channel, [json.dumps(message).encode()], [fd])
         self._answer(verb, _ANSWER_SECONDS)
 
@@ -144,8 +144,8 @@ class _GdsLane(Lane):
 class DeepNvmeGdsBackend(VerifiedBackend):
     """Reads and writes CUDA tensors with DeepSpeed's ``gds_handle``; see the module's docstring.
 
-    Making one compiles DeepSpeed's operator if that has not been done on this machine (minutes, with a warning first).
-    The first read starts the helper process, with a CUDA context of its own.
+    The constructor compiles DeepSpeed's operator unless this machine has it (minutes, with a warning first).
+    The first read starts the helper process, which has its own CUDA context.
 
     Args:
         device: a CUDA device.

@@ -1,18 +1,17 @@
 """The process in which ``gds_handle`` runs, because it ends its process on any error. Started by ``gds.py``.
 
-For each socket that it is given, it makes one handle and one pinned device tensor, and sends how to open that tensor
-from the other process (CUDA IPC). Then it does what each message asks for until the sockets are closed. Any error ends
-it. The other side notices, and reads what it left on standard error.
+For each socket that it is given, it makes one handle and one pinned device tensor, and sends a CUDA IPC handle of that
+tensor to the other process. Then it carries out messages until the sockets are closed. Any error ends it; the other
+side notices, and reads its standard error.
 
-It runs in a directory of its own: ``gds_handle`` writes ``local_cufile.json`` into the working directory.
+It runs in its own directory, because ``gds_handle`` writes ``local_cufile.json`` into the working directory.
 
 The handle's thread drops an operation's tensor a moment after it has reported that the operation is done. If that was
 the last reference, freeing it takes the interpreter's lock, which this process keeps while it waits for the next
 operation: the two would wait for each other for ever. So a tensor is kept until that thread has done another operation.
 
-Messages to it are JSON with one descriptor beside it: ``{"do": "read" or "write", "offset": N, "nbytes": N}`` moves
-that range of the descriptor's file to or from the start of the socket's tensor. The answer is one byte when that is
-done.
+A message is JSON with one descriptor beside it: ``{"do": "read" or "write", "offset": N, "nbytes": N}`` moves that
+range of the descriptor's file to or from the start of the socket's tensor. The answer, when that is done, is one byte.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class _Slot:
         self._fd = -1
         self._kept: collections.deque[torch.Tensor] = collections.deque(maxlen=2)
         self._buffer = handle.new_pinned_device_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
-        with contextlib.suppress(BrokenPipeError):  # closed by now, which start() notices
+        with contextlib.suppress(BrokenPipeError):  # the other side has closed it, which start() notices
             channel.send(bytes(ForkingPickler.dumps(self._buffer)))
 
     def start(self) -> bool:
@@ -78,12 +77,12 @@ class _Slot:
 
 
 def main(device: int, nbytes: int, settings: dict[str, Any], channels: list[int]) -> None:
-    """Serves until the sockets are closed, or the parent is gone, whose forked children may still hold the sockets."""
+    """Serves until the sockets are closed or the parent is gone (its forked children may still hold the sockets)."""
     end_with_parent()
     libc = ctypes.CDLL(None)  # gds_handle ends this process without flushing what it has printed
     libc.setlinebuf(ctypes.c_void_p.in_dll(libc, "stdout"))
     for descriptor in channels:
-        os.set_inheritable(descriptor, False)  # a child of this process would keep the other side waiting
+        os.set_inheritable(descriptor, False)  # a child of this process that held one would keep the other side waiting
     torch.cuda.set_device(device)
     module = build.load("gds")
     selector = selectors.DefaultSelector()

@@ -25,7 +25,7 @@ class Lane(ABC):
 
     @property
     def dead(self) -> bool:
-        """Whether the engine has ended, so that the lane is to be closed and not used again."""
+        """Whether the engine has ended, so that the lane must be closed and not used again."""
         return False
 
     @property

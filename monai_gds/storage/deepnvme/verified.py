@@ -1,22 +1,22 @@
 """Base of the backends whose engine reports success whatever happened: DeepSpeed's ``aio_handle`` and ``gds_handle``.
 
-Both drop the result of every single transfer. This base asks them only for what they can do, verifies that they did it,
-and does the rest with pread and pwrite. A backend brings its engines as lanes (:mod:`.lanes`).
+Both drop the result of every single transfer. This base class asks them only for what they can do, verifies that they
+did it, and does the rest with pread and pwrite. A backend provides its engines as lanes (:mod:`.lanes`).
 
 **What an engine is asked for.** Whole pages inside the size that ``fstat`` reports at that moment, in multiples of what
 the engine can divide. The descriptor stays open and the engine gets its ``/proc/self/fd`` path, so it reaches the very
-file that was checked, even when the path has another file by now. Heads are read as part of their page. The file's
+file that was checked, even if the path names another file by now. Heads are read as part of their page. The file's
 last, partial page and ranges below :data:`SMALL_BYTES` go through pread.
 
-**How a read is verified.** The lane raises for what its engine reveals: for ``aio_handle`` what the kernel answered to
-each transfer (``results.h``), for ``gds_handle`` the end of the process that it runs in. That covers every transfer
-that was made. For those that were not, every sector of the buffer (512 bytes, the smallest unit that a drive transfers)
-gets eight bytes before the read, drawn at random for this one. A sector that nothing was transferred to still has them,
-so it is always found. One that was filled has them by chance once in 2**64. Afterwards ``fstat`` must still report the
-range as part of the file.
+**How a read is verified.** The lane raises for the errors that its engine reveals: ``aio_handle`` the kernel's result
+of each transfer (``results.h``), ``gds_handle`` the end of the process that it runs in. That covers every transfer that
+was made. To find transfers that were not made, every sector of the buffer (512 bytes, the smallest unit that a drive
+transfers) is marked before the read with eight bytes, drawn at random for this read. A sector that nothing was
+transferred to still has the mark, so it is always found. A sector that was filled has it by chance once in 2**64.
+Afterwards ``fstat`` must still report the range as part of the file.
 
-Looking at the bytes alone would not do: a loop device whose image is gone fills the buffer with zeros and then fails
-(seen), and a drive may stop in the middle of a transfer that it reports as failed.
+Marks alone would not suffice: a loop device whose image is gone fills the buffer with zeros and then fails (seen), and
+a drive may stop in the middle of a transfer that it reports as failed.
 
 **How a write is verified.** Space is reserved first, so a full disk is found before a byte is written. The lane raises
 as for a read. Then each transfer's last page is read back from the drive and compared: a transfer that failed or
@@ -77,13 +77,13 @@ def find_unread(buffer: torch.Tensor, mark: int) -> int | None:
 
 
 class VerifiedBackend(BlockingBackend):
-    """See the module's docstring.
+    """A backend that verifies every transfer of its engine; see the module's docstring.
 
     Args:
         device: where destinations live.
         threads: lanes in use at once, each with its engine and buffer.
         tuned: the result of ``ds_nvme_tune``, see :meth:`Settings.tuned`.
-        settings: fields of :class:`Settings` by name. They win over ``tuned``.
+        settings: fields of :class:`Settings` by name. They take precedence over ``tuned``.
 
     Raises:
         ValueError: a setting that DeepNVMe does not work with.
@@ -112,7 +112,7 @@ class VerifiedBackend(BlockingBackend):
 
     @abstractmethod
     def _new_lanes(self) -> Sequence[Lane]:
-        """Makes one or more lanes. Raises StorageError when the machine refuses what they need."""
+        """Makes one or more lanes. Raises StorageError if the machine refuses the resources."""
 
     @property
     def _unit(self) -> int:
@@ -151,7 +151,7 @@ class VerifiedBackend(BlockingBackend):
             mark = mark_unread(into)
             try:
                 lane.transfer("read", fd, start, into)
-            finally:  # the reason that a user can do something about comes first
+            finally:  # a file that shrank is reported rather than the engine's error
                 size = os.fstat(fd).st_size
                 if size < stop:
                     raise StorageError(errno.EIO, f"it became shorter while it was read: {size} bytes, not {stop}")
@@ -183,12 +183,12 @@ class VerifiedBackend(BlockingBackend):
 
     def _write_all(self, fd: int, path: str, sources: Sequence[_Source], total: int) -> None:
         pending = Pending([], torch.device("cpu"))
-        back = _open_direct(fd, path)
+        direct = _open_direct(fd, path)
 
         def do(offset: int) -> None:
             try:
                 if not pending.failed(0):
-                    self._write_piece(fd, back, sources, offset, min(self.piece_bytes, total - offset))
+                    self._write_piece(fd, direct, sources, offset, min(self.piece_bytes, total - offset))
             except Exception as e:
                 pending.fail(0, naming_file(e, path))
 
@@ -201,26 +201,26 @@ class VerifiedBackend(BlockingBackend):
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):
                     work.stop()
                     _ = pending.errors
-            os.close(back)
+            os.close(direct)
 
-    def _write_piece(self, fd: int, back: int, sources: Sequence[_Source], offset: int, count: int) -> None:
+    def _write_piece(self, fd: int, direct: int, sources: Sequence[_Source], offset: int, count: int) -> None:
         with self._lanes.lane(self._new_lanes) as lane, staging.on_copy_stream(lane.buffer.device):
             piece = lane.buffer[:count]
             _gather(sources, offset, piece)
             pages = count - count % self._unit
             if pages:
                 lane.transfer("write", fd, offset, piece[:pages])
-                self._check_pages(back, offset, piece[:pages])
+                self._check_pages(direct, offset, piece[:pages])
             rest = piece[pages:].cpu().numpy().data
             if rest.nbytes and os.pwrite(fd, rest, offset + pages) != rest.nbytes:
                 raise StorageError(errno.EIO, f"wrote less than {rest.nbytes} bytes at {offset + pages}")
 
-    def _check_pages(self, back: int, offset: int, pages: torch.Tensor) -> None:
+    def _check_pages(self, direct: int, offset: int, pages: torch.Tensor) -> None:
         """Reads the last page of each transfer back from the drive."""
         found = files.aligned_empty(ALIGNMENT)
         for end in _transfer_ends(pages.numel(), self.shares, self.transfer_bytes):
             at = end - ALIGNMENT
-            count = os.preadv(back, [found.numpy().data], offset + at)
+            count = os.preadv(direct, [found.numpy().data], offset + at)
             if count != ALIGNMENT or not torch.equal(found, pages[at:end].cpu()):
                 raise StorageError(errno.EIO, f"DeepNVMe did not write the page at {offset + at}")
 
@@ -276,9 +276,9 @@ def _gather(sources: Sequence[_Source], offset: int, piece: torch.Tensor) -> Non
 
 
 def _copy(dest: torch.Tensor, source: _Source) -> None:
-    """Copies between host and device, or on one of them. It has arrived when this returns.
+    """Copies between host and device, or on one of them. The copy is complete when this returns.
 
-    On the host torch's own copy ran at half of NumPy's speed: it divides every piece among threads of its own, though
+    On the host torch's own copy ran at half of NumPy's speed: it divides every piece among its own threads, though
     several pieces are being copied at once (2 cores, 16 MiB: 5.4 to 7.4 GB/s, NumPy 8 to 13).
     """
     if isinstance(source, np.ndarray):

@@ -4,7 +4,7 @@
 // bytes, completion entries of 16 with a phase bit, a doorbell each for the tail and the head, PRP entries and lists.
 // Every access to memory that the controller shares is volatile, and fenced before a doorbell is rung.
 //
-// Compiled by NVRTC; and for the host by the tests, with definitions of their own for what CUDA brings.
+// Compiled by NVRTC, and for the host by the tests, which define what CUDA would provide.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -15,7 +15,7 @@ constexpr u32 READ = 0x02;
 constexpr u64 PAGE = 4096, LIST_ENTRIES = PAGE / 8;
 constexpr u32 MOST_DEPTH = 1024;
 
-// What a command came to, beside the controller's own status: see bam_queue.py.
+// Results of a command besides the controller's own status: see bam_queue.py.
 constexpr int LOST = -1, STRANGE = -2;
 
 // A queue pair. The last three are kept from one launch to the next.
@@ -30,8 +30,8 @@ struct Command {
     u32 blocks, slot;
 };
 
-// What the host passes. `pages` holds the controller's address of each page of the pool, `list_pages` of `lists`. Each
-// slot has a list of its own, of `list_entries`, a power of two, so that no list crosses a page.
+// What the host passes. `pages` holds the controller's address of each page of the pool, `list_pages` of each page of
+// `lists`. Each slot has one list of `list_entries`, a power of two, so that no list crosses a page.
 struct Batch {
     Queue* queues;
     const Command* commands;
@@ -42,7 +42,7 @@ struct Batch {
     u64 count, slot_pages, list_entries, block_bytes, nsid, limit_ns;
 };
 
-// What the threads of a block share. `ids` is a stack: identifiers from the number of commands in flight on are free.
+// Shared by the threads of a block. `ids` is a stack: with n commands in flight, the identifiers from ids[n] on are free.
 struct Shared {
     u32 arrived, late, strange;
     u32 ids[MOST_DEPTH];

@@ -63,12 +63,12 @@ class XnvmeBamBackend(XnvmeBlockBackend):
         device: where destinations live.
         uri: what to read: a whole disk (``/dev/nvme0n1``), or a file that holds the image of one, in which ``blockmap``
             shows where files are. None: the disk that each file lies on.
-        controller: whose queues the kernel drives. ``software`` is an NVMe controller in a thread of this process: for
-            trying the kernel and everything around it, and slower than any other backend.
+        controller: the one whose queues the kernel drives. ``software`` is an NVMe controller in a thread of this
+            process. It is for trying the kernel and everything around it, and slower than any other backend.
         queues: queue pairs, at most 128. Each is driven by a block of threads.
-        queue_depth: entries of each, 2 to 1024. One command fewer is in flight at a time.
+        queue_depth: entries per queue, 2 to 1024. At most one command fewer is in flight.
         blockmap: a saved map, or the path of one. Files must be where it says.
-        seconds: if nothing completes for so long, the commands in flight are lost, and their files fail.
+        seconds: if nothing completes for this time, the commands in flight are lost, and their files fail.
 
     Raises:
         BackendUnavailable: CuPy is missing, or ``controller`` is not ``software``: no drive gives a kernel its queues.
@@ -94,8 +94,8 @@ class XnvmeBamBackend(XnvmeBlockBackend):
             raise ValueError(f"controller={controller!r} is not known; there is: software")
         if not (1 <= queues <= _MOST_QUEUES and 2 <= queue_depth <= MOST_DEPTH and 0 < seconds < 1e9):
             raise ValueError(
-                f"queues={queues}, queue_depth={queue_depth}, seconds={seconds}: there are 1 to {_MOST_QUEUES} queues "
-                f"of 2 to {MOST_DEPTH} entries, and a time limit"
+                f"queues={queues}, queue_depth={queue_depth}, seconds={seconds}: use 1 to {_MOST_QUEUES} queues of 2 "
+                f"to {MOST_DEPTH} entries, and a time limit above 0"
             )
         if not (isinstance(blockmap, BlockMap) or blockmap is None):
             blockmap = BlockMap.load(blockmap)
@@ -150,10 +150,10 @@ def _is_file(uri: str) -> bool:
 
 @dataclass(frozen=True)
 class BamSetup(Setup):
-    """What a drive needs besides.
+    """The setup of a :class:`BamDrive`.
 
     Attributes:
-        kernel: makes what drives the queues of one drive.
+        kernel: makes the kernel that drives the queues of one drive.
         queues: queue pairs per drive.
         seconds: the kernel's time limit.
     """

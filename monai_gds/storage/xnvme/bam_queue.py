@@ -1,4 +1,4 @@
-"""Batches of reads for the kernel of ``xnvme-bam``: its queue pairs, its pool, its launches, and what came of them."""
+"""Batches of reads for the kernel of ``xnvme-bam``: its queue pairs, its pool, its launches and their results."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SOURCE = Path(__file__).with_name("bam.cu")
 #: Most entries of a queue; as in the kernel.
 MOST_DEPTH = 1024
 
-#: What the kernel notes of a command beside the controller's status: it was not answered in time, or the controller
-#: completed what was not in flight. The host notes what was not submitted, because its queue had failed before.
+#: Results of a command besides the controller's status. The kernel notes that a command was not answered in time, or
+#: that the controller completed one that was not in flight; the host, that its queue failed before it was submitted.
 LOST, STRANGE, UNSENT = -1, -2, -3
 
 #: Threads per block, and so per queue.
 _THREADS = 128
 
-#: Seconds between two looks at a kernel.
-_LOOK_SECONDS = 5e-5
+#: Seconds between two polls of a kernel.
+_POLL_SECONDS = 5e-5
 
 _QUEUE = np.dtype(
     [(name, np.uint64) for name in ("submission", "completion", "submission_doorbell", "completion_doorbell")]
@@ -48,17 +48,17 @@ _BATCH = np.dtype([
 
 
 class Kernel(Protocol):
-    """What runs the kernel. One launch at a time."""
+    """Runs the kernel. One launch at a time."""
 
     def launch(self, batch: int, queues: int) -> None:
-        """Starts it on the batch at this address, with a block of threads per queue. Returns at once."""
+        """Starts the kernel on the batch at this address, with a block of threads per queue. Returns at once."""
 
     def done(self) -> bool:
-        """Whether it is over. Raises RuntimeError where it failed."""
+        """Whether the launch is over. Raises RuntimeError if it failed."""
 
 
 class CudaKernel:
-    """The kernel on a CUDA device, on a stream of its own: copies of others need not wait for a drive."""
+    """The kernel on a CUDA device, on a separate stream, so that no copy has to wait for a drive."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = staging.new_stream(device)
@@ -94,7 +94,7 @@ class Pool(BounceBuffers):
 
     def __init__(self, controller: Controller, target: torch.device, slot_bytes: int, slots: int) -> None:
         super().__init__(slot_bytes)
-        self._left = 0  # all are made at once
+        self._unmade = 0  # all are made at once
         self._target = target
         self.slots, self.slot_pages = slots, self._nbytes // PAGE
         self.data = controller.memory(slots * self._nbytes)
@@ -121,15 +121,15 @@ class Pool(BounceBuffers):
         self.give_back(bounce._replace(copied=stream.record_event()))
 
     def close(self) -> None:
-        """Frees the slots behind the copies from them; the queues whose commands name them were deleted."""
+        """Frees the slots behind the copies from them. The queues whose commands name them must have been deleted."""
         for bounce in self._free:
             if bounce.copied is not None:
                 bounce.copied.synchronize()
         self._free.clear()
 
 
-class _Wanted(NamedTuple):
-    """A command that waits for the next launch, or is in it."""
+class _Read(NamedTuple):
+    """A read that waits for the next launch, or is part of the running one."""
 
     tag: Any
     lba: int
@@ -138,15 +138,15 @@ class _Wanted(NamedTuple):
 
 
 class BamQueue:
-    """Queue pairs of a controller that a kernel drives. What is read while it runs waits for its next launch.
+    """Queue pairs of a controller that a kernel drives. Reads that arrive while it runs wait for the next launch.
 
     Args:
         controller: its controller.
         kernel: what drives them.
         pool: where commands read into.
-        pairs: how many queue pairs.
-        depth: entries of each.
-        seconds: after so long without any completion, a queue's commands are lost.
+        pairs: number of queue pairs.
+        depth: entries per queue.
+        seconds: after this time without a completion, a queue's commands are lost.
         target: where the kernel runs.
     """
 
@@ -157,9 +157,9 @@ class BamQueue:
         self._controller, self._kernel, self._pool = controller, kernel, pool
         self._depth = depth
         self._pairs: list[QueuePair] = []
-        self._waiting: list[_Wanted] = []
-        self._running: list[_Wanted] = []
-        # Everything that the kernel takes, in one piece of memory
+        self._waiting: list[_Read] = []
+        self._running: list[_Read] = []
+        # Everything that the kernel is passed, in one piece of memory
         types = [(_BATCH, 1), (_QUEUE, pairs), (_COMMAND, pool.slots), (np.dtype(np.int32), pool.slots)]
         ends = np.cumsum([dtype.itemsize * count for dtype, count in types]).tolist()
         self._memory = host_pages(ends[-1], target)
@@ -196,24 +196,24 @@ class BamQueue:
 
     @property
     def outstanding(self) -> int:
-        """Commands that wait, or are in flight."""
+        """Reads that wait or are in flight."""
         return len(self._waiting) + len(self._running)
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
         """Reads ``count`` blocks from ``block`` into the slot at ``address``, by the next launch."""
-        self._waiting.append(_Wanted(tag, block, count, self._pool.slot(address)))
+        self._waiting.append(_Read(tag, block, count, self._pool.slot(address)))
         return True
 
     def poll(self) -> list[Completion]:
-        """The commands of a launch that is over; else a launch of those that wait.
+        """Returns the commands of a launch that is over, and launches the reads that wait.
 
         Raises:
-            RuntimeError: CUDA failed. What is in flight is not known any more.
+            RuntimeError: CUDA failed. Nobody knows any more what is in flight.
         """
         done: list[Completion] = []
         if self._running:
             if not self._kernel.done():
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 return done
             done = self._collect()
         if self._waiting:
@@ -223,21 +223,21 @@ class BamQueue:
     def _launch(self) -> None:
         self._running, self._waiting = self._waiting, []
         count = len(self._running)
-        self._commands[:count] = [wanted[1:] for wanted in self._running]
+        self._commands[:count] = [read[1:] for read in self._running]
         self._results[:count] = UNSENT
         self._batch["count"] = count
         self._kernel.launch(self._batch.ctypes.data, len(self._pairs))
 
     def _collect(self) -> list[Completion]:
-        """What the last launch came to."""
+        """The completions of the last launch."""
         running = self._running
         results = self._results[: len(running)].tolist()
-        if min(results) < 0:  # a command may still be on its way: not once its queue is deleted
+        if min(results) < 0:  # a command may still be under way, until its queue is deleted
             pairs = len(self._pairs)
             self._delete()
             self._create(pairs)
-        self._running = []  # where no queue can be created, they are in flight for ever, and the drive is given up
-        return [Completion(wanted.tag, result, 0) for wanted, result in zip(running, results, strict=True)]
+        self._running = []  # if no queue can be created, they stay in flight, and the drive is given up
+        return [Completion(read.tag, result, 0) for read, result in zip(running, results, strict=True)]
 
     def close(self) -> None:
         """Deletes the queues; nothing may be in flight."""

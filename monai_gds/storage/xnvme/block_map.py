@@ -227,7 +227,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         self.unmapped = dict(unmapped)
         _check(self._files, origin)
         if both := self._files.keys() & self.unmapped.keys():
-            raise BlockMapError(f"{min(both)} is mapped and is not")
+            raise BlockMapError(f"{min(both)} is listed both as mapped and as unmapped")
 
     def __getitem__(self, path: str) -> FileBlocks:
         """The blocks of a file, by the map's own path or any other path of the file."""
@@ -256,7 +256,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         return None if own is None else self.unmapped[own].why
 
     def _own(self, path: str, among: Mapping[str, object], by_end: bool) -> str | None:
-        """The map's own path of a file that has this path."""
+        """The map's own path of the file at ``path``; None if the map lacks it."""
         if path in among:
             return path
         if self.parent is not None:
@@ -270,12 +270,10 @@ class BlockMap(Mapping[str, FileBlocks]):
         return None
 
     def _missing(self, path: str) -> str:
-        told = f"{path} is not in the block map (its paths look like {next(iter(self), None)!r}"
+        found = f"{path} is not in the block map (its paths look like {next(iter(self), None)!r}"
         if self.parent is None:
-            return f"{told})"
-        return (
-            f"{told} below {self.parent}; where the files are elsewhere, BlockMap.load(map, parent=…) names the folder)"
-        )
+            return f"{found})"
+        return f"{found} below {self.parent}; if files are elsewhere, BlockMap.load(map, parent=…) names the folder)"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -305,7 +303,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         mapped.
 
         Symbolic links to files are followed. Links to folders are followed only directly in ``root``, where they are
-        classes of images, and never if they lead back to ``root`` or above it.
+        classes of images, and never if they lead to ``root`` or above it.
 
         Args:
             root: the folder; on ext4 or XFS, directly on a disk, a partition or a loop device.
@@ -380,8 +378,8 @@ class BlockMap(Mapping[str, FileBlocks]):
     def load(cls, file: str | os.PathLike[str], parent: str | os.PathLike[str] | None = None) -> BlockMap:
         """Reads a map that :meth:`save` wrote, or a plain one.
 
-        Whoever wrote it decides which blocks are read, and nothing else: the disk it names lies in ``/dev``, and its
-        paths lead nowhere but below the folder that they are relative to.
+        The author of a map decides which blocks are read, and nothing else: the disk that it names lies in ``/dev``,
+        and its paths cannot leave the folder that they are relative to.
 
         Args:
             file: the map.
@@ -411,7 +409,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             raise BlockMapError(f"{file} is not a block map: {type(e).__name__}: {e}") from e
 
-    # Is it still true?
+    # Verifying.
 
     def verify(
         self, parent: str | os.PathLike[str] | None = None, *, data: bool = False, progress: Progress | None = None
@@ -426,14 +424,14 @@ class BlockMap(Mapping[str, FileBlocks]):
 
         Returns:
             What is wrong, by path: files and folders that changed, are gone, or are new, and files that could not be
-            mapped and now can. Empty if the map is true.
+            mapped and now can. Empty if the map is up to date.
 
         Raises:
             BlockMapError: the map is plain and ``parent`` is not given.
         """
         parent = self.parent if parent is None else parent
         if parent is None:
-            raise BlockMapError("a plain block map does not hold the place of its files: give their parent folder")
+            raise BlockMapError("a plain block map does not record where its files are: give their parent folder")
         base = os.fspath(parent)
 
         def verify_chunk(chunk: Sequence[str]) -> dict[str, str]:
@@ -463,7 +461,7 @@ class BlockMap(Mapping[str, FileBlocks]):
                 blocks.check(FileBlocks.of(fd, fs, path), path)
 
     def _mappable_now(self, base: str) -> dict[str, str]:
-        """What of ``unmapped`` is not so any more."""
+        """Files of ``unmapped`` that can be mapped now, or are gone."""
         wrong = {}
         with closing(MountedFileSystems()) as mounted:
             for path in self.unmapped:
@@ -536,7 +534,7 @@ def _in_threads(
 
 
 def _walk(root: str) -> tuple[list[str], list[str]]:
-    """Every file and every folder below ``root``, in order. :meth:`BlockMap.build` tells which links are followed."""
+    """Every file and every folder below ``root``, in order. See :meth:`BlockMap.build` for links."""
     files: list[str] = []
     folders: list[str] = []
     waiting = [root]
@@ -630,7 +628,7 @@ def _text(value: Any) -> str:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or abs(value) >= 1 << 63:
-        raise TypeError(f"{value!r:.40} is not a whole number that a disk has")
+        raise TypeError(f"{value!r:.40} is not a whole number of 64 bits")
     return value
 
 

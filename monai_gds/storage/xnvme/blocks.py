@@ -1,9 +1,9 @@
 """The ``xnvme-block`` backend: a file's blocks straight from the device, through a command queue of xNVMe.
 
 For each file the kernel reports where its bytes lie (:mod:`.extents`). The blocks are read with as many commands in
-flight as the queue takes, each as large as the device allows. Before the bytes count as read the kernel is asked again:
-another answer is an error, never wrong bytes. Over a driver in user space no file system is mounted, and a saved
-:class:`~monai_gds.BlockMap` gives the places of files instead.
+flight as the queue takes, each as large as the device allows. Before the bytes count as read, the kernel is asked
+again: a different answer is an error, so wrong bytes are never returned. With a driver in user space no file system is
+mounted, and a saved :class:`~monai_gds.BlockMap` shows where files lie.
 
 Nothing here ever writes to a device: files are written through the file system.
 """
@@ -44,7 +44,7 @@ _KERNEL = (*KERNEL_INTERFACES, PASSTHROUGH)
 #: Drivers whose buffers are GPU memory without being asked.
 _GPU_DRIVERS = ("upcie-cuda",)
 
-#: Transfers issued between two looks at the queue: io_uring begins with them only then. Measured on 2 cores.
+#: Transfers issued between two polls of the queue: io_uring starts them only when polled. Measured on 2 cores.
 _BURST = 16
 
 
@@ -58,12 +58,12 @@ class XnvmeBlockBackend(QueueBackend):
         be: how commands reach it: ``io_uring``, ``libaio`` or ``thrpool`` through the kernel, ``io_uring_cmd`` for NVMe
             passthrough, or a user-space driver that libxnvme was built with (``spdk``, ``upcie``, ``upcie-cuda``…).
             None: ``io_uring`` or, where the kernel does not allow it, ``thrpool``.
-        mem: where commands read into: ``cpu`` or ``gpu``, or xNVMe's name of an allocator. None: what goes with ``be``.
+        mem: memory that commands read into: ``cpu``, ``gpu``, or xNVMe's name of an allocator. None: what suits ``be``.
         queue_depth: commands in flight at once, a power of two.
         blockmap: a saved map, or the path of one. Files must be where it says. Needed for a user-space driver: there a
             file that was written, replaced or deleted after it was mapped is an error, and so are other bytes where the
-            map has checksums and the file is read whole. For paths below another folder than the map was made in,
-            there ``BlockMap.load(map, parent=…)``.
+            map has checksums and the file is read whole. If files are below another folder than the map was made in,
+            pass ``BlockMap.load(map, parent=…)``.
         nsid: the namespace, for a user-space driver. None: the first.
         heap_bytes: of ``upcie``'s heap in huge pages, such as ``"128MiB"``; ``upcie-cuda`` has a second one, as large,
             on the GPU. The first drive of a process decides. None: 1 GiB; 128 MiB are enough for one drive.
@@ -100,11 +100,11 @@ class XnvmeBlockBackend(QueueBackend):
         _check_options(uri, be, mem, queue_depth, nsid, heap_bytes, user_space)
         heap = None if heap_bytes is None else bytes_of(heap_bytes, "heap_bytes", least=1)
         if user_space and blockmap is None:
-            raise ValueError("over a driver in user space no file system is mounted: give the blockmap made before")
+            raise ValueError("a driver in user space reads without a file system: give the blockmap made before")
         if self.reaches_gpu and (device.type != "cuda" or uri is None):
-            raise ValueError("buffers on a GPU need a CUDA target, and the drive by its uri")
+            raise ValueError("buffers on a GPU need a CUDA target, and the address of the drive as uri")
         if mem == "cpu" or (mem == "gpu" and be in _GPU_DRIVERS):
-            mem = None  # no name of xNVMe's: its default is meant
+            mem = None  # xNVMe has no such name; its default is meant
         disk = None if uri is None or user_space else disk_behind(uri)
         library = libxnvme.load()
         if be is not None:
@@ -120,7 +120,7 @@ class XnvmeBlockBackend(QueueBackend):
         if setup.user_space:
             assert blockmap is not None and setup.uri is not None, "the constructor asks for them"
             self._mapped = MappedFiles(blockmap, setup.uri, self.device)
-        self._waiting: deque[_Transfer] = deque()  # of commands that were taken
+        self._waiting: deque[_Transfer] = deque()  # of commands that _submit() took
         self._complete: list[tuple[Command, int | Exception]] = []
         self._burst = 0
 
@@ -200,8 +200,8 @@ class XnvmeBlockBackend(QueueBackend):
                 command.memory[command.start + at :][:nbytes].zero_()
                 continue
             self._waiting.append(_Transfer(read, drive, at, nbytes, place, address + at if direct else None))
-            read.left += 1
-        if read.left:
+            read.unfinished += 1
+        if read.unfinished:
             self._issue()
         else:
             self._complete.append((command, command.nbytes))
@@ -221,7 +221,7 @@ class XnvmeBlockBackend(QueueBackend):
             self._burst += 1
             if read.error is not None:
                 transfer.drop_bounce()
-                self._over(read)
+                self._finish(read)
 
     def _poll(self) -> Iterable[tuple[Command, int | Exception]]:
         self._burst = 0
@@ -232,15 +232,15 @@ class XnvmeBlockBackend(QueueBackend):
                     transfer.finish(done)
                 except Exception as e:
                     transfer.read.error = transfer.read.error or e
-                self._over(transfer.read)
+                self._finish(transfer.read)
         self._issue()
         complete, self._complete = self._complete, []
         return complete
 
-    def _over(self, read: _Read) -> None:
-        """One transfer of a read is over, or was not issued because another one failed."""
-        read.left -= 1
-        if not read.left:
+    def _finish(self, read: _Read) -> None:
+        """Counts a transfer of a read that is over, or was not issued because another one failed."""
+        read.unfinished -= 1
+        if not read.unfinished:
             self._complete.append((read.command, read.error or read.command.nbytes))
 
     def _give_up(self) -> None:
@@ -253,7 +253,7 @@ class XnvmeBlockBackend(QueueBackend):
     # Everything else.
 
     def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
-        """As for every backend, but always durable, since the blocks are read behind the file system's back."""
+        """See :meth:`Backend.write`. Always durable, because blocks are read behind the file system's back."""
         if self._setup.user_space:
             raise StorageError(errno.EROFS, "a drive taken from the kernel has no file system to write through", path)
         super().write(path, buffers, durable=True, mode=mode)
@@ -301,7 +301,7 @@ def _check_options(
 
 
 class _File:
-    """An open file; ``fd`` is -1 where no file system is mounted, and ``answer`` is the kernel's account of places."""
+    """An open file. ``fd`` is -1 where no file system is mounted; ``answer`` is the result of :func:`.extents.look`."""
 
     __slots__ = ("_answer", "_fd", "drive", "extents", "path", "size")
 
@@ -322,12 +322,12 @@ class _File:
 
 
 class _Read:
-    """A command of the base on its way: the transfers that are left, and the first error."""
+    """A command under way: how many of its transfers are unfinished, and the first error."""
 
-    __slots__ = ("command", "error", "left")
+    __slots__ = ("command", "error", "unfinished")
 
     def __init__(self, command: Command) -> None:
-        self.command, self.left = command, 0
+        self.command, self.unfinished = command, 0
         self.error: Exception | None = None
 
 
@@ -346,7 +346,7 @@ class _Transfer:
         self._bounce: Bounce | None = None
 
     def issue(self) -> bool:
-        """Puts it into the drive's queue. Returns False while that is full, or there is no bounce buffer."""
+        """Puts the transfer into the drive's queue. Returns False while that is full or no bounce buffer is free."""
         self._drive.check_end(self._block + self._count)
         if self._address is None:
             self._bounce = self._drive.bounce.take()
@@ -360,7 +360,7 @@ class _Transfer:
             raise
 
     def finish(self, done: Completion) -> None:
-        """Takes its completion, and copies its bytes on from a bounce buffer."""
+        """Handles the completion, and copies the bytes out of the bounce buffer if there is one."""
         try:
             self._drive.check(done, self._block, self._count)
         except StorageError:
@@ -373,7 +373,7 @@ class _Transfer:
             self._drive.bounce.deliver(self._bounce, self._skip, dest)
 
     def drop_bounce(self) -> None:
-        """Gives its bounce buffer back, if it has taken one: it is not issued, or it failed."""
+        """Gives back the bounce buffer, if there is one, of a transfer that failed or was not issued."""
         bounce, self._bounce = self._bounce, None
         if bounce is not None:
             self._drive.bounce.give_back(bounce)

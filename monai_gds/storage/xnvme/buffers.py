@@ -1,7 +1,7 @@
 """Memory that libxnvme allocates: bounce buffers, destinations on the host, and tensors in GPU memory.
 
-A drive transfers whole blocks to aligned addresses. What does not fit that in its destination goes through a bounce
-buffer, in host memory or, for a drive that writes to GPU memory by itself, on the GPU.
+A drive transfers whole blocks to aligned addresses. Reads that do not fit this go through a bounce buffer, in host
+memory or, for a drive that writes to GPU memory by itself, on the GPU.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MOST_BYTES = 64 << 20
 
 
 def pages(nbytes: int) -> int:
-    """Bytes of the whole pages that so many bytes take."""
+    """Rounds a number of bytes up to whole pages."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Bounce(NamedTuple):
-    """A bounce buffer: its address, and on a GPU its memory and what must be over before it is filled again."""
+    """A bounce buffer: its address, and on a GPU its memory and the event to wait for before it is filled again."""
 
     address: int
     memory: torch.Tensor | None = None
@@ -52,7 +52,7 @@ class BounceBuffers(ABC):
     def __init__(self, nbytes: int) -> None:
         self._nbytes = pages(nbytes)
         self._free: deque[Bounce] = deque()
-        self._left, self._made = max(1, MOST_BYTES // self._nbytes), 0
+        self._unmade, self._made = max(1, MOST_BYTES // self._nbytes), 0
 
     def take(self) -> Bounce | None:
         """A buffer that may be filled at once; None while all are in use."""
@@ -60,20 +60,21 @@ class BounceBuffers(ABC):
             copied = self._free[0].copied
             if copied is None or copied.query():  # type: ignore[no-untyped-call]
                 return self._free.popleft()
-        if not self._left:
+        if not self._unmade:
             return None
         try:
             made = self._make()
         except StorageError:
             if not self._made:
                 raise
-            self._left = 0  # it has to do with those that there are
+            self._unmade = 0  # the existing ones must do
             return None
-        self._left -= 1
+        self._unmade -= 1
         self._made += 1
         return made
 
     def give_back(self, bounce: Bounce) -> None:
+        """Takes back a buffer, to be filled again once its ``copied`` is over."""
         self._free.append(bounce)
 
     @abstractmethod
@@ -89,6 +90,8 @@ class BounceBuffers(ABC):
 
 
 class HostBounceBuffers(BounceBuffers):
+    """Bounce buffers in host memory."""
+
     def __init__(self, device: Device, nbytes: int) -> None:
         super().__init__(nbytes)
         self._device = device
@@ -106,6 +109,8 @@ class HostBounceBuffers(BounceBuffers):
 
 
 class GpuBounceBuffers(BounceBuffers):
+    """Bounce buffers in GPU memory. The copy stream is current when they are used."""
+
     def __init__(self, buffers: GpuBuffers, nbytes: int) -> None:
         super().__init__(nbytes)
         self._buffers = buffers
@@ -129,8 +134,8 @@ class GpuBounceBuffers(BounceBuffers):
 class GpuBuffers:
     """Tensors in GPU memory that a drive writes to by itself.
 
-    A buffer is freed once its tensor is gone and the streams that used it are through with it. The device stays open
-    until the last one is freed.
+    A buffer is freed once its tensor is gone and the streams that used it are done with it. The device stays open until
+    the last one is freed.
 
     Args:
         device: the drive, opened with a memory allocator that gives GPU memory.
@@ -141,14 +146,14 @@ class GpuBuffers:
         self.target = target
         self.owner = Owner()
         self._device = device
-        self._lock = threading.RLock()  # a tensor may be collected, and leave, in the middle of what holds it
+        self._lock = threading.RLock()  # reentrant: a tensor may be collected while this thread holds it
         self._alive = 0
-        self._leaving: deque[tuple[int, list[torch.cuda.Event]]] = deque()
+        self._retired: deque[tuple[int, list[torch.cuda.Event]]] = deque()
         self._closing = False
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """A new 1-D uint8 tensor over a buffer of its own, ``nbytes`` rounded up to whole pages."""
-        self._free_what_left()
+        """A new 1-D uint8 tensor over a new buffer, ``nbytes`` rounded up to whole pages."""
+        self._free_retired()
         nbytes = pages(max(nbytes, 1))
         with torch.cuda.device(self.target), self._lock:
             address = self._device.alloc(nbytes)
@@ -160,18 +165,18 @@ class GpuBuffers:
         array = _arrays.get(tensor.untyped_storage().data_ptr())
         return array is not None and array.buffers is self
 
-    def leave(self, address: int, streams: set[torch.cuda.Stream]) -> None:
-        """The tensor over a buffer is gone; the buffer is freed behind the work queued on its streams."""
-        self._leaving.append((address, [stream.record_event() for stream in streams]))
+    def retire(self, address: int, streams: set[torch.cuda.Stream]) -> None:
+        """Takes a buffer whose tensor is gone. It is freed behind the work queued on its streams."""
+        self._retired.append((address, [stream.record_event() for stream in streams]))
         if self._closing:
-            self._free_what_left(wait=True)
+            self._free_retired(wait=True)
 
-    def _free_what_left(self, *, wait: bool = False) -> None:
+    def _free_retired(self, *, wait: bool = False) -> None:
         with self._lock:
-            for _ in range(len(self._leaving)):
-                address, events = self._leaving.popleft()
+            for _ in range(len(self._retired)):
+                address, events = self._retired.popleft()
                 if not wait and not all(event.query() for event in events):  # type: ignore[no-untyped-call]
-                    self._leaving.append((address, events))
+                    self._retired.append((address, events))
                     continue
                 for event in events:
                     event.synchronize()
@@ -183,11 +188,11 @@ class GpuBuffers:
     def close(self) -> None:
         """Closes the device, at once or when the last tensor has gone."""
         self._closing = True
-        self._free_what_left(wait=True)
+        self._free_retired(wait=True)
 
 
 class _GpuArray:
-    """What torch wraps: a buffer that leaves when the last tensor over it is gone."""
+    """The object that torch wraps as a tensor. It retires its buffer when the last tensor over it is gone."""
 
     def __init__(self, buffers: GpuBuffers, address: int, nbytes: int) -> None:
         self.buffers, self._address = buffers, address
@@ -197,16 +202,16 @@ class _GpuArray:
         }  # fmt: skip
 
     def __del__(self) -> None:
-        if self.buffers.owner.is_this_process() and not sys.is_finalizing():  # else this is no place to call CUDA
-            self.buffers.leave(self._address, self.streams | {torch.cuda.current_stream(self.buffers.target)})
+        if self.buffers.owner.is_this_process() and not sys.is_finalizing():  # else CUDA must not be called
+            self.buffers.retire(self._address, self.streams | {torch.cuda.current_stream(self.buffers.target)})
 
 
-#: Buffers in GPU memory by their address.
+#: Buffers in GPU memory, by address.
 _arrays: weakref.WeakValueDictionary[int, _GpuArray] = weakref.WeakValueDictionary()
 
 
 def used_by_current_stream(tensors: list[torch.Tensor]) -> None:
-    """Notes that the current stream uses these tensors; torch's ``record_stream`` takes no memory but its own."""
+    """Notes that the current stream uses these tensors: torch's ``record_stream`` works only for torch's own memory."""
     for tensor in tensors:
         array = _arrays.get(tensor.untyped_storage().data_ptr())
         if array is not None:

@@ -1,6 +1,6 @@
-"""What the kernel of ``xnvme-bam`` needs of an NVMe controller: queue pairs, memory that both reach, and its addresses.
+"""What the kernel of ``xnvme-bam`` needs from an NVMe controller: queue pairs, memory that both reach, its addresses.
 
-A maker of queues implements :class:`Controller`. :mod:`.software_controller` is one.
+Whatever provides such queues implements :class:`Controller`. :mod:`.software_controller` is one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class QueuePair(NamedTuple):
     """Where a submission and a completion queue and their doorbells are, as the GPU addresses them.
 
     Attributes:
-        depth: entries of each queue, at most 1024. One command fewer is in flight at a time.
+        depth: entries of each queue, at most 1024. At most one command fewer is in flight.
     """
 
     submission: int
@@ -51,8 +51,8 @@ class Controller(ABC):
     Attributes:
         block_size: bytes per logical block.
         nbytes: bytes of the namespace.
-        max_transfer: most bytes per command, of the controller (MDTS) and of the maker; 2 MiB at most, since a PRP list
-            is one page.
+        max_transfer: most bytes per command that the controller (MDTS) and this class allow; at most 2 MiB, since a PRP
+            list is one page.
         nsid: the namespace's identifier.
     """
 
@@ -61,32 +61,32 @@ class Controller(ABC):
     max_transfer: int
     nsid: int = 1
 
-    # As for a libxnvme.Device: its commands are no system calls, and completions count no bytes.
+    # As in libxnvme.Device: commands are not system calls, and completions do not count bytes.
     in_kernel: bool = False
     counts_bytes: bool = False
 
     @abstractmethod
     def memory(self, nbytes: int) -> DmaMemory:
-        """Memory for data or PRP lists. It is freed after the queues whose commands name it were deleted."""
+        """Allocates memory for data or PRP lists. It is freed after the queues whose commands name it were deleted."""
 
     @abstractmethod
     def create_queue(self, depth: int) -> QueuePair:
-        """A new queue pair, empty, with both doorbells at 0. Raises StorageError where the controller gives none."""
+        """A new, empty queue pair with both doorbells at 0. Raises StorageError if the controller has none left."""
 
     @abstractmethod
     def delete_queue(self, pair: QueuePair) -> None:
-        """Deletes a queue pair. From its return on the controller neither reads its memory nor writes to any that its
+        """Deletes a queue pair. After that, the controller neither reads its memory nor writes to memory that its
         commands name.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the controller up. Its queues were deleted before."""
+        """Releases the controller, after its queues were deleted."""
 
 
 def host_pages(nbytes: int, target: torch.device) -> torch.Tensor:
-    """Whole zeroed pages of host memory, 1-D uint8; pinned, and so reached by a GPU at the same address, for a CUDA
-    target.
+    """Whole zeroed pages of host memory, 1-D uint8. For a CUDA target they are pinned, so that the GPU reaches them at
+    the same address.
     """
     nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
     memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=target.type == "cuda")

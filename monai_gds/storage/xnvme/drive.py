@@ -1,4 +1,4 @@
-"""The open devices of one ``xnvme-block`` backend: what is opened for a file, with its queue and its bounce buffers."""
+"""The open devices of one ``xnvme-block`` backend: the one for a given file, with its queue and bounce buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_BLOCKS = 1 << 16
 
 
 class BlockDevice(Protocol):
-    """What a drive reads through: see :class:`.libxnvme.Device` and :class:`.controller.Controller`."""
+    """What a :class:`Drive` opens: see :class:`.libxnvme.Device` and :class:`.controller.Controller`."""
 
     block_size: int
     nbytes: int
@@ -39,7 +39,7 @@ class BlockDevice(Protocol):
 
 
 class CommandQueue(Protocol):
-    """What takes its commands: see :class:`.libxnvme.Queue` and :class:`.bam_queue.BamQueue`."""
+    """What a :class:`Drive` sends its commands to: see :class:`.libxnvme.Queue` and :class:`.bam_queue.BamQueue`."""
 
     @property
     def outstanding(self) -> int: ...
@@ -81,13 +81,13 @@ class Setup:
     heap_bytes: int | None
 
     def interfaces(self, uri: str) -> tuple[str, ...]:
-        """What to try, in this order."""
+        """The interfaces to try, in this order."""
         if self.be is not None:
             return (self.be,)
         return (PASSTHROUGH,) if stat.S_ISCHR(os.stat(uri).st_mode) else ("io_uring", "thrpool")
 
     def node_of(self, disk: Disk | None, path: str | None) -> str:
-        """What to open for the file ``path`` on ``disk``. Raises StorageError where this storage reads another disk."""
+        """The node to open for a file ``path`` on ``disk``. Raises StorageError if this storage reads another one."""
         if self.uri is not None:
             if disk is not None and self.disk is not None and disk.number != self.disk.number:
                 raise StorageError(errno.EXDEV, f"it lies on {disk.path}, and this storage reads {self.uri}", path)
@@ -106,8 +106,8 @@ class Drive:
         blocks: how many it has.
         most: most bytes per command.
         buffers: memory on a GPU that it reaches; None if it reaches host memory.
-        users: open files on it, and whatever else needs it open.
-        broken: it gave an error, and is opened anew when nobody uses it.
+        users: how many open files, and others, need it open.
+        broken: whether it gave an error. Then it is opened anew once nobody uses it.
 
     Raises:
         StorageError: it cannot be opened, or is not the disk that the block map was made on.
@@ -154,9 +154,9 @@ class Drive:
         return self.device.in_kernel and not memory.is_cuda
 
     def check(self, done: Completion, block: int, count: int) -> None:
-        """Raises StorageError unless a command read its ``count`` blocks from ``block``."""
-        wanted = count * self.block
-        if not done.status and (done.result == wanted or not self.device.counts_bytes):
+        """Raises StorageError unless a command read its ``count`` blocks from ``block`` on."""
+        expected = count * self.block
+        if not done.status and (done.result == expected or not self.device.counts_bytes):
             return
         where = f"reading {count} blocks from LBA {block} of {self.uri}"
         code, kind = done.status >> 1 & 0xFF, done.status >> 9 & 0x7
@@ -164,7 +164,7 @@ class Drive:
             raise StorageError(code, f"{where}: {os.strerror(code)}")
         if done.status:
             raise StorageError(errno.EIO, f"{where}: NVMe status code type {kind:#x}, status code {code:#x}")
-        raise StorageError(errno.EIO, f"{where} gave {done.result} of {wanted} bytes")
+        raise StorageError(errno.EIO, f"{where} gave {done.result} of {expected} bytes")
 
     def check_end(self, end: int) -> None:
         """Raises StorageError unless the device has all blocks before ``end``."""
@@ -175,7 +175,7 @@ class Drive:
     def _check_uuid(self, origin: Origin) -> None:
         """Raises StorageError unless the device holds the file system that was mapped.
 
-        A file system that cannot be read gives that error: the device is not taken for another one.
+        If the file system cannot be read, that error is raised: the device is not taken for another one.
         """
         inside = origin.start + ALIGNMENT <= self.device.nbytes
         found = uuid_in(self._read_head(origin.start)) if inside else None
@@ -207,7 +207,7 @@ class Drive:
         return head.numpy().tobytes()
 
     def close(self) -> None:
-        """Ends the queue and closes the device. If commands are in flight, none of its memory is ever freed instead."""
+        """Ends the queue and closes the device. If commands are in flight, its memory is kept for ever instead."""
         if self.queue.outstanding:
             _abandoned.append(self)
             return
@@ -257,8 +257,8 @@ class Drives:
     """The drives of one backend, opened as they are needed. Any thread may call it.
 
     Args:
-        setup: how.
-        make: the drive's class.
+        setup: how to open them.
+        make: the class of drives.
     """
 
     def __init__(self, setup: Setup, make: type[Drive] = Drive) -> None:

@@ -27,7 +27,7 @@ _MOST = 0x7FFFF000
 
 
 def probe_library() -> Availability:
-    """Whether this machine has a libxnvme that fits, for both backends."""
+    """Whether this machine has a libxnvme that fits, for all backends over it."""
     try:
         return Availability(True, libxnvme.load().describe())
     except BackendUnavailable as e:
@@ -66,7 +66,7 @@ class XnvmeBackend(BlockingBackend):
             os.close(fd)
 
     def _open_again(self, fd: int, path: str, opts: Any) -> Any:
-        """xNVMe's handle of an open file: the same file whatever its path names by now, and however long that is."""
+        """xNVMe's handle of an open file: the very same file, whatever its path names by now and however long it is."""
         try:
             handle = self._library.open("xnvme_file_open", f"/proc/self/fd/{fd}", opts)
         except StorageError as e:

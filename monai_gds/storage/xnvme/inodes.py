@@ -1,4 +1,4 @@
-"""Inodes on a disk that is not mounted: where one lies, and whether it is still that of a mapped file.
+"""Inodes on a disk that is not mounted: where one lies, and whether it still belongs to a mapped file.
 
 A file may be written anew, replaced or deleted between mapping it and unmounting its disk, and its old blocks keep
 their bytes. Its inode shows that. After a clean unmount the inodes on the disk are up to date.
@@ -29,7 +29,7 @@ _XFS_BIGTIME = 1 << 3
 
 
 class Inode(NamedTuple):
-    """What an inode says of its file. ``in_use`` is false for what is not a regular file, or was deleted."""
+    """What an inode records about its file. ``in_use`` is False unless it is a regular file that was not deleted."""
 
     in_use: bool
     size: int

@@ -1,7 +1,7 @@
 """libxnvme for the backends ``xnvme`` and ``xnvme-block``: finding it, its declarations, and three small classes.
 
-Declared are the few functions needed, from include/libxnvme_{opts,geo,cmd,queue,buf,dev,file,nvm}.h of xNVMe 0.7.5.
-Which layout of ``struct xnvme_opts`` a library has follows from its symbols, since its development branch calls itself
+The few functions needed are declared from include/libxnvme_{opts,geo,cmd,queue,buf,dev,file,nvm}.h of xNVMe 0.7.5.
+The layout of a library's ``struct xnvme_opts`` is derived from its symbols, since the development branch calls itself
 0.7.5 too, and is checked by what ``xnvme_opts_set_defaults`` writes.
 
 Devices are always opened for reading only. xNVMe's default is to open them for writing, which ``rdonly`` alone does not
@@ -133,7 +133,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Library:
-    """A libxnvme, and what calls it.
+    """A loaded libxnvme.
 
     Attributes:
         path: the file that was loaded.
@@ -194,23 +194,23 @@ class Library:
             )
 
     def driver_of(self, interface: str) -> str:
-        """The name that ``be`` has in the options for it."""
+        """The value of the option ``be`` for an interface."""
         if self.layout == "0.7":
             return "linux" if interface in (*KERNEL_INTERFACES, PASSTHROUGH) else interface
         # "io_uring" there means an NVMe namespace whose synchronous commands go by ioctl; _bdev any block device
         return f"{interface}_bdev" if interface in KERNEL_INTERFACES else interface
 
     def describe(self) -> str:
-        """One line: what was found, and how it is called."""
+        """One line: the library and the layout of its options."""
         return f"{self.path}, options as in {self.layout}"
 
     def version(self) -> str:
-        """For instance ``0.7.5``; empty where the library has no such functions."""
+        """For instance ``0.7.5``; empty if the library does not report it."""
         parts = [getattr(self.api, f"xnvme_ver_{part}", None) for part in ("major", "minor", "patch")]
         return ".".join(str(part()) for part in parts if part is not None)
 
     def drivers(self) -> list[str]:
-        """Drivers that it was built with, by xNVMe's names; empty where the library has no list."""
+        """The drivers that it was built with, by xNVMe's names; empty if the library does not list them."""
         listing = _list_0_7 if self.layout == "0.7" else _list_next
         return listing(self.api)
 
@@ -231,7 +231,7 @@ def _list_0_7(library: ctypes.CDLL) -> list[str]:
         return []
     first = ctypes.addressof(found.contents) + _Attributes.item.offset
     items = (_Attribute * found.contents.count).from_address(first)
-    return [os.fsdecode(item.name) for item in items if item.enabled]  # xNVMe's own program does not free it either
+    return [os.fsdecode(item.name) for item in items if item.enabled]  # not freed, as in xNVMe's own program
 
 
 def _list_next(library: ctypes.CDLL) -> list[str]:
@@ -435,7 +435,7 @@ class Queue:
             self._api.xnvme_queue_term(queue)
 
 
-_opening = threading.Lock()  # a device's own descriptors are those that are there after opening and not before
+_opening = threading.Lock()  # a device's own descriptors are those that exist after opening it and not before
 
 
 def _descriptors_of(path: str) -> set[int]:
@@ -484,7 +484,7 @@ def _load(named: str | None) -> Library:
             return Library(ctypes.CDLL(named, use_errno=True))
         except OSError as e:
             raise BackendUnavailable(f"{ENVIRONMENT} names {named}, which does not load: {e}") from e
-    candidates = [*_NAMES, *_told_by_pkg_config()]
+    candidates = [*_NAMES, *_from_pkg_config()]
     for candidate in candidates:
         try:
             return Library(ctypes.CDLL(candidate, use_errno=True))
@@ -493,12 +493,12 @@ def _load(named: str | None) -> Library:
     raise BackendUnavailable(f"no libxnvme was found ({ENVIRONMENT} is not set; tried {', '.join(candidates)})")
 
 
-def _told_by_pkg_config() -> list[str]:
+def _from_pkg_config() -> list[str]:
     try:
-        told = subprocess.run(["pkg-config", "xnvme", "--variable=libdir"], capture_output=True, text=True, check=True)
+        found = subprocess.run(["pkg-config", "xnvme", "--variable=libdir"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return []
-    return [os.path.join(told.stdout.strip(), "libxnvme.so")]
+    return [os.path.join(found.stdout.strip(), "libxnvme.so")]
 
 
 def _path_of(library: ctypes.CDLL) -> str:

@@ -1,11 +1,11 @@
-"""Files of which a saved block map is all there is: lookups, and whether the disk still holds what was mapped.
+"""Files that are known only from a saved block map: lookups, and whether the disk still holds what was mapped.
 
-Over a driver in user space no file system notices that a map is out of date. So the disk itself is asked. The first
+With a driver in user space no file system notices that a map is out of date. So the disk itself is examined. The first
 time that this process reads a file, its inode is read along with it: it shows whether the file was written, replaced or
-deleted after it was mapped. Where the map has checksums, those of files that are read whole are compared, together for
+deleted after it was mapped. If the map has checksums, they are compared for files that are read whole, in one go for
 all that is read at once: they show whether blocks were moved, overwritten or damaged.
 
-Neither is possible with a plain map, which holds no more than blocks.
+Neither is possible with a plain map, which holds nothing but blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _UNNOTICED_BY_PLAIN = (
 
 
 class WholeDisk(str):
-    """Stands in place of a path for the disk itself; its text is the disk's address."""
+    """Stands for the disk itself in place of a path. Its text is the disk's address."""
 
     __slots__ = ()
 
@@ -75,7 +75,7 @@ class MappedFiles:
     """The files of a map on a disk that is not mounted.
 
     Args:
-        blocks: the map. A warning says what is not noticed if it has no checksums.
+        blocks: the map. If it has no checksums, a warning says which changes go unnoticed.
         disk: the address of the disk.
         device: where destinations live.
     """
@@ -89,7 +89,7 @@ class MappedFiles:
             warnings.warn(_UNNOTICED if blocks.origin else _UNNOTICED_BY_PLAIN, stacklevel=5)
 
     def entry(self, path: str, expected: Expected, device: int = 0) -> FileBlocks:
-        """A file's entry, with its exact size if only the caller has that.
+        """A file's entry, with its exact size if only the caller knows that.
 
         Args:
             path: the file.
@@ -112,7 +112,7 @@ class MappedFiles:
         return blocks
 
     def start(self, start: Start, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        """Starts reads, of which those files fail that the disk no longer holds as they were mapped."""
+        """Starts reads. A file fails if the disk no longer holds it as it was mapped."""
         files, entries = len(reads.paths), [self._map.get(path) for path in reads.paths]
         new = [
             (file, entry)
@@ -143,7 +143,7 @@ class MappedFiles:
     def _inodes(self, new: Sequence[tuple[int, FileBlocks]], start: Start) -> _Inodes | None:
         """The inodes of some files, to be read; None where they cannot be found on this file system."""
         origin = self._map.origin
-        assert origin is not None, "files have inodes"
+        assert origin is not None, "only maps with an origin have inodes"
         if not self._looked_for_table:
 
             def read(offset: int, nbytes: int) -> bytes:
@@ -180,7 +180,7 @@ class _Inodes:
         return Reads.join([reads, self._reads]), [*into, self._data]
 
     def compared(self, paths: Sequence[str], errors: dict[int, Exception]) -> dict[int, Exception]:
-        """The errors by file, with those of files whose inode is another one now."""
+        """Adds an error for each file whose inode has changed; returns the errors by file."""
         unread = errors.pop(len(paths), None)
         data = self._data.numpy().tobytes()
         for (file, entry), place in zip(self._files, self._places, strict=True):
@@ -210,7 +210,7 @@ def _change(entry: FileBlocks, inode: bytes, table: InodeTable) -> str | None:
 
 
 def _read_whole(reads: Reads, entries: Sequence[FileBlocks | None]) -> np.ndarray:
-    """The reads of all of a file at once whose map has a checksum for it."""
+    """Indices of the reads that cover a whole file for which the map has a checksum."""
     sizes = np.array([-1 if entry is None or entry.checksum is None else entry.size for entry in entries], np.int64)
     return np.flatnonzero((reads.offset == 0) & (reads.nbytes == sizes[reads.file]))
 
@@ -219,7 +219,7 @@ def _compared(
     reads: Reads, into: Sequence[torch.Tensor], entries: Sequence[FileBlocks | None], whole: np.ndarray,
     errors: dict[int, Exception],
 ) -> dict[int, Exception]:  # fmt: skip
-    """The errors by file, with those of files that were read whole and do not have their checksum."""
+    """Adds an error for each file that was read whole and does not match its checksum; returns the errors by file."""
     rows = [row for row in reads[whole].rows if row.file not in errors]
     for device in {into[row.dest].device for row in rows}:
         there = [row for row in rows if into[row.dest].device == device]
@@ -235,5 +235,5 @@ def _compared(
 
 
 def identity(blocks: FileBlocks, device: int = 0) -> FileId:
-    """The identity of a file of which only the map's entry is known."""
+    """The identity of a file according to its entry in the map."""
     return FileId(device, blocks.inode or 0, blocks.size, blocks.mtime_ns or 0)

@@ -1,8 +1,8 @@
 """The software controller: an NVMe controller as a thread of this process, over a file or a block device.
 
-It stands in for a drive where no drive gives its queues to a GPU. The kernel cannot tell it from one: it watches the
-doorbells, takes the submission entries, follows PRP lists to addresses of its own, and posts completions. The bytes go
-through the processor and pinned memory, so it is slower than any other backend.
+It stands in for a drive, since no drive gives its queues to a GPU yet. The kernel cannot tell the difference: the
+controller watches the doorbells, takes the submission entries, follows PRP lists to addresses of its own, and posts
+completions. The bytes go through the processor and pinned memory, so it is slower than any other backend.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ READ = 0x02
 INVALID_OPCODE, INVALID_NAMESPACE, INVALID_FIELD, INVALID_PRP, OUT_OF_RANGE = 0x01, 0x0B, 0x02, 0x13, 0x80
 UNRECOVERED_READ = 2 << 8 | 0x81
 
-#: Seconds between two looks at idle doorbells, and looks without a pause after the last command.
+#: Seconds between two polls of idle doorbells, and polls without a pause after the last command.
 _IDLE_SECONDS, _EAGER_LOOKS = 2e-4, 200
 
 #: ioctl: bytes per logical block of a block device.
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 
 class _Queue:
-    """A queue pair as the controller sees it, in memory of its own."""
+    """A queue pair as the controller sees it, in its own memory."""
 
     def __init__(self, depth: int, target: torch.device) -> None:
         self.depth = depth
@@ -71,7 +71,7 @@ class _Queue:
         return QueuePair(submission, completion, doorbells, doorbells + 4, self.depth)
 
     def take(self) -> list[Entry]:
-        """The commands that were submitted since."""
+        """The commands that were submitted since the last call."""
         tail, found = int(self._doorbells[0]), []
         while self._head != tail:
             word, nsid, prp1, prp2, lba, count = struct.unpack_from("<II16xQQQI", self._entries, 64 * self._head)
@@ -80,7 +80,7 @@ class _Queue:
         return found
 
     def post(self, identifier: int, status: int) -> None:
-        """Completes a command. Raises RuntimeError where the queue has no room, which no driver may let happen."""
+        """Completes a command. Raises RuntimeError if the queue has no room, which no correct driver lets happen."""
         after = (self._tail + 1) % self.depth
         if after == int(self._doorbells[1]):
             raise RuntimeError(f"the completion queue of {self.depth} entries overflows")
@@ -93,8 +93,8 @@ class _Queue:
 
 
 class _Region(NamedTuple):
-    """Memory for data and PRP lists, and the controller's address of its last page: pages count down from the end, so
-    that an address that was not translated is found out.
+    """Memory for data and PRP lists, and the controller's address of its last page. Pages count down from the end, so
+    that an address that was not translated is noticed.
     """
 
     memory: np.ndarray
@@ -107,7 +107,7 @@ class SoftwareController(Controller):
     Args:
         path: the file or block device to read. It is opened for reading only.
         target: the device whose kernel drives the queues.
-        block_size: bytes per logical block of a file; a block device tells its own.
+        block_size: bytes per logical block of a file; a block device reports its own.
         max_transfer: most bytes per command.
 
     Raises:
@@ -122,9 +122,9 @@ class SoftwareController(Controller):
         except OSError as e:
             raise StorageError(e.errno, "the software controller cannot open it", path) from e
         if is_device:
-            told = array.array("i", [0])
-            fcntl.ioctl(self._fd, _BLKSSZGET, told)
-            self.block_size = told[0]
+            size = array.array("i", [0])
+            fcntl.ioctl(self._fd, _BLKSSZGET, size)
+            self.block_size = size[0]
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
         self._regions: list[_Region] = []
         self._queues: dict[int, _Queue] = {}  # by the address of the submission queue
@@ -163,7 +163,7 @@ class SoftwareController(Controller):
     # The controller's own thread.
 
     def look(self) -> bool:
-        """Takes the commands of every queue, and answers them. Returns whether there were any."""
+        """Takes the new commands of every queue and completes them. Returns whether there were any."""
         found = False
         with self._lock:
             for queue in self._queues.values():
@@ -200,7 +200,7 @@ class SoftwareController(Controller):
         return 0 if got == nbytes else UNRECOVERED_READ
 
     def _parts(self, entry: Entry, nbytes: int) -> list[memoryview]:
-        """The memory that a command names, page by page. Raises LookupError where it names memory of somebody else."""
+        """The memory that a command names, page by page. Raises LookupError if it is not the controller's."""
         count = -(-(entry.prp1 % PAGE + nbytes) // PAGE)
         addresses = [entry.prp1]
         if count == 2:
@@ -239,7 +239,7 @@ def _opened(path: str) -> tuple[int, bool]:
 
 
 def _serve(controller: weakref.ref[SoftwareController], ended: threading.Event) -> None:
-    """Looks at the doorbells until the controller is closed, or nobody has it any more."""
+    """Polls the doorbells until the controller is closed or garbage-collected."""
     quiet = 0
     while not ended.is_set():
         alive = controller()

@@ -1,6 +1,6 @@
 """Drives that a driver in user space has taken from the kernel: addresses, claims, and why one could not be opened.
 
-xNVMe gives an errno and no more. /sys and /proc show its cause.
+xNVMe gives nothing but an errno. /sys and /proc show its cause.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["UPCIE", "Claims", "claims", "full_address", "why_not_opened"]
 #: xNVMe's drivers that take their memory from a heap of their own, in huge pages.
 UPCIE = ("upcie", "upcie-cuda")
 
-#: What that heap has where nobody asks for a size: XNVME_BE_UPCIE_DEFAULT_HEAP_SIZE.
+#: The default size of that heap: XNVME_BE_UPCIE_DEFAULT_HEAP_SIZE.
 _HEAP_BYTES = 1 << 30
 
 #: Drivers of the kernel that leave a device to a process.
-_LETS_GO = ("uio_pci_generic", "vfio-pci", "igb_uio")
+_FOR_USER_SPACE = ("uio_pci_generic", "vfio-pci", "igb_uio")
 
 _ADDRESS = re.compile(r"([0-9a-f]{4,}:)?([0-9a-f]{2})[:.]([0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 
@@ -39,7 +39,7 @@ def full_address(uri: str) -> str | None:
 
 
 def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None, root: Path = Path("/")) -> str:
-    """The cause of an errno that opening a drive gave, and the remedy; empty where this machine shows none.
+    """Why opening a drive failed with an errno, and the remedy; empty if this machine shows no cause.
 
     Args:
         code: the errno.
@@ -54,7 +54,7 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
     if not device.exists():
         return "this machine has no PCI device of that address"
     bound = os.path.basename(os.path.realpath(device / "driver")) if (device / "driver").exists() else "no driver"
-    if bound not in _LETS_GO:
+    if bound not in _FOR_USER_SPACE:
         return f"it is bound to {bound}: unmount it and bind it to uio_pci_generic or vfio-pci (`xnvme-driver` does)"
     if code == errno.ENOMEM and driver in UPCIE:
         return _memory(heap_bytes or _HEAP_BYTES, root)
@@ -105,21 +105,21 @@ class Claims:
                 os.close(fd)
 
 
-#: Those of this process.
+#: The claims of this process.
 claims = Claims()
 
 
 def _memory(heap: int, root: Path) -> str:
-    """What a heap takes, and what this machine has for it."""
+    """How many huge pages a heap takes, what this machine lacks for it, and the remedy."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-    told = {line[0]: int(line[1]) for line in lines}
-    if "Hugepagesize:" not in told:
+    meminfo = {line[0]: int(line[1]) for line in lines}
+    if "Hugepagesize:" not in meminfo:
         return "this kernel has no huge pages, which uPCIe's heap is in"
-    page = told["Hugepagesize:"] << 10
-    needed, free = -(-heap // page), told["HugePages_Free:"] - told["HugePages_Rsvd:"]
+    page = meminfo["Hugepagesize:"] << 10
+    needed, free = -(-heap // page), meminfo["HugePages_Free:"] - meminfo["HugePages_Rsvd:"]
     takes = f"uPCIe's heap of {heap >> 20} MiB takes {needed} huge pages of {page >> 20} MiB"
     if free < needed:
-        total = told["HugePages_Total:"] + needed - free
+        total = meminfo["HugePages_Total:"] + needed - free
         remedy = f"sysctl vm.nr_hugepages={total}, or a smaller heap_bytes"
         return f"{takes}, and {free} are free: {remedy}"
     allowed, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -526,7 +526,7 @@ class TestFile:
             ({"unmapped": {"a/c": {"size": 1e400, "why": "x"}}}, "not a whole number"),
             ({"unmapped": {"a/c": {"size": 5, "why": 7}}}, "not text"),
             ({"unmapped": {"../c": {"size": 5, "why": "x"}}}, "not a path below"),
-            ({"unmapped": {"a/b": {"size": 5, "why": "x"}}}, "a/b is mapped and is not"),
+            ({"unmapped": {"a/b": {"size": 5, "why": "x"}}}, "a/b is listed both as mapped and as unmapped"),
         ],
     )
     def test_a_header_that_no_map_has_is_refused(self, tmp_path: Path, change: dict[str, Any], match: str) -> None:

@@ -783,7 +783,7 @@ class TestUserSpace:
         with _unmounted(disk):
             with (
                 opened(**drive, blockmap=tmp_path / "map.json") as storage,
-                pytest.raises(FileNotFoundError, match=rf"below {disk.folder}; where the files are elsewhere.*parent="),
+                pytest.raises(FileNotFoundError, match=rf"below {disk.folder}; if files are elsewhere.*parent="),
             ):
                 storage.load(reads).wait()
             with opened(**drive, blockmap=BlockMap.load(tmp_path / "map.json", parent="/data")) as storage:
@@ -975,7 +975,7 @@ class TestUserSpace:
         ({"queue_depth": 4096}, "powers of two"),
         ({"uri": "0000:01:00.0"}, "driver in user space"),
         ({"be": "upcie"}, "driver in user space"),
-        ({"be": "upcie", "uri": "0000:01:00.0"}, "give the blockmap"),
+        ({"be": "upcie", "uri": "0000:01:00.0"}, "give the blockmap made before"),
         ({"mem": "gpu", "uri": "/dev/null"}, "CUDA target"),
         ({"mem": "cpu", "be": "upcie-cuda", "uri": "0000:01:00.0"}, "choose be='upcie'"),
         ({"nsid": 2, "uri": "/dev/nvme0n1"}, "uri names the namespace"),
