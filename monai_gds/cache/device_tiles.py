@@ -106,7 +106,8 @@ extern "C" __global__ void check(
     *failed = 1;
 }
 
-template <int STEP, typename T> struct __align__(STEP * sizeof(T)) Several { T v[STEP]; };
+// Streams and scratch memory are aligned to 16 bytes, and no more.
+template <int STEP, typename T> struct __align__(STEP * sizeof(T) < 16 ? STEP * sizeof(T) : 16) Several { T v[STEP]; };
 
 template <typename packed, typename value, bool PALETTE, int STEP>
 __device__ void fill(const Part& part, int64 tile, int64 source, int* failed)
@@ -326,11 +327,12 @@ def unpack(parts: Sequence[Part]) -> Outcome:
     stream = staging.raw_current_stream(device)
     work = _Workspace(parts, device)
     host = _upload(parts, work, device, stream)
+    outcome = Outcome(host)  # where nvCOMP refuses too, nobody gets this memory before its copy is over
     try:
         _queue(parts, work, most, sound, host, stream)
     finally:
         host.event.record(torch.cuda.current_stream(device))
-    return Outcome(host)
+    return outcome
 
 
 def _queue(parts: Sequence[Part], work: _Workspace, most: int, sound: torch.Tensor, host: _Host, stream: int) -> None:

@@ -1,4 +1,4 @@
-"""Tiles that are unpacked on a CUDA device."""
+"""Tiles that are unpacked on a CUDA device; and on this machine's processor, by the same kernels."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ from monai.data import Dataset
 from monai.transforms import Compose, EnsureTyped, RandFlipd, RandSpatialCropSamplesd
 
 from monai_gds import GDSDataset, limits
-from monai_gds.cache import device_tiles, tiles
+from monai_gds.cache import device_tiles, nvcomp, tiles
 from monai_gds.cache.tiles import Tiles
-from monai_gds.errors import CacheWarning, DamagedRecord
+from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
 from monai_gds.units import bytes_of
-
-pytestmark = pytest.mark.gpu
+from tests.cache import host_tiles
 
 _needs_nvcomp = pytest.mark.skipif(
     torch.cuda.is_available() and device_tiles.why_not() is not None,
     reason=f"tiles cannot be unpacked on this machine's GPU: {device_tiles.why_not()}",
 )
 
-
 device_codecs = ("lz4", "zstd", "bitcomp")
+
+
+_on_gpu = [pytest.mark.gpu, _needs_nvcomp]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=_on_gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where tiles are unpacked."""
+    if request.param == "cpu":
+        host_tiles.install(monkeypatch)
+    return torch.device(request.param)
 
 
 def _volume(dtype: torch.dtype, shape: tuple[int, ...], values: int) -> torch.Tensor:
@@ -38,45 +47,52 @@ def _volume(dtype: torch.dtype, shape: tuple[int, ...], values: int) -> torch.Te
     return steps.to(dtype)
 
 
-def _on_device(packed: tiles.Packed) -> tuple[Tiles, torch.Tensor]:
+def _on_device(packed: tiles.Packed, device: torch.device) -> tuple[Tiles, torch.Tensor]:
     found = Tiles(packed.layout, packed.table.numpy(), len(packed.streams))
-    return found, packed.streams.to("cuda:0")
+    return found, packed.streams.to(device, copy=True)
 
 
 def _unpack(found: Tiles, streams: torch.Tensor, ids: np.ndarray | None = None) -> torch.Tensor:
-    out = torch.full(found.layout.shape, 99, dtype=found.layout.dtype, device="cuda:0")
+    out = torch.full(found.layout.shape, 99, dtype=found.layout.dtype, device=streams.device)
     starts = found.starts if ids is None else found.starts[ids]
     device_tiles.unpack([device_tiles.Part(found, streams, out, starts, ids)]).check()
     return out
 
 
-@_needs_nvcomp
 @pytest.mark.parametrize("codec", device_codecs)
 @pytest.mark.parametrize(
     ("dtype", "values"),
     [(torch.float32, 200), (torch.float32, 3000), (torch.float32, 10**8), (torch.float64, 5000), (torch.int16, 30000),
      (torch.int16, 100), (torch.uint8, 5), (torch.int64, 10**9), (torch.bfloat16, 90), (torch.bool, 2)],
 )  # fmt: skip
-@pytest.mark.parametrize("shape", [(2, 70, 33, 61), (1, 1, 300, 404), (200_000,)])
+@pytest.mark.parametrize(
+    ("device", "shape"),
+    [
+        ("cpu", (2, 70, 33, 61)),
+        ("cpu", (200_000,)),
+        *(pytest.param("cuda:0", shape, marks=_on_gpu) for shape in [(2, 70, 33, 61), (1, 1, 300, 404), (200_000,)]),
+    ],
+    indirect=["device"],
+)
 def test_is_equal_to_the_cpu(
-    codec: str, dtype: torch.dtype, values: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    codec: str, dtype: torch.dtype, values: int, shape: tuple[int, ...], device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(limits, "TILED_BYTES", 1)
     monkeypatch.setattr(tiles, "_LEAST_GAIN", 0.1)
     volume = _volume(dtype, shape, values)
     packed = tiles.pack(volume, codec)
     assert packed is not None
-    found, streams = _on_device(packed)
+    found, streams = _on_device(packed, device)
     assert torch.equal(_unpack(found, streams).cpu(), volume)
 
 
-@_needs_nvcomp
 @pytest.mark.parametrize("codec", device_codecs)
-def test_some_tiles_leave_the_rest_alone(codec: str) -> None:
+def test_some_tiles_leave_the_rest_alone(codec: str, device: torch.device) -> None:
     volume = _volume(torch.float32, (1, 128, 128, 128), 900)
     packed = tiles.pack(volume, codec)
     assert packed is not None
-    found, streams = _on_device(packed)
+    found, streams = _on_device(packed, device)
     ids = np.array([0, 21, 63], np.int32)
     out = _unpack(found, streams, ids).cpu()
     touched = torch.zeros(4, 4, 4, dtype=torch.bool)
@@ -86,14 +102,13 @@ def test_some_tiles_leave_the_rest_alone(codec: str) -> None:
     assert bool((out[~touched] == 99).all())
 
 
-@_needs_nvcomp
 @pytest.mark.parametrize("codec", device_codecs)
 @pytest.mark.parametrize("values", [200, 3000, 10**8])
-def test_every_kind_of_damage_is_found_and_harms_nothing_else(codec: str, values: int) -> None:
+def test_every_kind_of_damage_is_found_and_harms_nothing_else(codec: str, values: int, device: torch.device) -> None:
     volume = _volume(torch.float32, (1, 96, 96, 96), values)
     packed = tiles.pack(volume, codec)
     assert packed is not None
-    found, streams = _on_device(packed)
+    found, streams = _on_device(packed, device)
     rng = np.random.default_rng(values)
     live = (found.sizes > 0).nonzero()[0]
     for changed in [1, 1, 1, 1, 1, 1, 8, 8, 100, 1000]:
@@ -104,35 +119,55 @@ def test_every_kind_of_damage_is_found_and_harms_nothing_else(codec: str, values
             with pytest.raises(DamagedRecord, match="checksum"):
                 _unpack(found, bad)
     with pytest.raises(DamagedRecord, match="checksum"):
-        _unpack(found, torch.randint(0, 256, streams.shape, dtype=torch.uint8, device="cuda:0"))
+        _unpack(found, torch.randint(0, 256, streams.shape, dtype=torch.uint8, device=device))
     assert torch.equal(_unpack(found, streams).cpu(), volume)
 
 
-@_needs_nvcomp
 @pytest.mark.parametrize("codec", device_codecs)
-def test_streams_with_right_checksums_that_are_not_what_was_compressed(codec: str) -> None:
+def test_streams_with_right_checksums_that_are_not_what_was_compressed(codec: str, device: torch.device) -> None:
     volume = _volume(torch.float32, (1, 96, 96, 96), 3000)
     packed = tiles.pack(volume, codec)
     assert packed is not None
-    found, streams = _on_device(packed)
+    found, streams = _on_device(packed, device)
     short = Tiles(packed.layout, packed.table.numpy(), len(packed.streams))
     swapped = short.starts.copy()
     live = ((short.sizes > 0) & (short.sizes < packed.layout.tile_bytes)).nonzero()[0][:2]
     swapped[live] = swapped[live[::-1]]  # each stream at the place of the other
-    out = torch.empty(volume.shape, device="cuda:0")
+    out = torch.empty(volume.shape, device=device)
     with pytest.raises(DamagedRecord):
         device_tiles.unpack([device_tiles.Part(found, streams, out, swapped)]).check()
 
 
-@_needs_nvcomp
-def test_a_palette_that_is_too_short() -> None:
+def test_a_palette_that_is_too_short(device: torch.device) -> None:
     volume = _volume(torch.float32, (1, 96, 96, 96), 3000)
     packed = tiles.pack(volume, "lz4")
     assert packed is not None
     layout = tiles.Layout(**{**packed.layout.__dict__, "values": packed.layout.values - 5})
     found = Tiles(layout, packed.table.numpy()[: -5 * 4], len(packed.streams))
     with pytest.raises(DamagedRecord, match="palette"):
-        _unpack(found, packed.streams.to("cuda:0"))
+        _unpack(found, packed.streams.to(device, copy=True))
+
+
+def test_where_nvcomp_refuses_no_memory_is_lost_or_given_away_too_soon(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from it may be under way then, and kernels may be about to write to it."""
+
+    def refuse(*_: object) -> None:
+        raise MonaiGdsError("nvCOMP refused it: status 10")
+
+    packed = tiles.pack(_volume(torch.float32, (1, 96, 96, 96), 3000), "lz4")
+    assert packed is not None
+    found, streams = _on_device(packed, device)
+    _unpack(found, streams)
+    free = device_tiles._free(device)
+    before = len(free)
+    with monkeypatch.context() as patch:
+        patch.setattr(nvcomp, "decompress", refuse)
+        for _ in range(3):
+            with pytest.raises(MonaiGdsError, match="status 10"):
+                _unpack(found, streams)
+    assert len(free) == before
 
 
 def _dataset(folder: Path, compression: str | None = None, device_bytes: float | str = 0) -> GDSDataset:
@@ -144,6 +179,7 @@ def _dataset(folder: Path, compression: str | None = None, device_bytes: float |
     return GDSDataset(items, transform, folder, 0, compression=form, arrays="torch", device_bytes=device_bytes)
 
 
+@pytest.mark.gpu
 @_needs_nvcomp
 @pytest.mark.parametrize("codec", device_codecs)
 def test_hits_are_equal_to_misses(tmp_path: Path, codec: str) -> None:
@@ -161,6 +197,7 @@ def test_hits_are_equal_to_misses(tmp_path: Path, codec: str) -> None:
         assert torch.equal(a["image"], b["image"])
 
 
+@pytest.mark.gpu
 @_needs_nvcomp
 @pytest.mark.parametrize("verify", ["first", "never"])
 def test_a_damaged_tile_is_computed_anew(tmp_path: Path, verify: str) -> None:
@@ -178,6 +215,7 @@ def test_a_damaged_tile_is_computed_anew(tmp_path: Path, verify: str) -> None:
     assert torch.equal(hit["label"], missed["label"])
 
 
+@pytest.mark.gpu
 @_needs_nvcomp
 @pytest.mark.parametrize("room", ["1GB", 1_000_000])
 def test_records_that_stay_on_the_device(tmp_path: Path, room: float | str) -> None:
@@ -199,6 +237,7 @@ def test_records_that_stay_on_the_device(tmp_path: Path, room: float | str) -> N
     assert torch.equal(again[1]["image"], missed[1]["image"])  # computed anew
 
 
+@pytest.mark.gpu
 @_needs_nvcomp
 @pytest.mark.parametrize("codec", device_codecs)
 @pytest.mark.parametrize("device_bytes", [0, "1GB"])
@@ -222,6 +261,7 @@ def test_crops_read_only_their_tiles(tmp_path: Path, codec: str, device_bytes: f
             assert ours["image"].stride() == theirs["image"].stride()
 
 
+@pytest.mark.gpu
 @_needs_nvcomp
 def test_bitcomp_is_for_gpus_only(tmp_path: Path) -> None:
     with _dataset(tmp_path, "bitcomp") as dataset:
@@ -240,6 +280,7 @@ def test_bitcomp_is_for_gpus_only(tmp_path: Path) -> None:
     assert record.read_bytes() == before
 
 
+@pytest.mark.gpu
 def test_without_nvcomp_the_cpu_unpacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _dataset(tmp_path, "lz4") as dataset:
         missed = dataset[0]
