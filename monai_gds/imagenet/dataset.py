@@ -167,7 +167,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             return open_reader(self.reader, images, self.device, **arguments)
         try:  # decoders want encoded bytes in host memory
             return open_reader(self.reader, images, torch.device("cpu"), pinned=True, **arguments)
-        except (BackendUnavailable, ValueError) as e:  # GPU memory only? Else the next call fails too
+        except (BackendUnavailable, ValueError) as e:  # perhaps for GPU memory only: else this fails again
             why = str(e)
             reader = open_reader(self.reader, images, self.device, **arguments)
         warnings.warn(

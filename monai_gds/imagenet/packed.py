@@ -98,7 +98,7 @@ class PackedImages:
             The checksum of its image data.
 
         Raises:
-            DamagedRecord: it is not the file that the index describes: it is from another folder, or was swapped.
+            DamagedRecord: it is not the file that the index describes, but one of another folder, or two were swapped.
         """
         begin, end = self.bounds[file : file + 2].tolist()
         described = describe(self.images, begin, end)

@@ -159,7 +159,7 @@ class PackedReader(ImageReader):
     """Images of a packed folder. Each large file is read once per epoch, in one go, and kept while batches need it.
 
     ``ahead`` files are read before they are needed. The first time this process reads a file, it is read whole and its
-    checksum is compared, in the thread that read it. A storage that bypasses the file system does so in every epoch.
+    checksum is compared, in the thread that read it; in every epoch, if the storage bypasses the file system.
     """
 
     def __init__(self, images: PackedImages, storage: ImageStorage, *, ahead: int) -> None:

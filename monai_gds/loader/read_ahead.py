@@ -119,7 +119,7 @@ class ReadAhead:
         self._last = 0  # size of the last record that has one
 
     def taken(self, finished: tuple[int, int]) -> None:
-        """Notes, in the consumer's thread, that it took the batch up to which ``finished`` records and bytes were."""
+        """Notes, in the consumer's thread, that it took a batch. ``finished`` counts records and bytes up to there."""
         self._taken = finished
 
     def next_batch(self) -> list[Any] | None:

@@ -67,7 +67,7 @@ def _no_op(*_: object) -> None:
 
 
 class Work(Generic[T]):
-    """A queue of groups of reads or writes, which any number of threads work on. It counts unfinished groups itself.
+    """A queue of groups of reads or writes, which any number of threads work on.
 
     Args:
         groups: the groups.

@@ -149,7 +149,7 @@ class Pending:
         return after
 
     def checked(self, tensors: Sequence[torch.Tensor], files: int, check: Check) -> Pending:
-        """A Pending of its first files, of which those that ``check`` finds wrong fail. ``check`` runs after all reads.
+        """A Pending of its first files, without those that ``check`` finds wrong after all reads: these fail.
 
         Args:
             tensors: the tensors to hand out.

@@ -61,7 +61,7 @@ class Pump(ABC, Generic[J]):
 
     @abstractmethod
     def give_up(self, jobs: list[J], error: Exception) -> None:
-        """Ends jobs after an error that ``feed`` or ``poll`` raised, when nobody knows any more what is in flight."""
+        """Ends jobs after an error that ``feed`` or ``poll`` raised. It is not known then what is in flight."""
 
     def idle(self) -> None:
         """Called when no job is left, before the pump waits for more."""

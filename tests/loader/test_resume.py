@@ -467,7 +467,7 @@ def test_what_somebody_else_has_drawn_meanwhile_is_not_undone(folder: Path) -> N
 
 
 def test_what_is_not_a_state_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"not what GDSDataLoader.state_dict\(\) gave"):
+    with pytest.raises(ValueError, match=r"not a state of GDSDataLoader.state_dict\(\)"):
         loader(dataset(folder), SETTINGS["shuffled"], 3).load_state_dict({"_num_yielded": 3})
 
 
