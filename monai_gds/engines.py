@@ -1,8 +1,8 @@
 """Where :mod:`monai_gds.populate` has items computed: in this process, in workers of its own, or over an executor.
 
 An engine's ``submit(index, anyway)`` has the record of an item made, with ``anyway`` even while another process makes
-it. It returns a future of the item's outcome and the worker's name. The future raises NotSaved or PopulateError if it
-is of no use to go on, and any other error if a worker died.
+it. It returns a future of the item's outcome and the worker's name. The future raises NotSaved or PopulateError if
+there is no point in going on, and any other error if a worker died.
 
 The workers of an executor share the cache directory with this process, whatever host they are on. They read the pickled
 dataset from a temporary file there. Engines such as Dask give the item of a worker that died to the next worker, and

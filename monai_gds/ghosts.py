@@ -273,7 +273,7 @@ class Ghosts:
         return found
 
     def _place(self, view: torch.Tensor) -> tuple[str, list[int], list[int]]:
-        """The name of the tensor that a view belongs to, and the view's start and size along each of its axes."""
+        """The name of the tensor that a view is of, and the view's start and size along each axis of that tensor."""
         name = self._names.get(view.untyped_storage()._cdata)
         if name is None:
             raise NotOnGhosts("it makes a tensor of its own")

@@ -30,7 +30,7 @@ _DERIVE = ("monai.apps.datasets", "monai.handlers.smartcache_handler")
 
 
 class Patch:
-    """Replaces MONAI's names until :meth:`undo` is called, or the ``with`` block of it is left."""
+    """Replaces MONAI's names until :meth:`undo` is called, or its ``with`` block ends."""
 
     def __init__(self, stand_ins: dict[str, type]) -> None:
         self._stand_ins = stand_ins

@@ -238,7 +238,11 @@ class _Filling:
             return "", False
 
     def _expected(self, index: int, digest: str, outcome: Saved | FailedItem, worker: str) -> Saved | FailedItem:
-        """The outcome, if the worker made the record that this process looks for. Raises PopulateError otherwise."""
+        """The outcome if the worker made the record that is looked for here; busy if the item has another key by now.
+
+        Raises:
+            PopulateError: the worker makes other keys than this process.
+        """
         if isinstance(outcome, FailedItem) or not digest or outcome.digest in ("", digest):
             return outcome
         if self._look(index)[0] != digest:  # a source file was edited meanwhile

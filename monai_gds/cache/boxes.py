@@ -4,9 +4,9 @@ Used by :mod:`monai_gds.cache.tiles` and :mod:`monai_gds.cache.reading`. Arithme
 
 A crop of a whole volume is a view with the volume's strides, and a partial read gives the same strides, since sums over
 a view may differ in their last bits from sums over a contiguous copy. Only the place of the first voxel differs: boxes
-that lie far apart in the tensor are moved together. So their memory is a fraction of the tensor's, has the same size at
-every read, and is used again. The page faults of fresh memory took ten times as long as filling it (four crops of 96³
-out of 512 x 512 x 300 float32: 27 ms of faults, 3 ms of copying).
+that lie far apart in the tensor are moved together. So their memory is a fraction of the tensor's, much the same at
+every read, and used again. The page faults of fresh memory took ten times as long as filling it (four crops of 96³ out
+of 512 x 512 x 300 float32: 27 ms of faults, 3 ms of copying).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ Verify = Literal["first", "always", "never"]
 #: this machine.
 Mmap = Literal["auto"] | bool
 
-#: How often a record is read that keeps being replaced meanwhile.
+#: How many times a record is read if it keeps being replaced meanwhile.
 _TRIES = 5
 
 
