@@ -423,8 +423,8 @@ class Queue:
         elif now - self._silent_since > SILENT_SECONDS:
             raise StorageError(
                 errno.ETIMEDOUT,
-                f"the drive did not answer within {SILENT_SECONDS:g} s, and its reads are given up. If others fail too, "
-                "end this process: the driver resets the drive when the next one opens it",
+                f"the drive did not answer within {SILENT_SECONDS:g} s, and its reads are given up. If others fail "
+                "too, end this process: the driver resets the drive when the next one opens it",
                 self._device.uri,
             )
 
