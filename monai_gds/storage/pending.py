@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 
+from monai_gds.process import Changes
 from monai_gds.storage import staging
 from monai_gds.storage.reads import Reads
 
@@ -59,7 +60,7 @@ class Pending:
         self._files = files
         self._errors: dict[int, Exception] = {}
         self._done = False
-        self._over: threading.Condition | None = threading.Condition(threading.Lock())
+        self._over: Changes | None = Changes()
         self._followers: list[Callable[[], None]] = []
         self._arrived: torch.cuda.Event | None = None
         self._on_hand_off: Callable[[], None] | None = None
@@ -177,7 +178,7 @@ class Pending:
         """Has ``run`` called once it is over: by the thread that finishes it, or here if it is over already."""
         over = self._over
         if over is not None:
-            with over:
+            with over.lock:
                 if not self._done:
                     self._followers.append(run)
                     return
@@ -225,7 +226,7 @@ class Pending:
                 self.fail_all(e)
         over = self._over
         assert over is not None, "only a Pending that was begun is finished"
-        with over:
+        with over.lock:
             self._done = True
             followers, self._followers = self._followers, []
             over.notify_all()
@@ -259,7 +260,7 @@ class Pending:
     def _wait(self) -> None:
         over = self._over
         if not self._done and over is not None:  # seen without the lock: it only ever becomes true
-            with over:
+            with over.lock:
                 over.wait_for(lambda: self._done)
         if self._arrived is not None:
             self._order()
