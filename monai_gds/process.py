@@ -17,7 +17,7 @@ from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-__all__ = ["Bell", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread"]
+__all__ = ["Bell", "Changes", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -103,6 +103,17 @@ class Bell:
     def wait(self, timeout: float = -1) -> None:
         """Waits until it is rung, or for so many seconds."""
         self._lock.acquire(timeout=timeout)
+
+
+class Changes(threading.Condition):
+    """A condition whose lock is taken by ``with changes.lock:``.
+
+    ``with`` on the condition itself calls a function of Python, and Ctrl-C at its end would leave the lock locked.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        super().__init__(self.lock)
 
 
 def start_thread(thread: threading.Thread, timeout: float = -1) -> None:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 
+from monai_gds.process import Changes
 from monai_gds.storage import staging
 from monai_gds.storage.reads import Reads
 
@@ -59,7 +60,7 @@ class Pending:
         self._files = files
         self._errors: dict[int, Exception] = {}
         self._done = False
-        self._ended: threading.Condition | None = threading.Condition(threading.Lock())
+        self._ended: Changes | None = Changes()
         self._followers: list[Callable[[], None]] = []
         self._arrived: torch.cuda.Event | None = None
         self._on_hand_off: Callable[[], None] | None = None
@@ -177,7 +178,7 @@ class Pending:
         """Calls ``run`` after all reads: in the thread that finishes them, or here if they are over already."""
         ended = self._ended
         if ended is not None:
-            with ended:
+            with ended.lock:
                 if not self._done:
                     self._followers.append(run)
                     return
@@ -225,7 +226,7 @@ class Pending:
                 self.fail_all(e)
         ended = self._ended
         assert ended is not None, "a Pending made by completed() is over already"
-        with ended:
+        with ended.lock:
             self._done = True
             followers, self._followers = self._followers, []
             ended.notify_all()
@@ -259,7 +260,7 @@ class Pending:
     def _wait(self) -> None:
         ended = self._ended
         if not self._done and ended is not None:  # read without the lock: it only ever becomes true
-            with ended:
+            with ended.lock:
                 ended.wait_for(lambda: self._done)
         if self._arrived is not None:
             self._order()

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from monai_gds.process import Changes
 from monai_gds.storage import staging
 
 __all__ = ["Pump"]
@@ -41,7 +42,7 @@ class Pump(ABC, Generic[J]):
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
         self._name = name
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._incoming: deque[J] = deque()
         self._jobs: list[J] = []  # touched only by the thread at work
         self._worker: int | None = None  # identifier of that thread; None while no thread is at work
@@ -72,7 +73,7 @@ class Pump(ABC, Generic[J]):
         Raises:
             RuntimeError: called in the pump's own thread, by a step of :meth:`Pending.then`: it would wait for itself.
         """
-        with self._changed:
+        with self._changed.lock:
             if self._worker == threading.get_ident():
                 raise RuntimeError(
                     "a step given to Pending.then runs in the thread that reads, so it cannot read from the same "
@@ -97,18 +98,18 @@ class Pump(ABC, Generic[J]):
 
     def close(self) -> None:
         """Waits until no job is left, and ends the thread. The pump may be used again afterwards."""
-        with self._changed:
+        with self._changed.lock:
             executor, self._executor = self._executor, None
             self._changed.notify_all()
         if executor is not None:
             executor.shutdown(wait=True)
-        with self._changed:
+        with self._changed.lock:
             self._changed.wait_for(lambda: self._worker is None)  # in a caller's thread
         self._work()  # on a job whose caller was interrupted before it could hand it over
 
     def _work(self, executor: ThreadPoolExecutor | None = None) -> None:
         """Works until no job is left, unless another thread is at work."""
-        with self._changed:
+        with self._changed.lock:
             if self._worker is not None:
                 return
             self._worker = threading.get_ident()
@@ -133,7 +134,7 @@ class Pump(ABC, Generic[J]):
             return True
         if not self._jobs:
             self.idle()
-        with self._changed:
+        with self._changed.lock:
             if not self._jobs and executor is not None:  # close() takes the executor away
                 self._changed.wait_for(lambda: self._incoming or self._executor is not executor, LINGER)
             self._jobs += self._incoming
@@ -159,7 +160,7 @@ class Pump(ABC, Generic[J]):
 
     def _end_all(self, error: Exception) -> None:
         while True:
-            with self._changed:
+            with self._changed.lock:
                 jobs, self._jobs = [*self._jobs, *self._incoming], []
                 self._incoming.clear()
                 if not jobs:

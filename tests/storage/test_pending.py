@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from monai_gds.storage import Pending
+from monai_gds.storage import pending as module
+from tests.interrupts import interrupted
 from tests.storage import simulated
 
 CPU = torch.device("cpu")
@@ -49,6 +51,21 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow() -> None:
             reads.wait()
         depths.append(len(caught.traceback))
     assert len(set(depths)) == 1
+
+
+def test_ctrl_c_at_any_place_of_a_wait_does_not_hold_up_the_thread_that_reads() -> None:
+    for n in itertools.count(1):
+        reads = pending()
+        reader = threading.Thread(target=reads.finish, daemon=True)
+        alarm = threading.Timer(0.01 * (n % 2), reader.start)  # before it, or while the other waits
+        alarm.start()
+        more = interrupted(n, reads.wait, [module.__file__], "check")
+        alarm.join()
+        reader.join(20)
+        assert not reader.is_alive(), f"after check {n}"
+        assert len(reads.wait()) == 1
+        if not more:
+            break
 
 
 def test_many_threads_wait_while_it_is_finished() -> None:

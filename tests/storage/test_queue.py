@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -17,12 +18,13 @@ import pytest
 import torch
 
 from monai_gds.errors import FileChanged, StorageError
-from monai_gds.storage import Pending, Reads, Storage, staging
+from monai_gds.storage import Pending, Reads, Storage, pump, staging
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.pump import LINGER, Pump
 from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.testing import BackendContract, FullContract
 from monai_gds.testing.tools import bytes_of, content, descriptors
+from tests.interrupts import interrupted
 from tests.storage import sample_queue_backend, simulated
 from tests.storage.sample_queue_backend import SampleQueueBackend
 
@@ -317,6 +319,29 @@ def test_an_interrupt_of_a_caller_that_works_comes_when_nothing_is_under_way(
     assert device.open_now == 0
     assert bytes_of(dest) == content(300_000)
     assert bytes_of(start(device, (names[0], 0, 300_000)).wait()[0]) == content(300_000)
+
+
+def test_ctrl_c_at_any_place_of_a_submission_leaves_the_queue_to_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content(100))
+    storage = Storage(SampleQueueBackend(torch.device("cpu")))
+    found: list[bytes] = []
+
+    def load() -> None:
+        (tensor,) = storage.load(Reads.of(path, [(0, 100)])).wait()
+        found.append(bytes_of(tensor))
+
+    load()
+    for n in itertools.count(1, 2):
+        more = interrupted(n, load, [pump.__file__], "check")
+        found.clear()
+        following = threading.Thread(target=load, daemon=True)
+        following.start()
+        following.join(20)
+        assert found == [content(100)], f"after check {n}"
+        if not more:
+            break
+    storage.close()
 
 
 def test_one_caller_works_for_all_where_no_thread_can_be_started(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from monai_gds.process import Owner
+from monai_gds.process import Changes, Owner
 
 __all__ = ["Lane", "LanePool", "Verb"]
 
@@ -59,7 +58,7 @@ class LanePool:
     def __init__(self, limit: int, backend: object) -> None:
         weakref.finalize(backend, _release, self, Owner())
         self._limit = limit
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._all: list[Lane] = []
         self._free: list[Lane] = []
 
@@ -70,7 +69,7 @@ class LanePool:
         try:
             yield lane
         finally:
-            with self._changed:
+            with self._changed.lock:
                 if lane in self._all and not lane.dead:
                     self._free.append(lane)
                 else:  # the pool was emptied meanwhile, or the engine has ended
@@ -78,7 +77,7 @@ class LanePool:
                 self._changed.notify()
 
     def _acquire(self, make: Callable[[], Sequence[Lane]]) -> Lane:
-        with self._changed:
+        with self._changed.lock:
             while True:
                 self._changed.wait_for(lambda: self._free or len(self._all) < self._limit)
                 if not self._free:
@@ -96,7 +95,7 @@ class LanePool:
 
     def empty(self) -> None:
         """Closes the lanes: now those that are free, the others when they come back."""
-        with self._changed:
+        with self._changed.lock:
             free, self._free, self._all = self._free, [], []
             self._changed.notify_all()
         for lane in free:
