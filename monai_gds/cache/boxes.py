@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Arrangement", "Box", "arrange", "last_three", "whole_box"]
+__all__ = ["Arrangement", "Box", "arrange", "last_three", "side_by_side", "whole_box"]
 
 #: Voxels over the last three axes, of every leading index; within the shape, of step 1.
 Box: TypeAlias = "tuple[slice, slice, slice]"
@@ -63,8 +63,9 @@ class Arrangement(NamedTuple):
     Attributes:
         shape: of the tensor.
         numel: elements of the memory.
-        groups: boxes that share no voxel, each around boxes that do.
-        moves: by how many elements the voxels of each group move.
+        groups: boxes that share no voxel, each around boxes that do, in the order in which they lie there unless
+            none of them moves.
+        moves: elements by which the voxels of each group move.
     """
 
     shape: tuple[int, ...]
@@ -96,6 +97,34 @@ class Arrangement(NamedTuple):
             if group.holds(voxel):
                 return offset + move
         raise ValueError(f"element {offset} of a tensor of shape {self.shape} is in none of the boxes that were read")
+
+    def place_of(self, box: Box) -> int:
+        """Where the first voxel of one of the boxes lies."""
+        return self.place(_dot(self.strides, [axis.start for axis in box]))
+
+
+def side_by_side(arrangement: Arrangement, boxes: Sequence[Box]) -> list[list[Box]]:
+    """Divides the boxes of an arrangement into those that lie side by side along the last axis, from left to right.
+
+    Those have one size along the other two axes, and nothing but unused memory lies between them. Boxes that share
+    voxels stay alone.
+    """
+    left = {_Corners.of(box): box for box in boxes}
+    found: list[list[Box]] = []
+    last = None
+    for group, move in zip(arrangement.groups, arrangement.moves, strict=True):
+        box = left.pop(group, None)
+        if box is None:  # it is around several
+            last = None
+            continue
+        line = (_dot(arrangement.strides, group.begin) + move) // arrangement.shape[-1]
+        shelf = line, group.end[0] - group.begin[0], group.end[1] - group.begin[1]
+        if shelf == last:
+            found[-1].append(box)
+        else:
+            found.append([box])
+        last = shelf if any(arrangement.moves) else None
+    return found + [[box] for box in left.values()]
 
 
 def arrange(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Arrangement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from monai_gds import stages
-from monai_gds.cache.boxes import Arrangement, Box, arrange, last_three, whole_box
+from monai_gds.cache.boxes import Arrangement, Box, arrange, whole_box
 from monai_gds.cache.device_tiles import Unpacking
 from monai_gds.cache.heads import RecordHead, TensorForm, TensorTable
 from monai_gds.cache.pending_item import Begun, Reader, is_of_record, tensors_of, verify_entries
@@ -268,19 +267,11 @@ def _check_found(volume: Volume, table: RunTable, found: Mapping[int, int]) -> N
 def _unpacked_boxes(part: Part, streams: np.ndarray) -> Volume:
     layout, arrangement = part.tiles.layout, part.arrangement
     try:
-        flat = pooled_volume(part.nbytes).view(PATTERNS[layout.dtype.itemsize])
+        flat = pooled_volume(part.nbytes).view(layout.dtype)
     except (MemoryError, RuntimeError) as e:  # tiles of equal bytes take no room, so any record can declare this
         raise DamagedRecord(f"boxes of its tensor of shape {layout.shape} do not fit into memory: {e}") from e
-    volume = math.prod(last_three(layout.shape))
-    strides = arrangement.strides
-    regions = []
-    for box in part.boxes:
-        size = [axis.stop - axis.start for axis in box]
-        first = sum(axis.start * stride for axis, stride in zip(box, strides, strict=True))
-        steps = (volume, *strides)
-        regions.append(flat.as_strided((layout.grid[0], *size), steps, arrangement.place(first)))
-    unpack_boxes(part.tiles, part.selection, streams, part.boxes, regions)
-    return Volume(flat.view(layout.dtype), arrangement)
+    unpack_boxes(part.tiles, part.selection, streams, part.boxes, arrangement, flat)
+    return Volume(flat, arrangement)
 
 
 def reads_of(path: str, head: RecordHead, parts: Sequence[Part]) -> Reads:

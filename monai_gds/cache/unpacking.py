@@ -5,21 +5,22 @@ next one finds in the processor's cache.
 
     streams ─▶ codec and shuffle (blosc) ─▶ tiles ─▶ the voxels of each box ─▶ values of the palette ─▶ tensor
 
-Half of the time goes into writing the boxes: their rows are short, and lie in memory that no cache holds.
+Half of the time goes into writing the boxes: their rows are short, and lie in memory that no cache holds. Boxes side by
+side are written together, in longer rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from monai_gds import huge_pages, limits
 from monai_gds.cache import blosc
-from monai_gds.cache.boxes import Box, last_three, whole_box
+from monai_gds.cache.boxes import Arrangement, Box, arrange, last_three, side_by_side, whole_box
 from monai_gds.cache.tiles import PATTERNS, Layout, Selection, Tiles
 from monai_gds.errors import DamagedRecord
 from monai_gds.pooled_memory import pooled_scratch
@@ -47,9 +48,9 @@ def unpack(tiles: Tiles, streams: np.ndarray) -> torch.Tensor:
     except (MemoryError, RuntimeError) as e:  # tiles of equal bytes take no room, so any record can declare this
         raise DamagedRecord(f"its tensor of shape {layout.shape} does not fit into memory: {e}") from e
     huge_pages.prefer(out)  # 315 MB took 390 to 460 ms instead of 490 to 520
-    region = out.view(PATTERNS[layout.dtype.itemsize]).view(-1, *last_three(layout.shape))
-    every = np.arange(layout.count)
-    unpacker = _Unpacker(tiles, every, [whole_box(layout.shape)], [region])
+    every, boxes = np.arange(layout.count), [whole_box(layout.shape)]
+    arrangement = arrange(layout.shape, layout.dtype.itemsize, boxes)
+    unpacker = _Unpacker(tiles, every, _regions(boxes, arrangement, out.view(-1)))
     starts, sizes = tiles.starts, tiles.sizes.astype(np.int64)
     for begin, end in _slabs(layout, every):
         some, at = sizes[begin:end], starts[begin:end]
@@ -62,8 +63,9 @@ def unpack(tiles: Tiles, streams: np.ndarray) -> torch.Tensor:
 
 
 def unpack_boxes(
-    tiles: Tiles, selection: Selection, buffer: np.ndarray, boxes: Sequence[Box], regions: Sequence[torch.Tensor]
-) -> None:
+    tiles: Tiles, selection: Selection, buffer: np.ndarray, boxes: Sequence[Box], arrangement: Arrangement,
+    memory: torch.Tensor,
+) -> None:  # fmt: skip
     """Fills the memory of boxes.
 
     Args:
@@ -71,15 +73,17 @@ def unpack_boxes(
         selection: the tiles that the boxes touch.
         buffer: 1-D uint8, into which their streams were read. It is overwritten.
         boxes: which voxels.
-        regions: where those of each box go: CPU tensors of bit patterns, (leading, x, y, z).
+        arrangement: where they go.
+        memory: 1-D CPU tensor of the arrangement's size and the layout's dtype. What lies between boxes may change.
 
     Raises:
         DamagedRecord: a stream is not what was compressed.
         MonaiGdsError: Blosc2 is missing.
     """
-    unpacker = _Unpacker(tiles, selection.tiles, boxes, regions)
+    slabs = list(_slabs(tiles.layout, selection.tiles))
+    unpacker = _Unpacker(tiles, selection.tiles, _regions(boxes, arrangement, memory, together=len(slabs) == 1))
     sizes, starts = selection.sizes, selection.starts
-    for begin, end in _slabs(tiles.layout, selection.tiles):
+    for begin, end in slabs:
         some, at = sizes[begin:end], starts[begin:end]
         streams = some > 0
         skip, stop = 0, blosc.head_bytes(end - begin)  # the room at the front
@@ -89,24 +93,52 @@ def unpack_boxes(
         unpacker.slab(begin, end, buffer[skip:stop], at - skip)
 
 
+class _Region(NamedTuple):
+    """Memory of a box, or of several side by side.
+
+    Attributes:
+        boxes: of one size along the first two axes.
+        columns: where each begins along the last axis of the memory.
+        memory: bit patterns, (leading, x, y, z).
+    """
+
+    boxes: Sequence[Box]
+    columns: Sequence[int]
+    memory: np.ndarray
+
+
+def _regions(
+    boxes: Sequence[Box], arrangement: Arrangement, memory: torch.Tensor, together: bool = False
+) -> list[_Region]:
+    """The memory of each box, or of those ``together`` that lie side by side."""
+    volume = math.prod(last_three(arrangement.shape))
+    patterns = memory.view(PATTERNS[memory.element_size()])
+    regions = []
+    for several in side_by_side(arrangement, boxes) if together else [[box] for box in boxes]:
+        places = [arrangement.place_of(box) for box in several]
+        columns = [place - places[0] for place in places]
+        x, y, z = (axis.stop - axis.start for axis in several[-1])
+        size = (math.prod(arrangement.shape) // volume, x, y, columns[-1] + z)
+        view = patterns.as_strided(size, (volume, *arrangement.strides), memory.storage_offset() + places[0])
+        regions.append(_Region(several, columns, view.numpy()))
+    return regions
+
+
 class _Unpacker:
-    """Decodes slabs of some tiles, and fills boxes with their voxels.
+    """Decodes slabs of some tiles, and fills regions with their voxels.
 
     With NumPy: torch divides its work among threads that spin while they wait for one another. With other processes on
     both of two cores that took ten times as long.
     """
 
-    def __init__(
-        self, tiles: Tiles, selected: np.ndarray, boxes: Sequence[Box], regions: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, tiles: Tiles, selected: np.ndarray, regions: Sequence[_Region]) -> None:
         self.scratch = _Scratch()
-        self._tiles, self._selected = tiles, selected
-        self._boxes, self._regions = boxes, [region.numpy() for region in regions]
+        self._tiles, self._selected, self._regions = tiles, selected, regions
         self._unsigned = f"u{tiles.layout.packed_dtype.itemsize}"
         self._lookup: _Lookup | None = None
         if tiles.values is not None and tiles.divisor is None:
             values = tiles.values.view(PATTERNS[tiles.values.element_size()]).numpy()
-            self._lookup = _Lookup(values, self._unsigned, sum(region.size for region in self._regions), self.scratch)
+            self._lookup = _Lookup(values, self._unsigned, sum(r.memory.size for r in regions), self.scratch)
 
     def slab(self, begin: int, end: int, buffer: np.ndarray, starts: np.ndarray) -> None:
         """Decodes the selected tiles from ``begin`` to ``end``, a slab."""
@@ -118,16 +150,20 @@ class _Unpacker:
         x_tiles = slice(x, last // columns % rows + 1)
         # A slab of several rows of axis -3 holds all of their selected tiles.
         y_tiles = slice(first % columns, last % columns + 1) if x_tiles.stop == x + 1 else slice(0, columns)
-        for box, region in zip(self._boxes, self._regions, strict=True):
-            x_voxels = _within(box[0], x_tiles, layout.tile[0])
-            y_voxels = _within(box[1], y_tiles, layout.tile[1])
+        for region in self._regions:
+            # Several boxes have all of their tiles in this slab: nothing of them is cut off.
+            parts = [
+                (_within(x, x_tiles, layout.tile[0]), _within(y, y_tiles, layout.tile[1]), z)
+                for x, y, z in region.boxes
+            ]
+            (x_voxels, y_voxels, _), box = parts[0], region.boxes[0]
             if x_voxels.start < x_voxels.stop and y_voxels.start < y_voxels.stop:
-                inside = region[
+                inside = region.memory[
                     lead, x_voxels.start - box[0].start : x_voxels.stop - box[0].start,
                     y_voxels.start - box[1].start : y_voxels.stop - box[1].start,
                 ]  # fmt: skip
-                lines = _lines(layout, which, firsts, lead, (x_voxels, y_voxels, box[2]))
-                self._fill(decoded, lines, box[2].start % layout.tile[2], inside)
+                lines = [_lines(layout, which, firsts, lead, part) for part in parts]
+                self._fill(decoded, lines, region, inside)
 
     def _decoded(self, sizes: np.ndarray, buffer: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decodes tiles, of those of equal bytes one for each value.
@@ -147,17 +183,28 @@ class _Unpacker:
             raise DamagedRecord("a tile refers to a value that is not in its palette")
         return decoded.reshape(-1, layout.tile[2]), places * (layout.tile[0] * layout.tile[1])
 
-    def _fill(self, decoded: np.ndarray, lines: np.ndarray, skip: int, region: np.ndarray) -> None:
-        """Writes the voxels of some lines, but for the first ``skip`` of those along the last axis."""
+    def _fill(self, decoded: np.ndarray, lines: Sequence[np.ndarray], region: _Region, inside: np.ndarray) -> None:
+        """Writes the voxels of some lines of each box, into a part of the region."""
+        step = max(1, limits.FILL_VOXELS // (sum(some[0].size for some in lines) * decoded.shape[1]))
+        for begin in range(0, len(inside), step):
+            part = inside[begin : begin + step]
+            if len(lines) == 1:
+                voxels = self._voxels(decoded, lines[0][begin : begin + step], region.boxes[0])
+            else:
+                voxels = self.scratch.take("together", part.shape, self._unsigned)
+                for some, box, column in zip(lines, region.boxes, region.columns, strict=True):
+                    of_box = self._voxels(decoded, some[begin : begin + step], box)
+                    voxels[:, :, column : column + of_box.shape[2]] = of_box
+            self._write(voxels, part)
+
+    def _voxels(self, decoded: np.ndarray, lines: np.ndarray, box: Box) -> np.ndarray:
+        """The voxels of a box in some lines, in memory that the next call uses again."""
         deep = decoded.shape[1]
-        step = max(1, limits.FILL_VOXELS // (lines[0].size * deep))
-        for begin in range(0, len(lines), step):
-            some = lines[begin : begin + step]
-            voxels = self.scratch.take("voxels", (some.size, deep), self._unsigned)
-            # "clip", as "wrap" below, only spares NumPy a copy for the case that an index is out of range.
-            np.take(decoded, some.reshape(-1), 0, voxels, "clip")
-            inside = voxels.reshape(*some.shape[:2], -1)[:, :, skip : skip + region.shape[2]]
-            self._write(inside, region[begin : begin + step])
+        voxels = self.scratch.take("voxels", (lines.size, deep), self._unsigned)
+        # "clip", as "wrap" below, only spares NumPy a copy for the case that an index is out of range.
+        np.take(decoded, lines.reshape(-1), 0, voxels, "clip")
+        skip = box[2].start % deep
+        return voxels.reshape(*lines.shape[:2], -1)[:, :, skip : skip + box[2].stop - box[2].start]
 
     def _write(self, voxels: np.ndarray, region: np.ndarray) -> None:
         """Writes the values of some voxels."""
@@ -202,9 +249,12 @@ class _Lookup:
         if self._pairs is not None:
             table, one = self._pairs, "<u2"
         room = count + count % 2
-        flat = self._scratch.take("indices", (room,), self._unsigned)
-        flat[count:] = 0
-        np.copyto(flat[:count].reshape(indices.shape), indices)
+        if indices.flags.c_contiguous and room == count:
+            flat = indices.reshape(-1)
+        else:
+            flat = self._scratch.take("indices", (room,), self._unsigned)
+            flat[count:] = 0
+            np.copyto(flat[:count].reshape(indices.shape), indices)
         narrow = flat.view(one)
         wide = self._scratch.take("wide", narrow.shape, "i8")
         np.copyto(wide, narrow)

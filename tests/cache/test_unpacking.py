@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from monai_gds import limits
 from monai_gds.cache import blosc
-from monai_gds.cache.boxes import Box, last_three
+from monai_gds.cache.boxes import Arrangement, Box, arrange, last_three
 from monai_gds.cache.tiles import PATTERNS, Layout, Packed, Selection, Tiles, pack
 from monai_gds.cache.unpacking import unpack, unpack_boxes
 from monai_gds.errors import DamagedRecord
-from tests.cache.test_boxes import shapes_and_boxes
+from tests.cache.test_boxes import WIDE, crops_of_wide, shapes_and_boxes
 from tests.cache.test_tiles import DTYPES, ct, packed_of, read, same_bits
 
 pytestmark = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
@@ -46,13 +46,18 @@ def boxes_of(packed: Packed, boxes: list[Box]) -> list[torch.Tensor]:
     selection = tiles.select(tiles.touched(boxes))
     buffer = fetched(packed, selection)
     tiles.check(buffer, selection.starts, selection.tiles)
-    pattern = PATTERNS[packed.layout.dtype.itemsize]
-    regions = []
-    for box in boxes:  # strided, as in a volume
-        size = (packed.layout.grid[0], *(axis.stop - axis.start for axis in box))
-        regions.append(torch.zeros(*size[:-1], size[-1] + 3, dtype=pattern)[..., 1:-2])
-    unpack_boxes(tiles, selection, buffer, boxes, regions)
-    return [region.contiguous().view(packed.layout.dtype) for region in regions]
+    layout = packed.layout
+    arrangement = arrange(layout.shape, layout.dtype.itemsize, boxes)
+    memory = torch.zeros(arrangement.numel, dtype=layout.dtype)
+    unpack_boxes(tiles, selection, buffer, boxes, arrangement, memory)
+    return [voxels(memory, arrangement, box).contiguous() for box in boxes]
+
+
+def voxels(memory: torch.Tensor, arrangement: Arrangement, box: Box) -> torch.Tensor:
+    """Those of a box, (leading, x, y, z)."""
+    volume = math.prod(last_three(arrangement.shape))
+    size = (math.prod(arrangement.shape) // volume, *(axis.stop - axis.start for axis in box))
+    return memory.as_strided(size, (volume, *arrangement.strides), arrangement.place_of(box))
 
 
 def crop(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -84,6 +89,22 @@ def test_boxes_have_every_bit_of_the_whole(
         for box, found in zip(boxes, boxes_of(packed, boxes), strict=True):
             assert same_bits(found, crop(tensor, box))
         assert same_bits(unpack(read(packed), packed.streams.numpy()), tensor)
+
+
+@given(
+    crops=crops_of_wide(),
+    values=st.sampled_from([2, 5, 100, 300, 5000]),
+    counts=st.booleans(),
+    slab=st.sampled_from([5_000, 1 << 20]),
+)
+def test_crops_that_lie_side_by_side_have_every_bit_too(crops: list[Box], values: int, counts: bool, slab: int) -> None:
+    numbers = torch.randint(0, values, (1, *WIDE), generator=torch.Generator().manual_seed(values)).float()
+    tensor = numbers if counts else numbers.sub_(3).div_(7)
+    packed = packed_of(tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "DECODED_BYTES", slab)
+        for box, found in zip(crops, boxes_of(packed, crops), strict=True):
+            assert same_bits(found, crop(tensor, box))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.float64], ids=str)
@@ -200,7 +221,9 @@ def test_an_index_beyond_the_palette_is_refused() -> None:
         boxes = [(slice(0, 40), slice(0, 40), slice(0, 40))]
         selection = tiles.select(tiles.touched(boxes))
         with pytest.raises(DamagedRecord, match="not in its palette"):
-            unpack_boxes(tiles, selection, fetched(packed, selection), boxes, [torch.empty(1, 40, 40, 40).int()])
+            arrangement = arrange(layout.shape, 4, boxes)
+            memory = torch.empty(arrangement.numel)
+            unpack_boxes(tiles, selection, fetched(packed, selection), boxes, arrangement, memory)
 
 
 @given(flips=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=20))
@@ -212,7 +235,9 @@ def test_damaged_streams_that_nobody_compared_raise_or_give_other_voxels(flips: 
     buffer = fetched(packed, selection)
     for at, by in flips:
         buffer[int(selection.dest[0]) + at % int(selection.length[0])] ^= by
-    memory = torch.full((1, 35, 33, 40), 77, dtype=torch.int32)
+    arrangement = arrange(packed.layout.shape, 4, boxes)
+    memory = torch.full((arrangement.numel,), 77.0)
     with contextlib.suppress(DamagedRecord):
-        unpack_boxes(tiles, selection, buffer, boxes, [memory[..., 4:36]])
-    assert (memory[..., :4] == 77).all() and (memory[..., 36:] == 77).all()
+        unpack_boxes(tiles, selection, buffer, boxes, arrangement, memory)
+    voxels(memory, arrangement, boxes[0]).fill_(77)
+    assert (memory == 77).all()
