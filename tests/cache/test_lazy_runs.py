@@ -104,7 +104,7 @@ def test_a_record_that_was_replaced_is_not_searched(tmp_path: Path) -> None:
 
 Change = Callable[[dict[str, Any]], Any]
 CHANGES: dict[str, tuple[Change, str]] = {
-    "runs without blocks": (lambda entries: entries.pop("__run_blocks.label"), "malformed|gaps|where"),
+    "runs without blocks": (lambda entries: entries.pop("__run_blocks.label"), "malformed|gaps|place"),
     "of what is not packed": (
         lambda entries: entries.update({f"__{e}.x": entries.pop(f"__{e}.label") for e in ("runs", "run_blocks")}),
         "not packed",

@@ -132,8 +132,8 @@ def test_reading_takes_the_table_and_one_block() -> None:
     label = organs((1, 128, 128, 128), 40)
     packed, read = packed_of(label), []
     runs = reading(label)
-    decoded = runs._decoded
-    runs._decoded = lambda block: (read.append(block), decoded(block))[1]  # type: ignore[func-returns-value]
+    decoded = runs._read_block
+    runs._read_block = lambda block: (read.append(block), decoded(block))[1]  # type: ignore[func-returns-value]
     foreground = (runs.values != 0).numpy()
     assert runs.count(foreground) == int((label != 0).sum())
     assert read == []
