@@ -29,7 +29,7 @@ from monai_gds.cache.header import VERSION
 from monai_gds.cache.index import Index
 from monai_gds.cache.maintenance import SHOWN, Found
 from monai_gds.cache.uses import Uses
-from monai_gds.console import progress_bar, say, say_lines, stderr
+from monai_gds.console import broken, progress_bar, say, say_lines, stderr, stdout
 from monai_gds.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
 from monai_gds.units import bytes_of, seconds_of
 
@@ -103,16 +103,22 @@ def _in_order(records: Sequence[Found], order: Order) -> list[Found]:
 
 
 def _lines(records: Sequence[Found]) -> list[str]:
-    """One line per record. A table would cut or wrap the names on a narrow terminal."""
-    line = "{:<47}  {:<8}  {:<16} {:>7}  {}".format
-    lines = [line("record", "pipeline", "made", "MB", "tensors from sources")]
+    """One line per record; on a terminal, its tensors and sources below it. A table would cut or wrap the names."""
+    line = "{:<47} {:<8} {:<16} {:>6}{}".format  # 80 columns
+    lines = [line("record", "pipeline", "made", "MB", _content("tensors from sources"))]
     for found in records:
         names = ", ".join(dict.fromkeys(os.path.basename(path) or path for path in found.sources))
         smaller = f" {found.packed}" if found.packed else ""
         content = found.problem or _tensors(found.tensors) + smaller + (f" from {names}" if names else "")
         megabytes = f"{found.nbytes / 1e6:.1f}"
-        lines.append(line(found.name, _pipeline(found), _time(found), megabytes, content.replace("\n", "\\n")))
+        lines.append(line(found.name, _pipeline(found), _time(found), megabytes, _content(content)))
     return lines
+
+
+def _content(text: str) -> str:
+    """What ends the line of a record."""
+    text = text.replace("\n", "\\n")
+    return f"\n{broken(text, indent='    ')}" if stdout.is_terminal else f" {text}"
 
 
 @lru_cache(maxsize=1024)
@@ -378,7 +384,8 @@ def prune(
         refusals = f", {len(refused)} that cannot be deleted" if refused else ""
         say(f"{len(deleted)} files, {_megabytes(deleted)} MB {'to delete' if dry_run else 'deleted'}{refusals}")
         if too_large:
-            say(f"{_megabytes(remaining)} MB are left, more than --max-size: they are in use, or kept")
+            why = "they are in use, kept, or cannot be deleted"
+            say(f"{_megabytes(remaining)} MB are left, more than --max-size: {why}")
     raise typer.Exit(1 if refused or too_large else 0)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from rich.text import Text
 from monai_gds.printable import printable
 from monai_gds.process import print_past_bars
 
-__all__ = ["in_words", "progress", "progress_bar", "say", "say_lines", "show", "stderr", "stdout"]
+__all__ = ["broken", "in_words", "progress", "progress_bar", "say", "say_lines", "show", "stderr", "stdout"]
 
 #: Width of a table that goes to a pipe: wide enough that no cell is cut or wrapped.
 _UNLIMITED = 100_000
@@ -43,8 +44,16 @@ os.register_at_fork(after_in_child=print_past_bars)  # of executors of the user'
 
 
 def say(line: str, to: Console = stdout) -> None:
-    """Prints a line verbatim: no markup, no highlighting, no wrapping."""
+    """Prints a line verbatim, without markup and highlighting; a terminal gets it broken between words."""
+    if to.is_terminal:
+        line = "\n".join(broken(part, to) for part in line.split("\n"))
     to.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def broken(line: str, to: Console = stdout, indent: str = "") -> str:
+    """A line in as many as its words need on this terminal. A long word, such as a path, stays whole."""
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(line, max(to.width, 20), initial_indent=indent, subsequent_indent=indent, **how)
 
 
 def say_lines(lines: Iterable[str]) -> None:

@@ -141,7 +141,9 @@ def dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
             raise  # the module exists, but imports one that does not
-        raise typer.BadParameter(f"no module {e.name!r} in {os.getcwd()} or installed", param_hint="FUNCTION") from None
+        hint = ": a module is named as in `import`, without .py" if module.endswith(".py") else ""
+        what = f"no module {e.name!r} in {os.getcwd()} or installed{hint}"
+        raise typer.BadParameter(what, param_hint="FUNCTION") from None
     if not callable(make):
         raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from monai_gds.console import say, stdout
+from monai_gds.console import say, say_lines, stdout
 from monai_gds.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def profile(
         stats, limits, reason = measure(dataset, batch_size, num_workers, epochs, transforms_on)
     if as_json:
         found = {"epochs": [one.as_dict() for one in stats], "limits": {row.name: row.median for row in limits}}
-        say(json.dumps(found))
+        say_lines([json.dumps(found)])
         return
     for number, one in enumerate(stats, 1):
         say(f"epoch {number}: {one}\n")

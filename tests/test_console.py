@@ -34,3 +34,10 @@ def test_a_process_that_is_forked_while_a_bar_is_drawn_can_print() -> None:
     shown = on_a_terminal([sys.executable, "-c", FORKS_BESIDE_A_BAR])
     assert "from a worker" in shown
     assert "which saw the worker end with 0" in shown
+
+
+def test_sentences_are_broken_between_words_on_a_terminal_and_paths_are_not() -> None:
+    path = "/nvme/" + "cache/" * 20
+    program = f"from monai_gds.console import say; say({'forty ' * 20 + path!r})"
+    lines = on_a_terminal([sys.executable, "-c", program], columns=80).split("\n")
+    assert [line.strip() for line in lines[:3]] == [" ".join(["forty"] * 13), " ".join(["forty"] * 7), path]

@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.io
 import torch
 
 import monai_gds
@@ -234,11 +236,16 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     train = write_image_folder(tmp_path / "imagenet/train", 64)
     (tmp_path / "imagenet/val").symlink_to(train / "n01440764")  # a flat folder
-    (tmp_path / "ILSVRC2012_validation_ground_truth.txt").write_text("".join(f"{i}\n" for i in range(64, 0, -1)))
+    kit = tmp_path / "ILSVRC2012_devkit_t12/data"
+    kit.mkdir(parents=True)
+    fields = [("ILSVRC2012_ID", object), ("WNID", object), ("num_children", object)]
+    synsets = [(1, "n03", 0), (2, "n01", 0), (3, "n02", 0), (1001, "n00", 2)]  # the last one has classes below it
+    scipy.io.savemat(kit / "meta.mat", {"synsets": np.array(synsets, fields)})
+    (kit / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n2\n3\n1\n" * 16)
     monkeypatch.chdir(tmp_path)
     names = run("".join(examples(DOCS / "howto/images.md")), tmp_path)
     assert "torch.Size([64, 224, 224, 3])" in capsys.readouterr().out
-    assert next(iter(names["validation"]))["label"].tolist() == list(range(64, 0, -1))
+    assert next(iter(names["validation"]))["label"].tolist() == [2, 0, 1, 2] * 16
 
 
 def test_the_backend_of_ones_own_reads(tmp_path: Path) -> None:

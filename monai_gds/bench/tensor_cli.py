@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from monai_gds.console import progress_bar, say
+from monai_gds.console import progress_bar, say_lines
 from monai_gds.options import JsonOption, PlotOption, known_device, one_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def tune_command(
         reports, best = tune(nvme_folder, mb_size << 20, target, loop, progress)
     emit(reports, as_json=as_json, plot=None, about={**machine(target), "best": best} if as_json else machine(target))
     if not as_json:
-        say(json.dumps({"aio": best}))
+        say_lines([json.dumps({"aio": best})])
 
 
 def _check_folder(folder: Path, nbytes: int) -> None:

@@ -93,7 +93,7 @@ def unused(
     for last, record in rest:
         if excess > 0:
             excess -= record.nbytes
-            found.append(replace(record, problem=f"not used for {_ago(now - last)}, longer than those that stay"))
+            found.append(replace(record, problem=f"not used for {_ago(now - last)}; those that stay were used later"))
     return found
 
 

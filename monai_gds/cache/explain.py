@@ -318,7 +318,9 @@ def _attribute_differences(label: str, before: Attributes, now: Attributes) -> l
     differences = []
     whole = _whole_elements(before, now)
     for element, what in sorted(whole.items()):
-        hint = ": name the readers that count, as in reader='NibabelReader'" if "readers[" in element else ""
+        loader, _, reader = element.rpartition("readers[")
+        unnamed = reader and now.get(f"{loader}auto_select") != "False"
+        hint = ": name the readers that count, as in reader='NibabelReader'" if unnamed else ""
         differences.append(f"{'.'.join(part for part in (label, element) if part)} {what}{hint}")
     for name in dict.fromkeys([*before, *now]):
         if (found := _ELEMENT.fullmatch(name)) and found[1] in whole:

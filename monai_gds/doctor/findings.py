@@ -186,11 +186,11 @@ def _advice_on(place: Place) -> str:
 
 
 def sharing(place: Place) -> Finding:
-    """Who can read the records of the cache directory, and who can add some: its own mode decides for all in it."""
+    """Who can read the records of the cache directory, and who can add them: its own mode decides for all in it."""
     access = place.access
     mode = stat.S_IMODE(access.mode)
     can_read, can_add = _who(access, mode >> 2 & mode), _who(access, mode >> 1 & mode)
-    words = [f"{can_read} can read records, {can_add} can add some"]
+    words = [f"{can_read} can read records, {can_add} can add them"]
     if can_add == can_read:
         words = [f"{can_read} can read and add records"]
     if mode & stat.S_ISVTX and mode & 0o022:

@@ -36,7 +36,7 @@ _REMEDIES = {
     "collating": "smaller batches, or a collate_fn that copies less",
 }
 
-_OF_RANDOM = "run them in workers (num_workers=8, with a CUDA target transforms_on='workers' too), or on the GPU"
+_OF_RANDOM = "run them in workers (num_workers=8, transforms_on='workers'), or on the GPU"
 _OF_RANDOM_IN_WORKERS = "more workers are faster while processor cores are idle; or run them on the GPU"
 
 

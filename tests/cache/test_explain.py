@@ -334,6 +334,8 @@ def test_a_reader_that_was_installed_is_one_line_with_a_remedy() -> None:
     told = "LoadImaged._loader.readers[1] is {}: name the readers that count, as in reader='NibabelReader'"
     assert description_differences(before, now) == [told.format("new")]
     assert description_differences(now, before) == [told.format("gone")]
+    named = {**before, "transforms[0] LoadImaged._loader.auto_select": "False"}
+    assert told.partition(":")[0].format("gone") in description_differences(now, named)
     changed = {**before, f"{load}[0].squeeze": "True"}
     assert description_differences(before, changed) == ["LoadImaged._loader.readers[0].squeeze False → True"]
 

@@ -1,4 +1,4 @@
-"""A cache directory that several users share: who can read its records, and who can add some."""
+"""A cache directory that several users share: who can read its records, and who can add them."""
 
 from __future__ import annotations
 

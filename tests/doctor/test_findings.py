@@ -51,10 +51,10 @@ def test_a_spinning_disk_is_told_and_a_virtual_one_is_not_believed(laid: Laid, n
     ("mode", "found"),
     [
         (0o700, "OWNER alone can read and add records"),
-        (0o755, "everybody can read records, OWNER alone can add some"),
-        (0o750, "OWNER and the group GROUP can read records, OWNER alone can add some"),
+        (0o755, "everybody can read records, OWNER alone can add them"),
+        (0o750, "OWNER and the group GROUP can read records, OWNER alone can add them"),
         (0o2770, "OWNER and the group GROUP can read and add records"),
-        (0o2775, "everybody can read records, OWNER and the group GROUP can add some"),
+        (0o2775, "everybody can read records, OWNER and the group GROUP can add them"),
         (0o777, "everybody can read and add records"),
         (0o1777, "everybody can read and add records; only a record's owner can delete or replace it (sticky bit)"),
         (0o764, "OWNER alone can read and add records"),  # who may not enter a folder opens nothing in it
