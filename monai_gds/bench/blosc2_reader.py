@@ -1,4 +1,4 @@
-"""A peer of ``bench dataset``: crops out of Blosc2 arrays, as nnU-Net v2 stores and reads them.
+"""A competitor in ``bench dataset``: crops out of Blosc2 arrays, as nnU-Net v2 stores and reads them.
 
 Used by :mod:`monai_gds.bench.competitors`.
 """

@@ -1,4 +1,4 @@
-"""What the machine allows: the copy to the device, reads from the page cache, reads from the disk.
+"""The limits of the machine: the copy to the device, reads from the page cache, reads from the disk.
 
 Each moves the same bytes in the simplest way there is, so nothing that returns tensors should be faster, with one
 exception: private mappings on a CPU target copy nothing.

@@ -1,4 +1,4 @@
-"""The command ``monai-gds bench``: arguments and output. The modules beside this one measure."""
+"""The command ``monai-gds bench``: arguments and output. The other modules of this folder measure."""
 
 from __future__ import annotations
 

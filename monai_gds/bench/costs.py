@@ -1,4 +1,4 @@
-"""What a cache costs: processor time, bytes read from the disk, bytes on it. For :mod:`monai_gds.bench.comparison`."""
+"""The costs of a cache: processor time, bytes read from the disk, bytes on it. For :mod:`.comparison`."""
 
 from __future__ import annotations
 

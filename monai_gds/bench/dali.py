@@ -1,4 +1,4 @@
-"""``monai-gds bench dali``: what feeding DALI from an iterable costs, and what DALI gains.
+"""``monai-gds bench dali``: the cost of feeding DALI from an iterable, and what is gained by DALI.
 
 It answers the questions of Squirrel's DALI tutorial, twice: from :class:`Memory`, a source that costs nothing, and from
 :class:`Store`, a Squirrel store. Rates of the latter are bounded by the store on its own: its shards are gzip files,

@@ -1,4 +1,4 @@
-"""The hand-over of batches: from the loader's thread and stream to the consumer's."""
+"""Hands batches from the loader's thread and stream over to the consumer's. For :mod:`.data_loader`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading ahead: begins the reads of the coming items within bounds, and finishes the items in order."""
+"""Begins the reads of the coming items within bounds, and finishes the items in order. For :mod:`.data_loader`."""
 
 from __future__ import annotations
 

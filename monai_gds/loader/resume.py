@@ -1,4 +1,4 @@
-"""Where a loop is in its epoch, so that the epoch can be continued later, in another process too.
+"""The position of a loop in its epoch, so that the epoch can be continued later, also in another process.
 
 The loader's thread is ahead of the consumer: it has drawn random numbers for batches that nobody has taken. So each
 batch is handed over with the states that the generators of the random transforms had behind it. The states of the batch

@@ -1,4 +1,4 @@
-"""Reads under way: what a backend completes and its caller waits for."""
+"""``Pending``: reads under way, which a backend completes and its caller waits for."""
 
 from __future__ import annotations
 

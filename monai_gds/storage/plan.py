@@ -1,4 +1,4 @@
-"""How reads are cut, merged and grouped. Pure functions from reads to reads: no I/O, no memory, no threads.
+"""The planner: cuts, merges and groups reads. Pure functions from reads to reads: no I/O, no memory, no threads.
 
 The two base classes of backends call these, as does ``Storage``. Results are reads of the same files into
 the same destinations, in an order that keeps each file's reads together.

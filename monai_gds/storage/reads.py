@@ -1,4 +1,4 @@
-"""What is to be read: parts of files, and where each part goes. Arrays only, no I/O."""
+"""``Reads``: the parts of files to read, and where each part goes. Arrays only, no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The open devices of one ``xnvme-block`` backend: the one for a given file, with its queue and bounce buffers."""
+"""The open devices of one ``xnvme-block`` backend, each with its command queue and its bounce buffers."""
 
 from __future__ import annotations
 
