@@ -877,7 +877,7 @@ def test_an_interrupt_while_the_loops_thread_begins_leaves_no_thread(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            iter(loader)
+            next(iter(loader))
     gc.collect()
     threads[0].join(60)
     assert not threads[0].is_alive()
@@ -892,7 +892,7 @@ def test_an_interrupt_before_the_loops_thread_begins_does_no_harm(make: Make, mo
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            iter(loader)
+            next(iter(loader))
     gc.collect()
     assert len(list(loader)) == 5
 
