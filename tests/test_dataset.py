@@ -493,6 +493,14 @@ def test_hits_among_the_misses_need_no_reason(make: Make, volumes: Any) -> None:
     _ = [dataset[i] for i in (0, 1, 0, 1)]
 
 
+def test_that_items_cannot_be_cached_is_told_of_each_pipeline(make: Make) -> None:
+    dataset = make(mt.Compose([mt.Lambda(lambda item: {**item, "odd": object()})]))
+    for _ in range(2):
+        with pytest.warns(CacheWarning, match="computed in every epoch"):
+            _ = dataset[0]
+        dataset.transform = mt.Compose([mt.Lambda(lambda item: {**item, "other": object()})])
+
+
 def test_sources_none(make: Make, tmp_path: Path) -> None:
     data = write_volumes(tmp_path, 1)
     for _ in range(2):

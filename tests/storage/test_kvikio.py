@@ -286,7 +286,7 @@ def test_simulated_closing_without_waiting(backend: KvikioBackend, tmp_path: Pat
 def test_simulated_tensors_are_written_back_to_back(backend: KvikioBackend, tmp_path: Path, sizes: list[int]) -> None:
     parts = [torch.frombuffer(bytearray(content(n, i)), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
              for i, n in enumerate(sizes)]  # fmt: skip
-    backend.write(str(tmp_path / "file.bin"), [*map(simulated.on_device, parts), b"tail"], durable=True)
+    backend.write(str(tmp_path / "file.bin"), [*map(simulated.on_device, parts), b"tail"], durable=True, mode=0o666)
     assert (tmp_path / "file.bin").read_bytes() == b"".join(content(n, i) for i, n in enumerate(sizes)) + b"tail"
 
 
@@ -300,7 +300,7 @@ def test_simulated_a_failed_write_names_the_file(
 
     kvikio.fail = fail
     with pytest.raises(StorageError, match=r"No space left.*file\.bin"):
-        backend.write(str(tmp_path / "file.bin"), [dest(9 << 20)], durable=False)
+        backend.write(str(tmp_path / "file.bin"), [dest(9 << 20)], durable=False, mode=0o666)
 
 
 @pytest.mark.parametrize("name", ["open", "pwrite", "get", "close"])
@@ -319,7 +319,7 @@ def test_simulated_whatever_fails_of_a_write_is_an_oserror_that_names_the_file(
         kvikio.called = fail
         path, before = tmp_path / f"{first}.bin", descriptors()
         try:
-            backend.write(str(path), parts, durable=True)
+            backend.write(str(path), parts, durable=True, mode=0o666)
         except StorageError as e:
             assert seen[0] >= first
             assert "cuFile error: 5011" in str(e)
