@@ -478,6 +478,7 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_that_hangs_anybody(tmp_p
             at += 1
             reached = interrupted(take_and_release, at)
             if at % 2:  # in the other half only the other process asks
+                leases.wait(A, LONG)  # the thread that touches its file may hold it for a moment
                 lease = leases.take(A)
                 assert lease is not None, f"this process holds it since an interrupt at instruction {at}"
                 lease.release()
@@ -503,6 +504,7 @@ def test_an_interrupt_while_a_lease_is_taken_over(tmp_path: Path) -> None:
             foreign(tmp_path)
             os.utime(file_of(tmp_path), (0, 0))
             reached = interrupted(take_over, at)
+            leases.wait(A, LONG)  # the thread that touches its file may hold it for a moment
             lease = leases.take(A)
             assert lease is not None, f"interrupt at instruction {at}"
             lease.release()
