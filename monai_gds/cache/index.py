@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from monai_gds.cache.header import DTYPES, SUFFIX, SourceState
+from monai_gds.cache.header import DTYPES, MOST_AXES, SUFFIX, SourceState
 from monai_gds.cache.notes import (
     Notes,
     line,
@@ -201,7 +201,9 @@ def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
 def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(text))
     for name, dtype, shape in layout:
-        if type(name) is not str or dtype not in _DTYPES or not all(_is_whole(side, 0) for side in shape):
+        if type(name) is not str or dtype not in _DTYPES or len(shape) > MOST_AXES:
+            raise TypeError("not a fact of this version")
+        if not all(_is_whole(side, 0) for side in shape):
             raise TypeError("not a fact of this version")
         if math.prod(shape) >= _MOST:
             raise ValueError("no file holds a tensor of this size")

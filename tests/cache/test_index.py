@@ -266,6 +266,7 @@ def test_a_changed_byte_costs_its_line_only(
         ["record", D, "i", "ab", -1, 1, "[]", {}, ""],
         ["record", D, "i", "ab", 1, 10**30, "[]", {}, ""],
         ["record", D, "i", "ab", 1, 1, [], {}, ""],
+        ["record", D, "i", "ab", 1, 1, json.dumps([["image", "float32", [1] * 65]]), {}, ""],  # NumPy has 64 axes
         ["record", D, "i", "ab", 1, 1, "[", {}, ""],
         ["record", D, "i", "ab", 1, 1, "[[1,2,[3]]]", {}, ""],
         ["record", D, "i", "ab", 1, 1, '[["x","float33",[3]]]', {}, ""],
