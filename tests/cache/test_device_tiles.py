@@ -148,6 +148,22 @@ def test_a_palette_that_is_too_short(device: torch.device) -> None:
         _unpack(found, packed.streams.to(device, copy=True))
 
 
+@pytest.mark.gpu
+@_needs_nvcomp
+@pytest.mark.parametrize("codec", device_codecs)
+def test_more_than_65535_tiles_of_more_than_4_gib(codec: str) -> None:
+    """One volume, its tiles again and again."""
+    count = 70_000
+    if torch.cuda.mem_get_info()[0] < 8 * count * (64 << 10):  # Zstd takes three times as much beside the tiles
+        pytest.skip("the GPU has too little free memory")
+    volume = _volume(torch.float32, (1, 64, 64, 64), 3000)
+    packed = tiles.pack(volume, codec)
+    assert packed is not None and packed.layout.tile_bytes == 64 << 10
+    found, streams = _on_device(packed, torch.device("cuda:0"))
+    ids = np.resize(np.arange(packed.layout.count, dtype=np.int32), count)
+    assert torch.equal(_unpack(found, streams, ids).cpu(), volume)
+
+
 def test_where_nvcomp_refuses_no_memory_is_lost_or_given_away_too_soon(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
