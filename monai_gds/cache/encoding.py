@@ -461,9 +461,12 @@ _ENCODERS_BY_BASE: list[tuple[type, _Encode]] = [
 def _unsupported(value: Any, path: _Path, what: str = "cannot be stored in a record") -> str:
     where = "item" + "".join(f"[{key!r}]" for key in path)
     cls = type(value)
+    drop = "delete it before the first random transform (DeleteItemsd)"
+    if "_meta" in path:  # of a MetaTensor
+        drop = "keep it out of the metadata (PydicomReader does so by prune_metadata=True)"
     return (
-        f"{where} is a {cls.__module__}.{cls.__qualname__}, which {what}; delete it before the first random "
-        f"transform (DeleteItemsd), convert it to plain data, or teach records the type with monai_gds.register_type"
+        f"{where} is a {cls.__module__}.{cls.__qualname__}, which {what}; {drop}, "
+        f"convert it to plain data, or teach records the type with monai_gds.register_type"
     )
 
 

@@ -1061,7 +1061,7 @@ def test_unsupported_names_key_path_type_and_way_out(value: Any, name: str) -> N
 
 def test_unsupported_in_metadata_names_its_place() -> None:
     image = MetaTensor(torch.ones(1), meta={"reader": Custom()})
-    with pytest.raises(UnsupportedType, match=r"item\['image'\].*'reader'.* is a .*Custom"):
+    with pytest.raises(UnsupportedType, match=r"item\['image'\].*'reader'.* is a .*Custom.*out of the metadata"):
         encode_item({"image": image})
 
 

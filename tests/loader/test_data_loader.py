@@ -944,6 +944,7 @@ def test_a_loop_that_ctrl_c_ended_is_over_though_a_notebook_keeps_the_traceback(
     for thread in threads():
         thread.join(20)
     assert not threads(), "two loops would run the same random transforms at the same time"
+    assert not [one for one in gc.get_objects() if type(one) is read_ahead.ReadAhead], "records stay in memory"
     assert len(list(loader)) == 5
     assert kept.tb
 
