@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+from monai.transforms import Transform
+
 from monai_gds.cache.directory import folder_named
 from monai_gds.cache.permissions import ANY
 from monai_gds.errors import CacheWarning
@@ -18,6 +20,7 @@ __all__ = [
     "OfCacheDataset",
     "check_choices",
     "check_data",
+    "check_hash",
     "check_transforms",
     "check_unused",
     "mode_given",
@@ -67,9 +70,17 @@ def check_choices(**given: Any) -> None:
             raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
 
 
+def check_hash(name: str, function: Any) -> None:
+    """Raises TypeError for a hash that cannot be called, such as its name."""
+    if not callable(function):
+        raise TypeError(f"{name}={function!r} cannot be called: give a function that returns the hash as bytes")
+
+
 def check_transforms(transforms: Sequence[Any]) -> None:
-    """Raises TypeError for a transform that cannot be called, such as its name."""
+    """Raises TypeError for a transform that cannot be called, such as its name, and for a class of transforms."""
     for step in transforms:
+        if isinstance(step, type) and issubclass(step, Transform):
+            raise TypeError(f"transform holds the class {step.__name__}: give an object of it, {step.__name__}(…)")
         if not callable(step):
             raise TypeError(f"transform holds {step!r}, which cannot be called: give transforms, such as Flip()")
 

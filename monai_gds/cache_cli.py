@@ -480,13 +480,15 @@ def warm(
     if (rank is None) != (world_size is None):
         raise typer.BadParameter("--rank and --world-size go together: give both", param_hint="--rank")
     dataset = dataset_from(function, arguments or [])
+    if dataset.cache_dir is None:
+        raise typer.BadParameter(f"{function} returned a dataset with cache_dir=None", param_hint="FUNCTION")
     try:
         with _dask_executor(dask) as executor:
             done = dataset.populate(
                 num_workers, progress, executor=executor, convert=convert, rank=rank, world_size=world_size
             )
     except KeyboardInterrupt:
-        held = len(maintenance.record_files(dataset.cache_dir)) if dataset.cache_dir else 0
+        held = len(maintenance.record_files(dataset.cache_dir))
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
     converted = f", {done.converted} converted to {dataset.record_form()}" if done.converted else ""
     left_out = f", {done.left_out} left out by max_bytes" if done.left_out else ""

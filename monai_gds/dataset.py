@@ -27,6 +27,7 @@ from monai_gds.arguments import (
     OfCacheDataset,
     check_choices,
     check_data,
+    check_hash,
     check_transforms,
     check_unused,
     mode_given,
@@ -302,6 +303,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if not callable(sources):
             check_choices(sources=sources)
         check_bits(mantissa_bits)
+        check_hash("hash_func", hash_func)
+        if hash_transform is not None:
+            check_hash("hash_transform", hash_transform)
         check_data(data)
         # Without cache_dir: the base class would raise where ours only warns, and hash transforms its own way.
         super().__init__(
@@ -476,14 +480,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             NotSaved: nothing more can be written to the cache directory.
             WorkerDied: a worker of ``executor`` died and took it along, or all workers die; what was finished is
                 cached.
-            ValueError: there is no ``cache_dir``, an argument is out of range, or the dataset cannot be pickled for the
-                workers of ``executor``.
+            ValueError: an argument is out of range, or the dataset cannot be pickled for the workers of ``executor``.
         """
-        if self.cache_dir is None:
-            raise ValueError("there is no cache to fill: the dataset was made with cache_dir=None")
         ranks = Ranks(rank, world_size)
         if not self.caches:
-            return Populated(0, 0)  # the user has been warned of it
+            return Populated(0, 0)  # by cache_dir=None, or the user has been warned of it
         why = self._why_to_populate() if ranks.rank == 0 else []  # before records of this run are in the index
         try:
             done = populate(self.for_saving(convert), num_workers, executor, progress, ranks)

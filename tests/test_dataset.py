@@ -1224,6 +1224,11 @@ def test_auto_without_blosc2_writes_whole_tensors_and_only_print_says_why(
 def test_what_cannot_be_called_is_refused(make: Make) -> None:
     with pytest.raises(TypeError, match="transform holds 'LoadImaged', which cannot be called: give transforms"):
         make(mt.Compose(["LoadImaged"]), VOLUMES)
+    with pytest.raises(TypeError, match=r"the class EnsureTyped: give an object of it, EnsureTyped\(…\)"):
+        make(mt.Compose([mt.EnsureTyped]), VOLUMES)
+    for name in ("hash_func", "hash_transform"):
+        with pytest.raises(TypeError, match=f"{name}='md5' cannot be called"):
+            make(mt.Compose([mt.Lambda(_volume)]), VOLUMES, **{name: "md5"})
 
 
 @pytest.mark.parametrize("crops", [True, False])
