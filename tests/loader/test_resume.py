@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -338,6 +339,25 @@ def test_a_loop_that_could_not_begin_does_not_lose_its_place(folder: Path) -> No
         next(iter(again))
     again.collate_fn = list
     assert len(list(again)) == COUNT - 2
+
+
+def test_randomness_that_has_no_state(tmp_path: Path) -> None:
+    class Drawn(mt.RandomizableTransform):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.system = random.SystemRandom()
+            self.replaced: Any = random.Random(0)
+
+        def __call__(self, data: Any) -> Any:
+            self.replaced = "not a generator"
+            return {**data, "drawn": self.system.random()}
+
+    data = GDSDataset(items(), mt.Compose([mt.EnsureTyped("image"), Drawn()]), tmp_path / "cache", "cpu")
+    first = GDSDataLoader(data, batch_size=1)
+    loop = iter(first)
+    next(loop)
+    first.load_state_dict(saved(first.state_dict()))
+    assert [int(batch["number"]) for batch in first] == [1, 2, 3, 4]
 
 
 def test_a_dataset_without_transforms() -> None:
