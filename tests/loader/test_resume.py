@@ -29,6 +29,7 @@ from torch.utils.data import (
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.ghosts import Ghosts
+from monai_gds.loader.resume import Place
 from tests.fresh import Interpreter
 from tests.same import assert_same
 
@@ -217,6 +218,26 @@ def test_another_process_continues_the_epoch(folder: Path, tmp_path: Path, inter
     with interpreter.process() as process:
         got = process.call(_rest, folder, tmp_path / "state.pt")
     assert_same(got, [expected[0][1:], expected[1]])
+
+
+def test_a_batch_that_ctrl_c_lost_counts_as_taken_once_the_loop_has_gone_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = list(loader(dataset(folder), SETTINGS["shuffled"], 3))
+    first = loader(dataset(folder), SETTINGS["shuffled"], 3)
+    loop = iter(first)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Place, "taken", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(loop)
+    assert_same(next(loop), expected[1])
+    again = loader(dataset(folder), SETTINGS["shuffled"], 99)
+    again.load_state_dict(saved(first.state_dict()))
+    assert_same(list(again), expected[2:])
 
 
 def test_an_epoch_that_was_continued_can_be_continued_again(folder: Path) -> None:
