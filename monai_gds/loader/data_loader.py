@@ -443,7 +443,7 @@ def _stop(
     hand_over.stop()
     if workers is not None:  # the thread may be waiting for one
         workers.close()
-    if not thread.is_alive():  # it has ended; or, after a Ctrl-C, it has yet to begin and will find that it may end
+    if not thread.is_alive():  # it has ended; or Ctrl-C struck before it began, and it will end at once
         return
     _left_threads.add(thread)
     # The collector may get here in any thread: in this one, or in one that this one waits for.
