@@ -33,8 +33,8 @@ _kept = struct.Struct("i4xd")
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a random generator of Python, NumPy or torch."""
-    return _is_a(type(value), _GENERATORS)
+    """Whether a value is a random generator of Python, NumPy or torch that has a state."""
+    return _is_a(type(value), _GENERATORS) and not _is_a(type(value), random.SystemRandom)
 
 
 _GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
@@ -124,8 +124,9 @@ class Slot(NamedTuple):
     name: str
 
     def get(self) -> Any:
-        """The generator that is there now."""
-        return getattr(self.owner, self.name, None)
+        """The generator that is there now, if any."""
+        found = getattr(self.owner, self.name, None)
+        return found if is_generator(found) else None
 
 
 def slots(transform: Any) -> dict[str, Slot]:

@@ -117,11 +117,11 @@ class Changes(threading.Condition):
 
 
 def start_thread(thread: threading.Thread, timeout: float = -1) -> None:
-    """Starts a thread. After a Ctrl-C meanwhile it runs all the same, or will in a moment.
+    """Starts a thread. If Ctrl-C interrupts this call, the thread runs all the same, or will in a moment.
 
     ``Thread.start`` waits on a condition whose lock an interrupt can leave held. Then the thread would never run, and
     the interpreter would wait for it forever at exit. Interrupts reach only the main thread, so a bare thread makes the
-    call. It is not waited for longer than ``timeout`` seconds, if that is not negative.
+    call. A ``timeout`` that is not negative is the most seconds to wait for it.
 
     Raises:
         BaseException: what ``Thread.start`` raises, such as RuntimeError where there can be no more threads.

@@ -104,10 +104,10 @@ class Arrangement(NamedTuple):
 
 
 def side_by_side(arrangement: Arrangement, boxes: Sequence[Box]) -> list[list[Box]]:
-    """Divides the boxes of an arrangement into those that lie side by side along the last axis, from left to right.
+    """Groups the boxes of an arrangement that lie side by side along the last axis, from left to right.
 
-    Those have one size along the other two axes, and nothing but unused memory lies between them. Boxes that share
-    voxels stay alone.
+    The boxes of a group have the same size along the other two axes, and nothing but unused memory lies between them.
+    A box that shares voxels with another is a group of its own, unless it holds all of the other.
     """
     left = {_Corners.of(box): box for box in boxes}
     found: list[list[Box]] = []

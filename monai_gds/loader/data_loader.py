@@ -342,9 +342,9 @@ class Epoch(Iterator[Any]):
         loader._place = place
         self._owner = Owner()
 
-        def on_taken(mark: tuple[tuple[int, int], dict[str, Any]]) -> None:
+        def on_taken(mark: tuple[tuple[int, int], tuple[int, dict[str, Any]]]) -> None:
             ahead.taken(mark[0])
-            place.taken(mark[1])
+            place.taken(*mark[1])
 
         self._hand_over = HandOver(device, on_taken, place.leave)
         work = (ahead, assemble, self._hand_over, place, watch)
@@ -409,8 +409,10 @@ def _produce(
     """The loader's thread."""
 
     def fail(error: BaseException) -> None:
-        place.made()  # the failed batch may have drawn
-        hand_over.end(error)
+        try:
+            place.made()  # the failed batch may have drawn
+        finally:  # a consumer waits
+            hand_over.end(error)
 
     try:
         with hand_over.on_stream(), measured(watch, hand_over.stream):
@@ -441,7 +443,7 @@ def _stop(
     hand_over.stop()
     if workers is not None:  # the thread may be waiting for one
         workers.close()
-    if not thread.is_alive():  # it has ended; or, after a Ctrl-C, it has yet to begin and will find that it may end
+    if not thread.is_alive():  # it has ended; or Ctrl-C struck before it began, and it will end at once
         return
     _left_threads.add(thread)
     # The collector may get here in any thread: in this one, or in one that this one waits for.

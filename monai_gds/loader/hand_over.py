@@ -36,12 +36,13 @@ class HandOver:
     wait for the training too. The consumer's stream waits for the batch, and the batch's memory is reused only after
     that stream is done with it.
 
-    Nobody holds a lock, since Ctrl-C may strike between any two operations of the consumer, and behind a
-    ``Condition.__enter__`` too. What there is to know is in attributes that are changed by single operations.
+    There is no lock, since Ctrl-C may strike between any two operations of the consumer, also right behind a
+    ``Condition.__enter__``. The state is in attributes, each of which changes by single operations.
 
     Args:
         device: where batches are made.
-        on_taken: called with the ``mark`` of each batch that the consumer takes.
+        on_taken: called with the ``mark`` of each batch that the consumer takes. Several consumers may call it at the
+            same time, and in another order.
         on_left: called once the loop was left and the loader's thread makes no more batches.
 
     Attributes:
@@ -84,7 +85,7 @@ class HandOver:
         return not self.stopped
 
     def end(self, error: BaseException | None = None) -> None:
-        """There are no more batches, or what went wrong behind the last."""
+        """Ends the batches, with the error behind the last one if there is one."""
         self._error = error
         self._ended = True
         self._news.ring()

@@ -9,6 +9,7 @@ is drawn again, from the states that the epoch began with.
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
@@ -44,23 +45,28 @@ class Place:
         self._order = _SHARED | _of_samplers(self._samplers)
         self._transforms = _of_transforms(loader.dataset)
         self._began: dict[str, Any] = {"states": states_at(self._order), "epochs": self.epochs()}
-        self.batches = 0
+        self.batches = self._batches_made = 0
         self._states = self._made = states_at(self._transforms)
 
     # For the loader's thread
 
-    def made(self) -> dict[str, Any]:
-        """Returns the states behind the batch that was just made, for :meth:`taken`."""
+    def made(self) -> tuple[int, dict[str, Any]]:
+        """Returns the number of the batch that was just made, and the states behind it, for :meth:`taken`."""
         self._made = states_at(self._transforms)
-        return self._made
+        self._batches_made += 1
+        return self._batches_made, self._made
 
     # For the consumer
 
-    def taken(self, states: dict[str, Any] | None = None) -> None:
-        """Notes that a batch was taken. Without states, a continued loop makes the batches before it again."""
-        self.batches += 1
-        if states is not None:
-            self._states = states
+    def taken(self, batch: int, states: dict[str, Any] | None = None) -> None:
+        """Notes that a batch was taken. Without states, a continued loop makes the batches before it again.
+
+        The one before may have been lost by a Ctrl-C, or be noted later by another thread.
+        """
+        if batch > self.batches:
+            self.batches = batch
+            if states is not None:
+                self._states = states
 
     def leave(self) -> None:
         """Restores the transforms' states to those of the consumer, unless somebody else has drawn from them."""
@@ -84,7 +90,8 @@ class Place:
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Restores all generators to the states that the saved epoch's order was drawn from."""
-        self.batches, self._began = state["batches"], state["order"]
+        self.batches = self._batches_made = state["batches"]
+        self._began = state["order"]
         put_back(self._transforms, state["transforms"])
         put_back(self._order, state["order"]["states"])
         self._states = self._made = states_at(self._transforms)
@@ -143,7 +150,7 @@ class Counted(Iterator[Any]):
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self._place.taken()
+        self._place.taken(self._place.batches + 1)
         return batch
 
     def close(self) -> None:
@@ -154,16 +161,20 @@ class Counted(Iterator[Any]):
 class Later(Iterator[Any]):
     """A loop that begins with its first batch: one that nobody iterates over draws nothing.
 
-    A trainer may begin a loop that it does not use, and tell the sampler of another its epoch after ``iter``.
+    A trainer may begin a loop that it does not use, and tell the sampler of another its epoch after ``iter``. Of
+    several threads that share a loop, one begins it.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
         self._batches: Iterator[Any] | None = None
+        self._lock = threading.RLock()
 
     def __next__(self) -> Any:
         if self._batches is None:
-            self._batches = self._begin()
+            with self._lock:
+                if self._batches is None:
+                    self._batches = self._begin()
         try:
             return next(self._batches)
         except KeyboardInterrupt:  # as in Epoch

@@ -150,7 +150,7 @@ class Pending:
         return after
 
     def checked(self, tensors: Sequence[torch.Tensor], files: int, check: Check) -> Pending:
-        """A Pending of its first files, without those that ``check`` finds wrong after all reads: these fail.
+        """A Pending of the first files. After all reads, those that ``check`` finds wrong fail.
 
         Args:
             tensors: the tensors to hand out.

@@ -73,6 +73,7 @@ def crops_of_wide() -> st.SearchStrategy[list[Box]]:
 
 
 @example(crops=[box((0, 8), (0, 6), (z, z + 40)) for z in (100, 0, 20, 200)], leading=1)  # two that share some between
+@example(crops=[box((0, 8), (0, 6), (z, z + 40)) for z in (100, 0)] + [box((0, 7), (0, 6), (100, 133))], leading=1)
 @given(crops=crops_of_wide(), leading=st.integers(1, 2))
 def test_nothing_lies_between_boxes_that_are_side_by_side(crops: list[Box], leading: int) -> None:
     shape, volume, row = (leading, *WIDE), math.prod(WIDE), WIDE[-1]
@@ -80,9 +81,9 @@ def test_nothing_lies_between_boxes_that_are_side_by_side(crops: list[Box], lead
     groups = side_by_side(found, crops)
     assert sorted(map(str, crops)) == sorted(str(crop) for group in groups for crop in group)
     memory = torch.zeros(found.numel, dtype=torch.int64)
-    for number, crop in enumerate(crops):
+    for crop in sorted(crops, key=lambda crop: crop[2].stop - crop[2].start):  # one that holds another comes last
         size = [leading, *(axis.stop - axis.start for axis in crop)]
-        memory.as_strided(size, (volume, *found.strides), found.place_of(crop)).fill_(number + 1)
+        memory.as_strided(size, (volume, *found.strides), found.place_of(crop)).fill_(crops.index(crop) + 1)
     for group in (group for group in groups if len(group) > 1):
         first, last = found.place_of(group[0]), found.place_of(group[-1])
         width = last - first + group[-1][2].stop - group[-1][2].start

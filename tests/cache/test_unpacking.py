@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monai_gds import limits
@@ -91,6 +91,15 @@ def test_boxes_have_every_bit_of_the_whole(
         assert same_bits(unpack(read(packed), packed.streams.numpy()), tensor)
 
 
+@example(  # one in another
+    crops=[
+        *((slice(0, 8), slice(0, 6), slice(z, z + 40)) for z in (100, 0)),
+        (slice(0, 7), slice(0, 6), slice(100, 133)),
+    ],
+    values=300,
+    counts=False,
+    slab=1 << 20,
+)
 @given(
     crops=crops_of_wide(),
     values=st.sampled_from([2, 5, 100, 300, 5000]),

@@ -683,6 +683,55 @@ print([thread.name for thread in threading.enumerate() if thread.name == "monai-
     assert said == "['monai-gds-loader']", "its thread still runs when the interpreter ends"
 
 
+def test_threads_that_share_a_loop_get_each_item_once(make: Make) -> None:
+    together = threading.Barrier(2)
+
+    class Order:
+        def __iter__(self) -> Iterator[int]:
+            with contextlib.suppress(threading.BrokenBarrierError):  # only one thread begins the loop
+                together.wait(0.5)
+            return iter(range(5))
+
+        def __len__(self) -> int:
+            return 5
+
+    loop = iter(GDSDataLoader(make(), batch_size=1, sampler=Order()))
+    found: list[str] = []
+
+    def consume() -> None:
+        for batch in loop:
+            found.extend(batch["name"])
+
+    consumers = [threading.Thread(target=consume) for _ in range(2)]
+    for consumer in consumers:
+        consumer.start()
+    for consumer in consumers:
+        consumer.join(60)
+    assert sorted(found) == [f"case {i}" for i in range(5)]
+
+
+def test_an_error_is_raised_also_if_the_states_behind_it_cannot_be_noted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(place: resume.Place) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(resume.Place, "made", fails)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    found: list[BaseException] = []
+
+    def consume() -> None:
+        try:
+            next(iter(GDSDataLoader(make())))
+        except MemoryError as e:
+            found.append(e)
+
+    consumer = threading.Thread(target=consume, daemon=True)
+    consumer.start()
+    consumer.join(60)
+    assert found
+
+
 def test_a_loop_is_left_for_good_at_the_end_of_a_block(make: Make) -> None:
     with contextlib.closing(iter(GDSDataLoader(make(), batch_size=1))) as loop:  # type: ignore[type-var]
         next(loop)

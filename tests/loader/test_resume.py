@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -28,6 +29,7 @@ from torch.utils.data import (
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.ghosts import Ghosts
+from monai_gds.loader.resume import Place
 from tests.fresh import Interpreter
 from tests.same import assert_same
 
@@ -218,6 +220,26 @@ def test_another_process_continues_the_epoch(folder: Path, tmp_path: Path, inter
     assert_same(got, [expected[0][1:], expected[1]])
 
 
+def test_a_batch_that_ctrl_c_lost_counts_as_taken_once_the_loop_has_gone_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = list(loader(dataset(folder), SETTINGS["shuffled"], 3))
+    first = loader(dataset(folder), SETTINGS["shuffled"], 3)
+    loop = iter(first)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Place, "taken", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(loop)
+    assert_same(next(loop), expected[1])
+    again = loader(dataset(folder), SETTINGS["shuffled"], 99)
+    again.load_state_dict(saved(first.state_dict()))
+    assert_same(list(again), expected[2:])
+
+
 def test_an_epoch_that_was_continued_can_be_continued_again(folder: Path) -> None:
     expected = list(loader(dataset(folder), SETTINGS["shuffled"], 3))
     got: list[Any] = []
@@ -338,6 +360,25 @@ def test_a_loop_that_could_not_begin_does_not_lose_its_place(folder: Path) -> No
         next(iter(again))
     again.collate_fn = list
     assert len(list(again)) == COUNT - 2
+
+
+def test_randomness_that_has_no_state(tmp_path: Path) -> None:
+    class Drawn(mt.RandomizableTransform):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.system = random.SystemRandom()
+            self.replaced: Any = random.Random(0)
+
+        def __call__(self, data: Any) -> Any:
+            self.replaced = "not a generator"
+            return {**data, "drawn": self.system.random()}
+
+    data = GDSDataset(items(), mt.Compose([mt.EnsureTyped("image"), Drawn()]), tmp_path / "cache", "cpu")
+    first = GDSDataLoader(data, batch_size=1)
+    loop = iter(first)
+    next(loop)
+    first.load_state_dict(saved(first.state_dict()))
+    assert [int(batch["number"]) for batch in first] == [1, 2, 3, 4]
 
 
 def test_a_dataset_without_transforms() -> None:

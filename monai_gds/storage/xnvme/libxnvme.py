@@ -402,12 +402,13 @@ class Queue:
         Raises:
             StorageError: the queue is broken, or a drive without the kernel's time limit does not answer.
         """
+        now = time.monotonic()  # first: this process may be stopped behind any line, and the drive answers meanwhile
         code = self._api.xnvme_queue_poke(self._queue, 0)
         if code < 0 and code not in (-errno.EBUSY, -errno.EAGAIN, -errno.EINTR):
             raise StorageError(-code, f"xnvme_queue_poke: {os.strerror(-code)}", self._device.uri)
         finished, self._finished = self._finished, []
         if not self._device.in_kernel:
-            self._check_time(bool(finished))
+            self._check_time(now, bool(finished))
         done = []
         for number in finished:
             context = self._contexts[number - 1]
@@ -416,8 +417,7 @@ class Queue:
             self._free.append(number)
         return done
 
-    def _check_time(self, answered: bool) -> None:
-        now = time.monotonic()
+    def _check_time(self, now: float, answered: bool) -> None:
         if answered or self._silent_since is None:
             self._silent_since = None if answered else now
         elif now - self._silent_since > SILENT_SECONDS:

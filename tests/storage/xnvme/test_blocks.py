@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import logging
 import mmap
 import os
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -909,6 +911,23 @@ class TestUserSpace:
             double.fail("NONE")
             assert whole(storage, file) == content(3_000_000)
             assert double.count("devices") > devices
+
+    def test_a_process_that_was_stopped_finds_what_the_drive_answered_meanwhile(
+        self, disk: LoopDisk, file: Path, double: libraries.Double, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As by Ctrl-Z, wherever it is while it reads."""
+        looks = itertools.count()
+
+        def monotonic() -> float:
+            if next(looks) < 3:
+                return 0.0
+            double.fail("NONE")
+            return 3600.0
+
+        monkeypatch.setattr(libxnvme, "time", SimpleNamespace(monotonic=monotonic))
+        with _user_space(disk) as storage:
+            double.fail("STUCK")
+            assert whole(storage, file) == content(3_000_000)
 
     def test_inodes_that_cannot_be_found_are_told(self, tmp_path: Path, double: libraries.Double) -> None:
         with loop_disk(tmp_path, "ext4", make=["-O", "meta_bg,^resize_inode"]) as disk:
