@@ -1202,6 +1202,36 @@ def a_module_given_to_a_function(s: Study) -> Change:
 
 
 @misses()
+def a_module_that_a_function_imports_and_gives_to_another(s: Study) -> Change:
+    define = (
+        "def scale(x, settings):\n    return x * settings.SCALE\n\n\n"
+        "def step(x):\n    import config as c\n\n    return scale(x, c)"
+    )
+    yield from changes_a_module(s, define, 'mt.Lambdad("image", step)')
+
+
+@misses()
+def a_module_of_a_package_given_to_a_function(s: Study) -> Change:
+    (s.folder / "package").mkdir()
+    (s.folder / "package" / "config.py").write_text("SCALE = 1.0\n")
+    s.define("import package.config\n\n\ndef scale(x, settings):\n    return x * settings.SCALE")
+    s.add('mt.Lambdad("image", lambda x: scale(x, package.config))')
+    yield
+    (s.folder / "package" / "config.py").write_text("SCALE = 1.5\n")
+
+
+@hits()
+def another_module_of_a_package_is_imported_too(s: Study) -> Change:
+    (s.folder / "package").mkdir()
+    (s.folder / "package" / "config.py").write_text("SCALE = 1.5\n")
+    (s.folder / "package" / "shape.py").write_text("ROUND = True\n")  # a name that the transform reads
+    s.define(f"import package.config\n\n\n{SCALES.strip().replace('.SCALE', '.config.SCALE')}")
+    s.add('mt.Lambdad("image", Scale(package))')
+    yield
+    s.edit("import package.config\n", "import package.config\nimport package.shape\n")
+
+
+@misses()
 def what_a_module_imports_when_it_is_asked_for(s: Study) -> Change:
     package = s.folder / "package"
     package.mkdir()

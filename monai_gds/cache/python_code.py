@@ -120,15 +120,32 @@ def names_read(code: types.CodeType) -> set[str]:
     return names
 
 
+#: Instructions that load what a name stands for, or an attribute. From Python 3.13 on, some load two variables.
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "STORE_FAST_LOAD_FAST")
+
+
 def handed_on(code: types.CodeType) -> set[str]:
-    """The names of a function's globals, and of those inside it, of which it does more than read attributes."""
-    found = set()
-    before = ""
+    """The names of which a function, and those inside it, do more than read attributes: of ``f(a, b.c)``, a and c.
+
+    What a function imports under another name has its own name here.
+    """
+    found: set[str] = set()
+    imported: list[tuple[str, str]] = []
+    loaded = origin = ""
     for instruction in dis.get_instructions(code):
-        if before and instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            found.add(before)
-        before = instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ""
-    return found.union(*[handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)])
+        opname, argument = instruction.opname, instruction.argval
+        names = argument if isinstance(argument, tuple) else (argument,)
+        if loaded and opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add(loaded)
+        if opname in ("IMPORT_NAME", "IMPORT_FROM"):
+            origin = argument.partition(".")[0]
+        elif origin and opname.startswith("STORE_"):
+            imported.append((names[0], origin))
+            origin = ""
+        *others, loaded = names if opname.startswith(_LOADS) else ("",)
+        found.update(others)
+    found.update(*[handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)])
+    return found.union(own for name, own in imported if name in found)
 
 
 def texts_in(code: types.CodeType) -> set[str]:
