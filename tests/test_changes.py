@@ -1302,18 +1302,31 @@ PyMODINIT_FUNC PyInit_extension(void) { return PyModule_Create(&module); }
 """
 
 
-@misses()
-def an_extension_of_ones_own(s: Study) -> Change:
+def changes_an_extension(folder: Path) -> Change:
+    """A module in C, in a folder, that is compiled anew."""
     compiler = shutil.which("cc") or pytest.skip("this machine has no C compiler")
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         pytest.skip("this machine has no header files of Python")
-    build = [compiler, "-shared", "-fPIC", f"-I{include}", "-o", s.folder / "extension.so", "-xc", "-"]
+    folder.mkdir(exist_ok=True)
+    build = [compiler, "-shared", "-fPIC", f"-I{include}", "-o", folder / "extension.so", "-xc", "-"]
     subprocess.run(build, input=EXTENSION.replace("OFFSET", "1.0").encode(), check=True)
-    s.define("import extension")
-    s.add('mt.Lambdad("image", lambda x: x + extension.offset())')
     yield
     subprocess.run(build, input=EXTENSION.replace("OFFSET", "1.5").encode(), check=True)
+
+
+@misses()
+def an_extension_of_ones_own(s: Study) -> Change:
+    s.define("import extension")
+    s.add('mt.Lambdad("image", lambda x: x + extension.offset())')
+    yield from changes_an_extension(s.folder)
+
+
+@misses()
+def an_extension_in_a_folder_without_init(s: Study) -> Change:
+    s.define("from native import extension")
+    s.add('mt.Lambdad("image", lambda x: x + extension.offset())')
+    yield from changes_an_extension(s.folder / "native")
 
 
 @misses()

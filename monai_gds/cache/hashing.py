@@ -115,6 +115,9 @@ _BUILT_IN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.Metho
 #: Functions of modules that Cython compiled. Their types are in no module of a name.
 _OF_CYTHON = ("cython_function_or_method", "fused_cython_function")
 
+#: Attributes that do not count, by class: what objects of libraries remember of calls.
+_REMEMBERED = {"omegaconf.base.Node": frozenset({"_flags_cache"})}
+
 #: The base of DataFrame and Series.
 _OF_PANDAS = ("pandas.core.generic", "NDFrame")
 
@@ -610,6 +613,7 @@ class _Hasher:
         state = attributes_of(value)
         for cls in type(value).__mro__:
             name = f"{cls.__module__}.{cls.__qualname__}"
+            skip |= _REMEMBERED.get(name, frozenset())
             for known in _libraries.values():
                 skip |= known.transient.get(name, frozenset())
                 for attribute, compute in known.computed.get(name, {}).items():
@@ -673,6 +677,8 @@ def _plain(value: Any) -> list[bytes] | None:
         return [b"dtype", str(value).encode()]
     if isinstance(value, logging.Logger):
         return [b"logger", value.name.encode()]
+    if kind.__module__ == "loguru._logger":  # it holds locks and open files
+        return [b"logger"]
     if isinstance(value, re.Pattern):
         return [b"pattern", repr((value.pattern, value.flags)).encode()]
     if isinstance(value, (slice, range)):

@@ -47,12 +47,10 @@ def library_of(module: str | None) -> bytes | None:
     root = (module or "builtins").partition(".")[0]
     if root in UNVERSIONED:
         return root.encode()
-    file = getattr(sys.modules.get(root), "__file__", None)
-    if file is None:  # built in, or a namespace package
-        return root.encode() if root in sys.stdlib_module_names else None
+    file = getattr(sys.modules.get(root), "__file__", None) or ""  # none of what is built in, or a namespace package
     if "/site-packages/" in file or "/dist-packages/" in file:
         return f"{root} {_version(root, file)}".encode()
-    if file.startswith(_STANDARD_LIBRARY):
+    if file.startswith(_STANDARD_LIBRARY) or (not file and root in sys.stdlib_module_names):
         return root.encode()
     binary = getattr(sys.modules.get(module or ""), "__file__", None)
     if binary is None or not binary.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
@@ -61,6 +59,7 @@ def library_of(module: str | None) -> bytes | None:
         return f"{module} {hashlib.file_digest(f, hashlib.blake2b).hexdigest()[:32]}".encode()
 
 
+@functools.cache
 def _version(root: str, file: str) -> str:
     """The version of an installed library, given its top-level module and that module's file.
 
