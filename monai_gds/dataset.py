@@ -651,7 +651,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             seconds = time.perf_counter() - began
             changed = self._keys().changes(key, times, item)
             if changed:
-                raise FileChanged(f"while item {index} was computed, {changed}: populate again")
+                raise FileChanged(f"while item {index} was computed, {changed}. Populate again")
             try:
                 cache.save(key, encoded)
             except OverBudget:

@@ -1202,6 +1202,36 @@ def a_module_given_to_a_function(s: Study) -> Change:
 
 
 @misses()
+def a_module_that_a_function_imports_and_gives_to_another(s: Study) -> Change:
+    define = (
+        "def scale(x, settings):\n    return x * settings.SCALE\n\n\n"
+        "def step(x):\n    import config as c\n\n    return scale(x, c)"
+    )
+    yield from changes_a_module(s, define, 'mt.Lambdad("image", step)')
+
+
+@misses()
+def a_module_of_a_package_given_to_a_function(s: Study) -> Change:
+    (s.folder / "package").mkdir()
+    (s.folder / "package" / "config.py").write_text("SCALE = 1.0\n")
+    s.define("import package.config\n\n\ndef scale(x, settings):\n    return x * settings.SCALE")
+    s.add('mt.Lambdad("image", lambda x: scale(x, package.config))')
+    yield
+    (s.folder / "package" / "config.py").write_text("SCALE = 1.5\n")
+
+
+@hits()
+def another_module_of_a_package_is_imported_too(s: Study) -> Change:
+    (s.folder / "package").mkdir()
+    (s.folder / "package" / "config.py").write_text("SCALE = 1.5\n")
+    (s.folder / "package" / "shape.py").write_text("ROUND = True\n")  # a name that the transform reads
+    s.define(f"import package.config\n\n\n{SCALES.strip().replace('.SCALE', '.config.SCALE')}")
+    s.add('mt.Lambdad("image", Scale(package))')
+    yield
+    s.edit("import package.config\n", "import package.config\nimport package.shape\n")
+
+
+@misses()
 def what_a_module_imports_when_it_is_asked_for(s: Study) -> Change:
     package = s.folder / "package"
     package.mkdir()
@@ -1272,18 +1302,31 @@ PyMODINIT_FUNC PyInit_extension(void) { return PyModule_Create(&module); }
 """
 
 
-@misses()
-def an_extension_of_ones_own(s: Study) -> Change:
+def changes_an_extension(folder: Path) -> Change:
+    """A module in C, in a folder, that is compiled anew."""
     compiler = shutil.which("cc") or pytest.skip("this machine has no C compiler")
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         pytest.skip("this machine has no header files of Python")
-    build = [compiler, "-shared", "-fPIC", f"-I{include}", "-o", s.folder / "extension.so", "-xc", "-"]
+    folder.mkdir(exist_ok=True)
+    build = [compiler, "-shared", "-fPIC", f"-I{include}", "-o", folder / "extension.so", "-xc", "-"]
     subprocess.run(build, input=EXTENSION.replace("OFFSET", "1.0").encode(), check=True)
-    s.define("import extension")
-    s.add('mt.Lambdad("image", lambda x: x + extension.offset())')
     yield
     subprocess.run(build, input=EXTENSION.replace("OFFSET", "1.5").encode(), check=True)
+
+
+@misses()
+def an_extension_of_ones_own(s: Study) -> Change:
+    s.define("import extension")
+    s.add('mt.Lambdad("image", lambda x: x + extension.offset())')
+    yield from changes_an_extension(s.folder)
+
+
+@misses()
+def an_extension_in_a_folder_without_init(s: Study) -> Change:
+    s.define("from native import extension")
+    s.add('mt.Lambdad("image", lambda x: x + extension.offset())')
+    yield from changes_an_extension(s.folder / "native")
 
 
 @misses()

@@ -115,6 +115,9 @@ _BUILT_IN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.Metho
 #: Functions of modules that Cython compiled. Their types are in no module of a name.
 _OF_CYTHON = ("cython_function_or_method", "fused_cython_function")
 
+#: Attributes that do not count, by class: what objects of libraries remember of calls.
+_REMEMBERED = {"omegaconf.base.Node": frozenset({"_flags_cache"})}
+
 #: The base of DataFrame and Series.
 _OF_PANDAS = ("pandas.core.generic", "NDFrame")
 
@@ -255,8 +258,9 @@ class _Hasher:
                     done += 1
                     with contextlib.suppress(*let_pass):
                         found.add(self._definition(value, where))
+            modules = len(self._modules)
             members = set(self._members_of_modules())
-            if not members and done == len(self._defined):
+            if not members and done == len(self._defined) and modules == len(self._modules):
                 return sorted(found)
             found |= members
             let_pass = (HashingError,)  # perhaps nobody reads what is defined there
@@ -481,7 +485,7 @@ class _Hasher:
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
         """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
-        names = sorted(names_read(function.__code__))
+        names, handed = sorted(names_read(function.__code__)), handed_on(function.__code__)
         self._names.update(names)
         for name in names:
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
@@ -491,23 +495,25 @@ class _Hasher:
                 is_new = id(value) not in self._modules
                 yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
-                    if is_new and name not in handed_on(function.__code__):  # then its names are all here
+                    if is_new and name not in handed:  # then its names are all here
                         self._modules.pop(id(value), None)
-                    yield from self._module(value, names, f"{where}'s {name}")
+                    yield from self._module(value, names, handed, f"{where}'s {name}")
                 elif isinstance(value, types.FunctionType) and library_of_function(value) is None:
                     own = {n: v for n, v in vars(value).items() if n in names}
                     yield from (self._mapping(own, f"{where}'s {name}") if own else ())
         for module in modules_imported(function):
-            yield from self._module(module, names, f"{where}'s {module.__name__}")
+            yield from self._module(module, names, handed, f"{where}'s {module.__name__}")
 
-    def _module(self, module: types.ModuleType, names: list[str], where: str) -> Iterable[bytes]:
-        """Digests of what code that reads these names may read from a user's module and the modules in it."""
+    def _module(self, module: types.ModuleType, names: list[str], handed: set[str], where: str) -> Iterable[bytes]:
+        """Digests of what code that reads some names, and hands some on, may read from a user's module and its own."""
         if library_of(module.__name__) is not None:
             return
+        if module.__name__.rpartition(".")[2] in handed:
+            self._modules.setdefault(id(module), (module, where))
         for name in names:
             member = member_of(module, name)
             if isinstance(member, types.ModuleType) and member.__name__.startswith(module.__name__ + "."):
-                yield from self._module(member, names, f"{where}.{name}")
+                yield from self._module(member, names, handed, f"{where}.{name}")
             elif member is not None:
                 self._read.add((id(module), name))
                 yield name.encode() + self.digest(member, f"{where}.{name}")
@@ -516,7 +522,8 @@ class _Hasher:
         """What any of the user's functions may read of modules that are handed on, each member once.
 
         No function need name both such a module (an attribute, an argument, a member of another module) and what is
-        read from it. So a member of a name that any function reads counts, unless it cannot be hashed.
+        read from it. So a member of a name that any function reads counts, unless it cannot be hashed. A module of a
+        package counts by its members alone: whether the package has it may depend on what else was imported.
         """
         for module, where in list(self._modules.values()):
             for name in sorted(self._names & vars(module).keys()):
@@ -525,7 +532,8 @@ class _Hasher:
                     self._read.add((id(module), name))
                     with contextlib.suppress(HashingError):
                         content = self.digest(member, f"{where}.{name}")
-                        yield self.join([b"member", module_name(module.__name__), name.encode(), content])
+                        if own_attribute(member, "__name__") != f"{module.__name__}.{name}":
+                            yield self.join([b"member", module_name(module.__name__), name.encode(), content])
 
     def _code(self, code: types.CodeType, where: str) -> list[bytes]:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
@@ -605,6 +613,7 @@ class _Hasher:
         state = attributes_of(value)
         for cls in type(value).__mro__:
             name = f"{cls.__module__}.{cls.__qualname__}"
+            skip |= _REMEMBERED.get(name, frozenset())
             for known in _libraries.values():
                 skip |= known.transient.get(name, frozenset())
                 for attribute, compute in known.computed.get(name, {}).items():
@@ -668,6 +677,8 @@ def _plain(value: Any) -> list[bytes] | None:
         return [b"dtype", str(value).encode()]
     if isinstance(value, logging.Logger):
         return [b"logger", value.name.encode()]
+    if kind.__module__ == "loguru._logger":  # it holds locks and open files
+        return [b"logger"]
     if isinstance(value, re.Pattern):
         return [b"pattern", repr((value.pattern, value.flags)).encode()]
     if isinstance(value, (slice, range)):

@@ -47,12 +47,10 @@ def library_of(module: str | None) -> bytes | None:
     root = (module or "builtins").partition(".")[0]
     if root in UNVERSIONED:
         return root.encode()
-    file = getattr(sys.modules.get(root), "__file__", None)
-    if file is None:  # built in, or a namespace package
-        return root.encode() if root in sys.stdlib_module_names else None
+    file = getattr(sys.modules.get(root), "__file__", None) or ""  # none of what is built in, or a namespace package
     if "/site-packages/" in file or "/dist-packages/" in file:
         return f"{root} {_version(root, file)}".encode()
-    if file.startswith(_STANDARD_LIBRARY):
+    if file.startswith(_STANDARD_LIBRARY) or (not file and root in sys.stdlib_module_names):
         return root.encode()
     binary = getattr(sys.modules.get(module or ""), "__file__", None)
     if binary is None or not binary.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
@@ -61,6 +59,7 @@ def library_of(module: str | None) -> bytes | None:
         return f"{module} {hashlib.file_digest(f, hashlib.blake2b).hexdigest()[:32]}".encode()
 
 
+@functools.cache
 def _version(root: str, file: str) -> str:
     """The version of an installed library, given its top-level module and that module's file.
 
@@ -120,15 +119,32 @@ def names_read(code: types.CodeType) -> set[str]:
     return names
 
 
+#: Instructions that load what a name stands for, or an attribute. From Python 3.13 on, some load two variables.
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "STORE_FAST_LOAD_FAST")
+
+
 def handed_on(code: types.CodeType) -> set[str]:
-    """The names of a function's globals, and of those inside it, of which it does more than read attributes."""
-    found = set()
-    before = ""
+    """The names of which a function, and those inside it, do more than read attributes: of ``f(a, b.c)``, a and c.
+
+    What a function imports under another name has its own name here.
+    """
+    found: set[str] = set()
+    imported: list[tuple[str, str]] = []
+    loaded = origin = ""
     for instruction in dis.get_instructions(code):
-        if before and instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            found.add(before)
-        before = instruction.argval if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ""
-    return found.union(*[handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)])
+        opname, argument = instruction.opname, instruction.argval
+        names = argument if isinstance(argument, tuple) else (argument,)
+        if loaded and opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add(loaded)
+        if opname in ("IMPORT_NAME", "IMPORT_FROM"):
+            origin = argument.partition(".")[0]
+        elif origin and opname.startswith("STORE_"):
+            imported.append((names[0], origin))
+            origin = ""
+        *others, loaded = names if opname.startswith(_LOADS) else ("",)
+        found.update(others)
+    found.update(*[handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)])
+    return found.union(own for name, own in imported if name in found)
 
 
 def texts_in(code: types.CodeType) -> set[str]:

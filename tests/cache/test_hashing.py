@@ -442,6 +442,23 @@ def test_loggers_in_globals_can_be_hashed() -> None:
     canonical_hash(Parameters.__call__)
 
 
+def test_a_logger_of_loguru_can_be_hashed() -> None:
+    loguru = pytest.importorskip("loguru", reason="loguru is not installed on this machine")
+    canonical_hash(Parameters(loguru.logger))
+
+
+def test_reading_and_pickling_a_configuration_of_omegaconf_keeps_its_hash() -> None:
+    omegaconf = pytest.importorskip("omegaconf", reason="OmegaConf is not installed on this machine")
+    config = omegaconf.OmegaConf.create({"spacing": {"x": 1.5, "y": "${spacing.x}"}, "rate": 1})
+    config.rate = 2
+    before = canonical_hash(Parameters(config))
+    assert config.spacing.y == 1.5
+    pickled = pickle.loads(pickle.dumps(config))
+    assert canonical_hash(Parameters(pickled)) == before == canonical_hash(Parameters(config))
+    config.spacing.x = 1.0
+    assert canonical_hash(Parameters(config)) != before
+
+
 def _local(factor: int) -> Any:
     class Local:
         def __call__(self, x: Any) -> Any:
