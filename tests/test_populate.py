@@ -361,7 +361,7 @@ def test_workers_that_all_die_end_it(make: Any, tmp_path: Path) -> None:
     trap.touch()
     with (
         pytest.warns(CacheWarning),
-        pytest.raises(WorkerDied, match=r"items in a row: a worker process was killed.*items 0 \(/.*trap\), 1 \("),
+        pytest.raises(WorkerDied, match=r"in a row: a worker process was killed.*Items under way: 0 \(/.*trap\), 1 \("),
     ):
         make(100, each={"kill": str(trap)}).populate(1)
     assert len(trap.read_text()) < 30
