@@ -76,7 +76,7 @@ def test_a_pool_that_breaks_ends_the_job_and_names_what_was_under_way(make: Data
     with (
         ProcessPoolExecutor(2) as executor,
         pytest.warns(CacheWarning),
-        pytest.raises(WorkerDied, match=r"runs nothing more.*items .*7 \(/.*trap\).*populate continues"),
+        pytest.raises(WorkerDied, match=r"runs nothing more.*Items under way: .*7 \(/.*trap\).*populate continues"),
     ):
         dataset.populate(executor=executor)
     assert len(trap.read_text()) == 1

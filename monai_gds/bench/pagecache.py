@@ -23,12 +23,10 @@ def cached(path: Path) -> float:
     if size == 0:
         return 0.0
     pages = -(-size // mmap.PAGESIZE)
-    with open(path, "rb") as f, mmap.mmap(f.fileno(), size, access=mmap.ACCESS_COPY) as mapping:
-        anchor = ctypes.c_char.from_buffer(mapping)
-        flags = (ctypes.c_ubyte * pages)()
-        code = _libc.mincore(ctypes.addressof(anchor), size, flags)
-        del anchor
-    if code:
+    with open(path, "rb") as f:
+        mapping = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_COPY)  # not closed, which fails behind a Ctrl-C
+    flags = (ctypes.c_ubyte * pages)()
+    if _libc.mincore(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), size, flags):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
     return bytes(flags).count(1) / pages
 

@@ -636,18 +636,19 @@ def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:
     """Raises StorageError where the disk, or a hole, does not hold the bytes that are read through the file."""
     device = disk.open()
     try:
-        with mmap.mmap(-1, _COMPARE_BYTES) as buffer, memoryview(buffer) as aligned:  # as O_DIRECT demands
-            for offset, start, nbytes in _pieces(blocks):
-                expected = read_at(fd, min(nbytes, blocks.size - offset), offset)
-                if start is None:
-                    place, found = "a hole", bytes(len(expected))
-                else:
-                    place = f"byte {start} of the device and what follows"
-                    got = os.preadv(device, [aligned[:nbytes]], start)
-                    found = bytes(aligned[: min(got, len(expected))])
-                if found != expected:
-                    end = offset + len(expected)
-                    raise StorageError(errno.EIO, f"{place} should be bytes {offset} to {end} of the file", path)
+        # Aligned, as O_DIRECT demands. Closing it would fail behind a Ctrl-C that leaves a part of it in use.
+        aligned = memoryview(mmap.mmap(-1, _COMPARE_BYTES))
+        for offset, start, nbytes in _pieces(blocks):
+            expected = read_at(fd, min(nbytes, blocks.size - offset), offset)
+            if start is None:
+                place, found = "a hole", bytes(len(expected))
+            else:
+                place = f"byte {start} of the device and what follows"
+                got = os.preadv(device, [aligned[:nbytes]], start)
+                found = bytes(aligned[: min(got, len(expected))])
+            if found != expected:
+                end = offset + len(expected)
+                raise StorageError(errno.EIO, f"{place} should be bytes {offset} to {end} of the file", path)
     finally:
         os.close(device)
 
