@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,7 +18,9 @@ from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-__all__ = ["Bell", "Changes", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread"]
+__all__ = [
+    "Bell", "Changes", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread", "start_undisturbed",
+]  # fmt: skip
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -141,6 +144,30 @@ def start_thread(thread: threading.Thread, timeout: float = -1) -> None:
     started.wait(timeout)
     if refused:
         raise refused[0]
+
+
+def start_undisturbed(thread: threading.Thread) -> None:
+    """Starts a thread of which there is one after the other. A Ctrl-C meanwhile is raised once the thread runs.
+
+    The second thread of :func:`start_thread` would take turns with these in malloc's arenas, and each arena keeps some
+    of what was freed in it.
+
+    Raises:
+        RuntimeError: there can be no more threads.
+        KeyboardInterrupt: Ctrl-C was pressed meanwhile.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:  # None: a handler in C
+        thread.start()
+        return
+    struck: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *signalled: struck.append(signalled))
+    try:
+        thread.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if struck and callable(before):
+        before(*struck[0])
 
 
 def end_with_parent() -> None:

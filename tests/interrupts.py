@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dis
 import itertools
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Literal
+
+from monai_gds import process
 
 __all__ = ["interrupted"]
 
@@ -18,6 +21,11 @@ _CHECKS = {
     for name, number in dis.opmap.items()
     if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD"))
 }
+
+
+def _is_deferred() -> bool:
+    """Whether Ctrl-C is only noted for now, by ``process.start_undisturbed``."""
+    return getattr(signal.getsignal(signal.SIGINT), "__module__", "") == process.__name__
 
 
 def interrupted(
@@ -65,7 +73,7 @@ def interrupted(
         if happened == "call" and not counts(frame):
             return None
         frame.f_trace_opcodes = event != "line"
-        if is_counted(frame, happened) and next(events) == n:
+        if is_counted(frame, happened) and not _is_deferred() and next(events) == n:
             last.clear()
             raise KeyboardInterrupt
         return trace

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.process import Owner, PerProcess
+from monai_gds.process import Owner, PerProcess, start_undisturbed
 from tests.machines import in_child, python
 
 
@@ -144,3 +144,22 @@ os._exit(0)
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end, "it outlived its parent"
         time.sleep(0.05)
+
+
+def test_a_ctrl_c_while_a_thread_starts_is_raised_once_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = threading.Event()
+    begin = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        begin(thread)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", interrupted)
+            start_undisturbed(threading.Thread(target=ran.set))
+        assert ran.wait(20)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -49,7 +49,7 @@ from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import Recorder, Stats, measure_workers
 from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
-from monai_gds.process import Owner, start_thread
+from monai_gds.process import Owner, start_undisturbed
 from monai_gds.stages import Watch, enter, measured
 from monai_gds.units import bytes_of
 
@@ -354,7 +354,7 @@ class Epoch(Iterator[Any]):
         self.stop.atexit = False
         _epochs.add(self)
         try:
-            start_thread(self.thread)
+            start_undisturbed(self.thread)
         except BaseException:  # also a Ctrl-C, whose traceback may keep this object
             self.stop()
             raise

@@ -127,7 +127,7 @@ class HandOver:
     def stop(self) -> None:
         """Leaves the loop: nothing is put or taken any more. May be called in any thread, by the collector too."""
         self.stopped = True
-        self._taken = lambda mark: None  # a traceback that is kept must not keep what was read ahead
+        self._on_taken = lambda mark: None  # a traceback that is kept must not keep what was read ahead
         self._parcels.clear()
         self._room.ring()
         self._news.ring()
