@@ -50,7 +50,8 @@ def boxes_of(packed: Packed, boxes: list[Box]) -> list[torch.Tensor]:
     arrangement = arrange(layout.shape, layout.dtype.itemsize, boxes)
     memory = torch.zeros(arrangement.numel, dtype=layout.dtype)
     unpack_boxes(tiles, selection, buffer, boxes, arrangement, memory)
-    return [voxels(memory, arrangement, box).contiguous() for box in boxes]
+    patterns = memory.view(PATTERNS[layout.dtype.itemsize])  # see crop
+    return [voxels(patterns, arrangement, box).contiguous().view(layout.dtype) for box in boxes]
 
 
 def voxels(memory: torch.Tensor, arrangement: Arrangement, box: Box) -> torch.Tensor:
