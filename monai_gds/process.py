@@ -149,8 +149,8 @@ def start_thread(thread: threading.Thread, timeout: float = -1) -> None:
 def start_undisturbed(thread: threading.Thread) -> None:
     """Starts a thread of which there is one after the other. A Ctrl-C meanwhile is raised once the thread runs.
 
-    The second thread of :func:`start_thread` would take turns with these in malloc's arenas, and each arena keeps some
-    of what was freed in it.
+    Loops whose threads :func:`start_thread` began used more memory, probably since its second thread takes turns with
+    theirs in malloc's arenas: a training under a limit was killed that is not with this function.
 
     Raises:
         RuntimeError: there can be no more threads.
