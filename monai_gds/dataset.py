@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack
 
@@ -33,7 +32,7 @@ from monai_gds.arguments import (
     mode_given,
     root_given,
 )
-from monai_gds.cache.budget import Budget, OverBudget
+from monai_gds.cache.budget import Budget
 from monai_gds.cache.compression import Codec, Compression
 from monai_gds.cache.directory import CacheDirectory, prepare, tidy
 from monai_gds.cache.hashing import canonical_hash
@@ -41,22 +40,21 @@ from monai_gds.cache.heads import Form
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key, Pipeline
 from monai_gds.cache.pending_item import PendingItem
-from monai_gds.cache.problems import with_advice
 from monai_gds.cache.reading import Mmap, Verify
-from monai_gds.cache.rounding import check_bits, rounded
-from monai_gds.cache.single_flight import Lease, Leases, pace, take_turn
+from monai_gds.cache.rounding import check_bits
 from monai_gds.cache.sources import Policy, Sources
 from monai_gds.cache.tiers import TwoTiers
-from monai_gds.cache.tree import EncodedItem, compile_tree, copy_item, encode_item
 from monai_gds.cache.uses import Uses
 from monai_gds.cache.writer import process_writer
-from monai_gds.describe import describe, explain_item, uncached, why_missed
+from monai_gds.describe import describe, explain_item, uncached
 from monai_gds.draws import Draws, Turn
-from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
+from monai_gds.errors import CacheWarning
 from monai_gds.item_keys import HashTransform, ItemKeys, MonaiVersion
 from monai_gds.label_indices import takes_runs
+from monai_gds.making import ItemMaker, RecordMaker, Saved, look
+from monai_gds.misses import Misses, warn_of_misses, why_missed
 from monai_gds.naming import naming
-from monai_gds.populate import Populated, Saved, populate
+from monai_gds.populate import Populated, populate
 from monai_gds.process import Owner
 from monai_gds.ranks import Ranks
 from monai_gds.state import State, applied, apply, capture_all
@@ -113,7 +111,7 @@ class Begun:
         if turn is not None and turn.queue.split is self._dataset.split():
             drawn = turn.queue.take(turn)
         if drawn is not None:
-            self._dataset._note_hit()
+            self._dataset._state.misses.hit()
         self._arrived = (self.finish(), 0) if drawn is None else drawn
 
     def end(self) -> Any:
@@ -134,13 +132,13 @@ class Begun:
         """The item up to its random transforms. If it was not cached, it is computed here and saved."""
         cache, key = self._cache, self._key
         if cache is None or key is None:
-            return self._dataset._only_compute(self._item, self._index)
+            return self._dataset._items().make(self._item, self._index)
         pending = self._pending
         # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
-        found = _look(cache, key, self._item) if pending is None else pending.wait(self._item)
+        found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
         if found is None:
             return self._dataset._fill(cache, key, self._item, self._index)
-        self._dataset._note_hit()
+        self._dataset._state.misses.hit()
         return found[0]
 
 
@@ -491,7 +489,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         finally:
             self.tidy()
         if not done.cached and not done.converted:
-            self._warn_of_misses(why, stacklevel=3)
+            warn_of_misses(str(self.cache_dir), why, stacklevel=3)
         if done.left_out and ranks.rank == 0:
             warnings.warn(
                 f"{done.left_out} items are computed in every epoch: the {shown(self.max_bytes or 0)} of max_bytes "
@@ -605,7 +603,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def read(self, index: int) -> Any:
         """An item up to its random transforms, as its record holds it; None if it has no usable record."""
         cache, item = self._cache(), self.data[index]
-        found = None if cache is None else _look(cache, self._key(item), item)
+        found = None if cache is None else look(cache, self._key(item), item)
         return None if found is None else found[0]
 
     @property
@@ -627,49 +625,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             Exception: whatever the transforms raise.
         """
         with nullcontext() if self._computes_under is None else applied(self._computes_under):
-            return self._save(self.data[index], index, anyway)
-
-    def _save(self, item: Any, index: int, anyway: bool) -> Saved:
-        key, cache = self._key(item), self._cache()
-        assert cache is not None, "the caller has checked that items are cached"
-        if self.holds(key):
-            return Saved("cached", key.digest)
-        if cache.full:
-            return Saved("full", key.digest)
-        leases = Leases(cache.path)
-        lease = leases.take(key.digest)
-        if lease is None and not anyway:
-            return Saved("busy")
-        with lease or leases.none(key.digest):
-            if self.holds(key):  # the lease's last holder may have just finished
-                return Saved("cached", key.digest)
-            began = time.perf_counter()
-            if self._converts and (how := self._convert(cache, key)):
-                return Saved(how, key.digest, time.perf_counter() - began)
-            times = self._keys().times(key)
-            encoded, _ = self._compute(item, index, "error")
-            seconds = time.perf_counter() - began
-            changed = self._keys().changes(key, times, item)
-            if changed:
-                raise FileChanged(f"while item {index} was computed, {changed}. Populate again")
-            try:
-                cache.save(key, encoded)
-            except OverBudget:
-                return Saved("full", key.digest)
-            except OSError as e:
-                raise NotSaved(f"nothing more can be cached in {self.cache_dir}: {with_advice(e)}") from e
-        return Saved("computed", key.digest, seconds)
-
-    def _convert(self, cache: CacheDirectory, key: Key) -> Literal["converted", "cached"] | None:
-        try:
-            return cache.convert(key)
-        except OverBudget:
-            return "cached"
-        except OSError as e:
-            raise NotSaved(
-                f"records in {self.cache_dir} cannot be converted: {with_advice(e)}. They serve as they are: without "
-                "convert=True (cache warm --no-convert) they are left alone"
-            ) from e
+            cache = self._cache()
+            assert cache is not None, "the caller has checked that items are cached"
+            maker = RecordMaker(self._items(), self._keys(), cache)
+            return maker.save(self.data[index], index, anyway=anyway, convert=self._converts)
 
     # The cache
 
@@ -738,98 +697,17 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             queue = local.queue = Draws(split, self.target(), self._state.on_values)
         return queue
 
-    def _only_compute(self, item: Any, index: Any) -> Any:
-        encoded, _ = self._compute(item, index, "pass")
-        return self._assemble(encoded, item)
-
-    def _compute(self, item: Any, index: Any, unsupported: str) -> tuple[EncodedItem, bool]:
-        """Computes an item and takes it apart. Errors name the item.
-
-        Returns:
-            The item taken apart, and whether a record can hold it. If not, ``"error"`` raises and ``"warn"`` warns.
-        """
-        began = time.perf_counter()
-        with naming(index, item):
-            mine, given = copy_item(item)  # transforms may write into it
-            computed = self._pre_transform(mine)
-            stages.enter("encoding")
-            try:
-                encoded, storable = encode_item(computed, root=self.root, given=given), True
-            except UnsupportedType as e:
-                if unsupported == "error":
-                    raise
-                if unsupported == "warn":
-                    self._warn_once(UnsupportedType, f"computed in every epoch, since it cannot be cached: {e}")
-                encoded, storable = encode_item(computed, strict=False), False
-        if (bits := self.mantissa_bits) is not None:
-            encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
-        pace.note(time.perf_counter() - began)
-        stages.count("computed")
-        return encoded, storable
+    def _items(self) -> ItemMaker:
+        return ItemMaker(self._pre_transform, self.target(), self._form(), self.mantissa_bits, self._state.misses)
 
     def _fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
-        stages.enter("waiting for other processes")
-        lease, found = take_turn(cache.path, key.digest, partial(_look, cache, key, item))
-        if found is not None:
-            return found[0]
-        with lease:
-            self._note_miss(cache, key)
-            times = self._keys().times(key)
-            encoded, storable = self._compute(item, index, self.unsupported)
-            if storable:
-                self._save_behind(cache, key, times, item, encoded, lease)
-        return self._assemble(encoded, item)
-
-    def _save_behind(
-        self, cache: CacheDirectory, key: Key, times: dict[str, int], item: Any, encoded: EncodedItem, lease: Lease
-    ) -> None:
-        # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
-        stages.enter("keys")
-        changed = self._keys().changes(key, times, item)
-        if changed:
-            self._warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
-            return
-        stages.enter("saving")
-        if self.durable or not self._saves_behind():
-            cache.publish(key, encoded)
-        else:
-            cache.publish_behind(key, encoded, lease.hand_over())
-        self._keys().flush()
-
-    def _assemble(self, encoded: EncodedItem, item: Any) -> Any:
-        """Puts together an item that was just computed, exactly as if it had been read."""
-        stages.enter("decoding")
-        device = self.target()
-        tensors = {name: t.to(device) for name, t in encoded.tensors.items()}
-        return compile_tree(encoded.tree, encoded.arrays, tensors, **self._form()._asdict())(tensors, item)
+        maker = RecordMaker(self._items(), self._keys(), cache)
+        behind = self._saves_behind() and not self.durable
+        return maker.fill(key, item, index, of=len(self.data), unsupported=self.unsupported, behind=behind)
 
     def _form(self) -> Form:
         numpy = self.arrays == "numpy" or (self.arrays == "auto" and self.device.type == "cpu")
         return Form(self.track_meta, numpy, self.root)
-
-    def _note_hit(self) -> None:
-        self._state.why = []  # not every item is missed
-        stages.count("hits")
-
-    def _note_miss(self, cache: CacheDirectory, key: Key) -> None:
-        """Warns once, with the reason, when all items missed though the folder has records of a similar pipeline."""
-        state = self._state
-        state.misses += 1
-        if state.misses == 1:
-            state.why = why_missed(cache, key)
-        worker = torch.utils.data.get_worker_info()
-        if state.misses * (1 if worker is None else worker.num_workers) >= len(self.data):
-            self._warn_of_misses(state.why, stacklevel=6)
-            state.why = []
-
-    def _warn_of_misses(self, why: list[str], stacklevel: int) -> None:
-        if why:
-            warnings.warn(
-                f"every item was computed anew, though {self.cache_dir} holds records of a similar pipeline. What "
-                f"differs: {'; '.join(why)}. See dataset.explain(index)",
-                CacheWarning,
-                stacklevel=stacklevel,
-            )
 
     def _why_to_populate(self) -> list[str]:
         """Why the first item has no record; empty if it has one."""
@@ -838,11 +716,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return [] if cache is None else why_missed(cache, key)
         except Exception:  # populating raises it again, and notes it
             return []
-
-    def _warn_once(self, kind: type[Exception], message: str) -> None:
-        if kind not in self._state.warned:
-            self._state.warned.add(kind)
-            warnings.warn(message, CacheWarning, stacklevel=5)
 
     def flush(self) -> None:
         """Waits until every item computed so far is saved, or a warning has given the reason why not.
@@ -934,7 +807,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         state = self._state
         if state.split is None or state.split.compose is not self.transform:  # the first time, or it was replaced
             state.split = Split(self.transform)
-            state.on_values, state.warned = {}, set()  # of the transforms before
+            state.on_values = {}  # of the transforms before
+            state.misses.warn_anew()
             try:
                 self.set_transform_hash(self.hash_transform)
             except BaseException:
@@ -969,8 +843,8 @@ class _Runtime:
     """
 
     __slots__ = (
-        "cache", "cache_owner", "keys", "local", "misses", "on_values", "owner", "pipeline", "split", "uses", "warned",
-        "warned_of_cpu", "why",
+        "cache", "cache_owner", "keys", "local", "misses", "on_values", "owner", "pipeline", "split", "uses",
+        "warned_of_cpu",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -982,13 +856,5 @@ class _Runtime:
         self.pipeline: Pipeline | None = None  # whose use was noted last
         self.local = threading.local()
         self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
-        self.misses = 0
-        self.why: list[str] = []  # what differs from the nearest record, while every item misses
-        self.warned: set[type[Exception]] = set()
+        self.misses = Misses()
         self.warned_of_cpu = False
-
-
-def _look(cache: CacheDirectory, key: Key, item: Any) -> Any:
-    """The item in a tuple if it has a record by now, else None."""
-    pending = cache.start(key.digest)
-    return None if pending is None else pending.wait(item)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -13,20 +12,20 @@ from monai.transforms.traits import RandomizableTrait
 
 from monai_gds import limits
 from monai_gds.cache import maintenance
-from monai_gds.cache.explain import Nearest, Wanted, nearest
+from monai_gds.cache.explain import Nearest
 from monai_gds.cache.index import Index
 from monai_gds.cache.key import Key
 from monai_gds.errors import MonaiGdsError
 from monai_gds.ghosts import hazard, parts
+from monai_gds.misses import nearest_record
 from monai_gds.printable import printable
 from monai_gds.transforms import Split, cacheable_after
 from monai_gds.units import shown
 
 if TYPE_CHECKING:
-    from monai_gds.cache.directory import CacheDirectory
     from monai_gds.dataset import GDSDataset
 
-__all__ = ["describe", "explain_item", "uncached", "why_missed"]
+__all__ = ["describe", "explain_item", "uncached"]
 
 
 def _name_of(transform: Callable[..., Any]) -> str:
@@ -176,7 +175,7 @@ def explain_item(dataset: GDSDataset, index: int) -> str:
     if dataset.holds(key):
         lines = _hit(dataset, index, key)
     else:
-        near = _nearest(Index(dataset.cache_dir), key)
+        near = nearest_record(Index(dataset.cache_dir), key)
         lines = [f"item {index} is a miss: there is no {dataset.record_path(key)}", *_lines(near)]
     state = ", ".join(f"{name} {value}" for name, value in key.pipeline.state) or "defaults"
     lines.append(f"  settings of the process: {state}")
@@ -208,18 +207,3 @@ def _lines(near: Nearest) -> list[str]:
     made = f"{datetime.fromtimestamp(near.entry.mtime_ns / 1e9):%Y-%m-%d %H:%M}"
     head = f"  the nearest record is {near.entry.name}, made {made}; what differs:"
     return [head, *(f"    {difference}" for difference in near.differences)]
-
-
-def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
-    """How a key differs from the nearest record; empty if no record is near. Call it before this run saves records.
-
-    Empty too if the key has a record: why that is not used is reported when it is read.
-    """
-    exists = os.path.exists(cache.record_path(key.digest))
-    # a new index, whose memory is free afterwards: 1 kB per record
-    near = None if cache.index is None or exists else _nearest(Index(cache.index.directory), key)
-    return near.differences if near is not None and near.entry is not None else []
-
-
-def _nearest(index: Index, key: Key) -> Nearest:
-    return nearest(index, Wanted(key.item, key.pipeline.digest, key.sources, key.pipeline.describe()))

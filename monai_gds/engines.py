@@ -27,16 +27,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from monai_gds import limits
 from monai_gds.cache.permissions import ANY
 from monai_gds.cache.process_names import this_process
-from monai_gds.cache.single_flight import pace
 from monai_gds.cache.temporary import opened
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.making import Saved
 from monai_gds.naming import paths_of
 from monai_gds.workers import Workers
 
@@ -51,7 +51,6 @@ __all__ = [
     "InWorkers",
     "OverExecutor",
     "RayExecutor",
-    "Saved",
     "default_workers",
     "in_words",
     "path_of",
@@ -70,26 +69,6 @@ _MONTH = 30 * 24 * 3600
 _WORDS = 500
 
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class Saved(NamedTuple):
-    """What became of an item that should have a record.
-
-    Attributes:
-        how: ``"cached"``: its record existed; ``"computed"``: it was made; ``"converted"``: it was rewritten in the
-            form asked for; ``"full"``: it does not fit into the budget; ``"busy"``: another process is computing it.
-        digest: of the record's key, if there is one.
-        seconds: how long computing it took.
-    """
-
-    how: Literal["cached", "computed", "converted", "full", "busy"]
-    digest: str = ""
-    seconds: float = 0.0
-
-    def note(self) -> None:
-        """Notes in this process how long a worker took to compute an item: leases wait accordingly."""
-        if self.how == "computed":
-            pace.note(self.seconds)
 
 
 #: What became of an item, or how it failed; and which worker computed it (thread, process and host).

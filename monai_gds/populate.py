@@ -19,18 +19,18 @@ from monai_gds.engines import (
     Here,
     InWorkers,
     OverExecutor,
-    Saved,
     default_workers,
     in_words,
     path_of,
 )
 from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.making import Saved
 from monai_gds.ranks import RankLost, Ranks
 
 if TYPE_CHECKING:
     from monai_gds.dataset import GDSDataset
 
-__all__ = ["Populated", "Saved", "populate"]
+__all__ = ["Populated", "populate"]
 
 #: Items that the message of an error names.
 _NAMED = 10

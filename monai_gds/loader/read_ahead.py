@@ -19,7 +19,7 @@ import torch
 from monai_gds import stages
 from monai_gds.dataset import Begun, GDSDataset
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
-from monai_gds.populate import Saved
+from monai_gds.making import Saved
 from monai_gds.workers import Workers
 
 __all__ = ["CacheWorkers", "ReadAhead"]
