@@ -320,7 +320,7 @@ class Epoch(Iterator[Any]):
         watch: Watch | None = None,
     ) -> None:
         for left in _left_threads - {threading.current_thread()}:  # a transform may begin a loop
-            _leave(left)
+            _leave(left, _LEAVE_SECONDS)
         if device.type == "cpu":
             heed_load()
         ahead: ReadAhead | WorkerBatches
@@ -448,11 +448,11 @@ def _stop(
     _left_threads.add(thread)
     # The collector may get here in any thread: in this one, or in one that this one waits for.
     if hand_over.consumer == threading.get_ident():
-        _leave(thread)  # or until Ctrl-C: whoever comes next waits on
+        _leave(thread, _LEAVE_SECONDS)  # or until Ctrl-C: whoever comes next waits on
 
 
-def _leave(thread: threading.Thread, seconds: float | None = _LEAVE_SECONDS) -> None:
-    """Waits for the thread of a loop that was left."""
+def _leave(thread: threading.Thread, seconds: float | None) -> None:
+    """Waits for the thread of a loop that was left; None: however long it takes."""
     with suppress(RuntimeError):  # it has not begun, and will do nothing
         thread.join(seconds)
     if not thread.is_alive():

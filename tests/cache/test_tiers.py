@@ -26,6 +26,7 @@ from monai_gds.cache.single_flight import Leases
 from monai_gds.cache.uses import Uses
 from monai_gds.dataset import GDSDataset
 from monai_gds.errors import CacheWarning, StorageError
+from monai_gds.making import ItemMaker
 from monai_gds.storage import FileId, Pending
 from tests.cache.test_budget import NBYTES, names, record_size, size
 from tests.interrupts import interrupted
@@ -172,7 +173,7 @@ def test_a_copy_whose_data_cannot_be_read_is_read_from_afar_and_replaced(
         return wait(self, item)
 
     monkeypatch.setattr(PendingItem, "wait", failing)
-    monkeypatch.setattr(GDSDataset, "_compute", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(ItemMaker, "compute", lambda *_: pytest.fail("computed"))
     made = dataset(far, near)
     with pytest.warns(CacheWarning, match="is read from cache_dir.*and move local_dir") as caught:
         assert same(epoch(made), items)
