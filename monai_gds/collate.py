@@ -54,13 +54,17 @@ _SMALL_ARRAY = 1024
 #: References to a tensor that only its item holds: the item's, its column's, and the argument of ``getrefcount``.
 _ONLY_THE_ITEM = 3
 
+#: How many tensors and other objects of torch hold a storage. None: this torch does not tell.
+_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
 
 def collate(batch: Sequence[Any]) -> Any:
     """Makes a batch of items with the types, keys, values, dtypes, devices and metadata of ``list_data_collate``.
 
     A batch of one is not copied: its tensors are those of the item with one more axis. This holds for a contiguous
     tensor that fills its storage, needs no gradient and is referenced by its item alone, such as those of GDSDataset's
-    items. The item must not be used afterwards, so do not use this function with a dataset that keeps its items.
+    items. One of which somebody has a view, or an array over its memory, is copied: a random transform may remember it.
+    The item must not be used afterwards, so do not use this function with a dataset that keeps its items.
 
     CUDA tensors are stacked on their device, without waiting for it. Numbers and small arrays share blocks of NumPy's
     memory. Large batches on the CPU use a pool of up to 32 MiB. ``resize_`` refuses tensors of either kind, as it does
@@ -89,9 +93,6 @@ def collate(batch: Sequence[Any]) -> Any:
 
 class _Collation:
     """One call of :func:`collate`. A column holds what all items have in one place of their trees."""
-
-    def __init__(self) -> None:
-        self._handed_on: set[int] = set()  # storages that became part of the batch
 
     def batch(self, batch: Sequence[Any]) -> Any:
         default_collate_fn_map[MetaTensor] = collate_meta_tensor_fn  # as list_data_collate does
@@ -168,13 +169,10 @@ class _Collation:
             return False  # a worker's results go through shared memory, which torch's function allocates
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or not tensor.is_contiguous():
             return False
-        storage = tensor.untyped_storage()
-        if tensor.is_conj() or tensor.is_neg() or storage.nbytes() > tensor.nbytes + _SLACK:
-            return False  # a crop must not keep the volume that it was cut from
-        if storage.data_ptr() in self._handed_on:  # a view of a tensor that is in the batch
+        if tensor.is_conj() or tensor.is_neg() or _memory_held(tensor) not in _BY_ONE_TENSOR:
             return False
-        self._handed_on.add(storage.data_ptr())
-        return True
+        # A crop must not keep the volume that it was cut from.
+        return tensor.untyped_storage().nbytes() <= tensor.nbytes + _SLACK
 
     def metatensors(self, values: Sequence[MetaTensor]) -> MetaTensor | None:
         """As ``collate_meta_tensor_fn``, without ``torch.stack``'s detour through MONAI."""
@@ -224,6 +222,22 @@ class _Collation:
             return None
         array = np.array(values)
         return torch.from_numpy(array) if array.dtype == dtype else None  # an int may be too large
+
+
+def _memory_held(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold the storage of a tensor; and the tensor that it is a view of, as every MetaTensor is one."""
+    if _holders is None:
+        return (-1, -1)
+    with torch._C.DisableTorchFunctionSubclass():
+        base = tensor._base
+        return _holders(tensor.untyped_storage()._cdata), 0 if base is None else sys.getrefcount(base)
+
+
+#: What :func:`_memory_held` finds where there is one tensor, or one and the base that nobody else has. Counted here,
+#: since it depends on torch who holds what.
+_BY_ONE_TENSOR = frozenset(
+    map(_memory_held, (torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu").view(1)))
+) - {(-1, -1)}  # fmt: skip
 
 
 def _plain_and_alike(values: Sequence[torch.Tensor]) -> bool:

@@ -79,6 +79,9 @@ _PLAIN = (
 _LIBRARIES = ("monai", "torch", "numpy")
 _ORIGINS = (*_LIBRARIES, "builtins", "_thread")
 
+#: Where the methods of MONAI's transforms are written.
+_WRITERS = ("monai", "contextlib")
+
 
 class NotOnGhosts(Exception):
     """A transform cannot be run on ghosts; the message says why, as the end of a sentence."""
@@ -102,7 +105,11 @@ def drawable(steps: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
 def hazard(transform: Callable[..., Any]) -> str:
     """Why a transform must not see ghosts; empty if it may."""
     for part in parts(transform):
-        if type(part) in _TYPES or (isinstance(part, _PLAIN) and _origin(type(part)) in _ORIGINS):
+        if type(part) in _TYPES:
+            if name := _not_monais(type(part)):
+                return f"{name} was replaced"
+            continue
+        if isinstance(part, _PLAIN) and _origin(type(part)) in _ORIGINS:
             continue
         if isinstance(part, np.random.RandomState):
             if type(part) is not np.random.RandomState or type(part._bit_generator) is not np.random.MT19937:
@@ -143,6 +150,18 @@ def _members_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
     if issubclass(kind, dict):
         return lambda part: [*part.keys(), *part.values()]
     return iter if issubclass(kind, (list, tuple, set, frozenset)) else None
+
+
+def _not_monais(kind: type) -> str:
+    """The first method of a transform that is not MONAI's own, such as one that draws from a global generator."""
+    for cls in kind.__mro__:
+        for name, value in vars(cls).items():
+            function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+            if isinstance(function, types.FunctionType):
+                module = str(function.__globals__.get("__name__"))
+                if module.partition(".")[0] not in _WRITERS:
+                    return f"{cls.__name__}.{name}"
+    return ""
 
 
 def _is_a_librarys(value: Any) -> bool:

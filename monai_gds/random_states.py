@@ -17,13 +17,10 @@ from monai.transforms import Randomizable, Transform
 from monai_gds.generators import put_state, state_of
 from monai_gds.ghosts import parts
 
-__all__ = ["GlobalStates", "States", "generators", "seed_everything", "seed_transforms"]
+__all__ = ["States", "generators", "seed_everything", "seed_transforms"]
 
 #: What :func:`seed_transforms` seeds.
 _SEEDED = (Randomizable, np.random.Generator, torch.Generator, random.Random)
-
-#: The generator behind the functions of ``np.random``.
-_NUMPYS = np.random.mtrand._rand
 
 
 def generators(transforms: Iterable[Callable[..., Any]]) -> set[int]:
@@ -161,32 +158,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and np.array_equal(a, b)
     return isinstance(a, (bool, int, float, str, slice, type(None))) and a == b
-
-
-class GlobalStates:
-    """The states of the generators of Python, NumPy and torch."""
-
-    __slots__ = ("_cpu", "_cuda", "_numpy", "_python")
-
-    def __init__(self) -> None:
-        self._python, self._numpy, self._cpu = random.getstate(), state_of(_NUMPYS), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-
-    def moved(self) -> bool:
-        """Whether one of the generators was drawn from since."""
-        now = GlobalStates()
-        return not (
-            self._python == now._python
-            and self._numpy == now._numpy
-            and torch.equal(self._cpu, now._cpu)
-            and len(self._cuda) == len(now._cuda)
-            and all(map(torch.equal, self._cuda, now._cuda))
-        )
-
-    def put_back(self) -> None:
-        """Puts the generators back into these states."""
-        random.setstate(self._python)
-        put_state(_NUMPYS, self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)

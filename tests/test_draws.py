@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,8 @@ from monai_gds.cache.lazy_item import LazyItem, Volumes
 from monai_gds.dataset import Begun
 from monai_gds.generators import put_state
 from monai_gds.ghosts import Ghosts, parts
-from monai_gds.random_states import GlobalStates, States
+from monai_gds.random_states import States
+from tests.global_states import GlobalStates
 from tests.same import assert_same, strides
 
 BOTH = ["image", "label"]
@@ -563,6 +565,36 @@ def test_a_crop_that_draws_from_a_global_generator(
         outs.append(states(one))
     assert_equal(outs[0], outs[2])
     assert_same(outs[1], outs[3])
+
+
+def test_the_training_draws_from_global_generators_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise, time steps, dropout: what the training draws under a seed is what it draws without this dataset."""
+    run, drawn_by_training = Ghosts.run, list[tuple[float, ...]]()
+
+    def train() -> None:
+        drawn_by_training.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
+
+    def while_the_training_goes_on(self: Ghosts, *args: Any) -> Any:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        return run(self, *args)
+
+    monkeypatch.setattr(Ghosts, "run", while_the_training_goes_on)
+    mine = dataset(folder, lambda: [crop()])
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(1)
+    begun = mine.begin(range(4))
+    assert all(map(drawn, begun))
+    for one in begun:
+        mine.end(one)
+    found = drawn_by_training.copy()
+    drawn_by_training.clear()
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(1)
+    for _ in found:
+        train()
+    assert found == drawn_by_training
 
 
 # Records that change

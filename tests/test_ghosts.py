@@ -16,7 +16,8 @@ from monai.transforms import apply_transform
 
 from monai_gds import ghosts
 from monai_gds.ghosts import SEES_GHOSTS, Ghosts, NotOnGhosts, drawable, hazard
-from monai_gds.random_states import GlobalStates, States
+from monai_gds.random_states import States
+from tests.global_states import GlobalStates
 from tests.same import assert_same, strides
 
 SHAPE = (30, 27, 22)
