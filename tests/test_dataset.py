@@ -623,6 +623,25 @@ def test_the_home_directory_is_meant_by_a_tilde(
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.parametrize("argument", ["cache_dir", "local_dir", "root"])
+@pytest.mark.parametrize("folder", ["$SCRATCH/cache", "${SCRATCH}/cache", "here/$SCRATCH"])
+def test_a_variable_that_is_meant_for_a_shell_is_not_taken_for_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments: dict[str, Any] = {"cache_dir": tmp_path / "cache", argument: folder}
+    with pytest.raises(ValueError, match=re.escape(f"{argument}={folder!r}: there is no folder '$")) as said:
+        GDSDataset([1], [mt.Identity()], device="cpu", **arguments)
+    assert f"give os.path.expandvars({folder!r})" in str(said.value)
+
+
+@pytest.mark.parametrize("folder", ["$5", "5$x", "$there/cache"])
+def test_a_folder_may_have_a_dollar_in_its_name(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "$there").mkdir()
+    _ = GDSDataset([1], [mt.Identity()], tmp_path / folder, device="cpu")[0]
+    assert len(records(tmp_path / folder)) == 1
+
+
 @pytest.mark.parametrize(("cache", "error"), [("", ValueError), (5, TypeError), (b"cache", TypeError)])
 def test_a_cache_dir_that_names_no_folder(make: Make, cache: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"cache_dir={cache!r} .*None for none"):
