@@ -160,8 +160,9 @@ def list_of(images: ImageList | PackedImages) -> ImageList:
 class ImageSource:
     """Batches of encoded images and their labels, for ``fn.external_source`` in your own DALI pipeline.
 
-    Each ``iter()`` begins a new epoch. DALI calls it with ``cycle="raise"``. The memory of a batch is kept for
-    ``keep`` more batches, because with ``no_copy=True`` DALI reads from it until the batch's outputs are there.
+    Each ``iter()`` is a new epoch, which begins with its first batch. DALI calls it with ``cycle="raise"``. The memory
+    of a batch is kept for ``keep`` more batches, because with ``no_copy=True`` DALI reads from it until the batch's
+    outputs are there.
 
     Args:
         root: an image folder, a packed folder or a block map, see :func:`open_images`.
@@ -227,10 +228,10 @@ class ImageSource:
 
     def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
         """One epoch of ``(images, labels)``: 1-D uint8 arrays, and int32 (batch, 1); NumPy, or torch on CUDA."""
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return self._batches(epoch)
+        return self._batches()
 
-    def _batches(self, epoch: int) -> Iterator[tuple[list[Any], Any]]:
+    def _batches(self) -> Iterator[tuple[list[Any], Any]]:
+        epoch, self._epoch = self._epoch, self._epoch + 1  # here, since iter() may be called and not used
         kept: deque[tuple[Batch, Any]] = deque(maxlen=self._keep)
         for batch in self._reader.read(self._sampler.epoch(epoch)[: len(self)]):
             labels: Any = batch.labels[:, None]
