@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -408,6 +409,38 @@ def test_a_source_that_changes_and_changes_back_while_it_is_read_is_not_cached(
     assert records(Path(dataset.cache_dir)) == []
     with pytest.raises(PopulateError, match="holds the same as before"):
         dataset.populate(num_workers=0, progress=False)
+
+
+@pytest.mark.parametrize("where", [".", "inner"])
+def test_a_file_that_comes_and_goes_in_a_source_folder_while_it_is_read_is_noticed(
+    make: Make, tmp_path: Path, where: str
+) -> None:
+    folder = tmp_path / "series"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "a.txt").write_text("a")
+
+    class Count(mt.Transform):
+        def __call__(self, data: Any) -> Any:
+            other = folder / where / "b.txt"
+            other.write_text("b")  # somebody else copies a file to a wrong place
+            found = len(list(folder.rglob("*.txt")))
+            other.unlink()
+            return {"files": found}
+
+    dataset = make(mt.Compose([Count()]), [{"series": str(folder)}])
+    time.sleep(0.02)  # the clock of a file system has ticks
+    with pytest.warns(CacheWarning, match=f"while it was computed, {folder} changed, and holds the same"):
+        assert dataset[0] == {"files": 2}
+    assert records(Path(dataset.cache_dir)) == []
+
+
+def test_a_cache_within_a_source_folder_does_not_change_it(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "series" / "inner").mkdir(parents=True)
+    dataset = make(
+        mt.Compose([mt.Identity()]), [{"series": str(tmp_path / "series")}] * 2, tmp_path / "series" / "cache"
+    )
+    _ = dataset[0], dataset[1]
+    assert len(records(Path(dataset.cache_dir))) == 1
 
 
 def test_replacing_the_transform(make: Make) -> None:
