@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -118,7 +119,8 @@ def open_reader(
     if name == _PLAIN and packed:
         raise ValueError(f"reader={name!r} reads single files, and {root} is packed: use reader={_PACKED!r}")
     if name == _PACKED and not packed:
-        raise ValueError(f"reader={name!r}, but {root} is not packed: run `monai-gds pack {root} OUT` and name OUT")
+        command = f"monai-gds pack {shlex.quote(root)} OUT"
+        raise ValueError(f"reader={name!r}, but {root} is not packed: run `{command}` and name OUT")
     if name == _PLAIN:
         if options:
             raise ValueError(
