@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -98,8 +99,11 @@ def mode_given(file_mode: int | None) -> int:
     """The permissions that records have at most. Raises TypeError or ValueError if they are not usable permissions."""
     if file_mode is None:
         return ANY
-    if not isinstance(file_mode, int):
-        raise TypeError(f"file_mode={file_mode!r} is not a number: give permissions in octal, such as 0o640")
+    try:
+        file_mode = operator.index(file_mode)  # NumPy's integers too
+    except TypeError:
+        what = f"file_mode={file_mode!r} is not a number: give permissions in octal, such as 0o640"
+        raise TypeError(what) from None
     if not 0o600 <= file_mode <= 0o777 or file_mode & 0o600 != 0o600:
         given = f"file_mode={file_mode}, in octal {file_mode:#o}"
         raise ValueError(f"{given}: it must let you read and write, as 0o600 and 0o640 do")

@@ -243,7 +243,7 @@ def verify(
         if damaged:
             say(
                 "Damaged records are computed anew when they are next used. "
-                f"To delete them now: monai-gds cache prune --damaged {directory}"
+                f"To delete them now: monai-gds cache prune --damaged {shlex.quote(str(directory))}"
             )
     raise typer.Exit(1 if damaged or unread else 0)
 

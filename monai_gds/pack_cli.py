@@ -53,15 +53,16 @@ def pack(
 ) -> None:
     """Pack a folder of images into a few large files, which ImageNetDataset reads like the folder itself.
 
-    After an interruption, the same command goes on with what is left.
+    After an interruption, the same command goes on with what is left; where nothing is, it says so.
     """
     from monai_gds.imagenet.listing import list_folder
+    from monai_gds.imagenet.packed import is_packed
     from monai_gds.imagenet.packing import pack_folder
     from monai_gds.imagenet.squirrel import write_store
 
     if out.resolve().is_relative_to(root.resolve()):
         raise typer.BadParameter(f"{out} is inside {root}, where it would count as a class", param_hint="OUT")
-    images = list_folder(root)
+    images, done = list_folder(root), is_packed(out)
     with progress_bar("packing", len(images)) as progress:
         if format_ is Format.SQUIRREL:
             write_store(images, out, size=size, shard_size=shard_size, progress=progress)
@@ -75,4 +76,4 @@ def pack(
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     counts = (len(images), "image", "s"), (len(images.classes), "class", "es"), (len(files), "file", "s")
     found, classes, written = (f"{count} {what}{plural * (count != 1)}" for count, what, plural in counts)
-    say(f"{found} of {classes} in {written}, {megabytes:.1f} MB: {out}")
+    say(f"{'packed already: ' * done}{found} of {classes} in {written}, {megabytes:.1f} MB: {out}")

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -240,6 +241,14 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(cache: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # verify and prune
+
+
+def test_a_command_that_is_advised_can_be_pasted_whatever_the_folder_is_called(cache: Path, tmp_path: Path) -> None:
+    folder = cache.rename(tmp_path / "my $cache; it's")
+    (folder / names(folder)[0]).write_bytes(b"damaged")
+    advised = run("cache", "verify", folder).stdout.partition("To delete them now: monai-gds ")[2]
+    done = run(*shlex.split(advised))
+    assert (done.exit_code, done.stdout.splitlines()[-1][:7]) == (0, "1 files")
 
 
 def test_verify_as_json_and_in_short(cache: Path) -> None:

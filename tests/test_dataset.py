@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -410,6 +411,38 @@ def test_a_source_that_changes_and_changes_back_while_it_is_read_is_not_cached(
         dataset.populate(num_workers=0, progress=False)
 
 
+@pytest.mark.parametrize("where", [".", "inner"])
+def test_a_file_that_comes_and_goes_in_a_source_folder_while_it_is_read_is_noticed(
+    make: Make, tmp_path: Path, where: str
+) -> None:
+    folder = tmp_path / "series"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "a.txt").write_text("a")
+
+    class Count(mt.Transform):
+        def __call__(self, data: Any) -> Any:
+            other = folder / where / "b.txt"
+            other.write_text("b")  # somebody else copies a file to a wrong place
+            found = len(list(folder.rglob("*.txt")))
+            other.unlink()
+            return {"files": found}
+
+    dataset = make(mt.Compose([Count()]), [{"series": str(folder)}])
+    time.sleep(0.02)  # the clock of a file system has ticks
+    with pytest.warns(CacheWarning, match=f"while it was computed, {folder} changed, and holds the same"):
+        assert dataset[0] == {"files": 2}
+    assert records(Path(dataset.cache_dir)) == []
+
+
+def test_a_cache_within_a_source_folder_does_not_change_it(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "series" / "inner").mkdir(parents=True)
+    dataset = make(
+        mt.Compose([mt.Identity()]), [{"series": str(tmp_path / "series")}] * 2, tmp_path / "series" / "cache"
+    )
+    _ = dataset[0], dataset[1]
+    assert len(records(Path(dataset.cache_dir))) == 1
+
+
 def test_replacing_the_transform(make: Make) -> None:
     dataset = make(mt.Compose([mt.Lambda(lambda d: {"x": 1})]))
     assert dataset[0] == {"x": 1}
@@ -621,6 +654,25 @@ def test_the_home_directory_is_meant_by_a_tilde(
     _ = make(cache=how("~/cache"))[0]
     assert len(records(tmp_path / "home" / "cache")) == 1
     assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("argument", ["cache_dir", "local_dir", "root"])
+@pytest.mark.parametrize("folder", ["$SCRATCH/cache", "${SCRATCH}/cache", "here/$SCRATCH"])
+def test_a_variable_that_is_meant_for_a_shell_is_not_taken_for_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments: dict[str, Any] = {"cache_dir": tmp_path / "cache", argument: folder}
+    with pytest.raises(ValueError, match=re.escape(f"{argument}={folder!r}: there is no folder '$")) as said:
+        GDSDataset([1], [mt.Identity()], device="cpu", **arguments)
+    assert f"give os.path.expandvars({folder!r})" in str(said.value)
+
+
+@pytest.mark.parametrize("folder", ["$5", "5$x", "$there/cache"])
+def test_a_folder_may_have_a_dollar_in_its_name(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "$there").mkdir()
+    _ = GDSDataset([1], [mt.Identity()], tmp_path / folder, device="cpu")[0]
+    assert len(records(tmp_path / folder)) == 1
 
 
 @pytest.mark.parametrize(("cache", "error"), [("", ValueError), (5, TypeError), (b"cache", TypeError)])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import stat
 import time
@@ -303,12 +304,16 @@ def _sync_directory(path: str) -> None:
         os.close(fd)
 
 
+#: How the name of a folder begins that was meant for a shell.
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
+
+
 def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> Path:
     """The folder a user's argument names; ``~`` is the home directory.
 
     Raises:
         TypeError: it is not a path.
-        ValueError: it is empty, or a URL.
+        ValueError: it is empty, a URL, or holds a variable in place of a folder, as only a shell puts in.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{argument}={path!r} is not a path: name a folder, or give None for none")
@@ -316,7 +321,15 @@ def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> P
         raise ValueError(f"{argument}='' does not name a folder: name one, or give None for none")
     if "://" in os.fspath(path):
         raise ValueError(f"{argument}={os.fspath(path)!r} is a URL, and records are files: name a folder")
-    return Path(os.path.expanduser(path))
+    found = Path(os.path.expanduser(path))
+    for place in (found, *found.parents):
+        if _VARIABLE.match(place.name) and not os.path.lexists(place):
+            given = repr(os.fspath(path))
+            raise ValueError(
+                f"{argument}={given}: there is no folder {place.name!r}, and variables are not put in here: give "
+                f"os.path.expandvars({given})"
+            )
+    return found
 
 
 def prepare(path: str | os.PathLike[str], argument: str = "cache_dir") -> bool:

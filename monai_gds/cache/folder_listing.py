@@ -11,7 +11,7 @@ import xxhash
 
 from monai_gds import limits
 
-__all__ = ["FILE", "UNREADABLE", "FolderEntry", "digest_of_folder", "list_folder"]
+__all__ = ["FILE", "UNREADABLE", "FolderEntry", "changed_at", "digest_of_folder", "list_folder"]
 
 
 # The kind of an entry, part of a folder's hash.
@@ -94,6 +94,16 @@ def _unreadable(path: str, prefix: str) -> FolderEntry:
         st = os.stat(path + "/" + prefix)
         return prefix, UNREADABLE, 0, 0, st.st_mtime_ns, st.st_ctime_ns
     return _without_stat(prefix, MISSING)
+
+
+def changed_at(path: str, entries: list[FolderEntry]) -> int:
+    """When the last file of a listed folder was changed, or one was added or removed, in ns (ctime)."""
+    times = [ctime for *_, ctime in entries]
+    for prefix, kind, *_ in entries:
+        if kind == FOLDER:
+            with contextlib.suppress(OSError):
+                times.append(os.stat(path + "/" + prefix).st_ctime_ns)
+    return max(times, default=0)
 
 
 def digest_of_folder(entries: list[FolderEntry], contents: list[bytes]) -> str:

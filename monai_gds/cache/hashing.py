@@ -48,6 +48,7 @@ import xxhash
 from monai_gds.cache.data_root import below
 from monai_gds.cache.python_code import (
     UNVERSIONED,
+    as_in_the_script,
     attributes_of,
     handed_on,
     is_filled,
@@ -489,7 +490,7 @@ class _Hasher:
         self._names.update(names)
         for name in names:
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
-                value = function.__globals__[name]
+                value = as_in_the_script(name, function.__globals__[name])
                 if isinstance(value, dict) and any(name == known.references for known in _libraries.values()):
                     value = {key: value[key] for key in texts_in(function.__code__) if key in value}
                 is_new = id(value) not in self._modules
@@ -603,7 +604,7 @@ class _Hasher:
         if isinstance(value, types.ModuleType):
             if library_of(value.__name__) is None:
                 self._modules.setdefault(id(value), (value, where))
-            return [b"module", library_of(value.__name__) or b"", value.__name__.encode()]
+            return [b"module", library_of(value.__name__) or b"", module_name(value.__name__)]
         # A class written in C (str, deque, an open file…) holds data that only pickling shows.
         native = [] if is_pure_python(type(value)) else self._reduced(value, where)
         return [*native, *self._attributes(value, where)]
@@ -624,7 +625,8 @@ class _Hasher:
                 state.update({k: list(v.values()) for k, v in hooks.items()})
         for name in sorted(state.keys() - skip, key=str):
             if not self._is_device(name, state[name]):
-                yield str(name).encode() + self.digest(state[name], f"{where}.{name}")
+                member = as_in_the_script(name, state[name])
+                yield str(name).encode() + self.digest(member, f"{where}.{name}")
 
     def _reduced(self, value: Any, where: str) -> Iterable[bytes]:
         """An object of a C type, by the parts it would be pickled as."""
@@ -676,7 +678,7 @@ def _plain(value: Any) -> list[bytes] | None:
     if isinstance(value, (np.dtype, torch.dtype)):
         return [b"dtype", str(value).encode()]
     if isinstance(value, logging.Logger):
-        return [b"logger", value.name.encode()]
+        return [b"logger", module_name(value.name)]
     if kind.__module__ == "loguru._logger":  # it holds locks and open files
         return [b"logger"]
     if isinstance(value, re.Pattern):

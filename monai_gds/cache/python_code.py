@@ -18,6 +18,7 @@ from typing import Any
 
 __all__ = [
     "UNVERSIONED",
+    "as_in_the_script",
     "attributes_of",
     "handed_on",
     "is_filled",
@@ -108,6 +109,13 @@ def _is_installed(root: str) -> bool:
 
 def module_name(module: str | None) -> bytes:
     return (module or "").replace("__mp_main__", "__main__").encode()  # the name of the script in a spawned worker
+
+
+def as_in_the_script(name: str, value: Any) -> Any:
+    """The value of a variable, where the name of its module is that of a spawned worker's script: as in the script."""
+    if name in ("__name__", "__module__") and isinstance(value, str):
+        return module_name(value).decode()
+    return value
 
 
 def names_read(code: types.CodeType) -> set[str]:

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import xxhash
 
 from monai_gds import limits
-from monai_gds.cache.folder_listing import FILE, UNREADABLE, FolderEntry, digest_of_folder, list_folder
+from monai_gds.cache.folder_listing import FILE, UNREADABLE, FolderEntry, changed_at, digest_of_folder, list_folder
 from monai_gds.cache.source_clock import FileClock
 from monai_gds.cache.source_memo import SourceMemo
 from monai_gds.cache.source_names import absolute
@@ -126,12 +126,12 @@ class Sources:
         return None if self._policy is None else _call(self._policy, path)
 
     def changed_at(self, path: str) -> int:
-        """When a file, or the last file in a folder, was changed, in ns (ctime); 0 if there is none."""
+        """When a file was changed, or a folder or anything in it, in ns (ctime); 0 if there is none."""
         with contextlib.suppress(OSError, ValueError):
             st = os.stat(path)
             if not stat.S_ISDIR(st.st_mode):
                 return st.st_ctime_ns
-            return max([entry[5] for entry in list_folder(path, self._cache()) or ()], default=0)
+            return changed_at(path, list_folder(path, self._cache()) or [])
         return 0
 
     def flush(self) -> None:

@@ -35,9 +35,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
     """Batches of images with labels, read by a storage backend and decoded by NVIDIA DALI.
 
     Iterating yields ``{"image": …, "label": …}``: images as uint8 (batch, height, width, 3) RGB, or as a list of
-    (height, width, 3) where sizes differ; labels as int64 (batch,); both on ``device``. Each ``iter()`` begins a new
-    epoch, even if the last one was left early. Only one epoch runs at a time. The dataset is its own loader: pass it
-    where a DataLoader is expected, or give it to one with ``batch_size=None`` and no workers.
+    (height, width, 3) where sizes differ; labels as int64 (batch,); both on ``device``. Each ``iter()`` is a new
+    epoch, even if the last one was left early; it begins with its first batch. Only one epoch runs at a time. The
+    dataset is its own loader: pass it where a DataLoader is expected, or give it to one with ``batch_size=None`` and no
+    workers.
 
     Args:
         root: an image folder ``<root>/<class>/<file>``, a flat folder ``<root>/<file>``, a folder written by
@@ -205,7 +206,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Begins a new epoch, and ends the one under way if there is one.
+        """A new epoch, which begins with its first batch. Ends the one under way if there is one.
 
         Raises:
             RuntimeError: in a DataLoader's worker process.
@@ -216,13 +217,12 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                 "DataLoader with num_workers=0 and batch_size=None, or use it in the DataLoader's place"
             )
         self.reset()
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        run = self._run(epoch)
+        run = self._run()
         self._running = weakref.ref(run)
         return run
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the epoch that the next ``iter()`` begins, and thereby its order."""
+        """Sets the number of the epoch that begins next, and thereby its order."""
         self._epoch = epoch
 
     def reset(self) -> None:
@@ -237,7 +237,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             self._pipe.discard()
         self._reader.close()
 
-    def _run(self, epoch: int) -> Generator[dict[str, Any]]:
+    def _run(self) -> Generator[dict[str, Any]]:
+        epoch, self._epoch = self._epoch, self._epoch + 1  # here, since a trainer may call iter() and not use it
         batches = self._sampler.epoch(epoch)
         ends_empty = self._sampler.ends_empty
         if ends_empty:

@@ -77,6 +77,11 @@ def labels_array(labels: Sequence[int] | None, count: int) -> np.ndarray:
     Raises:
         ValueError: their number is not ``count``, or they are not integers of 32 bits.
     """
+    if isinstance(labels, (str, bytes, os.PathLike)):
+        raise ValueError(
+            f"labels={labels!r} are not labels: give the numbers, as numpy.loadtxt(…, dtype=int) reads them from a "
+            "file; a text file with a line `file label` for each image is file_list="
+        )
     given = np.arange(count) if labels is None else np.asarray(labels)
     if given.shape != (count,):
         raise ValueError(f"labels of shape {given.shape} for {count} images: give one for each")

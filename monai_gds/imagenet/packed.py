@@ -7,7 +7,8 @@ record (:mod:`monai_gds.cache.record`) and thus a valid safetensors file:
   4096), ``sizes`` (I64, bytes of each), ``labels`` (I32), ``names`` (U8, ``<class>/<file>`` of each, ended by a zero
   byte), and the class names.
 * The index holds ``sizes``, ``labels`` and ``names`` of all images in order, ``files`` (I64, one row per file: images,
-  bytes of image data, their offset, bytes of the file), and all class names, including classes without images.
+  bytes of image data, their offset, bytes of the file), all class names, including classes without images, and as text
+  what was packed and how (``made``), which only the next `monai-gds pack` compares.
 
 A reader compares the checksum of a file's images once per file and process, in the thread that read them.
 
@@ -57,11 +58,13 @@ class PackedImages:
         images: its images.
         files: int64, (files, 4), as in the index.
         index: the identity of the index file that this was read from.
+        made: of which images it was packed, and how; see :mod:`monai_gds.imagenet.packing`.
     """
 
     images: ImageList
     files: np.ndarray
     index: FileId
+    made: str
 
     @cached_property
     def bounds(self) -> np.ndarray:
@@ -149,7 +152,7 @@ def open_packed(root: StrPath) -> PackedImages:
             raise ImageListError(f"{path} is missing: copy it again, or pack the folder again") from e
         if found != nbytes:
             raise ImageListError(f"{path} has {found} bytes instead of {nbytes}: copy it again")
-    return PackedImages(images, files, identity)
+    return PackedImages(images, files, identity, str(item.get("made", "")))
 
 
 def _images_in(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:

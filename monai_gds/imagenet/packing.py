@@ -2,7 +2,8 @@
 
 While a folder is being packed it holds ``packing.json``, which records what is packed and how. Each file is written
 under a temporary name and renamed, and the index is written last. So an unfinished folder does not count as packed, and
-packing the same images again keeps every file in it that is whole.
+packing the same images again keeps every file in it that is whole. The index of a finished folder records the same but
+for the folder that the images were in, so that packing them once more is seen to be done.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ def pack_folder(
     executor: Executor | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> PackedImages:
-    """Packs the images of a folder. If packing was interrupted, the same call continues it.
+    """Packs the images of a folder. If packing was interrupted, the same call continues it; if it was not, it returns.
 
     Args:
         images: what to pack.
-        out: an empty folder, created if missing; or one in which packing the same images was interrupted.
+        out: an empty folder, created if missing; or one into which the same images were packed, whether to the end or
+            not.
         file_bytes: image bytes per file, such as ``"32MiB"``. A larger image gets its own file.
         max_side: images with more pixels than this in height or width are made smaller and become JPEGs, rotated
             according to their EXIF data. All others are packed as they are.
@@ -65,8 +67,8 @@ def pack_folder(
 
     Raises:
         BackendUnavailable: ``max_side`` is given, and Pillow is not installed.
-        ImageListError: ``out`` is a file, holds something else, is being packed already, or is on a file system without
-            locks.
+        ImageListError: ``out`` is a file, holds something else, such as other images or these before they were changed,
+            is being packed already, or is on a file system without locks.
         BrokenImage: an image file is empty, or is to be made smaller and cannot be decoded.
         OSError: an image cannot be read, or the disk is full.
         ValueError: ``file_bytes``, ``max_side`` or ``quality`` is out of range.
@@ -93,10 +95,13 @@ def pack_folder(
     top = Path(out).absolute()
     described = describe(images, 0, len(images))
     plan = {
-        "root": images.root, "of": [checksum(tensor_bytes(described[name])) for name in ("names", "labels", "sizes")],
+        "of": [checksum(tensor_bytes(described[name])) for name in ("names", "labels", "sizes")],
         "file_bytes": most, "max_side": max_side, "quality": quality if max_side else None,
     }  # fmt: skip
-    with _packing(top, json.dumps(plan)):
+    made = json.dumps(plan)
+    if is_packed(top):
+        return _packed_before(top, images, made)
+    with _packing(top, json.dumps({"root": images.root, **plan})):
         portions = [
             _Portion(str(top / file_name(number)), _part(images, begin, end), max_side, quality)
             for number, (begin, end) in enumerate(_ranges(images.sizes, most))
@@ -107,9 +112,29 @@ def pack_folder(
         temporary = top / f"{INDEX}.tmp"
         temporary.unlink(missing_ok=True)
         with closing(open_storage(device="cpu")) as storage:
-            save_item(storage, temporary, {**FORMAT, **describe(packed, 0, len(images)), "files": torch.tensor(rows)})
+            index = {**FORMAT, **describe(packed, 0, len(images)), "files": torch.tensor(rows), "made": made}
+            save_item(storage, temporary, index)
         os.replace(temporary, top / INDEX)
     return open_packed(top)
+
+
+def _packed_before(top: Path, images: ImageList, made: str) -> PackedImages:
+    """Opens a finished folder if nothing is left to do there: these images were packed so, and are the same since."""
+    remedy = "pack into another folder, or remove that one"
+    try:
+        packed = open_packed(top)
+    except ImageListError as e:
+        raise ImageListError(f"{top} is packed already, and damaged: {e}. To pack again, {remedy}") from e
+    count = f"{len(packed.images)} images in {len(packed.files)} files"
+    if packed.made != made or list(packed.images.classes) != list(images.classes):
+        raise ImageListError(
+            f"{top} is packed already, of other images or in another way ({count}, {packed.made}): {remedy}"
+        )
+    for file in range(len(packed.files)):
+        changed, path = _last_changed(_part(images, *packed.bounds[file : file + 2].tolist()))
+        if changed > os.stat(packed.path(file)).st_mtime_ns:
+            raise ImageListError(f"{top} is packed already ({count}), and {path} was changed since: {remedy}")
+    return packed
 
 
 class _Portion(NamedTuple):
@@ -189,11 +214,17 @@ def _intact(portion: _Portion) -> ImageRecord | None:
         described = describe(portion.images, 0, len(portion.images))
         if not all(torch.equal(item[name], described[name]) for name in ("names", "labels")):
             return None
-        stats = [os.stat(portion.images.path(i)) for i in range(len(portion.images))]
-        changed = max(max(st.st_mtime_ns, st.st_ctime_ns) for st in stats)  # `cp -p` sets the first to an earlier time
+        changed, _ = _last_changed(portion.images)
         return read_layout(portion.path) if changed <= os.stat(portion.path).st_mtime_ns else None
     except (OSError, RecordError):
         return None
+
+
+def _last_changed(images: ImageList) -> tuple[int, str]:
+    """When the last of some images was changed, in ns, and its path. Raises OSError."""
+    paths = [images.path(i) for i in range(len(images))]
+    stats = map(os.stat, paths)  # `cp -p` sets the mtime to an earlier time, but not the ctime
+    return max((max(st.st_mtime_ns, st.st_ctime_ns), path) for st, path in zip(stats, paths, strict=True))
 
 
 def _part(images: ImageList, begin: int, end: int) -> ImageList:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -118,7 +119,8 @@ def open_reader(
     if name == _PLAIN and packed:
         raise ValueError(f"reader={name!r} reads single files, and {root} is packed: use reader={_PACKED!r}")
     if name == _PACKED and not packed:
-        raise ValueError(f"reader={name!r}, but {root} is not packed: run `monai-gds pack {root} OUT` and name OUT")
+        command = f"monai-gds pack {shlex.quote(root)} OUT"
+        raise ValueError(f"reader={name!r}, but {root} is not packed: run `{command}` and name OUT")
     if name == _PLAIN:
         if options:
             raise ValueError(
@@ -160,8 +162,9 @@ def list_of(images: ImageList | PackedImages) -> ImageList:
 class ImageSource:
     """Batches of encoded images and their labels, for ``fn.external_source`` in your own DALI pipeline.
 
-    Each ``iter()`` begins a new epoch. DALI calls it with ``cycle="raise"``. The memory of a batch is kept for
-    ``keep`` more batches, because with ``no_copy=True`` DALI reads from it until the batch's outputs are there.
+    Each ``iter()`` is a new epoch, which begins with its first batch. DALI calls it with ``cycle="raise"``. The memory
+    of a batch is kept for ``keep`` more batches, because with ``no_copy=True`` DALI reads from it until the batch's
+    outputs are there.
 
     Args:
         root: an image folder, a packed folder or a block map, see :func:`open_images`.
@@ -227,10 +230,10 @@ class ImageSource:
 
     def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
         """One epoch of ``(images, labels)``: 1-D uint8 arrays, and int32 (batch, 1); NumPy, or torch on CUDA."""
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return self._batches(epoch)
+        return self._batches()
 
-    def _batches(self, epoch: int) -> Iterator[tuple[list[Any], Any]]:
+    def _batches(self) -> Iterator[tuple[list[Any], Any]]:
+        epoch, self._epoch = self._epoch, self._epoch + 1  # here, since iter() may be called and not used
         kept: deque[tuple[Batch, Any]] = deque(maxlen=self._keep)
         for batch in self._reader.read(self._sampler.epoch(epoch)[: len(self)]):
             labels: Any = batch.labels[:, None]

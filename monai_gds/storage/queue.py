@@ -192,7 +192,7 @@ class _Group:
             return [Command(self, row, into[row.dest]) for row in self._rows]
         if len(self._rows) == 1:  # most often: stage() takes as long as all the rest
             (row,) = self._rows
-            self.copies = [(0, row.dest, row.start, row.nbytes)]
+            self.copies = [(0, row.dest, row.start, row.nbytes)] if row.nbytes else []
             row = Row(row.file, row.offset, row.nbytes, 0, 0, -row.nbytes % ALIGNMENT)
             return [Command(self, row, slot.buffer, slot.array)]
         staged, self.copies = plan.stage(self._reads[self._which])

@@ -602,17 +602,26 @@ def test_same_in_every_process(hash_seed: str) -> None:
 
 
 def test_same_in_a_spawned_worker(tmp_path: Path) -> None:
+    """Where the script is called ``__mp_main__``, which a logger, a decorator or an alias of a type remembers."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import multiprocessing as mp\n"
+        "import functools, logging, sys, typing, multiprocessing as mp\n"
         "from monai_gds.cache.hashing import canonical_hash\n"
+        "log, here = logging.getLogger(__name__), sys.modules[__name__]\n"
         "def g(x): return x + 1\n"
         "class T:\n"
         "    def __call__(self, x): return g(x)\n"
-        "def work(t): return canonical_hash([t, g])\n"
+        "class Decorated:\n"
+        "    def __init__(self, f): functools.update_wrapper(self, f)\n"
+        "def logs(x): return log.info(x)\n"
+        "def logs_later(x): return logging.getLogger(__name__).info(x)\n"
+        "def of_module(x): return here.g(x)\n"
+        "class Of(typing.Generic[typing.TypeVar('V')]): pass\n"
+        "def work(t): return [*map(canonical_hash, (t, g, logs, logs_later, of_module, Decorated(g), Of[int]()))]\n"
         "if __name__ == '__main__':\n"
         "    with mp.get_context('spawn').Pool(1) as pool:\n"
-        "        assert pool.apply(work, (T(),)) == work(T())\n"
+        "        found, expected = pool.apply(work, (T(),)), work(T())\n"
+        "        assert found == expected, (found, expected)\n"
         "    print('same')\n"
     )
     done = subprocess.run(

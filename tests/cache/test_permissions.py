@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from monai.transforms import Compose, EnsureTyped
@@ -136,6 +137,8 @@ def test_what_is_strict_is_so_from_its_creation(folder: Path, monkeypatch: pytes
     ("mode", "kind", "shown"),
     [
         ("0o600", TypeError, "'0o600'"),
+        (384.0, TypeError, "384.0"),
+        (np.int64(640), ValueError, "640, in octal 0o1200"),
         (640, ValueError, "640, in octal 0o1200"),
         (0o400, ValueError, "0o400"),
         (0o1777, ValueError, "0o1777"),
@@ -147,6 +150,12 @@ def test_values_that_are_not_permissions_are_refused(
 ) -> None:
     with pytest.raises(kind, match=f"file_mode=.*{shown}"):
         GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=mode)
+
+
+def test_permissions_may_be_an_integer_of_numpy(folder: Path) -> None:
+    with GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=np.int64(0o640)) as dataset:
+        assert dataset.file_mode == 0o640
+        assert type(dataset.file_mode) is int
 
 
 def test_the_folder_of_an_earlier_version_is_opened_by_the_user_whose_it_is(folder: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from monai_gds.errors import BackendUnavailable, BrokenImage, DamagedRecord, FileChanged, ImageListError
-from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
+from monai_gds.imagenet import ImageNetDataset, ImageSource, open_images, pack_folder
 from monai_gds.imagenet import dataset as imagenet_dataset
 from monai_gds.imagenet.pipeline import PipelineFailed
 from monai_gds.imagenet.readers import PlainReader
@@ -311,6 +311,24 @@ def test_a_new_iterator_ends_the_one_before(folder: Path) -> None:
     assert list(first) == []
     assert samples(second) == samples(dataset(folder, 2))
     ours.reset()
+
+
+def test_an_iterator_that_is_not_used_takes_no_epoch(folder: Path) -> None:
+    ours, expected = (dataset(folder, 4, decode=False, shuffle=True) for _ in range(2))
+    for _ in range(2):
+        iter(ours)
+    assert samples(ours) == samples(expected)
+    source, other = (ImageSource(folder, 4, shuffle=True) for _ in range(2))
+    iter(source)
+    assert [labels.tolist() for _, labels in source] == [labels.tolist() for _, labels in other]
+
+
+def test_the_epoch_may_be_set_until_its_first_batch(folder: Path) -> None:
+    ours, expected = (dataset(folder, 4, decode=False, shuffle=True) for _ in range(2))
+    batches = iter(ours)
+    for each in (ours, expected):
+        each.set_epoch(3)
+    assert [b["label"].tolist() for b in batches] == [b["label"].tolist() for b in expected]
 
 
 def test_dropped_half_way_nothing_stays(folder: Path, packed: Path) -> None:

@@ -138,6 +138,14 @@ def test_labels_that_dali_would_not_take_as_they_are(tmp_path: Path, labels: Any
         list_files(["a.jpg", "7"], labels, tree(str(tmp_path)))
 
 
+@pytest.mark.parametrize("labels", ["truth.txt", Path("truth.txt")])
+def test_a_text_file_is_no_labels(tmp_path: Path, labels: Any) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"a")
+    for files in (None, ["a.jpg"]):
+        with pytest.raises(ValueError, match=r"truth\.txt.* are not labels: give the numbers.* file_list="):
+            open_images(tmp_path, files=files, labels=labels)
+
+
 def test_labels_beyond_32_bits_are_named_on_either_side() -> None:
     for labels in ([1, -(2**40)], [-(2**40), 2**40]):
         with pytest.raises(ValueError, match=f"int32, not int64 from {min(labels)} to {max(labels)}"):

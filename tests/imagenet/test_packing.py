@@ -137,8 +137,42 @@ def test_packing_goes_on_where_it_ended(
     assert names == [f"images-{number:05d}" for number in range(2, len(files))]
     assert told == np.cumsum(files).tolist()
     assert content(out) == content(packed)
-    with pytest.raises(ImageListError, match="not empty"):
-        pack_folder(open_images(folder), out)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_side", [None, 20])
+def test_what_is_packed_already_is_left_as_it_is_and_said(
+    folder: Path, copy_of: Callable[[], Path], tmp_path: Path, max_side: int | None
+) -> None:
+    out = tmp_path / "out"
+    root = copy_of()
+    command = ["pack", str(root), str(out), "--file-mb", "1", *(["--max-side", str(max_side)] if max_side else [])]
+    first = CliRunner().invoke(app, command)
+    before = [(file, file.stat().st_mtime_ns) for file in sorted(out.iterdir())]
+    again = CliRunner().invoke(app, command)
+    assert (first.exit_code, again.exit_code) == (0, 0), again.output
+    assert "packed already" not in first.output
+    assert "packed already: 23 images of 3 classes in 2 files" in again.output
+    assert [(file, file.stat().st_mtime_ns) for file in sorted(out.iterdir())] == before
+    others: list[tuple[Path, dict[str, Any]]] = [
+        (root, {"max_side": 10}), (root, {"max_side": 20, "quality": 50}), (root, {"file_bytes": 3000}), (root, {}),
+        (folder / "n01443537", {"file_bytes": "1MiB", "max_side": max_side}),
+    ]  # fmt: skip
+    for images, how in others:
+        with pytest.raises(ImageListError, match=r"packed already, of other images or in another way \(23 images in 1"):
+            pack_folder(open_images(images), out, **how)  # type: ignore[arg-type]
+    time.sleep(0.02)  # the clock of a file system has ticks
+    image = sorted(root.glob("*/*"))[3]
+    image.write_bytes(image.read_bytes()[:-1] + b"x")
+    changed = CliRunner().invoke(app, command)
+    assert changed.exit_code == 1
+    assert f"{image} was changed since: pack into another folder, or remove that one" in str(changed.exception)
+
+
+def test_packing_into_a_damaged_folder_that_was_finished_says_to_remove_it(folder: Path, tmp_path: Path) -> None:
+    pack_folder(open_images(folder), tmp_path / "out")  # type: ignore[arg-type]
+    (tmp_path / "out" / "images-00000.safetensors").unlink()
+    with pytest.raises(ImageListError, match=r"packed already, and damaged: .*00000.* is missing.* or remove that one"):
+        pack_folder(open_images(folder), tmp_path / "out")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["damaged", "cut", "older", "replaced"])

@@ -274,6 +274,29 @@ def test_pinned_memory_that_cannot_be_had_is_an_error(tmp_path: Path, monkeypatc
     gpu.stream.close()
 
 
+@pytest.mark.parametrize("reads", [[(0, 0)], [(0, 0), (70_000, 0)], [(0, 0), (70_000, 5)]])
+def test_nothing_is_copied_of_an_empty_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[tuple[int, int]]
+) -> None:
+    gpu = simulated.install_gpu(monkeypatch)
+    copied: list[int] = []
+    send = simulated.Slot.send
+
+    def noting(self: simulated.Slot, address: int, nbytes: int, *how: Any) -> None:
+        copied.append(nbytes)
+        send(self, address, nbytes, *how)
+
+    monkeypatch.setattr(simulated.Slot, "send", noting)
+    backend = SampleQueueBackend(simulated.GPU)
+    (name,) = make(tmp_path, 80_000)
+    pending = start(backend, *((name, offset, nbytes) for offset, nbytes in reads))  # type: ignore[arg-type]
+    tensors = pending.wait()
+    backend.close()
+    gpu.stream.close()
+    assert [tensor.nbytes for tensor in tensors] == [nbytes for _, nbytes in reads]
+    assert copied == [nbytes for _, nbytes in reads if nbytes]
+
+
 # Threads.
 
 
