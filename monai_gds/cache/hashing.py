@@ -50,6 +50,7 @@ from monai_gds.cache.python_code import (
     UNVERSIONED,
     as_in_the_script,
     attributes_of,
+    globals_read,
     handed_on,
     is_filled,
     is_pure_python,
@@ -488,7 +489,7 @@ class _Hasher:
         """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
         names, handed = sorted(names_read(function.__code__)), handed_on(function.__code__)
         self._names.update(names)
-        for name in names:
+        for name in sorted(globals_read(function.__code__)):
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
                 value = as_in_the_script(name, function.__globals__[name])
                 if isinstance(value, dict) and any(name == known.references for known in _libraries.values()):

@@ -20,6 +20,7 @@ __all__ = [
     "UNVERSIONED",
     "as_in_the_script",
     "attributes_of",
+    "globals_read",
     "handed_on",
     "is_filled",
     "is_pure_python",
@@ -119,12 +120,35 @@ def as_in_the_script(name: str, value: Any) -> Any:
 
 
 def names_read(code: types.CodeType) -> set[str]:
-    """The names that a function and the functions inside it look up."""
-    names = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names |= names_read(const)
-    return names
+    """The names that a function and the functions inside it look up, those of attributes included."""
+    return set(code.co_names).union(*map(names_read, _inside(code)))
+
+
+def globals_read(code: types.CodeType) -> set[str]:
+    """The names that a function and the functions inside it may look up in their module.
+
+    An attribute is none of them (of ``self.args``, a script may have ``args`` only where it is not a spawned worker),
+    except where the code may reach its module in another way than by a variable.
+    """
+    names = names_read(code)
+    return names if names & _REACHES_MODULES else _variables_read(code)
+
+
+#: Names by which code may read any variable of a module.
+_REACHES_MODULES = frozenset(
+    {"modules", "globals", "locals", "vars", "eval", "exec", "__dict__", "__globals__", "__import__", "import_module"}
+)
+
+
+def _variables_read(code: types.CodeType) -> set[str]:
+    loads = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    names = {load.argval for load in dis.get_instructions(code) if load.opname in loads}
+    return names.union(*map(_variables_read, _inside(code)))
+
+
+def _inside(code: types.CodeType) -> list[types.CodeType]:
+    """The functions inside a function."""
+    return [const for const in code.co_consts if isinstance(const, types.CodeType)]
 
 
 #: Instructions that load what a name stands for, or an attribute. From Python 3.13 on, some load two variables.
@@ -151,14 +175,13 @@ def handed_on(code: types.CodeType) -> set[str]:
             origin = ""
         *others, loaded = names if opname.startswith(_LOADS) else ("",)
         found.update(others)
-    found.update(*[handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)])
+    found.update(*map(handed_on, _inside(code)))
     return found.union(own for name, own in imported if name in found)
 
 
 def texts_in(code: types.CodeType) -> set[str]:
     """The texts among the constants of a function and the functions inside it."""
-    inner = [texts_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return {const for const in code.co_consts if isinstance(const, str)}.union(*inner)
+    return {const for const in code.co_consts if isinstance(const, str)}.union(*map(texts_in, _inside(code)))
 
 
 def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]:

@@ -265,6 +265,21 @@ def test_globals_that_it_does_not_read_do_not(monkeypatch: pytest.MonkeyPatch) -
     assert canonical_hash(_helper) == before
 
 
+def test_globals_that_only_share_their_name_with_an_attribute_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a spawned worker a script has no ``args`` that it makes behind ``if __name__ == "__main__"``."""
+
+    def of_the_object(x: Any) -> Any:
+        return [y.LIMIT for y in x]
+
+    def of_the_module() -> Any:
+        return sys.modules[__name__].LIMIT
+
+    before = canonical_hash(of_the_object), canonical_hash(of_the_module)
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 11)
+    assert canonical_hash(of_the_object) == before[0]
+    assert canonical_hash(of_the_module) != before[1]
+
+
 def test_a_global_called_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = set()
     for device in ("cuda:0", "cuda:1"):
@@ -617,8 +632,14 @@ def test_same_in_a_spawned_worker(tmp_path: Path) -> None:
         "def logs_later(x): return logging.getLogger(__name__).info(x)\n"
         "def of_module(x): return here.g(x)\n"
         "class Of(typing.Generic[typing.TypeVar('V')]): pass\n"
-        "def work(t): return [*map(canonical_hash, (t, g, logs, logs_later, of_module, Decorated(g), Of[int]()))]\n"
+        "class Configured:\n"
+        "    def __init__(self, args): self.args = args\n"
+        "    def __call__(self, x): return x * self.args\n"
+        "def work(t):\n"
+        "    objects = Decorated(g), Of[int](), Configured(2)\n"
+        "    return [*map(canonical_hash, (t, g, logs, logs_later, of_module, *objects))]\n"
         "if __name__ == '__main__':\n"
+        "    args = 2\n"
         "    with mp.get_context('spawn').Pool(1) as pool:\n"
         "        found, expected = pool.apply(work, (T(),)), work(T())\n"
         "        assert found == expected, (found, expected)\n"

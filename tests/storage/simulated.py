@@ -74,7 +74,7 @@ class Stream:
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self.put = self._tasks.put
-        self._thread = threading.Thread(target=self._run, name="simulated GPU")
+        self._thread = threading.Thread(target=self._run, name="simulated GPU", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
