@@ -165,6 +165,25 @@ def test_once_a_day_it_is_noted_that_a_pipeline_is_still_in_use(
     assert uses.due > day
 
 
+def test_a_forked_worker_notes_once_a_day_what_was_open_before_the_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a node that cannot see the worker takes what it has read for unused."""
+    uses = Uses(tmp_path)
+    uses.open("cafe")
+    (parents,) = files(tmp_path)
+
+    def worker() -> None:
+        uses.read(A)
+        day = time.monotonic() + 86_401
+        monkeypatch.setattr(module.time, "monotonic", lambda: day)
+        uses.flush()
+
+    in_child(worker)
+    (workers,) = set(files(tmp_path)) - {parents}
+    assert workers.read_text().count('"open"') == 1
+
+
 def test_a_long_run_notes_once_a_day_what_only_ended_processes_have_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,8 +102,10 @@ def test_a_window_holds_few_files_and_mixes_them() -> None:
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": "8"}, "batch_size must be an int, not '8'"),
         ({"batch_size": 2.0}, "batch_size must be an int, not 2.0"),
+        ({"batch_size": True}, "batch_size must be an int, not True"),
         ({"num_shards": "1"}, "num_shards must be an int"),
         ({"shard_id": 2, "num_shards": 2}, "shard_id=2"),
+        ({"shard_id": -1, "num_shards": 2}, "shard_id=-1"),
         ({"num_shards": 0}, "num_shards=0"),
         ({"count": 2, "num_shards": 3}, "cannot be spread"),
         ({"last_batch": "pad"}, "last_batch='pad'"),
@@ -119,3 +121,9 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -
 
 def test_an_integer_of_numpy_is_one() -> None:
     assert len(Sampler(10, np.int64(2), seed=np.uint32(1))) == 5  # type: ignore[arg-type]
+
+
+def test_a_shard_with_one_batch_fewer_ends_empty() -> None:
+    shards = [Sampler(10, 3, shard_id=i, num_shards=3, last_batch="exact") for i in range(3)]
+    assert [[len(batch) for batch in s.epoch(0)] for s in shards] == [[3, 0], [3, 0], [3, 1]]
+    assert [s.ends_empty for s in shards] == [True, True, False]

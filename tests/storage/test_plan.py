@@ -129,6 +129,14 @@ def test_neighbours_are_merged_across_a_gap_that_is_free() -> None:
     assert len(plan.coalesce(reads, 49)) == 3
 
 
+def test_an_empty_read_beyond_the_end_of_its_file_does_not_lengthen_another() -> None:
+    """Nobody reads there, so it is no error: merged, the file would be too short."""
+    reads = Reads.of("a", [(0, 100), (150, 0)])
+    reads = Reads(reads.paths, reads.expected, reads.file, reads.offset, reads.nbytes, np.zeros(2, np.int64),
+                  reads.offset, np.array([150])).with_room([SimpleNamespace(numel=lambda: 150)])  # type: ignore[list-item]  # fmt: skip
+    assert rows(plan.coalesce(reads, 100)) == [(0, 0, 100, 0, 0), (0, 150, 0, 0, 150)]
+
+
 @given(
     case=cases(),
     random=randoms,
