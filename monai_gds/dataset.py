@@ -244,8 +244,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     Raises:
         TypeError: ``data`` is not a sequence; a transform cannot be called; ``cache_dir`` is not a path; the backend
             takes no such option.
-        ValueError: no such device, backend or choice; choices that contradict each other; ``cache_dir`` is a file, or
-            empty; ``root`` is not a folder.
+        ValueError: no such device, backend or choice; choices that contradict each other; ``cache_dir`` is a file,
+            empty, or holds a variable of the shell; ``root`` is not a folder.
         BackendUnavailable: the backend named does not work here.
         CodecMissing: the library of the codec that ``compression`` names is not installed.
         HashingError: a transform, or on access an item, has no stable hash.

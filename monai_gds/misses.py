@@ -42,14 +42,14 @@ class Misses:
             self._why = why_missed(cache, key)
         worker = torch.utils.data.get_worker_info()
         if self._count * (1 if worker is None else worker.num_workers) >= items:
-            warn_of_misses(cache.path, self._why, stacklevel=6)
+            warn_of_misses(cache.path, self._why, stacklevel=7)
             self._why = []
 
     def warn_once(self, kind: type[Exception], message: str) -> None:
         """Warns that an item is not cached, once for each kind of reason."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, CacheWarning, stacklevel=5)
+            warnings.warn(message, CacheWarning, stacklevel=6)
 
     def warn_anew(self) -> None:
         """Called when the transforms were replaced: what was said of the ones before does not count."""
