@@ -105,11 +105,15 @@ def drawable(steps: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
 def hazard(transform: Callable[..., Any]) -> str:
     """Why a transform must not see ghosts; empty if it may."""
     for part in parts(transform):
-        if type(part) in _TYPES:
-            if name := _not_monais(type(part)):
-                return f"{name} was replaced"
-            continue
-        if isinstance(part, _PLAIN) and _origin(type(part)) in _ORIGINS:
+        if type(part) in _TYPES and (name := _not_monais(type(part))):
+            return f"{name} was replaced"
+    return _hazard_within(transform)
+
+
+def _hazard_within(transform: Callable[..., Any]) -> str:
+    """As :func:`hazard`, of what a transform has now. It takes a fifth of the time, and runs for each item."""
+    for part in parts(transform):
+        if type(part) in _TYPES or (isinstance(part, _PLAIN) and _origin(type(part)) in _ORIGINS):
             continue
         if isinstance(part, np.random.RandomState):
             if type(part) is not np.random.RandomState or type(part._bit_generator) is not np.random.MT19937:
@@ -219,7 +223,7 @@ class Ghosts:
             NotOnGhosts: the transform may not see ghosts, raised something, or used values. The item may have been
                 changed, and so may random states.
         """
-        if why := hazard(step):
+        if why := _hazard_within(step):
             raise NotOnGhosts(why)
         try:
             out = apply(step, item)

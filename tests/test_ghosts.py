@@ -219,7 +219,7 @@ def is_proved(make: Callable[[], Any]) -> bool:
 
 
 def test_the_list_is_what_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ghosts, "hazard", lambda transform: "")  # the list does not prove itself
+    monkeypatch.setattr(ghosts, "_hazard_within", lambda transform: "")  # the list does not prove itself
     proved = {name for name, ways in WAYS.items() if sum(map(is_proved, ways))}
     assert sorted(proved) == sorted(SEES_GHOSTS)
 
@@ -358,7 +358,7 @@ def _past(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", DOES)
 def test_what_ghosts_cannot_do_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ghosts, "hazard", lambda transform: "")
+    monkeypatch.setattr(ghosts, "_hazard_within", lambda transform: "")
     function, why = DOES[name]
     made, value = with_ghosts(item())
     with pytest.raises(NotOnGhosts, match=why):
@@ -378,7 +378,7 @@ def test_what_ghosts_cannot_do_is_noticed(name: str, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_views_hold_what_the_volumes_do(function: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ghosts, "hazard", lambda transform: "")
+    monkeypatch.setattr(ghosts, "_hazard_within", lambda transform: "")
     of = item()
     made, value = with_ghosts(of)
     step = mt.Lambdad("image", function)
