@@ -136,8 +136,9 @@ def globals_read(code: types.CodeType) -> set[str]:
 
 #: Names by which code may read any variable of a module.
 _REACHES_MODULES = frozenset(
-    {"modules", "globals", "locals", "vars", "eval", "exec", "__dict__", "__globals__", "__import__", "import_module"}
-)
+    ("__dict__", "__globals__", "__import__", "eval", "exec", "f_globals", "getmodule", "globals", "import_module",
+     "locals", "modules", "vars")
+)  # fmt: skip
 
 
 def _variables_read(code: types.CodeType) -> set[str]:
