@@ -172,6 +172,11 @@ class OpenFiles:
             handle = self._handles.pop(file)
         self._close(handle)
 
+    def cut(self, file: int, more: int) -> None:
+        """Counts the pieces that a piece of a file was cut into, besides itself."""
+        with self._lock:
+            self._pieces[file] += more
+
     def not_opened(self, files: Iterable[int]) -> None:
         """Counts one piece of each file as done without its handle."""
         with self._lock:
@@ -250,7 +255,7 @@ class BlockingBackend(Backend):
 
     def _work(self, reads: Reads, into: Sequence[torch.Tensor], pending: Pending) -> Work[tuple[Reads, OpenFiles]]:
         reads = plan.coalesce(plan.by_file(reads.with_room(into)), limits.GAP_BYTES)
-        size = plan.share(reads.total, self.threads, limits.MIN_PIECE_BYTES, self.piece_bytes)
+        size = plan.share(reads.total, self.threads, limits.MIN_PIECE_BYTES, self._largest_piece(reads))
         pieces = plan.cut(reads, size)
         # The parts for host and device open their files separately: otherwise all would stay open until the second.
         parts = [
@@ -286,6 +291,10 @@ class BlockingBackend(Backend):
             pending.finish()
 
         return Work(groups, do, on_done)
+
+    def _largest_piece(self, reads: Reads) -> int:
+        """Most bytes per piece of these reads: no more than a slot has, unless ``_do`` can do without."""
+        return self.piece_bytes
 
     def _do(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
         if self.reaches_gpu or not into[int(group.dest[0])].is_cuda:

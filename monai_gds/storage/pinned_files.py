@@ -24,7 +24,7 @@ from contextlib import nullcontext
 import torch
 
 from monai_gds.storage import files, mappings, staging
-from monai_gds.storage.files import ALIGNMENT, FileId
+from monai_gds.storage.files import ALIGNMENT, Expected, FileId
 
 __all__ = ["PinnedFile", "PinnedFiles"]
 
@@ -103,6 +103,11 @@ class PinnedFiles:
         self._held: dict[str, PinnedFile | None] = {}  # None: being registered, or refused
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
+
+    def holds(self, path: str, expected: Expected) -> bool:
+        """Whether :meth:`get` is likely to return a file."""
+        held = self._held.get(path)
+        return held is not None and held.file == expected
 
     def get(self, path: str, expected: FileId) -> PinnedFile | None:
         """The file, if it is registered and the path still names it. Keep it until the copies from it are over."""

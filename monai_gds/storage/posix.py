@@ -25,7 +25,7 @@ import torch
 from monai_gds import huge_pages, limits
 from monai_gds.errors import StorageError
 from monai_gds.pooled_memory import tensor_at
-from monai_gds.storage import files, mappings
+from monai_gds.storage import files, mappings, plan
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend, OpenFiles, naming_file
 from monai_gds.storage.files import ALIGNMENT, Expected, FileId
@@ -118,6 +118,11 @@ class PosixBackend(BlockingBackend):
             files.expect_cold(fd, offset, view.nbytes)
         return os.preadv(fd, [view], offset)
 
+    def _largest_piece(self, reads: Reads) -> int:
+        if self._pinned is None or not all(map(self._pinned.holds, reads.paths, reads.expected)):
+            return self.piece_bytes
+        return limits.REGISTERED_PIECE_BYTES
+
     def _do(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
         file, expected = int(group.file[0]), group.expected[int(group.file[0])]
         to_pin = self._pinned is not None and isinstance(expected, FileId) and into[int(group.dest[0])].is_cuda
@@ -137,7 +142,13 @@ class PosixBackend(BlockingBackend):
             opened.not_opened([file] * len(group))
             pending.fail(file, naming_file(e, path))
             return
-        super()._do(group, into, opened, pending)
+        pieces = [group]
+        if group.nbytes.max() > self.piece_bytes:  # it was registered when the reads were cut
+            small = plan.cut(group, self.piece_bytes)
+            opened.cut(file, len(small) - len(group))
+            pieces = [small[n : n + 1] for n in range(len(small))]
+        for piece in pieces:
+            super()._do(piece, into, opened, pending)
         if not pending.failed(file):
             self._pinned.offer(path, expected)
 

@@ -155,6 +155,22 @@ class TestPosixPinnedOnCuda(CudaFullContract):
             (again,) = storage.load(Reads.of(str(path), [(0, 40 << 20)], FileId.of(path))).wait()
             assert bytes_of(again) == data
 
+    def test_pieces_larger_than_a_slot_are_read_if_their_file_was_dropped_meanwhile(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "large.bin"
+        path.write_bytes(data := os.urandom(40 << 20))
+        ranges = [(0, 40 << 20), (5, 100), ((3 << 20) + 5, 33 << 20)]
+        backend = PosixBackend(GPU, threads=1, pinned_bytes="4GB")
+        with closing(Storage(backend)) as storage:
+            for dropped in (False, False, True):
+                if dropped:
+                    monkeypatch.setattr(backend._pinned, "get", lambda *_: None)
+                tensors = storage.load(Reads.of(str(path), ranges, FileId.of(path))).wait()
+                for tensor, (start, nbytes) in zip(tensors, ranges, strict=True):
+                    assert bytes_of(tensor) == data[start : start + nbytes]
+                _until_pinned(storage)
+
     @pytest.mark.parametrize("change", ["replaced", "cut", "removed"])
     def test_a_registered_file_that_changed_is_noticed(
         self, backend: PosixBackend, tmp_path: Path, change: str
