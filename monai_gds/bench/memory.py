@@ -90,7 +90,8 @@ def _measure(work: Workload, epochs: int) -> dict[str, Any]:
         if on_gpu:
             device.append([torch.cuda.max_memory_allocated(dataset.device)])
     record = max(path.stat().st_size for path in (work.folder / "memory").glob("*.safetensors"))
-    in_flight = min(loader.records_in_flight(), max(1, loader.prefetch_bytes // record), work.items)
+    fit = max(1, loader.bytes_in_flight(dataset.device) // record)
+    in_flight = min(loader.records_in_flight(), fit, work.items)
     return {
         "host": host, "device": device, "record": record, "in_flight": in_flight,
         "bound": (in_flight + 1) * record + _ALLOWANCE, "staging": staging(),

@@ -93,7 +93,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
         prefetch_bytes: how many bytes of records may be in flight, such as ``4e9`` or ``"4GB"``. One record may,
-            whatever its size. With ``transforms_on="workers"``: of shared memory, where batches of B bytes need
+            whatever its size. Default: 1 GiB, or 2 GiB on a GPU of 32 GiB or more, in between a sixteenth of its
+            memory. With ``transforms_on="workers"``: of shared memory (1 GiB), where batches of B bytes need
             ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
         transforms_on: ``"workers"`` runs random transforms in the ``num_workers`` processes, see above.
@@ -121,7 +122,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         num_workers: int = 0,
         *,
         prefetch: int | None = None,
-        prefetch_bytes: float | str = limits.PREFETCH_BYTES,
+        prefetch_bytes: float | str | None = None,
         stats: bool = False,
         transforms_on: Literal["workers"] | None = None,
         **kwargs: Any,
@@ -140,7 +141,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise ValueError("transforms_on='workers' needs a GDSDataset, or several with one device")
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
-        self.prefetch_bytes: int = bytes_of(prefetch_bytes, "prefetch_bytes", least=1)
+        given = None if prefetch_bytes is None else bytes_of(prefetch_bytes, "prefetch_bytes", least=1)
+        self.prefetch_bytes: int | None = given
         self.transforms_on: Literal["workers"] | None = transforms_on
         #: Processes of the last epoch, for the next.
         self.idle: list[Processes] = []
@@ -223,6 +225,15 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
         return self.prefetch or max(limits.PREFETCH_RECORDS, 2 * (batch or self.batch_size or 1))
+
+    def bytes_in_flight(self, device: torch.device) -> int:
+        """How many bytes of records may be in flight to a device. Begins to use CUDA, for a CUDA device."""
+        if self.prefetch_bytes is not None:
+            return self.prefetch_bytes
+        if device.type == "cpu":
+            return limits.PREFETCH_BYTES
+        part = torch.cuda.get_device_properties(device).total_memory // limits.PREFETCH_PART_OF_DEVICE
+        return min(max(part, limits.PREFETCH_BYTES), limits.PREFETCH_DEVICE_BYTES)
 
     def index_batches(self) -> Iterator[Sequence[int]]:
         """The indices of the batches of an epoch, drawn as torch's own loader draws them, random seeds included."""
@@ -334,7 +345,8 @@ class Epoch(Iterator[Any]):
         else:
             place, batches = begin_or_go_on(loader, draw, state)
             workers = cache_workers
-            ahead = reading = ReadAhead(batches, loader.records_in_flight, loader.prefetch_bytes, workers)
+            most_bytes = partial(loader.bytes_in_flight, device)
+            ahead = reading = ReadAhead(batches, loader.records_in_flight, most_bytes, workers)
 
             def assemble(items: list[Any]) -> Any:
                 return reading.with_memory(partial(loader.assemble, items))

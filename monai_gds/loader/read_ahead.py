@@ -92,7 +92,7 @@ class ReadAhead:
     Args:
         batches: the dataset and index of each item, batch by batch.
         most_records: returns how many records may be in flight with batches of a given size.
-        most_bytes: how many bytes may be in flight.
+        most_bytes: returns how many bytes may be in flight. Called once the size of a record is known.
         workers: compute the items that are not cached; None: this thread does.
     """
 
@@ -100,11 +100,12 @@ class ReadAhead:
         self,
         batches: Iterable[Sequence[tuple[GDSDataset, int]]],
         most_records: Callable[[int], int],
-        most_bytes: int,
+        most_bytes: Callable[[], int],
         workers: CacheWorkers | None,
     ) -> None:
         self._batches = iter(batches)
-        self._records_for, self._most_records, self._most_bytes = most_records, 1, most_bytes
+        self._records_for, self._most_records = most_records, 1
+        self._bytes_for, self._most_bytes = most_bytes, 0
         self._workers = workers
         self._limit = inf  # of records in flight, once a device had no memory for more
         self._current: deque[_Upcoming] = deque()  # the rest of the batch that is being finished
@@ -207,7 +208,10 @@ class ReadAhead:
     def _room(self) -> int:
         """How many more records, each as large as the last one, may be begun; one while no size is known."""
         records, nbytes = self._records - self._taken[0], self._nbytes - self._taken[1]
-        fit = (self._most_bytes - nbytes) // self._last if self._last else 1
+        fit = 1
+        if self._last:
+            self._most_bytes = self._most_bytes or self._bytes_for()
+            fit = (self._most_bytes - nbytes) // self._last
         return max(min(self._most_records - records, fit), 0 if records else 1)
 
     def _count(self, records: int, nbytes: int, upcoming: _Upcoming) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from monai.transforms.utils import reset_ops_id
 
+from monai_gds import limits
 from monai_gds.dataset import GDSDataset
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Packed, Place, pack, unpack
 from monai_gds.naming import naming
@@ -223,7 +224,7 @@ class Loader(Protocol):
 
     num_workers: int
     multiprocessing_context: Any
-    prefetch_bytes: int
+    prefetch_bytes: int | None
     idle: list[Processes]
     collation: Callable[[list[Any]], Any]
 
@@ -261,7 +262,7 @@ class WorkerBatches:
             loader.num_workers,
             loader.multiprocessing_context,
             ahead,
-            loader.prefetch_bytes,
+            loader.prefetch_bytes or limits.PREFETCH_BYTES,
             os.getpid(),
         )
         self._idle = loader.idle

@@ -44,9 +44,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_epochs_in_words(module: str) -> None:
     done = run("profile", module, "count=4", "--batch-size", "2")
     assert done.exit_code == 0, done.output
-    first, second, limits = done.stdout.strip().split("\n\n")
+    first, second, third, limits = done.stdout.strip().split("\n\n")
     assert first.startswith("epoch 1: ") and "2 batches, 0 hits and 4 computed items" in first
     assert second.startswith("epoch 2: ") and "4 hits and 0 computed items (100% hits)" in second
+    assert third.startswith("epoch 3: ") and "4 hits and 0 computed items (100% hits)" in third
     assert "  RandOwn" in second and "  EnsureTyped" in first and "  EnsureTyped" not in second
     assert limits.startswith("This machine: reading memory") and "GB/s" in limits
     assert [path.suffix for path in Path("cache").iterdir() if path.is_file()] == [".safetensors"] * 4
@@ -61,7 +62,7 @@ def test_epochs_as_json(module: str) -> None:
 
 def test_random_transforms_in_workers(module: str) -> None:
     done = run("profile", module, "--json", "--num-workers", "1", "--transforms-on", "workers")
-    (_, epoch) = json.loads(done.stdout)["epochs"]
+    (*_, epoch) = json.loads(done.stdout)["epochs"]
     assert epoch["stages"]["waiting for workers"] > 0 and epoch["random_transforms"]["RandOwn"] > 0
     done = run("profile", module, "--transforms-on", "workers")
     assert done.exit_code == 2 and "give --num-workers too" in done.output

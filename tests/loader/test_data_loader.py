@@ -15,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import monai.transforms as mt
@@ -355,6 +356,17 @@ def test_no_more_is_in_flight_than_was_allowed(tmp_path: Path, settings: dict[st
         values = [float(x) for batch in GDSDataLoader(dataset, **settings) for x in batch["x"][:, 0]]
         assert values == list(range(24))
     assert Watched.most == most, "the second epoch reads"
+
+
+@pytest.mark.parametrize(("memory", "most"), [(8, 1.0), (24, 1.5), (32, 2.0), (141, 2.0)], ids=str)
+def test_more_may_be_on_its_way_to_a_gpu_with_more_memory(
+    make: Make, monkeypatch: pytest.MonkeyPatch, memory: int, most: float
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory << 30))
+    assert GDSDataLoader(make()).bytes_in_flight(gpu) == most * (1 << 30)
+    assert GDSDataLoader(make()).bytes_in_flight(torch.device("cpu")) == 1 << 30
+    assert GDSDataLoader(make(), prefetch_bytes="3GB").bytes_in_flight(gpu) == 3_000_000_000
 
 
 def test_records_of_unknown_size_do_not_widen_the_bounds(tmp_path: Path) -> None:
