@@ -6,13 +6,16 @@ import logging
 import multiprocessing
 import pickle
 import signal
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,6 +28,9 @@ __all__ = ["Workers"]
 _log = logging.getLogger("monai_gds")
 
 T = TypeVar("T")
+
+#: How long idle workers have to end by themselves.
+_CLOSE_SECONDS = 2.0
 
 
 class Workers(Generic[T]):
@@ -133,18 +139,38 @@ class Workers(Generic[T]):
             future.cancel()
         if self._running:
             self._kill()
-        self._executor.shutdown(wait=self.kind != "threads", cancel_futures=True)
+        processes, manager = self._processes(), getattr(self._executor, "_executor_manager_thread", None)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if manager is not None:
+            _end(processes)
+            manager.join()
 
     def _kill(self) -> None:
-        if isinstance(self._executor, ProcessPoolExecutor):
-            for process in list((self._executor._processes or {}).values()):
-                process.kill()  # whatever it does: a C library may have the interpreter's lock for minutes
+        for process in self._processes():
+            process.kill()  # whatever it does: a C library may have the interpreter's lock for minutes
+
+    def _processes(self) -> list[BaseProcess]:
+        return list((getattr(self._executor, "_processes", None) or {}).values())
 
     def __enter__(self) -> Workers[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    """Waits until idle workers have ended, and kills those that still start: they would import everything before.
+
+    All that are left are killed, since one of them may hold the lock of the queue that the others read.
+    """
+    end = time.monotonic() + _CLOSE_SECONDS
+    left: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+    while left and (ended := wait(list(left), max(0.0, end - time.monotonic()))):
+        for sentinel in ended:
+            del left[sentinel]
+    for process in left.values():
+        process.kill()
 
 
 def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]:

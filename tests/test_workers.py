@@ -220,6 +220,36 @@ def test_closing_half_way_drops_the_rest(work: Callable[[float], float]) -> None
     assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
 
 
+SLOW_TO_START = """
+import os, sys, time
+if __name__ == "__mp_main__":
+    try:
+        os.close(os.open("first", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        open("second", "w").close()
+        time.sleep(60)
+from monai_gds.workers import Workers
+if __name__ == "__main__":
+    workers = Workers(os.path.exists, 2, "spawn")
+    assert [f.result() for f in [workers.submit("first") for _ in range(20)]] == [True] * 20
+    while not os.path.exists("second"):
+        time.sleep(0.01)
+    start = time.monotonic()
+    workers.close()
+    print(time.monotonic() - start)
+"""
+
+
+def test_closing_does_not_wait_for_a_worker_that_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLOW_TO_START)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert float(done.stdout) < 10
+
+
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     code = """
 import os, sys, time
