@@ -29,8 +29,8 @@ _log = logging.getLogger("monai_gds")
 
 T = TypeVar("T")
 
-#: How long idle workers have to end by themselves.
-_CLOSE_SECONDS = 2.0
+#: How long idle workers have to end by themselves. At their end they write notes, on file systems that may be slow.
+_CLOSE_SECONDS = 5.0
 
 
 class Workers(Generic[T]):
