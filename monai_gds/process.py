@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import time
 import weakref
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 __all__ = [
@@ -174,12 +176,14 @@ def end_with_parent() -> None:
     """Ends this process within a second of its parent's end, however that ends.
 
     A thread watches. The kernel's own PR_SET_PDEATHSIG would not do: it follows the *thread* that started the process.
+    If a fork server did, only the pipe from the true parent shows its end.
     """
-    threading.Thread(target=_watch, args=(os.getppid(),), name="monai-gds-parent", daemon=True).start()
+    parents = os.getppid(), multiprocessing.parent_process()
+    threading.Thread(target=_watch, args=parents, name="monai-gds-parent", daemon=True).start()
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+def _watch(parent: int, true_parent: BaseProcess | None) -> None:
+    while os.getppid() == parent and (true_parent is None or true_parent.is_alive()):
         time.sleep(_WATCH_SECONDS)
     os._exit(1)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
@@ -36,14 +37,16 @@ _CLOSE_SECONDS = 5.0
 class Workers(Generic[T]):
     """Runs ``work(argument)`` in other processes.
 
-    They are forked while CUDA is not initialised in this process, else spawned. If a spawned process cannot receive
-    ``work``, threads of this process run it, with a warning. Processes start at once, run torch on one thread each,
+    They are forked from this process while CUDA is not initialised in it, else from a fork server: a process of its
+    own, in which the module of ``work`` is imported once for all workers. If such a process cannot receive ``work``,
+    threads of this one run it, with a warning. Processes start at once, all of them, run torch on one thread each,
     ignore Ctrl-C (the parent decides), and end when the parent does, however it ends.
 
     Args:
-        work: the function. Forked workers inherit it, spawned ones unpickle it, threads share it.
+        work: the function. Workers forked from this process inherit it, others unpickle it, threads share it.
         num_workers: how many.
         context: a start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or a multiprocessing context; None chooses.
+            What a fork server imports when it starts is set here, unless this is a context.
 
     Attributes:
         kind: the start method, or ``"threads"``.
@@ -51,7 +54,7 @@ class Workers(Generic[T]):
 
     Raises:
         ValueError: there is no such start method, or one was named and ``work`` cannot be sent to such a process.
-        WorkerDied: a spawned worker ended while it started.
+        WorkerDied: a worker that was not forked from this process ended while it started.
     """
 
     def __init__(self, work: Callable[[Any], T], num_workers: int, context: str | BaseContext | None = None) -> None:
@@ -61,6 +64,8 @@ class Workers(Generic[T]):
         self._executor: Executor
         self._work: Callable[[Any], T] = _run
         chosen, why = _choose(context)
+        if isinstance(chosen, ForkServerContext) and chosen is not context:
+            chosen.set_forkserver_preload([getattr(work, "func", work).__module__])  # of a partial's function
         problem = why if chosen is None else self._start_processes(work, num_workers, chosen)
         if not problem:
             _log.info("%d worker processes by %s (%s)", num_workers, self.kind, why)
@@ -75,14 +80,20 @@ class Workers(Generic[T]):
         """Starts the processes. Returns why ``work`` cannot be sent to them; empty if it was."""
         self.kind = context.get_start_method()
         sent: Any = work
+        # The fork server has the environment of its own start.
+        environment = dict(os.environ) if self.kind == "forkserver" else None
         if self.kind != "fork":
             try:
                 sent = pickle.dumps(work)
             except Exception as e:
                 return f"what they would run cannot be pickled: {e}"
-        self._executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin, initargs=(sent,))
+        self._executor = ProcessPoolExecutor(
+            num_workers, mp_context=context, initializer=_begin, initargs=(sent, environment)
+        )
         try:
-            first = self._executor.submit(_problem_of_this_worker)  # starts all forked workers
+            first = self._executor.submit(_problem_of_this_worker)  # starts all workers if they are forked from here
+            while len(self._processes()) < num_workers:  # else one, unless another is idle already
+                self._executor.submit(_problem_of_this_worker)
             problem = "" if self.kind == "fork" else first.result()
         except BaseException as e:
             self._kill()  # if the executor cannot start them all, it forgets those that it started
@@ -182,7 +193,7 @@ def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]
     if multiprocessing.current_process().daemon:
         return None, "this process is itself a worker (daemonic), which may start none"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return multiprocessing.get_context("spawn"), "CUDA is initialised, and does not survive a fork"
+        return multiprocessing.get_context("forkserver"), "CUDA is initialised, and does not survive a fork"
     return multiprocessing.get_context("fork"), "CUDA is not initialised"
 
 
@@ -192,8 +203,11 @@ _work: Callable[[Any], Any]
 _problem = ""
 
 
-def _begin(work: Any) -> None:
+def _begin(work: Any, environment: Mapping[str, str] | None) -> None:
     global _work, _problem
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
     end_with_parent()

@@ -89,11 +89,78 @@ def test_runs_in_other_processes(context: str | None) -> None:
     assert all(gone(pid, 5) for pid in pids)
 
 
-def test_spawns_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_elsewhere_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with Workers(process, 1) as workers:
-        assert workers.kind == "spawn"
+        assert workers.kind == "forkserver"
         assert workers.submit(0).result() != os.getpid()
+
+
+def parent_and(name: str) -> tuple[int, str | None]:
+    return os.getppid(), os.environ.get(name)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_have_the_environment_of_now(monkeypatch: pytest.MonkeyPatch, context: str) -> None:
+    for value in ("1", "2"):  # the fork server keeps running
+        monkeypatch.setenv("MONAI_GDS_TEST", value)
+        with Workers(parent_and, 1, context) as workers:
+            parent, found = workers.submit("MONAI_GDS_TEST").result()
+        assert found == value
+        assert (parent == os.getpid()) == (context != "forkserver")
+
+
+ONE_IMPORT = """
+import os
+open(f"{__name__}-{os.getpid()}", "w").close()
+def work(n): return os.getpid()
+"""
+
+OF_THREE = """
+import torch
+from monai_gds.workers import Workers
+from imported import work
+torch.cuda.is_initialized = lambda: True
+if __name__ == "__main__":
+    with Workers(work, 3) as workers:
+        print(workers.submit(0).result())
+"""
+
+
+def test_the_fork_server_imports_once_for_all_workers(tmp_path: Path) -> None:
+    (tmp_path / "imported.py").write_text(ONE_IMPORT)
+    (tmp_path / "script.py").write_text(OF_THREE)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    pids = {path.name.partition("-")[2] for path in tmp_path.glob("imported-*")}
+    assert len(pids) == 2 and done.stdout.strip() not in pids, done.stderr  # the script and the server
+
+
+AT_ONCE = """
+import multiprocessing, os, sys, time
+from monai_gds.workers import Workers
+if __name__ == "__mp_main__":
+    open(str(os.getpid()), "w").close()
+    while len(os.listdir()) < 4:  # the script and all workers
+        time.sleep(0.01)
+if __name__ == "__main__":
+    with Workers(os.path.exists, 3, sys.argv[1]) as workers:
+        print(workers.submit("script.py").result())
+"""
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_all_workers_start_at_once(tmp_path: Path, context: str) -> None:
+    """Each waits in its imports for the others."""
+    (tmp_path / "script.py").write_text(AT_ONCE)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "script.py", context]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "True\n", done.stderr
+
+
 
 
 def test_threads_where_the_work_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +202,7 @@ def test_threads_where_only_this_process_knows_the_function() -> None:
 
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    for guard, kind in (("if True:", None), ('if __name__ == "__main__":', "spawn 2")):
+    for guard, kind in (("if True:", None), ('if __name__ == "__main__":', "forkserver 2")):
         script.write_text(IN_MAIN.format(guard=guard))
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=100)
@@ -146,7 +213,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
             assert done.stdout.startswith(kind), done.stderr
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_exceptions_arrive_with_the_traceback_of_the_worker(context: str) -> None:
     with Workers(fail, 1, context) as workers:
         error = workers.submit("missing").exception()
@@ -197,7 +264,7 @@ def test_where_no_more_processes_can_be_started_none_stays(monkeypatch: pytest.M
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # Python's own: its pipes to the process that was not
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
     with Workers(die, 2, context) as workers:
         futures = [workers.submit(i) for i in range(20)]
@@ -250,22 +317,29 @@ def test_closing_does_not_wait_for_a_worker_that_has_not_begun(tmp_path: Path) -
     assert float(done.stdout) < 15
 
 
-def test_workers_end_with_their_parent(tmp_path: Path) -> None:
-    code = """
+END_WITH_PARENT = """
 import os, sys, time
 from monai_gds.workers import Workers
 def work(n):
-    open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+    open(str(os.getpid()), "w").close()
     time.sleep(60)
-workers = Workers(work, 2)
-for i in range(2): workers.submit(i)
-time.sleep(60)
+if __name__ == "__main__":
+    workers = Workers(work, 2, sys.argv[1])
+    for i in range(2): workers.submit(i)
+    time.sleep(60)
 """
-    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    _until(lambda: len(os.listdir(tmp_path)) == 2)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_end_with_their_parent(tmp_path: Path, context: str) -> None:
+    (script := tmp_path / "script.py").write_text(END_WITH_PARENT)
+    (pids := tmp_path / "pids").mkdir()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, script, context], cwd=pids, env=env)
+    _until(lambda: len(os.listdir(pids)) == 2)
     parent.kill()
     parent.wait()
-    assert all(gone(int(pid), 10) for pid in os.listdir(tmp_path))
+    assert all(gone(int(pid), 10) for pid in os.listdir(pids))
 
 
 def _until(true: Callable[[], bool]) -> None:

@@ -77,8 +77,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     ``transforms_on="workers"`` is for random transforms that keep a processor busy. Worker processes then load items,
     run these transforms and collate, whatever the target. Batches come through shared memory, in order, and are copied
     ahead to a CUDA target. The first transform that names a CUDA device, and all behind it, run in this process's
-    thread. The dataset must be picklable. Workers are spawned if CUDA is initialised, else forked. They stay for the
-    next epoch, and end with a loop that is left early. The random sequence differs from the one without workers, but is
+    thread. The dataset must be picklable. Workers are forked from this process, or from a fork server if CUDA is
+    initialised. They stay for the next epoch, and end with a loop that is left early. The random sequence differs from the one without workers, but is
     the same for any number of them: for each item, the generators that transforms draw from, and in the workers those
     of Python, NumPy and torch, are seeded with the epoch's seed and the item's position in the epoch. The epoch's seed
     comes from torch's generator, or the loader's ``generator``.

@@ -178,7 +178,8 @@ class Processes:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.arenas = Arenas(order.most_bytes, order.ahead + _DELIVERED)
-        context = order.context or ("spawn" if torch.cuda.is_initialized() else "fork")  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        context = order.context or ("forkserver" if cuda else "fork")  # by name: threads would not do
         self.workers = Workers(Worker(order.work), order.num_workers, context)
 
     def close(self) -> None:
