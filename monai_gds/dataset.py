@@ -446,7 +446,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         that fails, or kills the workers that compute it, does not stop the others: it is reported at the end.
 
         Workers are forked from this process while CUDA is not initialised, else from a fork server, and threads (with a
-        warning) where the dataset cannot be pickled. Transforms that use CUDA themselves need ``num_workers=0`` or an initialised CUDA.
+        warning) where the dataset cannot be pickled. Transforms that use CUDA themselves need ``num_workers=0`` or an
+        initialised CUDA.
 
         An executor may have its workers on other hosts, such as Dask's ``client.get_executor()``, mpi4py's
         ``MPIPoolExecutor`` or :class:`monai_gds.engines.RayExecutor`. They must see ``cache_dir`` and the source files

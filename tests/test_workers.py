@@ -161,8 +161,6 @@ def test_all_workers_start_at_once(tmp_path: Path, context: str) -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-
-
 def test_threads_where_the_work_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with (

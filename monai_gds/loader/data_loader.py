@@ -78,10 +78,10 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     run these transforms and collate, whatever the target. Batches come through shared memory, in order, and are copied
     ahead to a CUDA target. The first transform that names a CUDA device, and all behind it, run in this process's
     thread. The dataset must be picklable. Workers are forked from this process, or from a fork server if CUDA is
-    initialised. They stay for the next epoch, and end with a loop that is left early. The random sequence differs from the one without workers, but is
-    the same for any number of them: for each item, the generators that transforms draw from, and in the workers those
-    of Python, NumPy and torch, are seeded with the epoch's seed and the item's position in the epoch. The epoch's seed
-    comes from torch's generator, or the loader's ``generator``.
+    initialised. They stay for the next epoch, and end with a loop that is left early. The random sequence differs from
+    the one without workers, but is the same for any number of them: for each item, the generators that transforms draw
+    from, and in the workers those of Python, NumPy and torch, are seeded with the epoch's seed and the item's position
+    in the epoch. The epoch's seed comes from torch's generator, or the loader's ``generator``.
 
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
     Leaving the loop stops everything, and leaves the random transforms in the state that a loop without reading ahead

@@ -59,7 +59,7 @@ def make(tmp_path: Path) -> Make:
 
 @pytest.fixture(autouse=True)
 def clean_up() -> Iterator[None]:
-    torch.zeros(1, device="cuda")  # so that workers are spawned, as in training
+    torch.zeros(1, device="cuda")  # so that a fork server starts workers, as in training
     yield
     set_determinism(None)
     gc.collect()
