@@ -304,10 +304,8 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if kind not in (torch.Tensor, MetaTensor):
             return NotImplemented
-        if kind is torch.Tensor and value.nbytes < limits.PICKLED_BUFFER_BYTES and id(value) not in self._moving:
-            with contextlib.suppress(TypeError, RuntimeError):
-                if value.is_contiguous() and not value.is_quantized and not vars(value):
-                    return torch.from_numpy, (value.numpy(),)  # a third of the time: batches have a hundred of them
+        if kind is torch.Tensor and id(value) not in self._moving and (array := _small(value)) is not None:
+            return torch.from_numpy, (array,)
         with torch._C.DisableTorchFunctionSubclass():
             if value.layout != torch.strided or value.is_cuda or value.is_quantized or value.requires_grad:
                 return NotImplemented
@@ -320,6 +318,14 @@ class _Pickler(pickle.Pickler):
             form = plain.dtype, tuple(plain.shape), plain.stride()
         self._moves = id(value) in self._moving
         return _tensor, (pickle.PickleBuffer(raw), form, kind, vars(value))
+
+
+def _small(tensor: torch.Tensor) -> np.ndarray | None:
+    """A small plain tensor as an array, which takes pickle a third of the time. A batch may have a hundred of them."""
+    with contextlib.suppress(TypeError, RuntimeError):  # NumPy has no such form
+        if tensor.is_contiguous() and not tensor.is_quantized and not vars(tensor):
+            return tensor.numpy() if tensor.nbytes < limits.PICKLED_BUFFER_BYTES else None
+    return None
 
 
 def _tensor(raw: Any, form: tuple[torch.dtype, Any, Any], kind: type[torch.Tensor], attributes: Any) -> torch.Tensor:
