@@ -42,8 +42,9 @@ Progress: TypeAlias = Callable[[str, int, float], None]
 #: The peer that reads images which were made smaller when they were packed.
 _RESIZED = "packed-resized"
 
-#: The ceiling of all peers that decode.
+#: The ceilings of the peers that decode, and of the one above.
 _ALONE = "the decoder alone"
+_ALONE_RESIZED = "the decoder alone, resized"
 
 #: Batches that the decoder is fed with to find its own ceiling.
 _BATCHES_IN_MEMORY = 16
@@ -111,12 +112,17 @@ def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
     return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
 
 
-def decoder_alone(settings: LoaderSettings, threads: int) -> Generator[int]:
-    """No reader: the decoder is fed with a few batches that are in memory. No peer that decodes is faster."""
+def decoder_alone(settings: LoaderSettings, threads: int, resized: bool = False) -> Generator[int]:
+    """No reader: the decoder is fed with a few batches that are in memory. No peer that decodes them is faster."""
     fn = dali().fn
     images = list_images(settings.datadir)
     count = min(len(images) // settings.batch_size, _BATCHES_IN_MEMORY) * settings.batch_size
-    data = [_read(images.path(i)) for i in range(count)]
+    if resized:
+        packed = open_packed(settings.resized)
+        files, sizes = packed.file_of(np.arange(count)).tolist(), packed.images.sizes.tolist()
+        data = [np.fromfile(packed.path(files[i]), np.uint8, sizes[i], offset=packed.place(i)) for i in range(count)]
+    else:
+        data = [_read(images.path(i)) for i in range(count)]
     starts = range(0, count, settings.batch_size)
     batches = [(data[i : i + settings.batch_size], images.labels[i : i + settings.batch_size, None]) for i in starts]
     return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet", no_copy=True))
@@ -240,6 +246,8 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
     peers: dict[str, Peer] = {name: PEERS[name] for name in readers}
     if settings.decoding is not None:
         peers[_ALONE] = decoder_alone
+        if _RESIZED in readers:
+            peers[_ALONE_RESIZED] = partial(decoder_alone, resized=True)
     best: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in peers}
     reasons: dict[str, str] = {}
@@ -258,7 +266,7 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
         name: Row(name, tuple(samples[name]), reasons.get(name, ""), {"threads": str(best.get(name, ""))})
         for name in peers
     }
-    ceilings = [rows.pop(_ALONE)] if _ALONE in rows else []
+    ceilings = [rows.pop(name) for name in (_ALONE, _ALONE_RESIZED) if name in rows]
     reference = "dali" if "dali" in best else None
     return Report(f"{settings.what} to {settings.device.type}", "images/s", list(rows.values()), reference, ceilings)
 
