@@ -98,7 +98,11 @@ class PosixBackend(BlockingBackend):
     def _open(self, path: str, expected: Expected) -> _Handle:
         fd = files.open_file(path, expected)
         try:
-            return _Handle(fd, files.open_direct(fd, path) if self.direct_io else -1)
+            if not self.direct_io:
+                return _Handle(fd, -1)
+            # What is not aligned is read through the page cache. Read-ahead would bring megabytes into it.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            return _Handle(fd, files.open_direct(fd, path))
         except BaseException:
             os.close(fd)
             raise
