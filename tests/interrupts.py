@@ -22,6 +22,10 @@ _CHECKS = {
     if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD"))
 }
 
+#: The first and the last operation of an except clause, where no signal is looked for. If a trace function raises
+#: there, CPython 3.11 keeps the handled exception for ever, as the context of all that follow in this thread.
+_HANDLERS = {dis.opmap["PUSH_EXC_INFO"], dis.opmap["POP_EXCEPT"]}
+
 
 def _is_deferred() -> bool:
     """Whether Ctrl-C is only noted for now, by ``process.start_undisturbed``."""
@@ -45,8 +49,9 @@ def interrupted(
         n: from 1.
         work: what is done in this thread.
         files: paths of source files, or of folders of them, which end with a slash.
-        event: what is counted. A check is where the interpreter itself looks for signals: behind a call, at the begin
-            of a function, and behind a jump back. So none falls between a lock of C and its ``with`` block.
+        event: what is counted, but for the begin and the end of except clauses. A check is where the interpreter
+            itself looks for signals: behind a call, at the begin of a function, and behind a jump back. So none falls
+            between a lock of C and its ``with`` block.
     """
     named = tuple(str(file) for file in files)
     events = itertools.count(1)
@@ -60,13 +65,14 @@ def interrupted(
     last: dict[FrameType, int] = {}  # operation of each frame
 
     def is_counted(frame: FrameType, happened: str) -> bool:
+        operation = frame.f_code.co_code[frame.f_lasti]
         if event != "check":
-            return happened == event
+            return happened == event and operation not in _HANDLERS
         if happened == "return":
             last.pop(frame, None)
         if happened != "opcode":
             return False
-        before, last[frame] = last.get(frame), frame.f_code.co_code[frame.f_lasti]
+        before, last[frame] = last.get(frame), operation
         return before in _CHECKS
 
     def trace(frame: FrameType, happened: str, arg: object) -> Any:
