@@ -88,6 +88,30 @@ def test_small_files_are_shared_out_in_groups(tmp_path: Path) -> None:
     storage.close()
 
 
+def test_large_reads_are_cut_for_the_idle_threads(tmp_path: Path) -> None:
+    """After each piece a thread has to get the interpreter's lock."""
+    (path := tmp_path / "file.bin").write_bytes(data := content(8 << 20))
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+
+    class Waiting(Recording):
+        def _read_into(self, handle: Any, offset: int, dest: torch.Tensor) -> int:
+            begun.release()
+            assert go_on.wait(60)
+            return super()._read_into(handle, offset, dest)
+
+    backend = Waiting(threads=6)
+    with contextlib.closing(Storage(backend)) as storage:
+        pending = [storage.load(Reads.of(str(path), [(0, 4 << 20)]))]  # for 6 threads, but of 1 MiB at least
+        for _ in range(4):
+            assert begun.acquire(timeout=60)
+        pending += [storage.load(Reads.of(str(path), [(0, 8 << 20)])) for _ in range(2)]  # for two threads, for none
+        go_on.set()
+        assert all(bytes_of(p.wait()[0]) == data[: p.wait()[0].numel()] for p in pending)
+        assert backend.pieces == 4 + 2 + 1
+        storage.load(Reads.of(str(path), [(0, 6 << 20)])).wait()  # all are idle again
+        assert backend.pieces == 4 + 2 + 1 + 6
+
+
 def test_few_bytes_are_read_by_the_callers_own_thread(storage: Storage, blob: Path, data: bytes) -> None:
     before = threading.active_count()
     assert bytes_of(storage.load(Reads.of(str(blob), [(5, 300_000)])).wait()[0]) == data[5:300_005]
