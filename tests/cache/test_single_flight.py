@@ -607,7 +607,7 @@ def test_a_pipe_folder_or_link_with_a_leases_name_is_left_alone(tmp_path: Path, 
     leases = Leases(tmp_path)
     with leases.take(A) or pytest.fail("computed all the same"):
         assert not leases.held_elsewhere(B)
-    assert seconds(lambda: leases.wait(A, LONG)) < 1
+    assert seconds(lambda: leases.wait(A, LONG)) < 10
     leases.sweep()
     tidy(tmp_path)
     assert os.path.lexists(path) or kind != "folder"
@@ -669,13 +669,14 @@ def test_an_item_is_waited_for_as_long_as_one_takes_here(
     process(f"held = leases.take('{A}')")
     monkeypatch.setattr(single_flight, "pace", mean)
     monkeypatch.setattr(single_flight, "UNKNOWN_SECONDS", 1.0)
-    assert 0.9 < seconds(lambda: take_turn(tmp_path, A, lambda: None)) < 3
+    assert 0.9 < seconds(lambda: take_turn(tmp_path, A, lambda: None)) < 30
+    monkeypatch.setattr(single_flight, "UNKNOWN_SECONDS", 60.0)
     mean.note(0.2)
     mean.note(0.4)
     assert mean.mean == pytest.approx(0.3)
     began = time.monotonic()
     lease, found = take_turn(tmp_path, A, lambda: None)
-    assert 0.25 < time.monotonic() - began < 0.9
+    assert 0.25 < time.monotonic() - began < 30
     with lease:
         pass
     assert (found, process(f"leases.take('{A}') is None")) == (None, "True"), "it stays the other's"
