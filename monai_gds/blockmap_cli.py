@@ -43,6 +43,8 @@ def build(
     """Map every file below a folder. If files cannot be mapped, they are listed and the exit code is 1."""
     if plain and checksums:
         raise typer.BadParameter("a plain map cannot hold them: leave --plain out", param_hint="--checksums")
+    if not output.absolute().parent.is_dir():  # said before every byte has been read
+        raise typer.BadParameter(f"{output.parent} is not a folder", param_hint="--output")
     with progress_bar("mapping") as progress:
         blocks = BlockMap.build(root, progress, checksums=checksums)
     if plain:

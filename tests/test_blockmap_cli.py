@@ -157,6 +157,15 @@ def test_a_file_that_is_not_in_it(disk: LoopDisk, tmp_path: Path) -> None:
     assert "not in the block map" in shown.output
 
 
+def test_a_map_for_a_missing_folder_is_refused_before_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/a.bin").write_bytes(b"a")
+    refused = run("build", tmp_path / "set", "--output", tmp_path / "missing/map.json", "--checksums")
+    assert refused.exit_code == 2
+    assert "--output" in refused.output
+    assert "is not a folder" in refused.output
+
+
 def test_files_are_read_together_up_to_a_number_and_a_size_and_a_large_one_alone() -> None:
     sizes = {f"{i}": 100 for i in range(limits.RING_FILES + 1)} | {"large": limits.SLOT_BYTES, "after": 0}
     groups = [[path for path, _ in group] for group in _groups(sizes)]
