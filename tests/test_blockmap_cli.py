@@ -157,6 +157,28 @@ def test_a_file_that_is_not_in_it(disk: LoopDisk, tmp_path: Path) -> None:
     assert "not in the block map" in shown.output
 
 
+def test_a_device_that_may_not_be_read_is_named_once_and_no_file_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "set").mkdir()
+    for name in "abc":
+        (tmp_path / "set" / name).write_bytes(bytes(5000))
+    file = tmp_path / "map.json"
+    if run("build", tmp_path / "set", "--output", file).exit_code:
+        pytest.skip("the temporary folder is not on a disk that can be mapped")
+    opened = os.open
+
+    def refuse_devices(path: str, *how: int, **where: int) -> int:
+        if str(path).startswith("/dev/"):
+            raise PermissionError(1, "Operation not permitted", path)
+        return opened(path, *how, **where)
+
+    monkeypatch.setattr(os, "open", refuse_devices)
+    verified = run("verify", file, "--data")
+    assert (verified.exit_code, verified.output.count("the device cannot be read")) == (1, 1)
+    assert "not as mapped" not in verified.output
+
+
 def test_a_map_for_a_missing_folder_is_refused_before_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set/a.bin").write_bytes(b"a")

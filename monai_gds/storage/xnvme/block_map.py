@@ -51,6 +51,7 @@ from monai_gds.errors import BlockMapError, FileChanged, NotMappable, StorageErr
 from monai_gds.plain_read import read_at
 from monai_gds.storage.xnvme.extents import (
     Disk,
+    DiskClosed,
     Extent,
     FileSystem,
     MountedFileSystems,
@@ -428,6 +429,7 @@ class BlockMap(Mapping[str, FileBlocks]):
 
         Raises:
             BlockMapError: the map is plain and ``parent`` is not given.
+            StorageError: ``data``, and the device may not be read.
         """
         parent = self.parent if parent is None else parent
         if parent is None:
@@ -441,6 +443,8 @@ class BlockMap(Mapping[str, FileBlocks]):
                     mounted.refresh()
                     try:
                         self._verify_file(os.path.join(base, path), self._files[path], data, mounted)
+                    except DiskClosed:  # this says nothing of the file, and the next one would fail alike
+                        raise
                     except OSError as e:
                         wrong[path] = str(e)
             return wrong

@@ -30,8 +30,8 @@ from monai_gds.errors import NotMappable, StorageError
 from monai_gds.mounts import Mount, mounts
 
 __all__ = [
-    "Disk", "Extent", "FileSystem", "MountedFileSystems", "Transfer", "disk_of", "extents_in", "how_to_be_let_read",
-    "look", "read_uuid", "runs", "transfers", "uuid_in",
+    "Disk", "DiskClosed", "Extent", "FileSystem", "MountedFileSystems", "Transfer", "disk_of", "extents_in",
+    "how_to_be_let_read", "look", "read_uuid", "runs", "transfers", "uuid_in",
 ]  # fmt: skip
 
 SYSFS = Path("/sys")
@@ -87,6 +87,10 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+class DiskClosed(StorageError):
+    """This process may not read a disk, so every read of every file on it fails alike."""
+
+
 @dataclass(frozen=True)
 class Disk:
     """A whole disk.
@@ -115,14 +119,14 @@ class Disk:
         node allows.
 
         Raises:
-            StorageError: it may not be read, or has no node here. The message includes the remedy.
+            DiskClosed: it may not be read, or has no node here. The message includes the remedy.
         """
 
         try:
             return os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         except (PermissionError, FileNotFoundError) as e:
             why = f"the device cannot be read ({e.strerror}): {how_to_be_let_read(self.path)}"
-            raise StorageError(e.errno, why, self.path) from e
+            raise DiskClosed(e.errno, why, self.path) from e
 
 
 @dataclass(frozen=True)
