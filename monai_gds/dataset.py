@@ -193,31 +193,31 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             copied. Paths below it, in items, transforms, metadata and applied operations, are stored without it and
             come back below the root of the reader.
         monai_version: how much of MONAI's version is part of the key: ``"exact"``, ``"minor"`` or None.
-        arrays: how numeric arrays of items come: ``"numpy"`` (CPU targets only), ``"torch"``, or ``"auto"``, which is
-            ``"numpy"`` on a CPU target.
+        arrays: how numeric arrays of items are returned: ``"numpy"`` (CPU targets only), ``"torch"``, or ``"auto"``,
+            which is ``"numpy"`` on a CPU target.
         unsupported: what happens to an item with a value that a record cannot store: ``"warn"`` computes it in
             every epoch, with one warning; ``"error"`` raises UnsupportedType.
         verify: when checksums are compared: ``"first"`` (once per file and process; at every read with a backend that
             reads behind the file system's back), ``"always"`` or ``"never"``.
         mmap: whether tensors of 64 KiB and more are mappings of the record, on a CPU target and once their checksums
-            are compared. A page that cannot be read then ends the process (SIGBUS), with a message that names the
-            record: on a disk that fails, and in a file that another program cuts. False reads them into memory
-            instead, and an error costs one record. ``"auto"`` maps where ``cache_dir`` is on a file system of
-            this machine, and reads where it is on another's, such as NFS, SMB, Lustre or anything over FUSE.
+            are compared. A page that cannot be read, because the disk fails or another program cut the file, then ends
+            the process (SIGBUS) with a message that names the record. False reads the tensors into memory instead, and
+            an error costs one record. ``"auto"`` maps them if ``cache_dir`` is on a local file system, and reads them
+            if it is on any other, such as NFS, SMB, Lustre or anything over FUSE.
         compression: how new records are compressed. ``"lz4"`` and ``"zstd"`` cut tensors of 1 MiB and more into tiles
             and compress these without loss, if the tensor gets at least 15 % smaller. Images on their native grid and
             labels hold few different values and get several times smaller, resampled images less. ``"bitcomp"`` is
             nvCOMP's, and readable on a CUDA device only. None stores tensors as they are. ``"auto"`` takes ``"lz4"``
             where MONAI's own crops come first among the random transforms, and where a CUDA device unpacks tiles, if
-            Blosc2 is installed; otherwise tensors stay whole, which a CPU maps without reading them. So do, on a CPU
-            target, tensors of up to 64 MiB, unless crops follow a label. None of this is part of the key: a record is
-            read in whatever form it lies, and only ``populate(convert=True)`` and ``monai-gds cache warm`` write an
-            existing one anew.
-        tiles: voxels along each edge of a tile: 16, 32 or 64. Smaller ones cost a crop fewer bytes, and get less small.
-            ``"auto"`` is 32. None is for whole tensors, and goes with ``compression="auto"`` or None.
+            Blosc2 is installed; otherwise tensors stay whole, and a CPU maps them without reading them. On a CPU
+            target, tensors of up to 64 MiB stay whole too, unless crops follow a label. None of this is part of the
+            key: a record is read in whatever form it has, and only ``populate(convert=True)`` and
+            ``monai-gds cache warm`` write an existing one anew.
+        tiles: voxels along each edge of a tile: 16, 32 or 64. With smaller tiles a crop reads fewer bytes, and records
+            compress less. ``"auto"`` is 32. None is for whole tensors, and goes with ``compression="auto"`` or None.
         mantissa_bits: rounds the values of float32 and float64 tensors of 1 MiB and more to this many bits of mantissa,
             1 to 22, so that they compress better. This is lossy: the relative error is at most ``2 ** -(bits + 1)``, so
-            13 bits keep four decimal digits. It is part of the key, holds for hits, misses and items that are not
+            13 bits keep about four decimal digits. It is part of the key, holds for hits, misses and items that are not
             cached, and does not depend on ``compression``. NaN, infinities, integers, smaller tensors and all metadata,
             such as affines, stay as they are.
         device_bytes: how much memory of the CUDA device compressed records may occupy, such as ``20e9`` or ``"20GB"``.
@@ -229,13 +229,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             little room, what does not fit is computed in every epoch, with one warning. Processes that save together
             may exceed it by up to 1 GiB each. None: no limit.
         local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
-            Lustre. Records that are read from there are copied, in the background where this is not a loader's worker,
-            and read from here from then on, by all processes of this machine. New records go to ``cache_dir``.
+            Lustre. Records that are read from there are copied here, in the background except in a loader's worker. All
+            processes of this machine then read the copy. New records go to ``cache_dir``.
         local_bytes: as ``max_bytes``, for the records in ``local_dir``. What does not fit is read from ``cache_dir``.
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
             computed anew.
-        file_mode: the permissions that records have at most, such as ``0o600`` for yourself alone. By default they
+        file_mode: the most permissions that records may have, such as ``0o600`` for yourself alone. By default they
             have the group and mode of ``cache_dir``, so that a folder shared by a group is a shared cache:
             ``mkdir /nvme/cache; chgrp lab /nvme/cache; chmod 2775 /nvme/cache``.
         of_cache_dataset: arguments of MONAI's ``CacheDataset``, such as ``cache_rate``. They have no effect, and one
@@ -445,25 +445,25 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Records are published one by one, so after a kill another call continues where the first one stopped. An item
         that fails, or kills the workers that compute it, does not stop the others: it is reported at the end.
 
-        Workers are forked from this process while CUDA is not initialised, else from a fork server, and threads (with a
-        warning) where the dataset cannot be pickled. Transforms that use CUDA themselves need ``num_workers=0`` or an
-        initialised CUDA.
+        Workers are forked from this process while CUDA is not initialised, and from a fork server afterwards. If the
+        dataset cannot be pickled for that, they are threads, with a warning. Transforms that use CUDA themselves need
+        ``num_workers=0`` or an initialised CUDA.
 
         An executor may have its workers on other hosts, such as Dask's ``client.get_executor()``, mpi4py's
         ``MPIPoolExecutor`` or :class:`monai_gds.engines.RayExecutor`. They must see ``cache_dir`` and the source files
         under the same paths, and be able to import what the dataset is made of.
 
-        Under torch.distributed every rank must call this. The ranks share the items out, each waits until all have done
-        theirs, however long that takes, and what fails on one is raised by all. For cache directories that are local
-        to a node, give its local rank and world size.
+        Under torch.distributed every rank must call this. The ranks share the items, each waits until all have done
+        theirs, however long that takes, and a failure on one rank is raised on all. For cache directories that are
+        local to a node, give its local rank and world size.
 
         Args:
             num_workers: processes that compute items; 0 computes in this one. Default: one per core, 8 at most, where
-                they can be forked; what fails in them is tried once more in this process.
+                they can be forked; an item that fails in them is tried once more in this process.
             progress: shows a bar on rank 0, where there is a terminal or a notebook.
-            rank: this process's; default: torch.distributed's where it is initialised, else 0.
-            world_size: how many processes share the items; default: torch.distributed's where it is initialised, else
-                1. With 1 the process waits for no other.
+            rank: the rank of this process; default: torch.distributed's if it is initialised, else 0.
+            world_size: how many processes share the items; default: torch.distributed's if it is initialised, else 1.
+                With 1 the process waits for no other.
             executor: computes the items in place of ``num_workers``. It is not shut down.
             convert: writes records anew that are in another form than ``compression`` and ``tiles`` ask for, from their
                 own bytes. With ``compression="auto"`` only records of whole tensors that nobody has tried to compress

@@ -64,9 +64,10 @@ class Patch:
 
 
 def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", **options: Any) -> Patch:
-    """Has ``monai.data.PersistentDataset``, ``CacheDataset`` and ``GDSDataset`` make :class:`~monai_gds.GDSDataset`.
+    """Replaces MONAI's ``PersistentDataset``, ``CacheDataset`` and ``GDSDataset`` with :class:`~monai_gds.GDSDataset`.
 
-    Names that a module imported before (``from monai.data import CacheDataset``) stay MONAI's there: call this first.
+    A name that a module has already imported (``from monai.data import CacheDataset``) stays MONAI's there: call this
+    first.
 
     Args:
         cache_dir: for datasets that name no folder of their own, as ``CacheDataset`` never does.

@@ -13,7 +13,7 @@ __all__ = ["IgzipReader"]
 
 
 class IgzipReader(NibabelReader):  # type: ignore[misc]  # MONAI is untyped
-    """MONAI's ``NibabelReader`` that unpacks ``.nii.gz`` by ISA-L's igzip in place of zlib.
+    """MONAI's ``NibabelReader``, with ISA-L's igzip in place of zlib for ``.nii.gz``.
 
     Arrays and metadata are the same, and other files are read as by ``NibabelReader``. The reader is part of a cache's
     keys, as all settings of ``LoadImaged`` are: items that were cached with another one are computed once more.

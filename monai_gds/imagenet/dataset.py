@@ -48,24 +48,23 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         reader: how encoded images are read: one of :data:`~monai_gds.imagenet.source.READERS`, which are the storage
             backends, ``auto``, ``packed`` for the best backend over a packed folder, and ``python-file`` for plain
             Python.
-        device: where the batches go: an int or ``"cuda:N"``, ``"cpu"``, or None for the current CUDA device if there is
-            one and the CPU if not.
+        device: where the batches go: an int or ``"cuda:N"``, ``"cpu"``, or None for the current CUDA device, or the CPU
+            if there is none.
         decode: decode with DALI, on the GPU if ``device`` is one. False yields encoded bytes as a list of 1-D uint8
             tensors on ``device``. Without ``graph``, DALI is then not used and need not be installed. The tensors of a
             batch are slices of one buffer (packed: of one file's images), which any one of them keeps alive.
-        file_list, files, labels: name the images, as for ``fn.readers.file``; see
+        file_list, files, labels: name the images, as in ``fn.readers.file``; see
             :func:`~monai_gds.imagenet.source.open_images`.
         shuffle: a new order in every epoch. A packed folder is shuffled within windows of ``window`` of its files.
         seed: of the order, and of random transforms, which differ between shards.
-        shard_id, num_shards: this process's share of each epoch. Default: rank and world size of torch.distributed
-            where it is initialised, else all images.
+        shard_id, num_shards: this process's share of each epoch. Default: rank and world size of torch.distributed if
+            it is initialised, else all images.
         last_batch: ``"partial"`` (the default), ``"exact"``, ``"fill"`` or ``"drop"``, see
             :class:`~monai_gds.imagenet.sampling.Sampler`. On uneven shards, ``"partial"`` repeats an image.
         last_batch_policy: instead of ``last_batch``, DALI's ``LastBatchPolicy`` or its name. ``FILL``, ``DROP`` and
             ``PARTIAL`` are ``"fill"``, ``"drop"`` and ``"exact"``: each epoch of a shard is the first epoch of DALI's
             iterator over a reader with ``pad_last_batch=True``.
-        crop: (height, width) of a random resized crop, or None. Only the part of an image that is in the crop is
-            decoded.
+        crop: (height, width) of a random resized crop, or None. Only the part of each image inside the crop is decoded.
         flip: mirror each image with a probability of one half.
         normalize: float32 CHW, normalised with ImageNet's mean and deviation or with ``(mean, std)``; see
             :class:`~monai_gds.imagenet.decoding.Decoding`.
@@ -83,8 +82,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
     Attributes:
         images: the :class:`~monai_gds.imagenet.listing.ImageList`: classes, names, labels, sizes.
         broken: why each image skipped so far cannot be decoded, by path.
-        copied_back: bytes copied from the GPU back to the host because the reader fills GPU memory only and decoders
-            want host memory.
+        copied_back: bytes copied from the GPU back to the host, because the reader fills only GPU memory and decoders
+            need host memory.
 
     Raises:
         BackendUnavailable: the reader's backend, or DALI, does not work here. The message says why and what to do.

@@ -63,9 +63,9 @@ _LEAVE_SECONDS = 60.0
 class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     """MONAI's ``DataLoader`` that reads ahead of the consumer.
 
-    Over a :class:`~monai_gds.GDSDataset`, or a ``Subset`` or ``ConcatDataset`` of such, the coming records are read
-    while the current batch is trained on. Random transforms and collation run in a thread, in index order, so equal
-    seeds give the batches of MONAI's ``ThreadDataLoader``, bit for bit. As with that, a loop begins when its first
+    Over a :class:`~monai_gds.GDSDataset`, or a ``Subset`` or ``ConcatDataset`` of GDSDatasets, the coming records are
+    read while the training uses the current batch. Random transforms and collation run in a thread, in index order, so
+    equal seeds give the batches of MONAI's ``ThreadDataLoader``, bit for bit. As there, a loop begins when its first
     batch is asked for. On a CUDA device transforms and collation run on a stream of their own, beside the training, and
     nothing waits for the whole device. Any other dataset is loaded by MONAI's ``DataLoader``.
 
@@ -79,8 +79,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     ahead to a CUDA target. The first transform that names a CUDA device, and all behind it, run in this process's
     thread. The dataset must be picklable. Workers are forked from this process, or from a fork server if CUDA is
     initialised. They stay for the next epoch, and end with a loop that is left early. The random sequence differs from
-    the one without workers, but is the same for any number of them: for each item, the generators that transforms draw
-    from, and in the workers those of Python, NumPy and torch, are seeded with the epoch's seed and the item's position
+    the one without workers, but is the same for any number of them: for each item, the generators that the transforms
+    use, and in the workers those of Python, NumPy and torch, are seeded with the epoch's seed and the item's position
     in the epoch. The epoch's seed comes from torch's generator, or the loader's ``generator``.
 
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
@@ -92,10 +92,10 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         num_workers: processes, see above.
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
-        prefetch_bytes: how many bytes of records may be in flight, such as ``4e9`` or ``"4GB"``. One record may,
-            whatever its size. Default: 1 GiB, or 2 GiB on a GPU of 32 GiB or more, in between a sixteenth of its
-            memory. With ``transforms_on="workers"``: of shared memory (1 GiB), where batches of B bytes need
-            ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
+        prefetch_bytes: how many bytes of records may be in flight, such as ``4e9`` or ``"4GB"``. One record always may,
+            whatever its size. Default: a sixteenth of the GPU's memory, but at least 1 GiB and at most 2 GiB, and 1 GiB
+            without a GPU. With ``transforms_on="workers"`` it bounds the shared memory (1 GiB), in which batches of B
+            bytes need ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
         transforms_on: ``"workers"`` runs random transforms in the ``num_workers`` processes, see above.
         kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…

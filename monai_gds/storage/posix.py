@@ -63,10 +63,10 @@ class PosixBackend(BlockingBackend):
         threads: reads in flight at once; default: one per core, at least 4 and at most 8.
         direct_io: reads with O_DIRECT, past the page cache, whatever is aligned to blocks of 4096 bytes. Nothing is
             mapped then, and the next epoch reads from the drive again.
-        pinned_bytes: how much of files in the page cache may stay registered with CUDA, such as ``50e9`` or ``"50GB"``,
-            so that it is copied to the device without work of the CPU (:mod:`.pinned_files`). Files are registered in
-            the order in which they are read, for as long as this storage is open. The memory cannot be reclaimed or
-            swapped meanwhile.
+        pinned_bytes: how many bytes of files in the page cache may stay registered with CUDA, such as ``50e9`` or
+            ``"50GB"``, so that they are copied to the device without the CPU (:mod:`.pinned_files`). Files are
+            registered in the order in which they are read, for as long as this storage is open. The memory cannot be
+            reclaimed or swapped meanwhile.
 
     Raises:
         ValueError: ``threads`` is not positive, or ``pinned_bytes`` is not a size, or given for a CPU target or with
