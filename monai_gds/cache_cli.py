@@ -72,9 +72,11 @@ def list_records(
 ) -> None:
     """List the records of a cache directory with their pipeline, time, size, tensors and sources.
 
-    "÷ 5.2 (lz4, 32³)" marks a record that is 5.2 times smaller than its tensors, by LZ4 in tiles of that size.
+    "÷ 5.2 (lz4, 32³)" marks a record that is 5.2 times smaller than its
+    tensors, by LZ4 in tiles of that size.
 
-    The last lines sum up each pipeline. `prune --pipeline` deletes the records of one that you no longer need.
+    The last lines sum up each pipeline. `prune --pipeline` deletes the records
+    of one that you no longer need.
     """
     records = maintenance.survey(directory, Index(directory))
     if as_json:
@@ -219,8 +221,8 @@ def verify(
 ) -> None:
     """Check every byte of every record; exit code 1 if one is damaged or cannot be read.
 
-    A record under another record's name counts as damaged. In a folder that `monai-gds pack` wrote, the files of packed
-    images are checked.
+    A record under another record's name counts as damaged. In a folder that
+    `monai-gds pack` wrote, the files of packed images are checked.
     """
     if not maintenance.record_files(directory) and maintenance.other_files(directory):
         from monai_gds.imagenet.packed import is_packed
@@ -335,10 +337,12 @@ def prune(
 ) -> None:
     """Delete temporary files of killed writers, unreadable records, and superseded records.
 
-    Records of a pipeline that you changed or no longer need are kept, since another run may use them, until you name
-    the pipeline with --pipeline, or all that are old, unused or too many with --older-than, --unused-for or --max-size.
-    These three leave alone what a running process uses. Other files are left alone. Exit code 1 if a file cannot be
-    deleted, or if the records that are left are larger than --max-size.
+    Records of a pipeline that you changed or no longer need are kept, since
+    another run may use them, until you name the pipeline with --pipeline, or
+    all that are old, unused or too many with --older-than, --unused-for or
+    --max-size. These three leave alone what a running process uses. Other files
+    are left alone. Exit code 1 if a file cannot be deleted, or if the records
+    that are left are larger than --max-size.
     """
     ages = {
         "older_than": _parsed(seconds_of, older_than, math.inf, "--older-than"),
@@ -471,9 +475,13 @@ def warm(
 ) -> None:
     """Compute every item of a dataset that is not cached yet. Started again after a kill, it goes on where it was.
 
-    A record that cannot be unpacked here stays as it is. With compression="auto", the default, only records of whole
-    tensors are converted, where tiles suit the dataset better. Modules are looked for in the working directory first.
-    Exit code 1 when items failed; they are named.
+    Records in another form than the dataset asks for are converted (see
+    --convert): with compression="auto", its default, only records of whole
+    tensors, where tiles suit the dataset better. A record that cannot be
+    unpacked here stays as it is.
+
+    Modules are looked for in the working directory first. Exit code 1 when
+    items failed; they are named.
     """
     if dask is not None and num_workers:
         raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
@@ -522,8 +530,8 @@ def explain(
 ) -> None:
     """Print whether items are cached, and for one that is not, what differs from the most similar record.
 
-    Without an item: which part of the dataset is cached and which is computed in every epoch. Modules are looked for in
-    the working directory first.
+    Without an item: which part of the dataset is cached and which is computed
+    in every epoch. Modules are looked for in the working directory first.
     """
     indices = [int(argument) for argument in arguments or [] if argument.isdecimal()]
     dataset: Any = dataset_from(function, [argument for argument in arguments or [] if not argument.isdecimal()])

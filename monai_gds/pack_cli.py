@@ -53,7 +53,8 @@ def pack(
 ) -> None:
     """Pack a folder of images into a few large files, which ImageNetDataset reads like the folder itself.
 
-    After an interruption, the same command goes on with what is left; where nothing is, it says so.
+    After an interruption, the same command goes on with what is left. If
+    nothing is left to do, it says so.
     """
     from monai_gds.imagenet.listing import list_folder
     from monai_gds.imagenet.packed import is_packed

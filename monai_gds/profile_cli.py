@@ -33,10 +33,11 @@ def profile(
 ) -> None:
     """Show where the time of your epochs goes: keys, reading, decoding, each transform, collation; and what to do.
 
-    Items that are not cached are computed and saved, so the first epoch shows what filling the cache takes. The next
-    one compares checksums, which later ones do not. The epochs do nothing but load. `GDSDataLoader(stats=True)`
-    measures the same beside your training. The last lines are this machine's limits, measured with a file in the cache
-    directory.
+    Items that are not cached are computed and saved, so the first epoch shows
+    what filling the cache takes. The next one compares checksums, which later
+    ones do not. The epochs do nothing but load. `GDSDataLoader(stats=True)`
+    measures the same beside your training. The last lines are this machine's
+    limits, measured with a file in the cache directory.
     """
     if transforms_on and not num_workers:
         raise typer.BadParameter("needs workers: give --num-workers too", param_hint="--transforms-on")

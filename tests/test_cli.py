@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -62,6 +63,8 @@ def test_help_explains_and_shows_an_example(path: tuple[str, ...]) -> None:
     example = f"Example: {words(path)}"
     assert example in done.output
     assert len(done.output.split("Usage:")[1]) > len(example) + 100
+    # Typer keeps the line breaks of all paragraphs but the first: on 80 columns, longer lines would be broken twice.
+    assert max(map(len, inspect.cleandoc(ALL[path].help or "").partition("\n\n")[2].splitlines()), default=0) <= 77
 
 
 @pytest.mark.parametrize("path", ALL, ids=words)
