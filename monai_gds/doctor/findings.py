@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -415,7 +417,9 @@ def default(answers: Answers, unwritable: str) -> Finding:
     answer = answers.get("default", _NOT_ASKED)
     values = {**answer.values, "works": bool(answer) and not unwritable}
     if not answer:
-        return Finding("default", Status.FAILED, f"it does not work: {answer.error}", "", values)
+        full = any(os.strerror(code) in answer.error for code in (errno.ENOSPC, errno.EDQUOT))
+        remedy = "free some space there, or name another directory" if full else ""
+        return Finding("default", Status.FAILED, f"it does not work: {answer.error}", remedy, values)
     found = f"{values['backend']} ({values['reason']})"
     if unwritable:
         return Finding("default", Status.FAILED, f"{found}, not tried: no file can be made", "see directory", values)

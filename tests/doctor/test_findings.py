@@ -298,9 +298,16 @@ def test_a_directory_that_takes_no_files_is_a_failure(laid: Laid) -> None:
 
 
 def test_a_default_that_does_not_work_is_a_failure(laid: Laid) -> None:
-    found = laid.findings(answers(default=Answer({}, "no space left")))["default"]
-    assert found.status is Status.FAILED
-    assert "no space left" in found.found
+    found = laid.findings(answers(default=Answer({}, "some error")))["default"]
+    assert (found.status, found.remedy) == (Status.FAILED, "")
+    assert "some error" in found.found
+
+
+def test_a_full_drive_has_a_remedy(laid: Laid) -> None:
+    found = laid.findings(answers(default=Answer({}, "[Errno 28] No space left on device: '/cache/trial.bin'")))[
+        "default"
+    ]
+    assert (found.status, found.remedy.startswith("free some space")) == (Status.FAILED, True)
 
 
 def test_a_small_file_system_is_not_one_of_zero_gigabytes(tmp_path: Path) -> None:
