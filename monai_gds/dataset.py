@@ -198,7 +198,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         unsupported: what happens to an item with a value that a record cannot store: ``"warn"`` computes it in
             every epoch, with one warning; ``"error"`` raises UnsupportedType.
         verify: when checksums are compared: ``"first"`` (once per file and process; at every read with a backend that
-            reads behind the file system's back), ``"always"`` or ``"never"``.
+            bypasses the file system), ``"always"`` or ``"never"``.
         mmap: whether tensors of 64 KiB and more are mappings of the record, on a CPU target and once their checksums
             are compared. A page that cannot be read, because the disk fails or another program cut the file, then ends
             the process (SIGBUS) with a message that names the record. False reads the tensors into memory instead, and
