@@ -65,8 +65,8 @@ class XnvmeBlockBackend(QueueBackend):
             map has checksums and the file is read whole. If files are below another folder than the map was made in,
             pass ``BlockMap.load(map, parent=…)``.
         nsid: the namespace, for a user-space driver. None: the first.
-        heap_bytes: of ``upcie``'s heap in huge pages, such as ``"128MiB"``; ``upcie-cuda`` has a second one, as large,
-            on the GPU. The first drive of a process decides. None: 1 GiB; 128 MiB are enough for one drive.
+        heap_bytes: size of ``upcie``'s heap in huge pages, such as ``"128MiB"``; ``upcie-cuda`` has a second heap of
+            that size on the GPU. The first drive of a process decides. None: 1 GiB; 128 MiB are enough for one drive.
 
     Raises:
         BackendUnavailable: libxnvme is missing, does not fit, or was built without ``be``.
