@@ -124,6 +124,6 @@ def _pixels(path: str, size: int) -> np.ndarray:
             fitted = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
     except FileNotFoundError:
         raise
-    except OSError as e:
+    except Exception as e:  # Pillow raises errors of many types
         raise BrokenImage(path, f"it cannot be decoded: {e}") from e
     return np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1))

@@ -345,9 +345,10 @@ def test_a_store_needs_an_empty_folder_and_whole_images(folder: Path, tmp_path: 
     with pytest.raises(ImageListError, match="not empty"):
         write_store(open_images(folder), folder)  # type: ignore[arg-type]
     (tmp_path / "in" / "n0").mkdir(parents=True)
-    (tmp_path / "in" / "n0" / "bad.jpg").write_bytes(b"no image")
-    with pytest.raises(BrokenImage, match=r"bad\.jpg: it cannot be decoded"):
-        write_store(open_images(tmp_path / "in"), tmp_path / "out")  # type: ignore[arg-type]
+    for number, bad in enumerate((b"no image", b"P6 9 9 2x5 ")):  # Pillow's errors: OSError, ValueError
+        (tmp_path / "in" / "n0" / "bad.ppm").write_bytes(bad)
+        with pytest.raises(BrokenImage, match=r"bad\.ppm: it cannot be decoded"):
+            write_store(open_images(tmp_path / "in"), tmp_path / f"out{number}")  # type: ignore[arg-type]
 
 
 def test_without_squirrel_the_extra_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
