@@ -351,6 +351,20 @@ def test_a_store_needs_an_empty_folder_and_whole_images(folder: Path, tmp_path: 
             write_store(open_images(tmp_path / "in"), tmp_path / f"out{number}")  # type: ignore[arg-type]
 
 
+def test_a_store_holds_pictures_turned_as_their_exif_data_tell(tmp_path: Path) -> None:
+    module = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    driver = pytest.importorskip("squirrel.driver", reason="squirrel-core is not installed")
+    picture = module.new("L", (40, 40))
+    picture.paste(255, (0, 0, 20, 40))  # white on the left
+    exif = module.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees: white above
+    picture.save(tmp_path / "a.jpg", exif=exif)
+    write_store(open_images(tmp_path), tmp_path / "store", size=40)  # type: ignore[arg-type]
+    (found,) = driver.MessagepackDriver(str(tmp_path / "store")).get_iter().collect()
+    assert found["image"][:, :10].min() > 200
+    assert found["image"][:, 30:].max() < 50
+
+
 def test_without_squirrel_the_extra_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "squirrel.store", None)
     with pytest.raises(BackendUnavailable, match=r"pip install 'monai_gds\[squirrel\]'"):
