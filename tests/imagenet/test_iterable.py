@@ -142,6 +142,10 @@ def test_a_graph_may_rename_and_drop() -> None:
     assert [tuple(batch) for batch in batches] == [("large", "label")] * 2
     assert batches[0]["large"].shape == (4, 4, 6, 3)
     assert labels(batches) == [[1, 2, 3, 4], [5]]
+    for dynamic in (True, False):
+        for key in ("image", "label"):
+            (first, last) = loader(items, 4, lambda nodes, key=key: {"only": nodes[key]}, exec_dynamic=dynamic)
+            assert [tuple(first), len(first["only"]), len(last["only"])] == [("only",), 4, 1]
 
 
 def test_ragged_samples_come_as_a_list() -> None:
