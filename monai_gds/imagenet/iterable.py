@@ -110,7 +110,8 @@ class DaliIterator:
         return run
 
     def _run(self) -> Generator[dict[str, Any]]:
-        items = iter(self._source() if callable(self._source) else self._source)
+        # in a chain, what has ended stays so: iterators in DALI's documentation begin anew when asked once more
+        items: Iterator[Any] = chain(self._source() if callable(self._source) else self._source)
         batches = items
         if not self._already_batched:
             batches = iter(lambda: self._of_samples(list(islice(items, self._batch_size))), [])

@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,28 @@ def test_what_can_be_iterated_once_says_so() -> None:
     again = loader(lambda: (sample(i) for i in range(5)))
     assert labels(again) == labels(again)
     assert list(loader([])) == []
+
+
+@pytest.mark.parametrize("already_batched", [False, True])
+def test_an_iterator_that_begins_anew_after_its_end(already_batched: bool) -> None:
+    """As those in DALI's documentation do."""
+
+    class Again:
+        number = 0
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return self
+
+        def __next__(self) -> dict[str, Any]:
+            if self.number == 5:
+                self.number = 0
+                raise StopIteration
+            self.number += 1
+            return {"label": [self.number] if already_batched else self.number}
+
+    ours = loader(Again(), 2, already_batched=already_batched)
+    for _ in range(2):
+        assert flat(islice(ours, 9)) == [1, 2, 3, 4, 5]
 
 
 def test_an_error_of_the_source_comes_after_what_was_before_it() -> None:
