@@ -238,6 +238,10 @@ def test_an_error_of_the_graph_leaves_it_usable() -> None:
     ("items", "error", "message"),
     [
         ([{"image": np.zeros(2), "name": "x"}], TypeError, "'name' holds str"),
+        ([{"image": torch.zeros(2, dtype=torch.bfloat16)}], TypeError, "'image' holds Tensor.*BFloat16"),
+        ([{"image": torch.eye(2).to_sparse()}], TypeError, "'image' holds Tensor"),
+        ([{"image": [[1], [2, 3]]}], TypeError, "'image' holds list"),
+        ([{"image": np.zeros(2, np.longdouble)}], TypeError, "'image' holds ndarray"),
         ([5], TypeError, "dicts or tuples of arrays, not int"),
         ([{"image": 1}, {"picture": 1}], ValueError, "different keys"),
         ([{"image": 1}] * 4 + [{"picture": 1}], ValueError, r"no \['image'\]"),
