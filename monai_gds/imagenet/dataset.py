@@ -73,7 +73,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         decoder: arguments of ``fn.decoders.image``, and with ``crop`` of ``fn.decoders.image_random_crop``, such as
             ``hw_decoder_load``, the share of the images for a GPU's hardware decoder.
         skip_broken: replace an image that cannot be decoded, and its label, by another one, if possible of the same
-            batch, and note it in ``broken``. Otherwise it raises BrokenImage.
+            batch, and note it in ``broken``. Otherwise it raises BrokenImage. A file that is no image at all can crash
+            the CPU decoder of DALI 2.4 itself, in batches of 32 and more: look for such files with smaller batches.
         num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
             :func:`~monai_gds.imagenet.pipeline.execution`.
         window: number of files, see ``shuffle``. That many, and as many read ahead, are held in memory.

@@ -110,7 +110,8 @@ class DaliIterator:
         return run
 
     def _run(self) -> Generator[dict[str, Any]]:
-        items = iter(self._source() if callable(self._source) else self._source)
+        # in a chain, what has ended stays so: iterators in DALI's documentation begin anew when asked once more
+        items: Iterator[Any] = chain(self._source() if callable(self._source) else self._source)
         batches = items
         if not self._already_batched:
             batches = iter(lambda: self._of_samples(list(islice(items, self._batch_size))), [])
@@ -212,12 +213,17 @@ def _kinds(column: Any) -> Iterator[_ArrayKind]:
 
 def _array(value: Any, key: str) -> Any:
     """An array as DALI takes it: contiguous, and in native byte order, which DALI silently assumes."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().contiguous()
-        return value if value.is_cuda else value.numpy()
-    if hasattr(value, "__cuda_array_interface__"):
+    if hasattr(value, "__cuda_array_interface__") and not isinstance(value, torch.Tensor):
         return value
-    array = np.asarray(value)
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"{key!r} holds {type(value).__name__}, not an array of numbers: leave it out with keys=…")
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().contiguous()
+            if value.is_cuda:
+                return value
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as e:  # bfloat16, a sparse tensor, lists of several lengths
+        raise TypeError(f"{key!r} holds {type(value).__name__}, not an array that NumPy takes: {e}") from e
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:  # long double
+        what = f"{type(value).__name__} of {array.dtype}" if hasattr(value, "dtype") else type(value).__name__
+        raise TypeError(f"{key!r} holds {what}, not an array of numbers that DALI takes: leave it out with keys=…")
     return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")

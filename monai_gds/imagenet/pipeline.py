@@ -206,10 +206,12 @@ class FedPipeline(Generic[T]):
         fn = dali().fn
         pipe = _pipeline_class()(**self._arguments)
         with pipe:
-            nodes = {
-                name: fn.external_source(name=name, device=i.device, no_copy=i.no_copy, layout=i.layout)
+            nodes = {  # kept where the graph does not use them: DALI refuses to be fed for an input that it dropped
+                name: fn.external_source(name=name, device=i.device, no_copy=i.no_copy, layout=i.layout, preserve=True)
                 for name, i in self._inputs.items()
             }
+            for node in nodes.values():
+                pipe.add_sink(node)
             outputs = self._graph(nodes)
             self._outputs = list(outputs)
             pipe.set_outputs(*outputs.values())

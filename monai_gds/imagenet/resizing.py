@@ -16,7 +16,8 @@ _EIGHT_BITS = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 def smaller_jpeg(image: bytes, max_side: int, quality: int) -> bytes:
     """An encoded image as a JPEG of at most ``max_side`` pixels per side, or unchanged if it has no more.
 
-    The picture is rotated according to its EXIF data, which the JPEG lacks. Colours are RGB, or grey as before.
+    The picture is rotated according to its EXIF data, which the JPEG lacks. Colours are RGB, or grey as before; those
+    of transparent pixels stay, as decoders see them.
 
     Raises:
         BackendUnavailable: Pillow is not installed.
@@ -26,10 +27,12 @@ def smaller_jpeg(image: bytes, max_side: int, quality: int) -> bytes:
     with module.open(io.BytesIO(image)) as opened:
         if max(opened.size) <= max_side or opened.mode not in _EIGHT_BITS:
             return image
-        opened.thumbnail((max_side, max_side), module.Resampling.LANCZOS, reducing_gap=3.0)
-        turned = operations.exif_transpose(opened)
+        picture = opened
+        if opened.mode not in ("L", "RGB"):  # Pillow would blacken what is transparent, and skip pixels of a palette
+            picture = operations.exif_transpose(opened).convert("RGB")
+        picture.thumbnail((max_side, max_side), module.Resampling.LANCZOS, reducing_gap=3.0)
         file = io.BytesIO()
-        (turned if turned.mode in ("L", "RGB") else turned.convert("RGB")).save(file, "JPEG", quality=quality)
+        operations.exif_transpose(picture).save(file, "JPEG", quality=quality)
         return file.getvalue()
 
 

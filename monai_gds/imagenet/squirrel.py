@@ -84,7 +84,8 @@ def write_store(
     """Writes a Messagepack store of samples ``{"image": uint8 (3, size, size), "label": int}``.
 
     Args:
-        images: what to store. Each is decoded, resized to ``size`` at its shorter side, and cropped at the centre.
+        images: what to store. Each is decoded, rotated according to its EXIF data, resized to ``size`` at its shorter
+            side, and cropped at the centre.
         out: an empty folder, created if missing.
         size: height and width in pixels.
         shard_size: samples per file.
@@ -121,9 +122,10 @@ def _pixels(path: str, size: int) -> np.ndarray:
 
     try:
         with Image.open(path) as image:
-            fitted = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
+            turned = ImageOps.exif_transpose(image).convert("RGB")
+            fitted = ImageOps.fit(turned, (size, size), Image.Resampling.BILINEAR)
     except FileNotFoundError:
         raise
-    except OSError as e:
+    except Exception as e:  # Pillow raises errors of many types
         raise BrokenImage(path, f"it cannot be decoded: {e}") from e
     return np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1))

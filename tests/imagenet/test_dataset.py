@@ -268,6 +268,19 @@ def test_a_graph_of_ones_own(folder: Path, reader: str, decode: bool) -> None:
     assert min(int(b["label"].min()) for b in batches) == 100
 
 
+def test_a_graph_may_give_two_views_and_no_label(folder: Path) -> None:
+    from nvidia.dali import fn
+
+    def views(images: Any, _: Any) -> Any:
+        return fn.resize(images, size=(10, 12)), fn.resize(images, size=(5, 6))
+
+    batches = list(dataset(folder, 4, graph=views))
+    assert sum(len(batch["image"]) for batch in batches) == COUNT
+    for batch in batches:
+        assert batch["image"].shape[1:] == (10, 12, 3)
+        assert batch["label"].shape == (len(batch["image"]), 5, 6, 3)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_graph_that_hands_its_input_through_keeps_its_bytes(folder: Path, batch_size: int) -> None:
     """The reader's buffers are filled again; what came out must not be among them."""

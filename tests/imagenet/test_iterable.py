@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,10 @@ def test_a_graph_may_rename_and_drop() -> None:
     assert [tuple(batch) for batch in batches] == [("large", "label")] * 2
     assert batches[0]["large"].shape == (4, 4, 6, 3)
     assert labels(batches) == [[1, 2, 3, 4], [5]]
+    for dynamic in (True, False):
+        for key in ("image", "label"):
+            (first, last) = loader(items, 4, lambda nodes, key=key: {"only": nodes[key]}, exec_dynamic=dynamic)
+            assert [tuple(first), len(first["only"]), len(last["only"])] == [("only",), 4, 1]
 
 
 def test_ragged_samples_come_as_a_list() -> None:
@@ -184,6 +189,28 @@ def test_what_can_be_iterated_once_says_so() -> None:
     assert list(loader([])) == []
 
 
+@pytest.mark.parametrize("already_batched", [False, True])
+def test_an_iterator_that_begins_anew_after_its_end(already_batched: bool) -> None:
+    """As those in DALI's documentation do."""
+
+    class Again:
+        number = 0
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return self
+
+        def __next__(self) -> dict[str, Any]:
+            if self.number == 5:
+                self.number = 0
+                raise StopIteration
+            self.number += 1
+            return {"label": [self.number] if already_batched else self.number}
+
+    ours = loader(Again(), 2, already_batched=already_batched)
+    for _ in range(2):
+        assert flat(islice(ours, 9)) == [1, 2, 3, 4, 5]
+
+
 def test_an_error_of_the_source_comes_after_what_was_before_it() -> None:
     def source() -> Iterator[dict[str, Any]]:
         yield from (sample(i) for i in range(8))
@@ -211,6 +238,10 @@ def test_an_error_of_the_graph_leaves_it_usable() -> None:
     ("items", "error", "message"),
     [
         ([{"image": np.zeros(2), "name": "x"}], TypeError, "'name' holds str"),
+        ([{"image": torch.zeros(2, dtype=torch.bfloat16)}], TypeError, "'image' holds Tensor.*BFloat16"),
+        ([{"image": torch.eye(2).to_sparse()}], TypeError, "'image' holds Tensor"),
+        ([{"image": [[1], [2, 3]]}], TypeError, "'image' holds list"),
+        ([{"image": np.zeros(2, np.longdouble)}], TypeError, "'image' holds ndarray"),
         ([5], TypeError, "dicts or tuples of arrays, not int"),
         ([{"image": 1}, {"picture": 1}], ValueError, "different keys"),
         ([{"image": 1}] * 4 + [{"picture": 1}], ValueError, r"no \['image'\]"),
@@ -345,9 +376,24 @@ def test_a_store_needs_an_empty_folder_and_whole_images(folder: Path, tmp_path: 
     with pytest.raises(ImageListError, match="not empty"):
         write_store(open_images(folder), folder)  # type: ignore[arg-type]
     (tmp_path / "in" / "n0").mkdir(parents=True)
-    (tmp_path / "in" / "n0" / "bad.jpg").write_bytes(b"no image")
-    with pytest.raises(BrokenImage, match=r"bad\.jpg: it cannot be decoded"):
-        write_store(open_images(tmp_path / "in"), tmp_path / "out")  # type: ignore[arg-type]
+    for number, bad in enumerate((b"no image", b"P6 9 9 2x5 ")):  # Pillow's errors: OSError, ValueError
+        (tmp_path / "in" / "n0" / "bad.ppm").write_bytes(bad)
+        with pytest.raises(BrokenImage, match=r"bad\.ppm: it cannot be decoded"):
+            write_store(open_images(tmp_path / "in"), tmp_path / f"out{number}")  # type: ignore[arg-type]
+
+
+def test_a_store_holds_pictures_turned_as_their_exif_data_tell(tmp_path: Path) -> None:
+    module = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    driver = pytest.importorskip("squirrel.driver", reason="squirrel-core is not installed")
+    picture = module.new("L", (40, 40))
+    picture.paste(255, (0, 0, 20, 40))  # white on the left
+    exif = module.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees: white above
+    picture.save(tmp_path / "a.jpg", exif=exif)
+    write_store(open_images(tmp_path), tmp_path / "store", size=40)  # type: ignore[arg-type]
+    (found,) = driver.MessagepackDriver(str(tmp_path / "store")).get_iter().collect()
+    assert found["image"][:, :10].min() > 200
+    assert found["image"][:, 30:].max() < 50
 
 
 def test_without_squirrel_the_extra_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -466,6 +466,22 @@ def test_images_of_other_kinds(mode: str, kind: str, becomes: str | None) -> Non
     assert smaller_jpeg(data, 60, 90) == data
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("RGBA", "PNG"), ("LA", "PNG"), ("RGBA", "TIFF"), ("P", "PNG"), ("1", "PNG")]
+)
+def test_smaller_pictures_have_the_colours_that_decoders_see(mode: str, kind: str) -> None:
+    """Decoders drop transparency; and every pixel counts, not every other one of a pattern."""
+    stripes = np.repeat(np.arange(200)[None] % 2 * 255, 100, axis=0).astype(np.uint8)
+    picture = Image.fromarray(stripes).convert(mode if mode in ("P", "1") else mode[:-1])
+    if mode in ("RGBA", "LA"):
+        picture.putalpha(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees, once
+    small = Image.open(io.BytesIO(smaller_jpeg(saved(picture, kind, exif=exif), 50, 90)))
+    assert small.size == (25, 50)
+    assert np.abs(np.asarray(small.convert("RGB")).astype(int) - 127).max() < 20
+
+
 @pytest.mark.parametrize("how", [{"max_side": 0}, {"quality": 0}, {"quality": 101}, {"file_bytes": 0}])
 def test_settings_that_make_no_sense(folder: Path, tmp_path: Path, how: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(how))):
