@@ -9,7 +9,7 @@ import math
 import os
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -206,16 +206,15 @@ class FedPipeline(Generic[T]):
         fn = dali().fn
         pipe = _pipeline_class()(**self._arguments)
         with pipe:
-            nodes = {  # kept where the graph does not use them: DALI refuses to be fed for an input that it dropped
-                name: fn.external_source(name=name, device=i.device, no_copy=i.no_copy, layout=i.layout, preserve=True)
+            nodes = {
+                name: fn.external_source(name=name, device=i.device, no_copy=i.no_copy, layout=i.layout)
                 for name, i in self._inputs.items()
             }
-            for node in nodes.values():
-                pipe.add_sink(node)
             outputs = self._graph(nodes)
             self._outputs = list(outputs)
             pipe.set_outputs(*outputs.values())
         pipe.build()
+        pipe.dropped = {name for name in self._inputs if not _has_input(pipe, name)}
         return pipe
 
 
@@ -236,13 +235,23 @@ class _Feeder(Generic[T]):
             self._under_way.append(feed)
             self.refused = True
             for name, data in arrays.items():
-                pipe.feed_input(name, data)
+                if name not in pipe.dropped:
+                    pipe.feed_input(name, data)
             self.refused = False
         except StopIteration:
             raise
         except Exception as e:
             self.error = e
             raise StopIteration from e
+
+
+def _has_input(pipe: Any, name: str) -> bool:
+    """Whether a pipeline takes an input. DALI drops what the graph does not use, and refuses to be fed for it."""
+    try:
+        pipe.input_feed_count(name)
+    except (KeyError, RuntimeError):  # RuntimeError: of the older executor
+        return False
+    return True
 
 
 def _by_dali(error: Exception) -> bool:
@@ -256,6 +265,7 @@ def _pipeline_class() -> Any:
 
     class Pipeline(dali().Pipeline):  # type: ignore[misc]
         feeder: Any = None
+        dropped: Collection[str] = ()
 
         def iter_setup(self) -> None:
             self.feeder.feed(self)
