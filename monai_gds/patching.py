@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import monai.data
 import monai.data.dataset
@@ -109,13 +109,13 @@ def _stand_in(original: type, defaults: dict[str, Any]) -> type:
             given.pop("cache_dir", None)
         GDSDataset.__init__(self, **{"transform": None, **defaults, **given})  # only CacheDataset may have none
 
-    def reduce(self: GDSDataset) -> Any:  # in another process, this name may be MONAI's
+    def reduce_ex(self: GDSDataset, protocol: SupportsIndex) -> Any:  # in another process, this name may be MONAI's
         if type(self) is not made:
-            return object.__reduce_ex__(self, 2)
+            return GDSDataset.__reduce_ex__(self, protocol)
         return _plain, (self.__getstate__(),)
 
-    methods = {"__init__": make, "__reduce__": reduce, "__module__": original.__module__, "__doc__": GDSDataset.__doc__}
-    made = type(original.__name__, (GDSDataset,), methods)
+    methods = {"__init__": make, "__reduce_ex__": reduce_ex, "__doc__": GDSDataset.__doc__}
+    made = type(original.__name__, (GDSDataset,), {**methods, "__module__": original.__module__})
     return made
 
 

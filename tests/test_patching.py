@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from pathlib import Path
@@ -133,7 +134,11 @@ def test_a_class_of_the_users_own_stays_that_class(items: list[dict[str, str]], 
             def __getitem__(self, index: Any) -> Any:
                 return super().__getitem__(index)["image"].shape
 
-        assert Mine(items, transform())[0] == (1, 12, 10, 8)
+        dataset = Mine(items, transform())
+        assert dataset[0] == (1, 12, 10, 8)
+        for again in (copy.copy(dataset), copy.deepcopy(dataset)):
+            assert type(again) is Mine and again[0] == (1, 12, 10, 8)
+        assert dataset.populate(num_workers=0, progress=False).cached == 1
 
 
 def test_unknown_options_are_refused_before_anything_is_replaced(tmp_path: Path) -> None:
