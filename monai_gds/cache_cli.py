@@ -365,7 +365,8 @@ def prune(
         """Whether a record was idle, and has been used since."""
         if found.file not in idle_files:
             return False
-        return not idle([replace(found, problem="")], uses.look(KNOWN_SECONDS), began, kept)
+        # By the notes alone: a record that was replaced since is not deleted, and a wrong clock may have dated it.
+        return not idle([replace(found, problem="", mtime_ns=0)], uses.look(KNOWN_SECONDS), began, kept)
 
     quiet = summary or as_json
     refused: list[str] = []
