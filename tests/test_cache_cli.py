@@ -380,7 +380,8 @@ def test_prune_leaves_what_is_used_while_it_deletes(tmp_path: Path, monkeypatch:
         (["--unused-for", "soon"], "'soon' is not a span of time"),
         (["--max-size", "lots"], "--max-size='lots': it must be a number of bytes, or one with a unit"),
         (["--keep", "nothing"], "'nothing' does not have the form module:function"),
-        (["--keep", ""], "'' does not have the form module:function"),
+        (["--keep", ""], "Invalid value for --keep: '' does not have the form module:function"),
+        (["--keep", "training:make name='ct"], "Invalid value for --keep: No closing quotation"),
     ],
 )
 def test_prune_deletes_nothing_where_a_limit_makes_no_sense(cache: Path, options: list[str], words: str) -> None:
