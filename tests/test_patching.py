@@ -127,6 +127,20 @@ def test_what_was_made_can_be_pickled_and_is_ours_where_nothing_is_patched(
         assert torch.equal(again[0]["image"], dataset[0]["image"])
 
 
+def test_datasets_of_names_that_were_imported_before_can_be_pickled(
+    items: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """As for workers that are spawned, or come from a fork server."""
+    for name, arguments in (("CacheDataset", {"progress": False}), ("PersistentDataset", {"cache_dir": tmp_path})):
+        dataset = ORIGINAL[name](items, transform(), **arguments)
+        with monai_gds.patch(tmp_path / "outer"), monai_gds.patch(tmp_path / "inner"):
+            inside = pickle.dumps(dataset)
+            assert type(copy.copy(dataset)) is type(pickle.loads(inside)) is ORIGINAL[name]
+        again = pickle.loads(inside)
+        assert type(again) is ORIGINAL[name] and torch.equal(again[0]["image"], dataset[0]["image"])
+        assert b"monai_gds" not in pickle.dumps(dataset)  # nothing is left of it
+
+
 def test_a_class_of_the_users_own_stays_that_class(items: list[dict[str, str]], tmp_path: Path) -> None:
     with monai_gds.patch(tmp_path / "cache"):
 
