@@ -35,6 +35,7 @@ from monai_gds.units import bytes_of, seconds_of
 
 if TYPE_CHECKING:
     from monai_gds.cache.maintenance import Identify
+    from monai_gds.dataset import GDSDataset
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -349,7 +350,7 @@ def prune(
         "unused_for": _parsed(seconds_of, unused_for, math.inf, "--unused-for"),
     }
     max_bytes = _parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size")
-    kept = {dataset_from(*_words(words)).pipeline_digest(): words for words in keep or []}
+    kept = {_dataset_to_keep(words).pipeline_digest(): words for words in keep or []}
     records = maintenance.survey(directory)
     for missing in kept.keys() - {found.pipeline for found in records}:
         say(f"--keep: no record here is of the pipeline of {kept[missing]} ({missing[:SHOWN]})", stderr)
@@ -369,7 +370,8 @@ def prune(
         """Whether a record was idle, and has been used since."""
         if found.file not in idle_files:
             return False
-        return not idle([replace(found, problem="")], uses.look(KNOWN_SECONDS), began, kept)
+        # By the notes alone: a record that was replaced since is not deleted, and a wrong clock may have dated it.
+        return not idle([replace(found, problem="", mtime_ns=0)], uses.look(KNOWN_SECONDS), began, kept)
 
     quiet = summary or as_json
     refused: list[str] = []
@@ -393,10 +395,15 @@ def prune(
     raise typer.Exit(1 if refused or too_large else 0)
 
 
-def _words(text: str) -> tuple[str, list[str]]:
-    """``"module:function fold=3"`` as the function and its arguments."""
-    function, *arguments = shlex.split(text) or [""]
-    return function, arguments
+def _dataset_to_keep(text: str) -> GDSDataset:
+    """The dataset of ``"module:function fold=3"``."""
+    words: list[str] = _parsed(lambda line: shlex.split(line), text, [], "--keep")
+    function, *arguments = words or [""]
+    try:
+        return dataset_from(function, arguments)
+    except typer.BadParameter as e:
+        e.param_hint = "--keep"  # there is no argument FUNCTION here
+        raise
 
 
 def _without(excluded: Sequence[Found], records: Sequence[Found]) -> list[Found]:
@@ -487,6 +494,9 @@ def warm(
         raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
     if (rank is None) != (world_size is None):
         raise typer.BadParameter("--rank and --world-size go together: give both", param_hint="--rank")
+    if rank is not None and world_size is not None and rank >= world_size:
+        what = f"{rank}: with --world-size {world_size} the last one is {world_size - 1}; ranks begin at 0"
+        raise typer.BadParameter(what, param_hint="--rank")
     dataset = dataset_from(function, arguments or [])
     if dataset.cache_dir is None:
         raise typer.BadParameter(f"{function} returned a dataset with cache_dir=None", param_hint="FUNCTION")

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import monai.data
 import monai.data.dataset
@@ -25,6 +25,9 @@ NAMES = ("PersistentDataset", "CacheDataset", "GDSDataset")
 #: Where code looks for them.
 _PLACES = (monai.data, monai.data.dataset)
 
+#: MONAI's own classes. This module is imported before anything can be patched.
+_MONAIS = {name: getattr(monai.data.dataset, name) for name in NAMES}
+
 #: Modules of MONAI that derive classes from these. They must have done so before the names change.
 _DERIVE = ("monai.apps.datasets", "monai.handlers.smartcache_handler")
 
@@ -35,8 +38,10 @@ class Patch:
     def __init__(self, stand_ins: dict[str, type]) -> None:
         self._stand_ins = stand_ins
         self._before = [(place, name, getattr(place, name)) for place in _PLACES for name in stand_ins]
-        for place, name, _ in self._before:
+        for place, name, original in self._before:
             setattr(place, name, stand_ins[name])
+            if original is _MONAIS[name]:
+                original.__reduce_ex__ = _reduce_ex_of_monais
 
     def undo(self) -> None:
         """Puts MONAI's classes back. Datasets that were already made stay as they are.
@@ -48,6 +53,8 @@ class Patch:
             raise RuntimeError("the names of monai.data were replaced again since: undo that first")
         for place, name, original in self._before:
             setattr(place, name, original)
+            if original is _MONAIS[name] and "__reduce_ex__" in vars(original):
+                del original.__reduce_ex__
         self._before = []
 
     def __enter__(self) -> Self:
@@ -110,14 +117,25 @@ def _stand_in(original: type, defaults: dict[str, Any]) -> type:
             given.pop("cache_dir", None)
         GDSDataset.__init__(self, **{"transform": None, **defaults, **given})  # only CacheDataset may have none
 
-    def reduce(self: GDSDataset) -> Any:  # in another process, this name may be MONAI's
+    def reduce_ex(self: GDSDataset, protocol: SupportsIndex) -> Any:  # in another process, this name may be MONAI's
         if type(self) is not made:
-            return object.__reduce_ex__(self, 2)
+            return GDSDataset.__reduce_ex__(self, protocol)
         return _plain, (self.__getstate__(),)
 
-    methods = {"__init__": make, "__reduce__": reduce, "__module__": original.__module__, "__doc__": GDSDataset.__doc__}
-    made = type(original.__name__, (GDSDataset,), methods)
+    methods = {"__init__": make, "__reduce_ex__": reduce_ex, "__doc__": GDSDataset.__doc__}
+    made = type(original.__name__, (GDSDataset,), {**methods, "__module__": original.__module__})
     return made
+
+
+def _reduce_ex_of_monais(self: Any, protocol: SupportsIndex) -> Any:
+    """Pickles a dataset of MONAI's own, whose class pickle does not find by its name while that is replaced."""
+    if type(self) not in _MONAIS.values():
+        return object.__reduce_ex__(self, protocol)
+    return _new_of_monais, (type(self).__name__,), *object.__reduce_ex__(self, 2)[2:]
+
+
+def _new_of_monais(name: str) -> Any:
+    return object.__new__(_MONAIS[name])
 
 
 def _plain(state: dict[str, Any]) -> GDSDataset:

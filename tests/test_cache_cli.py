@@ -321,6 +321,15 @@ def test_prune_deletes_what_is_old_unused_or_too_much(cache: Path, options: list
     assert (cache / "notes.txt").read_text() == "mine"
 
 
+def test_prune_deletes_records_that_a_wrong_clock_dated_later_than_now_if_they_are_too_many(cache: Path) -> None:
+    age(cache, {PIPELINES[0]: -400, PIPELINES[1]: 30, "dead0123": -400})
+    training = Uses(cache)
+    training.open("dead0123")
+    done = run("cache", "prune", "--max-size", "0", cache)
+    assert done.stdout.splitlines()[-2].startswith("3 files, ")
+    assert [found.pipeline for found in maintenance.survey(cache)] == ["dead0123"]
+
+
 @pytest.mark.filterwarnings("ignore:every item was computed anew")  # each fold is another pipeline
 def test_prune_keeps_the_pipelines_of_datasets_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pruned_study.py").write_text(
@@ -371,7 +380,8 @@ def test_prune_leaves_what_is_used_while_it_deletes(tmp_path: Path, monkeypatch:
         (["--unused-for", "soon"], "'soon' is not a span of time"),
         (["--max-size", "lots"], "--max-size='lots': it must be a number of bytes, or one with a unit"),
         (["--keep", "nothing"], "'nothing' does not have the form module:function"),
-        (["--keep", ""], "'' does not have the form module:function"),
+        (["--keep", ""], "Invalid value for --keep: '' does not have the form module:function"),
+        (["--keep", "training:make name='ct"], "Invalid value for --keep: No closing quotation"),
     ],
 )
 def test_prune_deletes_nothing_where_a_limit_makes_no_sense(cache: Path, options: list[str], words: str) -> None:

@@ -1432,11 +1432,14 @@ def test_options_that_a_backend_does_not_take_fail_at_once_and_those_it_takes_ar
         GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", backend="posix", backend_options={"thread": 3})
 
 
-@pytest.mark.parametrize("argument", ["cache_dir", "root"])
-def test_a_url_is_no_folder(argument: str, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"cache_dir": tmp_path, argument: "s3://bucket/cache"}
-    with pytest.raises(ValueError, match=f"{argument}='s3://bucket/cache' is a URL, and records are files"):
+@pytest.mark.parametrize("argument", ["cache_dir", "local_dir", "root"])
+@pytest.mark.parametrize("url", ["s3://bucket/cache", Path("s3://bucket/cache")])  # Path leaves one slash of two
+def test_a_url_is_no_folder(argument: str, url: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments: dict[str, Any] = {"cache_dir": tmp_path, argument: url}
+    with pytest.raises(ValueError, match=f"{argument}='s3:/+bucket/cache' is a URL, and records are files"):
         GDSDataset([1], [mt.Identity()], device="cpu", **arguments)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_table_is_told_to_give_its_rows(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from pathlib import Path
@@ -126,6 +127,20 @@ def test_what_was_made_can_be_pickled_and_is_ours_where_nothing_is_patched(
         assert torch.equal(again[0]["image"], dataset[0]["image"])
 
 
+def test_datasets_of_names_that_were_imported_before_can_be_pickled(
+    items: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """As for workers that are spawned, or come from a fork server."""
+    for name, arguments in (("CacheDataset", {"progress": False}), ("PersistentDataset", {"cache_dir": tmp_path})):
+        dataset = ORIGINAL[name](items, transform(), **arguments)
+        with monai_gds.patch(tmp_path / "outer"), monai_gds.patch(tmp_path / "inner"):
+            inside = pickle.dumps(dataset)
+            assert type(copy.copy(dataset)) is type(pickle.loads(inside)) is ORIGINAL[name]
+        again = pickle.loads(inside)
+        assert type(again) is ORIGINAL[name] and torch.equal(again[0]["image"], dataset[0]["image"])
+        assert b"monai_gds" not in pickle.dumps(dataset)  # nothing is left of it
+
+
 def test_a_class_of_the_users_own_stays_that_class(items: list[dict[str, str]], tmp_path: Path) -> None:
     with monai_gds.patch(tmp_path / "cache"):
 
@@ -133,7 +148,11 @@ def test_a_class_of_the_users_own_stays_that_class(items: list[dict[str, str]], 
             def __getitem__(self, index: Any) -> Any:
                 return super().__getitem__(index)["image"].shape
 
-        assert Mine(items, transform())[0] == (1, 12, 10, 8)
+        dataset = Mine(items, transform())
+        assert dataset[0] == (1, 12, 10, 8)
+        for again in (copy.copy(dataset), copy.deepcopy(dataset)):
+            assert type(again) is Mine and again[0] == (1, 12, 10, 8)
+        assert dataset.populate(num_workers=0, progress=False).cached == 1
 
 
 def test_unknown_options_are_refused_before_anything_is_replaced(tmp_path: Path) -> None:

@@ -773,6 +773,7 @@ def test_cache_warm_hands_arguments_to_the_function_and_takes_a_share(
         (["fold=3", "rate"], "'rate' does not have the form key=value"),
         (["fold=3", "rate=1"], "unexpected keyword argument 'rate'; give its arguments as key=value"),
         (["fold=3", "--rank", "1"], "--rank and --world-size go together"),
+        (["fold=3", "--rank", "2", "--world-size", "2"], "--rank: 2: with --world-size 2 the last one is 1"),
     ):
         done = run("cache", "warm", "training:folds", *arguments)
         assert done.exit_code == 2

@@ -81,7 +81,7 @@ def unused(
     """
     now = time.time()
     found, rest = [], []
-    for last, record in idle(records, used, now, keep):
+    for last, record in idle(records, used, math.inf, keep):  # also those that a wrong clock dated later than now
         made = record.mtime_ns / 1e9
         if made < now - older_than:
             found.append(replace(record, problem=f"made {_ago(now - made)} ago"))

@@ -307,6 +307,9 @@ def _sync_directory(path: str) -> None:
 #: How the name of a folder begins that was meant for a shell.
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 
+#: How a URL begins once it has been made a ``Path``, which leaves one slash of two.
+_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
 
 def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> Path:
     """The folder a user's argument names; ``~`` is the home directory.
@@ -319,7 +322,7 @@ def folder_named(path: str | os.PathLike[str], argument: str = "cache_dir") -> P
         raise TypeError(f"{argument}={path!r} is not a path: name a folder, or give None for none")
     if not os.fspath(path):
         raise ValueError(f"{argument}='' does not name a folder: name one, or give None for none")
-    if "://" in os.fspath(path):
+    if "://" in os.fspath(path) or _AS_PATH.match(os.fspath(path)):
         raise ValueError(f"{argument}={os.fspath(path)!r} is a URL, and records are files: name a folder")
     found = Path(os.path.expanduser(path))
     for place in (found, *found.parents):

@@ -5,6 +5,7 @@ Neither importing this file nor :func:`survey` imports torch, so that listing a 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import math
@@ -182,6 +183,10 @@ def look(path: str | os.PathLike[str], more: Callable[[BufferedReader, Header], 
     except FileNotFoundError:
         return None
     except (RecordError, OSError) as e:
+        if not file.inode:  # it could not be opened, as another user's: it takes up its room all the same
+            with contextlib.suppress(OSError):
+                st = os.stat(path)
+                file = Found(path, st.st_size, mtime_ns=st.st_mtime_ns)
         return replace(file, problem=str(e), damaged=_is_damage(e))
     tensors = tuple((name, t.dtype, t.shape) for name, t in read.tensors.items())
     return replace(file, tensors=tensors, form=read.form, **facts)

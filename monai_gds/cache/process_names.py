@@ -60,10 +60,14 @@ def _place() -> str:
 
 
 def _started(pid: int | str) -> str | None:
-    """When a process started, in clock ticks since boot; None if there is no such process."""
+    """When a process started, in clock ticks since boot; None if there is no such process.
+
+    A process that has ended may stay in the table until its parent asks for it, in some containers for ever.
+    """
     try:
         with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[19]
+            state, *fields = f.read().rpartition(")")[2].split()
+            return "ended" if state in ("Z", "X") else fields[18]
     except (OSError, IndexError):
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -207,6 +208,18 @@ def test_prune_continues_after_another_users_file(folder: Path) -> None:
     assert done.stdout.endswith("1 files, 0.0 MB deleted, 1 that cannot be deleted\n")
     (left,) = maintenance.record_files(folder)
     assert left.stat().st_uid == ANNA
+
+
+def test_records_that_a_user_may_not_read_take_up_their_room(folder: Path) -> None:
+    shared(folder, 0o1777, owner=0)
+    by(ANNA, lambda: save(folder, 1, file_mode=0o600))
+    (record,) = maintenance.record_files(folder)
+    listed = json.loads(by(BEN, lambda: run("cache", "ls", "--json", folder)).stdout)
+    assert listed["bytes"] == record.stat().st_size
+    assert listed["records"][0]["mtime_ns"] == record.stat().st_mtime_ns
+    pruned = by(BEN, lambda: run("cache", "prune", "--max-size", "0", folder))
+    assert (pruned.exit_code, record.exists()) == (1, True)
+    assert "more than --max-size: they are in use, kept, or cannot be deleted" in pruned.stdout
 
 
 @pytest.mark.parametrize("kind", ["another users", "a second name", "a folder"])
