@@ -117,8 +117,11 @@ _BUILT_IN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.Metho
 #: Functions of modules that Cython compiled. Their types are in no module of a name.
 _OF_CYTHON = ("cython_function_or_method", "fused_cython_function")
 
-#: Attributes that do not count, by class: what objects of libraries remember of calls.
-_REMEMBERED = {"omegaconf.base.Node": frozenset({"_flags_cache"})}
+#: Attributes that do not count, by class: what objects of libraries remember of calls and of the process.
+_REMEMBERED = {
+    "omegaconf.base.Node": frozenset({"_flags_cache"}),
+    "pydantic._internal._decorators.Decorator": frozenset({"cls_ref"}),  # an address in memory
+}
 
 #: The base of DataFrame and Series.
 _OF_PANDAS = ("pandas.core.generic", "NDFrame")
@@ -134,6 +137,9 @@ _CLASS_NOISE = frozenset(
     | {"_abc_impl", "__slots__", "__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__"}
     | {"__slotnames__"}  # left behind by copying or pickling an instance
     | {"__annotations_cache__", "__orig_bases__", "__parameters__", "__match_args__", "__hash__"}
+    # what pydantic makes of fields and decorators, with addresses in memory, and what it remembers of calls
+    | {"__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__", "__pydantic_complete__"}
+    | {"__pydantic_setattr_handlers__", "__signature__"}
 )
 
 

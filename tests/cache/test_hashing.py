@@ -935,6 +935,34 @@ def test_code_counts_that_is_reached_by_no_name(module: Any, code: str) -> None:
     assert seen[0] == seen[2] != seen[1]
 
 
+PYDANTIC = {
+    "a default": "class Settings(pydantic.BaseModel):\n    scale: float = {0}",
+    "a type": "class Settings(pydantic.BaseModel):\n    scale: (None, int, float)[{0}] = 1",
+    "a bound": "class Settings(pydantic.BaseModel):\n    scale: float = pydantic.Field(1.0, lt={0}0)",
+    "a validator": """class Settings(pydantic.BaseModel):
+        scale: float = 1.0
+        @pydantic.field_validator("scale")
+        @classmethod
+        def scaled(cls, given): return given * {0}""",
+    "a property": """class Settings(pydantic.BaseModel):
+        @pydantic.computed_field
+        @property
+        def scale(self) -> float: return {0}.0""",
+}
+
+
+@pytest.mark.parametrize("code", PYDANTIC.values(), ids=list(PYDANTIC))
+def test_a_model_of_pydantic_counts_by_what_it_says_and_not_by_where_it_lies(module: Any, code: str) -> None:
+    pytest.importorskip("pydantic", reason="pydantic is not installed on this machine")
+    seen = []
+    for n in (1, 2, 1):
+        settings = module("userpackage", __init__=f"import pydantic\n{code.format(n)}").Settings()
+        seen.append(canonical_hash(Parameters(settings)))
+        type(settings).model_validate({}).model_dump()
+        assert canonical_hash(Parameters(settings)) == seen[-1]
+    assert seen[0] == seen[2] != seen[1]
+
+
 def test_files_and_iterators_in_transforms_name_the_transform() -> None:
     class Logging(mt.Transform):
         def __init__(self) -> None:
