@@ -52,10 +52,12 @@ from monai_gds.cache.python_code import (
     attributes_of,
     globals_read,
     handed_on,
+    has_code_of_a_user,
     is_filled,
     is_pure_python,
     is_slot,
     library_of,
+    library_of_class,
     library_of_function,
     member_of,
     module_name,
@@ -303,7 +305,7 @@ class _Hasher:
             self._describe(where, f"a set of {len(members)}, {self.join(members).hex()[:8]}")
             if kind in (set, frozenset):
                 return [kind.__name__.encode(), *members]
-            return [b"set", self._name(kind), *self._attributes(value, where), *members]
+            return [b"set", self._name(kind), *self._own_code(kind, where), *self._attributes(value, where), *members]
         if isinstance(value, np.ndarray):
             return self._array(value, where)
         if isinstance(value, torch.Tensor):
@@ -328,7 +330,7 @@ class _Hasher:
             self.devices.add(value.type)
             return [b"device", str(value).encode()] if self._exact else [b"device"]
         if isinstance(value, _RANDOM_STATES) and not self._exact:
-            return [b"random state"]
+            return [b"random state", *self._own_code(type(value), where)]
         if type(value) is float and math.isnan(value) and not self._exact:
             plain: list[bytes] | None = [b"float", b"nan"]
         else:
@@ -336,8 +338,10 @@ class _Hasher:
         if plain is not None:
             if self.description is not None:
                 self._describe(where, _short(value))
-            if isinstance(value, enum.Enum) and library_of(type(value).__module__) is None:
+            if isinstance(value, enum.Enum) and library_of_class(type(value)) is None:
                 plain.append(self._enum(type(value)))
+            elif (own := self._own_code(type(value), where)) and not isinstance(value, enum.Enum):
+                plain += [*own, *self._attributes(value, where)]
         return plain
 
     def _enum(self, cls: type) -> bytes:
@@ -410,11 +414,12 @@ class _Hasher:
         self._describe(where, _short_array(value, data))
         if type(value) in (np.ndarray, np.memmap):
             return [*head, data]
-        extra = [self._name(type(value))]
+        own = self._own_code(type(value), where)
+        extra = [self._name(type(value)), *own]
         if isinstance(value, np.ma.MaskedArray):
             mask = [np.ma.getmaskarray(value), value.fill_value, value.mask is np.ma.nomask, value.hardmask]
             extra.append(self.digest(mask, f"{where}'s mask"))
-        else:
+        if own or not isinstance(value, np.ma.MaskedArray):
             extra.extend(self._attributes(value, where))
         return [*head, data, *extra]
 
@@ -434,7 +439,8 @@ class _Hasher:
         if type(value) is torch.nn.Parameter:
             extra.append(b"parameter")
         elif type(value) is not torch.Tensor or vars(value):
-            extra.extend([self._name(type(value)), *self._mapping(vars(value), where)])
+            extra.extend([self._name(type(value)), *self._own_code(type(value), where)])
+            extra.extend(self._mapping(vars(value), where))
         return [b"tensor", str(value.dtype).encode(), repr(tuple(value.shape)).encode(), data, *extra]
 
     # Code
@@ -456,7 +462,7 @@ class _Hasher:
             return self._code(value, where)
         if isinstance(value, types.CellType):
             return [b"cell", *([self.digest(value.cell_contents, where)] if is_filled(value) else [])]
-        is_users = library_of(type(value).__module__) is None
+        is_users = library_of_class(type(value)) is None
         own = [self.digest(type(value), where)] if is_users and isinstance(value, _WRAPPERS) else []
         if isinstance(value, functools.partial):
             inner = (value.func, value.args, value.keywords)
@@ -551,9 +557,9 @@ class _Hasher:
 
     def _class(self, cls: type, where: str) -> list[bytes]:
         parts = [b"class", self._name(cls)]
-        if library_of(cls.__module__) is not None:
-            return parts
-        if library_of(type(cls).__module__) is None:
+        if library_of_class(cls) is not None:  # torch derives classes from a user's own as it parametrizes them
+            return [*parts, *self._all([base for base in cls.__mro__ if library_of_class(base) is None], where)]
+        if library_of_class(type(cls)) is None:
             parts.append(self.digest(type(cls), where))
         if issubclass(cls, enum.Enum):
             values = {name: member.value for name, member in cls.__members__.items()}
@@ -564,6 +570,10 @@ class _Hasher:
             return [*parts, *self._class_body(cls)]
         self._defined.setdefault(id(cls), (cls, where))
         return parts
+
+    def _own_code(self, cls: type, where: str) -> list[bytes]:
+        """The digest of a class of values that count by what they hold; empty if no code of a user's is in it."""
+        return [self.digest(cls, where)] if has_code_of_a_user(cls) else []
 
     def _class_body(self, cls: type) -> list[bytes]:
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not is_slot(v)}

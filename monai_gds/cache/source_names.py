@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from monai_gds.cache.python_code import attributes_of, library_of, own_attribute
+from monai_gds.cache.python_code import attributes_of, library_of_class, own_attribute
 
 __all__ = ["absolute", "candidates", "companions", "files_named", "looks_like_path"]
 
@@ -142,7 +142,7 @@ def _strings(
 
 def _attributes(value: Any) -> Iterable[Any]:
     """The values that count of a user's object or a namespace; none of other objects, such as tensors and readers."""
-    if library_of(type(value).__module__) is not None and not isinstance(value, types.SimpleNamespace):
+    if library_of_class(type(value)) is not None and not isinstance(value, types.SimpleNamespace):
         return ()
     if isinstance(value, type):  # its __cache_key__ is for its instances
         return ()

@@ -926,7 +926,63 @@ CLASSES = {
                 super().__init__()
                 self.register_forward_hook(hook)
     """,
+    "a class's that exec made": """
+        names = {{}}
+        exec("class T:\\n    def __call__(self, x): return {0}", names)
+        T = names["T"]
+    """,
+    "a class's without methods that exec made": """
+        names = {{}}
+        exec("class Settings: scale = {0}", names)
+        class T:
+            settings = names["Settings"]
+            def __call__(self, x): return self.settings.scale
+    """,
+    "a class's made on demand": """
+        import types
+        T = types.new_class("T", exec_body=lambda names: names.update(__call__=lambda self, x: {0}))
+    """,
+    "a data class's made on demand": """
+        import dataclasses
+        T = dataclasses.make_dataclass("T", [], namespace=dict(__call__=lambda self, x: {0}))
+    """,
+    "a class's made by its metaclass": """
+        import abc
+        T = abc.ABCMeta("T", (), dict(__call__=lambda self, x: {0}))
+    """,
+    "a layer's that torch parametrized": """
+        import torch
+        class Layer(torch.nn.Conv1d):
+            def forward(self, x): return super().forward(x) * {0}
+        def T():
+            torch.manual_seed(0)
+            return torch.nn.utils.parametrizations.weight_norm(Layer(1, 1, 1))
+    """,
 }
+
+#: Values that count by what they hold, of classes of the user's: what ``Kind`` derives from, and how one is made.
+KINDS = {
+    "set": ("set", "Kind([1])"),
+    "array": ("numpy.ndarray", "numpy.ones(2).view(Kind)"),
+    "masked array": ("numpy.ma.MaskedArray", "numpy.ones(2).view(Kind)"),
+    "number": ("numpy.float64", "Kind(1)"),
+    "tensor": ("torch.Tensor", "torch.ones(2).as_subclass(Kind)"),
+    "path": ("pathlib.PosixPath", "Kind('atlas')"),
+    "generator": ("random.Random", "Kind(0)"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_of_a_kind_of_value_counts(module: Any, kind: str) -> None:
+    base, make = KINDS[kind]
+    code = f"""
+        import pathlib, random, numpy, torch
+        class Kind({base}):
+            def scale(self): return {{0}}
+        value = {make}
+    """
+    seen = [canonical_hash(Parameters(module("userpackage", __init__=code.format(n)).value)) for n in (1, 2, 1)]
+    assert seen[0] == seen[2] != seen[1]
 
 
 @pytest.mark.parametrize("code", CLASSES.values(), ids=list(CLASSES))
