@@ -114,6 +114,9 @@ _SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
 
 _WRAPPERS = (functools.partial, staticmethod, classmethod, functools.cached_property, property)
 
+#: Attributes of wrappers that count otherwise, or are copied from what is wrapped.
+_OF_WRAPPERS = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "func", "attrname", "lock"})
+
 _BUILT_IN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
 
 #: Functions of modules that Cython compiled. Their types are in no module of a name.
@@ -228,7 +231,7 @@ class _Hasher:
         self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
         self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # the user's own that are handed on
         self._names: set[str] = set()  # that the user's functions read
-        self._read: set[tuple[int, str]] = set()  # members of modules that count already, by the module's id
+        self._read: set[tuple[int, str]] = set()  # members of modules and functions that count already, by their ids
         self._root = root
         self._exact = exact
         self._writes_files = 0  # > 0 inside a transform that writes the files it names
@@ -269,7 +272,7 @@ class _Hasher:
                     with contextlib.suppress(*let_pass):
                         found.add(self._definition(value, where))
             modules = len(self._modules)
-            members = set(self._members_of_modules())
+            members = {*self._members_of_modules(), *self._attributes_of_functions()}
             if not members and done == len(self._defined) and modules == len(self._modules):
                 return sorted(found)
             found |= members
@@ -463,7 +466,7 @@ class _Hasher:
         if isinstance(value, types.CellType):
             return [b"cell", *([self.digest(value.cell_contents, where)] if is_filled(value) else [])]
         is_users = library_of_class(type(value)) is None
-        own = [self.digest(type(value), where)] if is_users and isinstance(value, _WRAPPERS) else []
+        own = self._further(value, where, is_users) if isinstance(value, _WRAPPERS) else []
         if isinstance(value, functools.partial):
             inner = (value.func, value.args, value.keywords)
             return [b"partial", *(self.digest(v, f"{where}.{n}") for v, n in zip(inner, "fak", strict=True)), *own]
@@ -473,8 +476,15 @@ class _Hasher:
             return [b"property", self.digest(value.func, where), *own]
         if isinstance(value, (property, types.DynamicClassAttribute)):  # enum.property is one
             return [b"property", *self._all((value.fget, value.fset, value.fdel), where), *own]
-        wrapped = None if is_users else own_attribute(value, "__wrapped__")  # a user's may do more than it wraps
+        # a user's may do more than it wraps, and so may what does not have it from functools.update_wrapper
+        wrapped = None if is_users else (own_attribute(value, "__dict__") or {}).get("__wrapped__")
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
+
+    def _further(self, value: Any, where: str, is_users: bool) -> list[bytes]:
+        """Digests of what a wrapper has beside what it wraps: a class of the user's, and attributes."""
+        attributes = {name: held for name, held in attributes_of(value).items() if name not in _OF_WRAPPERS}
+        own = [self.digest(type(value), where)] if is_users else []
+        return [*own, *(self._mapping(attributes, where) if attributes else ())]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
         if value.__code__ is _SINGLE_DISPATCH:  # it closes over a cache of what it was called with
@@ -514,6 +524,7 @@ class _Hasher:
                     yield from self._module(value, names, handed, f"{where}'s {name}")
                 elif isinstance(value, types.FunctionType) and library_of_function(value) is None:
                     own = {n: v for n, v in vars(value).items() if n in names}
+                    self._read.update((id(value), n) for n in own)
                     yield from (self._mapping(own, f"{where}'s {name}") if own else ())
         for module in modules_imported(function):
             yield from self._module(module, names, handed, f"{where}'s {module.__name__}")
@@ -549,6 +560,17 @@ class _Hasher:
                         if own_attribute(member, "__name__") != f"{module.__name__}.{name}":
                             yield self.join([b"member", module_name(module.__name__), name.encode(), content])
 
+    def _attributes_of_functions(self) -> Iterator[bytes]:
+        """What any of the user's functions may read of attributes of others, each once, as of modules."""
+        for function, where in list(self._defined.values()):
+            if isinstance(function, types.FunctionType):
+                for name in sorted(self._names & vars(function).keys()):
+                    if (id(function), name) not in self._read:
+                        self._read.add((id(function), name))
+                        with contextlib.suppress(HashingError):
+                            own = self._mapping({name: vars(function)[name]}, where)
+                            yield self.join([b"attribute", self.digest(function, where), *own])
+
     def _code(self, code: types.CodeType, where: str) -> list[bytes]:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
@@ -565,6 +587,8 @@ class _Hasher:
             values = {name: member.value for name, member in cls.__members__.items()}
             others = {k: v for k, v in vars(cls).items() if k not in values and _is_of_an_enums_user(k, v)}
             members = [*self._mapping(values, where), *self._mapping(others, where)]
+            attributes = {name: own for name, member in cls.__members__.items() if (own := _of_a_member(member))}
+            members += self._mapping(attributes, where) if attributes else []
             return [*parts, *members, *self._all(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
             return [*parts, *self._class_body(cls)]
@@ -663,6 +687,16 @@ class _Hasher:
 def _is_of_an_enums_user(name: str, value: Any) -> bool:
     """Whether the enum's user wrote an attribute that is not a member, rather than Python's own machinery."""
     return isinstance(value, _METHODS) or not (name.startswith("_") and name.endswith("_"))
+
+
+def _of_a_member(member: enum.Enum) -> dict[str, Any]:
+    """The attributes that an enum's user gave a member, in ``__new__`` or afterwards, without what is computed once."""
+    return {
+        name: held
+        for name, held in vars(member).items()
+        if not (name.startswith("_") and name.endswith("_"))
+        and not isinstance(getattr(type(member), name, None), functools.cached_property)
+    }
 
 
 def _class_place(cls: type) -> str:

@@ -544,6 +544,11 @@ def test_functions_in_c_count_by_their_librarys_version(monkeypatch: pytest.Monk
     assert all(canonical_hash(f) != was for f, was in zip(functions, before, strict=True))
 
 
+def test_functions_that_toolz_composed_count_one_by_one() -> None:
+    toolz = pytest.importorskip("toolz", reason="toolz is not installed on this machine")
+    assert differ(*(toolz.compose(function, abs) for function in (_helper, _uses_global)))
+
+
 def test_dates_of_a_table_count() -> None:
     pandas = pytest.importorskip("pandas", reason="this machine has no pandas")
     assert differ(pandas.Timestamp("2026-01-01"), pandas.Timestamp("2026-01-02"), pandas.NaT)
@@ -925,6 +930,68 @@ CLASSES = {
             def __init__(self):
                 super().__init__()
                 self.register_forward_hook(hook)
+    """,
+    "what a decorator leaves on a function": """
+        def by(function):
+            def wrapper(x): return function(x) * wrapper.scale
+            wrapper.scale = {0}
+            return wrapper
+        @by
+        def same(x): return x
+        class T:
+            def __call__(self, x): return same(x)
+    """,
+    "what a decorator leaves on a method": """
+        def order(n):
+            def mark(function):
+                function.order = n
+                return function
+            return mark
+        class T:
+            @order({0})
+            def first(self, x): return x + 1
+            @order(1.5)
+            def second(self, x): return x * 2
+            def __call__(self, x):
+                steps = [step for step in vars(T).values() if hasattr(step, "order")]
+                for step in sorted(steps, key=lambda step: step.order): x = step(self, x)
+                return x
+    """,
+    "what a function holds that an object has": """
+        def step(x): return x
+        step.scale = {0}
+        class T:
+            def __init__(self): self.step = step
+            def __call__(self, x): return self.step(x) * self.step.scale
+    """,
+    "what a partial has": """
+        import functools
+        step = functools.partial(round, ndigits=1)
+        step.scale = {0}
+        class T:
+            def __call__(self, x): return step(x) * step.scale
+    """,
+    "what a kind of property holds": """
+        class Scaled(property):
+            def __init__(self, get, scale):
+                super().__init__(get)
+                self.scale = scale
+            def __get__(self, owner, cls=None): return super().__get__(owner) * self.scale
+        class T:
+            one = Scaled(lambda self: 1, {0})
+            def __call__(self, x): return x * self.one
+    """,
+    "what a member of an enum has": """
+        import enum
+        class Window(str, enum.Enum):
+            def __new__(cls, value, width):
+                self = str.__new__(cls, value)
+                self._value_, self.width = value, width
+                return self
+            LUNG = "lung", {0}
+        class T:
+            window = Window.LUNG
+            def __call__(self, x): return x / self.window.width
     """,
     "a class's that exec made": """
         names = {{}}
