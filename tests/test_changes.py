@@ -1122,6 +1122,25 @@ def a_value_in_a_global_dictionary(s: Study) -> Change:
 
 
 @misses()
+def the_order_of_a_dictionary(s: Study) -> Change:  # each of whose windows becomes a channel
+    s.define(
+        "class Windows:\n    def __init__(self, windows):\n        self.windows = windows\n\n"
+        "    def __call__(self, x):\n        return torch.cat([x.clip(*window) for window in self.windows.values()])"
+    )
+    s.add('mt.Lambdad("image", Windows({"low": (0.0, 0.5), "high": (0.5, 1.0)}))')
+    yield
+    s.edit('"low": (0.0, 0.5), "high": (0.5, 1.0)', '"high": (0.5, 1.0), "low": (0.0, 0.5)')
+
+
+@misses()
+def the_order_of_an_enum(s: Study) -> Change:
+    s.define("import enum\n\n\nclass Scale(enum.Enum):\n    ONE = 1.0\n    TWO = 2.0")
+    s.add('mt.Lambdad("image", lambda x: torch.cat([x * scale.value for scale in Scale]))')
+    yield
+    s.edit("    ONE = 1.0\n    TWO = 2.0", "    TWO = 2.0\n    ONE = 1.0")
+
+
+@misses()
 def a_function_of_a_file_imported_in_a_function(s: Study) -> Change:
     helpers = s.folder / "helpers.py"
     helpers.write_text("def plus(x):\n    return x + 1.0\n")

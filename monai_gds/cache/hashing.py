@@ -1,7 +1,8 @@
 """A canonical hash of Python values: equal in every process and run, whatever the memory layout.
 
 Used for the items of a dataset and for its transforms. A value counts by its contents: types, data, the code of
-functions. Identity, sharing, and the order of dicts and sets do not count.
+functions. Identity, sharing, and the order of dicts and sets do not count. Of dicts that transforms hold, the order
+counts: a transform may make a channel of each member.
 
 Functions and lambdas count by bytecode, constants, defaults, closure and the globals they read, and a user's own
 classes by the code of their methods. Code of an installed library counts by name and the library's version.
@@ -195,7 +196,7 @@ class HashedTransforms:
 
 def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None = None) -> HashedTransforms:
     """Hashes and describes transforms, in the order in which they run. Otherwise as :func:`hash_item`."""
-    hasher = _Hasher(root, describes=True)
+    hasher = _Hasher(root, describes=True, ordered=True)
     digests = []
     for i, transform in enumerate(transforms):
         name = own_attribute(transform, "__qualname__") or type(transform).__qualname__
@@ -217,12 +218,15 @@ class _Hasher:
         root: see :func:`hash_item`.
         exact: whether devices, random states and the sign of a NaN count.
         describes: whether to fill ``description`` and ``strings``.
+        ordered: whether the order of dicts counts.
     """
 
     #: Containers with more members are described by their digest.
     _MOST_DESCRIBED = 32
 
-    def __init__(self, root: str | None = None, *, exact: bool = False, describes: bool = False) -> None:
+    def __init__(
+        self, root: str | None = None, *, exact: bool = False, describes: bool = False, ordered: bool = False
+    ) -> None:
         self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
         self._defined: dict[int, tuple[Any, str]] = {}  # the user's own functions and classes met so far
         # Digests of the user's enums, each with whether it was met where strings are not collected.
@@ -234,6 +238,7 @@ class _Hasher:
         self._read: set[tuple[int, str]] = set()  # members of modules and functions that count already, by their ids
         self._root = root
         self._exact = exact
+        self._ordered = ordered
         self._writes_files = 0  # > 0 inside a transform that writes the files it names
         self.description: dict[str, str] | None = {} if describes else None
         self.strings: set[str] = set()
@@ -515,7 +520,7 @@ class _Hasher:
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
                 value = as_in_the_script(name, function.__globals__[name])
                 if isinstance(value, dict) and any(name == known.references for known in _libraries.values()):
-                    value = {key: value[key] for key in texts_in(function.__code__) if key in value}
+                    value = {key: value[key] for key in sorted(texts_in(function.__code__)) if key in value}
                 is_new = id(value) not in self._modules
                 yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
@@ -589,6 +594,7 @@ class _Hasher:
             members = [*self._mapping(values, where), *self._mapping(others, where)]
             attributes = {name: own for name, member in cls.__members__.items() if (own := _of_a_member(member))}
             members += self._mapping(attributes, where) if attributes else []
+            members += self._all(list(values), where) if self._ordered and len(values) > 1 else []
             return [*parts, *members, *self._all(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
             return [*parts, *self._class_body(cls)]
@@ -639,8 +645,11 @@ class _Hasher:
                 own = list(value)
             elif isinstance(value, collections.defaultdict):
                 own = [value.default_factory]
+            ordered = list(value) if self._ordered and len(value) > 1 else []
             with self._silence():
-                extra = self._all(own, f"{where}'s own")
+                extra = self._all([*own, *ordered], f"{where}'s own")
+            if ordered:
+                self._describe(f"{where}'s order", self.join(extra).hex()[:8])
             return [*extra, *self._mapping(value, where), *self._attributes(value, where)]
         if isinstance(value, types.ModuleType):
             if library_of(value.__name__) is None:

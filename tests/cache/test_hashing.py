@@ -772,6 +772,15 @@ def test_readers_and_their_settings_count() -> None:
     )
 
 
+def test_the_order_of_a_dictionary_counts_where_a_transform_has_it() -> None:
+    windows = {"low": 1, "high": 2}
+    turned = dict(reversed(windows.items()))
+    hashed = [hash_transforms([Parameters(given)]) for given in (windows, dict(windows), turned)]
+    assert hashed[0] == hashed[1] and hashed[0].digest != hashed[2].digest
+    assert hashed[0].description != hashed[2].description
+    assert canonical_hash(windows) == canonical_hash(turned)
+
+
 def test_compose_counts_with_its_settings() -> None:
     def make(**settings: Any) -> mt.Compose:
         return mt.Compose([mt.Flipd("a", 0)], **settings)
