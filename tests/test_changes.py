@@ -593,6 +593,19 @@ def the_other_file_of_a_pair_in_capitals(s: Study) -> Change:
     yield from changes_voxels(s, "CT.HDR", "CT.IMG")
 
 
+@misses(either=True)
+def the_affine_beside_a_pair(s: Study) -> Change:  # SPM's, which its images lack
+    import nibabel as nib
+
+    for folder, size in ((s.data, 2.0), (s.folder / "new", 3.0)):
+        folder.mkdir(exist_ok=True)
+        image = nib.Spm99AnalyzeImage(np.arange(8, dtype=np.int16).reshape(2, 2, 2), np.diag([size, 2.0, 2.0, 1.0]))
+        nib.save(image, folder / "ct.img.gz")
+    s.edit('f"ct_{i}.nii"', '"ct.hdr.gz"')
+    yield
+    shutil.copyfile(s.folder / "new" / "ct.mat.gz", s.data / "ct.mat.gz")
+
+
 def names_read(s: Study, names: str) -> Change:
     """A study whose transforms read the files of these names, of which one then changes."""
     s.item(f'"names": {names}')
