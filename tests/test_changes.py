@@ -1278,6 +1278,23 @@ def what_a_module_imports_when_it_is_asked_for(s: Study) -> Change:
     (package / "helpers.py").write_text("def plus(x):\n    return x + 1.5\n")
 
 
+@misses()
+def what_a_module_of_a_kind_of_its_own_imports(s: Study) -> Change:
+    package = s.folder / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import importlib, sys, types\n\n\nclass Lazy(types.ModuleType):\n    def __getattr__(self, name):\n"
+        "        if name != 'plus':\n            raise AttributeError(name)\n"
+        "        self.plus = importlib.import_module('package.helpers').plus\n        return self.plus\n\n\n"
+        "sys.modules[__name__].__class__ = Lazy\n"
+    )
+    (package / "helpers.py").write_text("def plus(x):\n    return x + 1.0\n")
+    s.define("import package")
+    s.add('mt.Lambdad("image", lambda x: package.plus(x))')
+    yield
+    (package / "helpers.py").write_text("def plus(x):\n    return x + 1.5\n")
+
+
 def installed(s: Study, offset: float, version: str = "0.1", name: str = "mylab", url: bool = True) -> None:
     """Installs the package ``mylab``, as pip does from a folder, or from an index."""
     site = s.folder / "lib" / "site-packages"
@@ -1747,6 +1764,14 @@ def the_environment(s: Study) -> Change:
         "SLURM_JOB_ID": "17",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+@hits()
+def the_environment_that_code_has_a_name_of(s: Study) -> Change:
+    s.define("from os import environ\n\n\ndef plus(x):\n    return x + len(environ.get('OFFSET', ''))")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.environment = {"SLURM_JOB_ID": "17"}
 
 
 @hits()

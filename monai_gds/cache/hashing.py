@@ -32,6 +32,7 @@ import gc
 import hashlib
 import logging
 import math
+import os
 import pathlib
 import random
 import re
@@ -125,6 +126,7 @@ _OF_CYTHON = ("cython_function_or_method", "fused_cython_function")
 
 #: Attributes that do not count, by class: what objects of libraries remember of calls and of the process.
 _REMEMBERED = {
+    "numpy.vectorize": frozenset({"_ufunc"}),
     "omegaconf.base.Node": frozenset({"_flags_cache"}),
     "pydantic._internal._decorators.Decorator": frozenset({"cls_ref"}),  # an address in memory
 }
@@ -334,6 +336,8 @@ class _Hasher:
             if rest is not None:
                 self._describe(where, f"<root>{rest}")
                 return [b"below the root", type(value).__name__.encode(), rest.encode("utf-8", "surrogatepass")]
+        if value is os.environ:  # as in ``os.environ``: what code reads of it does not count
+            return [b"environment"]
         if isinstance(value, torch.device):
             self.devices.add(value.type)
             return [b"device", str(value).encode()] if self._exact else [b"device"]

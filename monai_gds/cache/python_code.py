@@ -231,7 +231,8 @@ def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]
 
 def member_of(module: types.ModuleType, name: str) -> Any:
     """What a module has under a name, also what its ``__getattr__`` finds; None if nothing."""
-    if name not in vars(module) and "__getattr__" in vars(module):
+    is_lazy = "__getattr__" in vars(module) or type(module) is not types.ModuleType
+    if name not in vars(module) and is_lazy:
         with contextlib.suppress(Exception):
             return getattr(module, name)
     return vars(module).get(name)

@@ -554,6 +554,12 @@ def test_dates_of_a_table_count() -> None:
     assert differ(pandas.Timestamp("2026-01-01"), pandas.Timestamp("2026-01-02"), pandas.NaT)
 
 
+def test_a_vectorized_function_counts_by_what_it_is_and_not_by_its_calls() -> None:
+    made = [np.vectorize(function, otypes=[float]) for function in (abs, abs, round)]
+    made[0]([1, 2])
+    assert canonical_hash(made[0]) == canonical_hash(made[1]) != canonical_hash(made[2])
+
+
 def test_what_dispatches_by_type_counts_by_its_functions_and_not_by_its_calls() -> None:
     assert differ([_dispatching(2), _dispatching(3)], [_dispatching(2), _dispatching(2)])
     used = _dispatching(2)
