@@ -129,6 +129,8 @@ _REMEMBERED = {
     "numpy.vectorize": frozenset({"_ufunc"}),
     "omegaconf.base.Node": frozenset({"_flags_cache"}),
     "pydantic._internal._decorators.Decorator": frozenset({"cls_ref"}),  # an address in memory
+    "torch._dynamo.convert_frame.ConvertFrameBox": frozenset({"error_on_graph_break"}),
+    "torch._dynamo.eval_frame.OptimizedModule": frozenset({"_torchdynamo_wrapper_id"}),  # another
 }
 
 #: The base of DataFrame and Series.
@@ -519,6 +521,8 @@ class _Hasher:
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
         """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
         names, handed = sorted(names_read(function.__code__)), handed_on(function.__code__)
+        # of what a library's decorator made, the library's variables may be anything, such as locks
+        let_pass = () if library_of(function.__globals__.get("__name__", "")) is None else (HashingError,)
         self._names.update(names)
         for name in sorted(globals_read(function.__code__)):
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
@@ -526,7 +530,8 @@ class _Hasher:
                 if isinstance(value, dict) and any(name == known.references for known in _libraries.values()):
                     value = {key: value[key] for key in sorted(texts_in(function.__code__)) if key in value}
                 is_new = id(value) not in self._modules
-                yield name.encode() + self.digest(value, f"{where}'s global {name}")
+                with contextlib.suppress(*let_pass):
+                    yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
                     if is_new and name not in handed:  # then its names are all here
                         self._modules.pop(id(value), None)

@@ -809,6 +809,23 @@ def test_a_model_counts_by_its_mode() -> None:
     assert canonical_hash(torch.nn.Dropout().eval()) != canonical_hash(torch.nn.Dropout())
 
 
+def test_what_torch_compiled_counts_by_its_weights_and_not_by_where_it_lies_and_its_calls() -> None:
+    def compiled(weight: float) -> Any:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(model.weight, weight)
+        return torch.compile(model, backend="eager")
+
+    made = [compiled(weight) for weight in (1.0, 1.0, 2.0)]
+    made[0](torch.ones(1))
+    assert canonical_hash(made[0]) == canonical_hash(made[1]) != canonical_hash(made[2])
+
+
+def test_a_function_that_torch_compiled_has_a_hash() -> None:
+    made = [torch.compile(function, backend="eager") for function in (_helper, _helper, _uses_global)]
+    made[0](torch.ones(1))
+    assert canonical_hash(made[0]) == canonical_hash(made[1]) != canonical_hash(made[2])
+
+
 class Scale(enum.Enum):
     LARGE = 2.0
 
