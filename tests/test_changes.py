@@ -793,6 +793,18 @@ def a_relative_file_given_to_a_constructor(s: Study) -> Change:
     s.cwd = s.folder / "b"
 
 
+@misses(one_process=True)
+def the_working_folder_with_a_file_given_to_a_constructor(s: Study) -> Change:
+    s.define(TIMES)
+    s.add('Times("image", "atlas.npy")')
+    for i, name in enumerate(("a", "b")):
+        (s.folder / name).mkdir()
+        np.save(s.folder / name / "atlas.npy", np.full((1, 6, 6, 6), i + 0.5))
+    s.cwd = s.folder / "a"
+    yield
+    s.code = f"import os; os.chdir({str(s.folder / 'b')!r})"
+
+
 @misses()
 def a_table_given_to_a_constructor(s: Study) -> Change:
     table = s.folder / "ages.csv"
