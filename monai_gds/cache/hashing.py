@@ -131,6 +131,8 @@ _REMEMBERED = {
     "pydantic._internal._decorators.Decorator": frozenset({"cls_ref"}),  # an address in memory
     "torch._dynamo.convert_frame.ConvertFrameBox": frozenset({"error_on_graph_break"}),
     "torch._dynamo.eval_frame.OptimizedModule": frozenset({"_torchdynamo_wrapper_id"}),  # another
+    "torch.nn.modules.rnn.RNNBase": frozenset({"_flat_weight_refs"}),
+    "torch.utils.hooks.RemovableHandle": frozenset({"hooks_dict_ref", "extra_dict_ref", "id"}),
 }
 
 #: The base of DataFrame and Series.

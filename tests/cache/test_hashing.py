@@ -809,6 +809,21 @@ def test_a_model_counts_by_its_mode() -> None:
     assert canonical_hash(torch.nn.Dropout().eval()) != canonical_hash(torch.nn.Dropout())
 
 
+def test_a_model_that_refers_weakly_to_its_weights_and_hooks_has_a_hash() -> None:
+    class Watched(torch.nn.LSTM):
+        def __init__(self, factor: float) -> None:
+            super().__init__(1, 1)
+            for weight in self.parameters():
+                torch.nn.init.ones_(weight)
+            self.handle = self.register_forward_hook(lambda model, given, found: found[0] * factor)
+
+    models = [Watched(factor) for factor in (2.0, 2.0, 3.0)]
+    models[0](torch.ones(1, 1))
+    assert canonical_hash(models[0]) == canonical_hash(models[1]) != canonical_hash(models[2])
+    torch.nn.init.zeros_(models[1].weight_ih_l0)
+    assert canonical_hash(models[0]) != canonical_hash(models[1])
+
+
 def test_what_torch_compiled_counts_by_its_weights_and_not_by_where_it_lies_and_its_calls() -> None:
     def compiled(weight: float) -> Any:
         model = torch.nn.Linear(1, 1, bias=False)
