@@ -239,6 +239,8 @@ class _Hasher:
         self._enums: dict[tuple[type, bool], bytes] = {}
         self._in_enum = False
         self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
+        # Ids of the variables of modules, by the digest of what is alike in the user's functions that read them.
+        self._namespaces: dict[bytes, list[int]] = {}
         self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # the user's own that are handed on
         self._names: set[str] = set()  # that the user's functions read
         self._read: set[tuple[int, str]] = set()  # members of modules and functions that count already, by their ids
@@ -518,6 +520,12 @@ class _Hasher:
             )
         if library is None:
             self._defined.setdefault(id(value), (value, where))
+            # the same code in files that were loaded under one name reads the variables of its own file
+            found, own = self._namespaces.setdefault(self.join(parts), []), id(value.__globals__)
+            if own not in found:
+                found.append(own)
+            if place := found.index(own):
+                parts += [b"namespace", str(place).encode()]
         return parts
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:

@@ -245,6 +245,19 @@ def scaled(x: Any) -> Any:
 scaled.factor = 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", ["functions", "classes"])
+def test_the_same_code_counts_by_the_variables_of_its_own_file(kind: str) -> None:
+    """As a loader of plugins gives it, which calls every module the same."""
+
+    def step(scale: int) -> Any:
+        names: dict[str, Any] = {"__name__": "plugin", "SCALE": scale}
+        exec("def step(x): return x * SCALE + 1\nclass Step:\n def __call__(self, x): return x * SCALE + 1", names)
+        return names["step"] if kind == "functions" else names["Step"]()
+
+    assert differ([step(2), step(3)], [step(3), step(2)], [step(2), step(2)])
+    assert canonical_hash([step(2), step(3)]) == canonical_hash([step(2), step(3)])
+
+
 def test_what_a_try_covers_counts() -> None:
     """From Python 3.11 on, that is beside the bytecode."""
 
