@@ -135,6 +135,9 @@ _REMEMBERED = {
     "torch.utils.hooks.RemovableHandle": frozenset({"hooks_dict_ref", "extra_dict_ref", "id"}),
 }
 
+#: The types of most values, which have no code of a user's: their classes are not looked at.
+_NUMBERS_AND_TEXTS = frozenset({str, int, float, bool, type(None), bytes})
+
 #: The base of DataFrame and Series.
 _OF_PANDAS = ("pandas.core.generic", "NDFrame")
 
@@ -342,8 +345,6 @@ class _Hasher:
             if rest is not None:
                 self._describe(where, f"<root>{rest}")
                 return [b"below the root", type(value).__name__.encode(), rest.encode("utf-8", "surrogatepass")]
-        if value is os.environ:  # as in ``os.environ``: what code reads of it does not count
-            return [b"environment"]
         if isinstance(value, torch.device):
             self.devices.add(value.type)
             return [b"device", str(value).encode()] if self._exact else [b"device"]
@@ -358,8 +359,9 @@ class _Hasher:
                 self._describe(where, _short(value))
             if isinstance(value, enum.Enum) and library_of_class(type(value)) is None:
                 plain.append(self._enum(type(value)))
-            elif (own := self._own_code(type(value), where)) and not isinstance(value, enum.Enum):
-                plain += [*own, *self._attributes(value, where)]
+            elif type(value) not in _NUMBERS_AND_TEXTS and not isinstance(value, enum.Enum):
+                own = self._own_code(type(value), where)
+                plain += [*own, *self._attributes(value, where)] if own else []
         return plain
 
     def _enum(self, cls: type) -> bytes:
@@ -643,6 +645,8 @@ class _Hasher:
     # Objects
 
     def _object(self, value: Any, where: str) -> list[bytes]:
+        if value is os.environ:  # as where code has it of the module: what is read of it does not count
+            return [b"environment"]
         head = [b"object", self.digest(type(value), where)]
         own = own_attribute(value, "__cache_key__")
         if own is not None:
