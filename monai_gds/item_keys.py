@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -59,12 +60,13 @@ class ItemKeys:
         self.transform_hash = _transform_hash(split, settings, hash_transform, hashed)
         self._hashed = hashed
         named = files_named(hashed.strings) if hash_transform is not None else []
-        self._files = tuple(map(absolute, named))
+        self._files = tuple(named)
+        self._are_absolute = all(map(os.path.isabs, named))
         self._root = root
         self._monai_version: MonaiVersion = monai_version
         # With the settings of the process, not the transforms: it counts even if transforms do not.
         self._rounding: State = () if mantissa_bits is None else (("mantissa_bits", str(mantissa_bits)),)
-        self._pipelines: dict[tuple[State, str], Pipeline] = {}
+        self._pipelines: dict[tuple[State, str, tuple[str, ...]], Pipeline] = {}
         self._logged = False
         self._make = KeyMaker(hash_func, sources, loaded_keys(split.deterministic), root)
 
@@ -73,12 +75,16 @@ class ItemKeys:
         return capture(names_cuda="cuda" in self._hashed.devices, requires_grad=self._hashed.requires_grad)
 
     def pipeline(self) -> Pipeline:
-        """The part that all keys made now have in common. Settings of the process may change between two calls."""
+        """The part that all keys made now have in common.
+
+        Settings of the process may change between two calls, and so may the working directory.
+        """
         state, version = (*self.capture(), *self._rounding), _version(self._monai_version)
-        known = self._pipelines.get((state, version))
+        files = self._files if self._are_absolute else tuple(map(absolute, self._files))
+        known = self._pipelines.get((state, version, files))
         if known is None:
-            known = Pipeline(self.transform_hash, version, state, self._root, self._hashed.description, self._files)
-            self._pipelines[state, version] = known
+            known = Pipeline(self.transform_hash, version, state, self._root, self._hashed.description, files)
+            self._pipelines[state, version, files] = known
         return known
 
     def __call__(self, items: Sequence[Any]) -> list[Key]:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import monai.config
@@ -84,30 +85,43 @@ def _set_precision_of(backend: str, operation: str, value: str) -> None:
         _set_precision(backend, operation, value)
 
 
-def _cpu_matmul() -> str:
-    precision = _precision("mkldnn", "matmul")
-    return "exact" if precision == "ieee" else _matmul_under(precision)
+def _on_cpu(operation: str) -> str:
+    precision = _precision("mkldnn", operation)
+    return "exact" if precision == "ieee" else _on_cpu_under(operation, precision)
 
 
-def _set_cpu_matmul(value: str) -> None:
-    _set_precision_of("mkldnn", "matmul", "ieee" if value == "exact" else value)
+def _set_on_cpu(operation: str, value: str) -> None:
+    _set_precision_of("mkldnn", operation, "ieee" if value == "exact" else value)
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    return torch.linspace(1, 2, prod(shape), dtype=torch.float32, device="cpu").reshape(shape)
+
+
+#: What shows whether a CPU that has bfloat16 uses it: small operations are exact, such as matrices of 128 rows.
+_TRIALS: dict[str, Callable[[], torch.Tensor]] = {
+    "matmul": lambda: _numbers(512, 512) @ _numbers(512, 512),
+    "conv": lambda: torch.conv3d(_numbers(1, 16, 16, 16, 16), _numbers(1, 16, 5, 5, 5)),
+}
 
 
 @cache
-def _matmul_under(precision: str) -> str:
-    """``precision`` if this processor multiplies float32 matrices with fewer bits under that setting, else "exact".
+def _on_cpu_under(operation: str, precision: str) -> str:
+    """``precision`` if this processor computes with fewer bits than float32 has under that setting, else "exact".
 
-    The setting is mostly meant for TF32 on a GPU. A CPU that has bfloat16 uses it for large matrices: 128 rows are not
-    enough.
+    The setting is mostly meant for TF32 on a GPU.
     """
-    a = torch.linspace(1, 2, 512 * 512, dtype=torch.float32, device="cpu").reshape(512, 512)
-    reduced = a @ a
-    _set_cpu_matmul("exact")
+    reduced = _TRIALS[operation]()
+    _set_on_cpu(operation, "exact")
     try:
-        exact = a @ a
+        exact = _TRIALS[operation]()
     finally:
-        _set_cpu_matmul(precision)
+        _set_on_cpu(operation, precision)
     return "exact" if torch.equal(exact, reduced) else precision
+
+
+def _precision_on_cpu(operation: str) -> _Setting:
+    return _Setting(f"cpu_{operation}", partial(_on_cpu, operation), "exact", partial(_set_on_cpu, operation))
 
 
 def _flag(label: str, owner: Any, name: str, default: bool) -> _Setting:
@@ -133,7 +147,8 @@ _SETTINGS = (
     _Setting("default_device", _default_device, "cpu", torch.set_default_device),
     _Setting("flush_denormal", _flushes_subnormals, False, torch.set_flush_denormal),
     _Setting("autocast", partial(_autocast, "cpu"), "off", partial(_set_autocast, "cpu")),
-    _Setting("cpu_matmul", _cpu_matmul, "exact", _set_cpu_matmul),
+    _precision_on_cpu("matmul"),
+    *(() if _get_precision is None else (_precision_on_cpu("conv"),)),
     _flag("mkldnn", torch.backends.mkldnn, "enabled", True),
     _Setting("truncated_images", _truncated_images, False, _allow_truncated_images),
     _Setting("monai_compiled", lambda: monai.config.USE_COMPILED, False),

@@ -593,6 +593,19 @@ def the_other_file_of_a_pair_in_capitals(s: Study) -> Change:
     yield from changes_voxels(s, "CT.HDR", "CT.IMG")
 
 
+@misses(either=True)
+def the_affine_beside_a_pair(s: Study) -> Change:  # SPM's, which its images lack
+    import nibabel as nib
+
+    for folder, size in ((s.data, 2.0), (s.folder / "new", 3.0)):
+        folder.mkdir(exist_ok=True)
+        image = nib.Spm99AnalyzeImage(np.arange(8, dtype=np.int16).reshape(2, 2, 2), np.diag([size, 2.0, 2.0, 1.0]))
+        nib.save(image, folder / "ct.img.gz")
+    s.edit('f"ct_{i}.nii"', '"ct.hdr.gz"')
+    yield
+    shutil.copyfile(s.folder / "new" / "ct.mat.gz", s.data / "ct.mat.gz")
+
+
 def names_read(s: Study, names: str) -> Change:
     """A study whose transforms read the files of these names, of which one then changes."""
     s.item(f'"names": {names}')
@@ -778,6 +791,18 @@ def a_relative_file_given_to_a_constructor(s: Study) -> Change:
     s.cwd = s.folder / "a"
     yield
     s.cwd = s.folder / "b"
+
+
+@misses(one_process=True)
+def the_working_folder_with_a_file_given_to_a_constructor(s: Study) -> Change:
+    s.define(TIMES)
+    s.add('Times("image", "atlas.npy")')
+    for i, name in enumerate(("a", "b")):
+        (s.folder / name).mkdir()
+        np.save(s.folder / name / "atlas.npy", np.full((1, 6, 6, 6), i + 0.5))
+    s.cwd = s.folder / "a"
+    yield
+    s.code = f"import os; os.chdir({str(s.folder / 'b')!r})"
 
 
 @misses()
@@ -1122,6 +1147,25 @@ def a_value_in_a_global_dictionary(s: Study) -> Change:
 
 
 @misses()
+def the_order_of_a_dictionary(s: Study) -> Change:  # each of whose windows becomes a channel
+    s.define(
+        "class Windows:\n    def __init__(self, windows):\n        self.windows = windows\n\n"
+        "    def __call__(self, x):\n        return torch.cat([x.clip(*window) for window in self.windows.values()])"
+    )
+    s.add('mt.Lambdad("image", Windows({"low": (0.0, 0.5), "high": (0.5, 1.0)}))')
+    yield
+    s.edit('"low": (0.0, 0.5), "high": (0.5, 1.0)', '"high": (0.5, 1.0), "low": (0.0, 0.5)')
+
+
+@misses()
+def the_order_of_an_enum(s: Study) -> Change:
+    s.define("import enum\n\n\nclass Scale(enum.Enum):\n    ONE = 1.0\n    TWO = 2.0")
+    s.add('mt.Lambdad("image", lambda x: torch.cat([x * scale.value for scale in Scale]))')
+    yield
+    s.edit("    ONE = 1.0\n    TWO = 2.0", "    TWO = 2.0\n    ONE = 1.0")
+
+
+@misses()
 def a_function_of_a_file_imported_in_a_function(s: Study) -> Change:
     helpers = s.folder / "helpers.py"
     helpers.write_text("def plus(x):\n    return x + 1.0\n")
@@ -1238,6 +1282,23 @@ def what_a_module_imports_when_it_is_asked_for(s: Study) -> Change:
     (package / "__init__.py").write_text(
         "def __getattr__(name):\n    import importlib\n\n"
         "    return getattr(importlib.import_module('package.helpers'), name)\n"
+    )
+    (package / "helpers.py").write_text("def plus(x):\n    return x + 1.0\n")
+    s.define("import package")
+    s.add('mt.Lambdad("image", lambda x: package.plus(x))')
+    yield
+    (package / "helpers.py").write_text("def plus(x):\n    return x + 1.5\n")
+
+
+@misses()
+def what_a_module_of_a_kind_of_its_own_imports(s: Study) -> Change:
+    package = s.folder / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import importlib, sys, types\n\n\nclass Lazy(types.ModuleType):\n    def __getattr__(self, name):\n"
+        "        if name != 'plus':\n            raise AttributeError(name)\n"
+        "        self.plus = importlib.import_module('package.helpers').plus\n        return self.plus\n\n\n"
+        "sys.modules[__name__].__class__ = Lazy\n"
     )
     (package / "helpers.py").write_text("def plus(x):\n    return x + 1.0\n")
     s.define("import package")
@@ -1715,6 +1776,14 @@ def the_environment(s: Study) -> Change:
         "SLURM_JOB_ID": "17",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+@hits()
+def the_environment_that_code_has_a_name_of(s: Study) -> Change:
+    s.define("from os import environ\n\n\ndef plus(x):\n    return x + len(environ.get('OFFSET', ''))")
+    s.add('mt.Lambdad("image", plus)')
+    yield
+    s.environment = {"SLURM_JOB_ID": "17"}
 
 
 @hits()

@@ -90,7 +90,7 @@ def test_matrix_precision_counts_on_a_cpu_that_has_less_of_it(monkeypatch: pytes
     exact = np.ones((512, 512), np.float32)
     reduced = {True: torch.from_numpy(exact), False: torch.from_numpy(exact + 1)}
     matmul = lambda a, b: reduced[state._precision("mkldnn", "matmul") == "ieee"]  # noqa: E731
-    state._matmul_under.cache_clear()
+    state._on_cpu_under.cache_clear()
     monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
     try:
         found = capture()
@@ -101,7 +101,26 @@ def test_matrix_precision_counts_on_a_cpu_that_has_less_of_it(monkeypatch: pytes
             assert capture() == found
         assert capture() == ()
     finally:
-        state._matmul_under.cache_clear()
+        state._on_cpu_under.cache_clear()
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch has no newer settings")
+def test_precision_of_convolutions_counts_on_a_cpu_that_has_less_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the processor here has, as above."""
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    trial = lambda: torch.tensor(state._precision("mkldnn", "conv") == "ieee")  # noqa: E731
+    state._on_cpu_under.cache_clear()
+    monkeypatch.setitem(state._TRIALS, "conv", trial)
+    try:
+        found = capture()
+        assert found == (("cpu_conv", "bf16"),)
+        assert torch.backends.mkldnn.conv.fp32_precision == "bf16"
+        with applied(()):
+            assert capture() == ()
+        assert capture() == found
+    finally:
+        torch.backends.mkldnn.conv.fp32_precision = "none"
+        state._on_cpu_under.cache_clear()
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch has no newer settings")

@@ -1,7 +1,8 @@
 """A canonical hash of Python values: equal in every process and run, whatever the memory layout.
 
 Used for the items of a dataset and for its transforms. A value counts by its contents: types, data, the code of
-functions. Identity, sharing, and the order of dicts and sets do not count.
+functions. Identity, sharing, and the order of dicts and sets do not count. Of dicts that transforms hold, the order
+counts: a transform may make a channel of each member.
 
 Functions and lambdas count by bytecode, constants, defaults, closure and the globals they read, and a user's own
 classes by the code of their methods. Code of an installed library counts by name and the library's version.
@@ -31,6 +32,7 @@ import gc
 import hashlib
 import logging
 import math
+import os
 import pathlib
 import random
 import re
@@ -52,10 +54,12 @@ from monai_gds.cache.python_code import (
     attributes_of,
     globals_read,
     handed_on,
+    has_code_of_a_user,
     is_filled,
     is_pure_python,
     is_slot,
     library_of,
+    library_of_class,
     library_of_function,
     member_of,
     module_name,
@@ -112,13 +116,27 @@ _SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
 
 _WRAPPERS = (functools.partial, staticmethod, classmethod, functools.cached_property, property)
 
+#: Attributes of wrappers that count otherwise, or are copied from what is wrapped.
+_OF_WRAPPERS = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "func", "attrname", "lock"})
+
 _BUILT_IN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
 
 #: Functions of modules that Cython compiled. Their types are in no module of a name.
 _OF_CYTHON = ("cython_function_or_method", "fused_cython_function")
 
-#: Attributes that do not count, by class: what objects of libraries remember of calls.
-_REMEMBERED = {"omegaconf.base.Node": frozenset({"_flags_cache"})}
+#: Attributes that do not count, by class: what objects of libraries remember of calls and of the process.
+_REMEMBERED = {
+    "numpy.vectorize": frozenset({"_ufunc"}),
+    "omegaconf.base.Node": frozenset({"_flags_cache"}),
+    "pydantic._internal._decorators.Decorator": frozenset({"cls_ref"}),  # an address in memory
+    "torch._dynamo.convert_frame.ConvertFrameBox": frozenset({"error_on_graph_break"}),
+    "torch._dynamo.eval_frame.OptimizedModule": frozenset({"_torchdynamo_wrapper_id"}),  # another
+    "torch.nn.modules.rnn.RNNBase": frozenset({"_flat_weight_refs"}),
+    "torch.utils.hooks.RemovableHandle": frozenset({"hooks_dict_ref", "extra_dict_ref", "id"}),
+}
+
+#: The types of most values, which have no code of a user's: their classes are not looked at.
+_NUMBERS_AND_TEXTS = frozenset({str, int, float, bool, type(None), bytes})
 
 #: The base of DataFrame and Series.
 _OF_PANDAS = ("pandas.core.generic", "NDFrame")
@@ -134,6 +152,9 @@ _CLASS_NOISE = frozenset(
     | {"_abc_impl", "__slots__", "__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__"}
     | {"__slotnames__"}  # left behind by copying or pickling an instance
     | {"__annotations_cache__", "__orig_bases__", "__parameters__", "__match_args__", "__hash__"}
+    # what pydantic makes of fields and decorators, with addresses in memory, and what it remembers of calls
+    | {"__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__", "__pydantic_complete__"}
+    | {"__pydantic_setattr_handlers__", "__signature__"}
 )
 
 
@@ -184,7 +205,7 @@ class HashedTransforms:
 
 def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None = None) -> HashedTransforms:
     """Hashes and describes transforms, in the order in which they run. Otherwise as :func:`hash_item`."""
-    hasher = _Hasher(root, describes=True)
+    hasher = _Hasher(root, describes=True, ordered=True)
     digests = []
     for i, transform in enumerate(transforms):
         name = own_attribute(transform, "__qualname__") or type(transform).__qualname__
@@ -206,23 +227,29 @@ class _Hasher:
         root: see :func:`hash_item`.
         exact: whether devices, random states and the sign of a NaN count.
         describes: whether to fill ``description`` and ``strings``.
+        ordered: whether the order of dicts counts.
     """
 
     #: Containers with more members are described by their digest.
     _MOST_DESCRIBED = 32
 
-    def __init__(self, root: str | None = None, *, exact: bool = False, describes: bool = False) -> None:
+    def __init__(
+        self, root: str | None = None, *, exact: bool = False, describes: bool = False, ordered: bool = False
+    ) -> None:
         self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
         self._defined: dict[int, tuple[Any, str]] = {}  # the user's own functions and classes met so far
         # Digests of the user's enums, each with whether it was met where strings are not collected.
         self._enums: dict[tuple[type, bool], bytes] = {}
         self._in_enum = False
         self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
+        # Ids of the variables of modules, by the digest of what is alike in the user's functions that read them.
+        self._namespaces: dict[bytes, list[int]] = {}
         self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # the user's own that are handed on
         self._names: set[str] = set()  # that the user's functions read
-        self._read: set[tuple[int, str]] = set()  # members of modules that count already, by the module's id
+        self._read: set[tuple[int, str]] = set()  # members of modules and functions that count already, by their ids
         self._root = root
         self._exact = exact
+        self._ordered = ordered
         self._writes_files = 0  # > 0 inside a transform that writes the files it names
         self.description: dict[str, str] | None = {} if describes else None
         self.strings: set[str] = set()
@@ -261,7 +288,7 @@ class _Hasher:
                     with contextlib.suppress(*let_pass):
                         found.add(self._definition(value, where))
             modules = len(self._modules)
-            members = set(self._members_of_modules())
+            members = {*self._members_of_modules(), *self._attributes_of_functions()}
             if not members and done == len(self._defined) and modules == len(self._modules):
                 return sorted(found)
             found |= members
@@ -297,7 +324,7 @@ class _Hasher:
             self._describe(where, f"a set of {len(members)}, {self.join(members).hex()[:8]}")
             if kind in (set, frozenset):
                 return [kind.__name__.encode(), *members]
-            return [b"set", self._name(kind), *self._attributes(value, where), *members]
+            return [b"set", self._name(kind), *self._own_code(kind, where), *self._attributes(value, where), *members]
         if isinstance(value, np.ndarray):
             return self._array(value, where)
         if isinstance(value, torch.Tensor):
@@ -322,7 +349,7 @@ class _Hasher:
             self.devices.add(value.type)
             return [b"device", str(value).encode()] if self._exact else [b"device"]
         if isinstance(value, _RANDOM_STATES) and not self._exact:
-            return [b"random state"]
+            return [b"random state", *self._own_code(type(value), where)]
         if type(value) is float and math.isnan(value) and not self._exact:
             plain: list[bytes] | None = [b"float", b"nan"]
         else:
@@ -330,8 +357,11 @@ class _Hasher:
         if plain is not None:
             if self.description is not None:
                 self._describe(where, _short(value))
-            if isinstance(value, enum.Enum) and library_of(type(value).__module__) is None:
+            if isinstance(value, enum.Enum) and library_of_class(type(value)) is None:
                 plain.append(self._enum(type(value)))
+            elif type(value) not in _NUMBERS_AND_TEXTS and not isinstance(value, enum.Enum):
+                own = self._own_code(type(value), where)
+                plain += [*own, *self._attributes(value, where)] if own else []
         return plain
 
     def _enum(self, cls: type) -> bytes:
@@ -404,11 +434,12 @@ class _Hasher:
         self._describe(where, _short_array(value, data))
         if type(value) in (np.ndarray, np.memmap):
             return [*head, data]
-        extra = [self._name(type(value))]
+        own = self._own_code(type(value), where)
+        extra = [self._name(type(value)), *own]
         if isinstance(value, np.ma.MaskedArray):
             mask = [np.ma.getmaskarray(value), value.fill_value, value.mask is np.ma.nomask, value.hardmask]
             extra.append(self.digest(mask, f"{where}'s mask"))
-        else:
+        if own or not isinstance(value, np.ma.MaskedArray):
             extra.extend(self._attributes(value, where))
         return [*head, data, *extra]
 
@@ -428,7 +459,8 @@ class _Hasher:
         if type(value) is torch.nn.Parameter:
             extra.append(b"parameter")
         elif type(value) is not torch.Tensor or vars(value):
-            extra.extend([self._name(type(value)), *self._mapping(vars(value), where)])
+            extra.extend([self._name(type(value)), *self._own_code(type(value), where)])
+            extra.extend(self._mapping(vars(value), where))
         return [b"tensor", str(value.dtype).encode(), repr(tuple(value.shape)).encode(), data, *extra]
 
     # Code
@@ -450,8 +482,8 @@ class _Hasher:
             return self._code(value, where)
         if isinstance(value, types.CellType):
             return [b"cell", *([self.digest(value.cell_contents, where)] if is_filled(value) else [])]
-        is_users = library_of(type(value).__module__) is None
-        own = [self.digest(type(value), where)] if is_users and isinstance(value, _WRAPPERS) else []
+        is_users = library_of_class(type(value)) is None
+        own = self._further(value, where, is_users) if isinstance(value, _WRAPPERS) else []
         if isinstance(value, functools.partial):
             inner = (value.func, value.args, value.keywords)
             return [b"partial", *(self.digest(v, f"{where}.{n}") for v, n in zip(inner, "fak", strict=True)), *own]
@@ -461,8 +493,15 @@ class _Hasher:
             return [b"property", self.digest(value.func, where), *own]
         if isinstance(value, (property, types.DynamicClassAttribute)):  # enum.property is one
             return [b"property", *self._all((value.fget, value.fset, value.fdel), where), *own]
-        wrapped = None if is_users else own_attribute(value, "__wrapped__")  # a user's may do more than it wraps
+        # a user's may do more than it wraps, and so may what does not have it from functools.update_wrapper
+        wrapped = None if is_users else (own_attribute(value, "__dict__") or {}).get("__wrapped__")
         return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
+
+    def _further(self, value: Any, where: str, is_users: bool) -> list[bytes]:
+        """Digests of what a wrapper has beside what it wraps: a class of the user's, and attributes."""
+        attributes = {name: held for name, held in attributes_of(value).items() if name not in _OF_WRAPPERS}
+        own = [self.digest(type(value), where)] if is_users else []
+        return [*own, *(self._mapping(attributes, where) if attributes else ())]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
         if value.__code__ is _SINGLE_DISPATCH:  # it closes over a cache of what it was called with
@@ -483,25 +522,35 @@ class _Hasher:
             )
         if library is None:
             self._defined.setdefault(id(value), (value, where))
+            # the same code in files that were loaded under one name reads the variables of its own file
+            found, own = self._namespaces.setdefault(self.join(parts), []), id(value.__globals__)
+            if own not in found:
+                found.append(own)
+            if place := found.index(own):
+                parts += [b"namespace", str(place).encode()]
         return parts
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
         """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
         names, handed = sorted(names_read(function.__code__)), handed_on(function.__code__)
+        # of what a library's decorator made, the library's variables may be anything, such as locks
+        let_pass = () if library_of(function.__globals__.get("__name__", "")) is None else (HashingError,)
         self._names.update(names)
         for name in sorted(globals_read(function.__code__)):
             if name in function.__globals__ and not self._is_device(name, function.__globals__[name]):
                 value = as_in_the_script(name, function.__globals__[name])
                 if isinstance(value, dict) and any(name == known.references for known in _libraries.values()):
-                    value = {key: value[key] for key in texts_in(function.__code__) if key in value}
+                    value = {key: value[key] for key in sorted(texts_in(function.__code__)) if key in value}
                 is_new = id(value) not in self._modules
-                yield name.encode() + self.digest(value, f"{where}'s global {name}")
+                with contextlib.suppress(*let_pass):
+                    yield name.encode() + self.digest(value, f"{where}'s global {name}")
                 if isinstance(value, types.ModuleType):
                     if is_new and name not in handed:  # then its names are all here
                         self._modules.pop(id(value), None)
                     yield from self._module(value, names, handed, f"{where}'s {name}")
                 elif isinstance(value, types.FunctionType) and library_of_function(value) is None:
                     own = {n: v for n, v in vars(value).items() if n in names}
+                    self._read.update((id(value), n) for n in own)
                     yield from (self._mapping(own, f"{where}'s {name}") if own else ())
         for module in modules_imported(function):
             yield from self._module(module, names, handed, f"{where}'s {module.__name__}")
@@ -537,6 +586,17 @@ class _Hasher:
                         if own_attribute(member, "__name__") != f"{module.__name__}.{name}":
                             yield self.join([b"member", module_name(module.__name__), name.encode(), content])
 
+    def _attributes_of_functions(self) -> Iterator[bytes]:
+        """What any of the user's functions may read of attributes of others, each once, as of modules."""
+        for function, where in list(self._defined.values()):
+            if isinstance(function, types.FunctionType):
+                for name in sorted(self._names & vars(function).keys()):
+                    if (id(function), name) not in self._read:
+                        self._read.add((id(function), name))
+                        with contextlib.suppress(HashingError):
+                            own = self._mapping({name: vars(function)[name]}, where)
+                            yield self.join([b"attribute", self.digest(function, where), *own])
+
     def _code(self, code: types.CodeType, where: str) -> list[bytes]:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
@@ -545,19 +605,26 @@ class _Hasher:
 
     def _class(self, cls: type, where: str) -> list[bytes]:
         parts = [b"class", self._name(cls)]
-        if library_of(cls.__module__) is not None:
-            return parts
-        if library_of(type(cls).__module__) is None:
+        if library_of_class(cls) is not None:  # torch derives classes from a user's own as it parametrizes them
+            return [*parts, *self._all([base for base in cls.__mro__ if library_of_class(base) is None], where)]
+        if library_of_class(type(cls)) is None:
             parts.append(self.digest(type(cls), where))
         if issubclass(cls, enum.Enum):
             values = {name: member.value for name, member in cls.__members__.items()}
             others = {k: v for k, v in vars(cls).items() if k not in values and _is_of_an_enums_user(k, v)}
             members = [*self._mapping(values, where), *self._mapping(others, where)]
+            attributes = {name: own for name, member in cls.__members__.items() if (own := _of_a_member(member))}
+            members += self._mapping(attributes, where) if attributes else []
+            members += self._all(list(values), where) if self._ordered and len(values) > 1 else []
             return [*parts, *members, *self._all(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
             return [*parts, *self._class_body(cls)]
         self._defined.setdefault(id(cls), (cls, where))
         return parts
+
+    def _own_code(self, cls: type, where: str) -> list[bytes]:
+        """The digest of a class of values that count by what they hold; empty if no code of a user's is in it."""
+        return [self.digest(cls, where)] if has_code_of_a_user(cls) else []
 
     def _class_body(self, cls: type) -> list[bytes]:
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not is_slot(v)}
@@ -578,6 +645,8 @@ class _Hasher:
     # Objects
 
     def _object(self, value: Any, where: str) -> list[bytes]:
+        if value is os.environ:  # as where code has it of the module: what is read of it does not count
+            return [b"environment"]
         head = [b"object", self.digest(type(value), where)]
         own = own_attribute(value, "__cache_key__")
         if own is not None:
@@ -599,8 +668,11 @@ class _Hasher:
                 own = list(value)
             elif isinstance(value, collections.defaultdict):
                 own = [value.default_factory]
+            ordered = list(value) if self._ordered and len(value) > 1 else []
             with self._silence():
-                extra = self._all(own, f"{where}'s own")
+                extra = self._all([*own, *ordered], f"{where}'s own")
+            if ordered:
+                self._describe(f"{where}'s order", self.join(extra).hex()[:8])
             return [*extra, *self._mapping(value, where), *self._attributes(value, where)]
         if isinstance(value, types.ModuleType):
             if library_of(value.__name__) is None:
@@ -647,6 +719,16 @@ class _Hasher:
 def _is_of_an_enums_user(name: str, value: Any) -> bool:
     """Whether the enum's user wrote an attribute that is not a member, rather than Python's own machinery."""
     return isinstance(value, _METHODS) or not (name.startswith("_") and name.endswith("_"))
+
+
+def _of_a_member(member: enum.Enum) -> dict[str, Any]:
+    """The attributes that an enum's user gave a member, in ``__new__`` or afterwards, without what is computed once."""
+    return {
+        name: held
+        for name, held in vars(member).items()
+        if not (name.startswith("_") and name.endswith("_"))
+        and not isinstance(getattr(type(member), name, None), functools.cached_property)
+    }
 
 
 def _class_place(cls: type) -> str:

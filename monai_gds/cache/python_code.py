@@ -22,10 +22,12 @@ __all__ = [
     "attributes_of",
     "globals_read",
     "handed_on",
+    "has_code_of_a_user",
     "is_filled",
     "is_pure_python",
     "is_slot",
     "library_of",
+    "library_of_class",
     "library_of_function",
     "member_of",
     "module_name",
@@ -97,6 +99,33 @@ def library_of_function(function: types.FunctionType) -> bytes | None:
     if function.__module__ is None or library_of(home) is None:
         return None
     return library_of(function.__module__)
+
+
+def library_of_class(cls: type) -> bytes | None:
+    """As :func:`library_of`, for a class: None also for one of the user's that names a library as its module.
+
+    What ``exec`` makes without a ``__name__`` names ``builtins``, and what ``types.new_class``, ``make_dataclass`` and
+    metaclasses make on demand names the module that calls ``type``.
+    """
+    library = library_of(cls.__module__)
+    if library is None or cls.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE or _is_in_its_module(cls):
+        return library
+    functions = [member for member in vars(cls).values() if isinstance(member, types.FunctionType)]
+    is_users = cls.__module__ in ("builtins", "types") or any(library_of_function(f) is None for f in functions)
+    return None if is_users else library
+
+
+def has_code_of_a_user(cls: type) -> bool:
+    """Whether a class is the user's, or derived from one that is."""
+    return bool(cls.__flags__ & _HEAP_TYPE) and any(library_of_class(base) is None for base in cls.__mro__)
+
+
+def _is_in_its_module(cls: type) -> bool:
+    outer, *inner = cls.__qualname__.split(".")
+    found = vars(sys.modules[cls.__module__]).get(outer) if cls.__module__ in sys.modules else None
+    for name in inner:
+        found = getattr(found, name, None)
+    return found is cls
 
 
 def _is_installed(root: str) -> bool:
@@ -202,7 +231,8 @@ def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]
 
 def member_of(module: types.ModuleType, name: str) -> Any:
     """What a module has under a name, also what its ``__getattr__`` finds; None if nothing."""
-    if name not in vars(module) and "__getattr__" in vars(module):
+    is_lazy = "__getattr__" in vars(module) or type(module) is not types.ModuleType
+    if name not in vars(module) and is_lazy:
         with contextlib.suppress(Exception):
             return getattr(module, name)
     return vars(module).get(name)

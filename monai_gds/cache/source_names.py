@@ -13,21 +13,28 @@ from typing import Any, Literal
 
 import numpy as np
 
-from monai_gds.cache.python_code import attributes_of, library_of, own_attribute
+from monai_gds.cache.python_code import attributes_of, library_of_class, own_attribute
 
 __all__ = ["absolute", "candidates", "companions", "files_named", "looks_like_path"]
 
 #: Suffix of a file -> suffixes of files beside it that may hold another part of the same image: Analyze and NIfTI
-#: pairs, the data files of MetaImage and NRRD headers, which usually share the header's stem, of Philips' and AFNI's.
+#: pairs with SPM's affines, the data files of MetaImage and NRRD headers, which usually share the header's stem, and
+#: the headers and data of Philips and AFNI. Any file of a pair names it.
 _COMPANIONS = {
-    ".hdr": (".img", ".img.gz"),
-    ".hdr.gz": (".img.gz", ".img"),
+    ".hdr": (".img", ".img.gz", ".mat"),
+    ".hdr.gz": (".img.gz", ".img", ".mat.gz"),
+    ".hdr.bz2": (".img.bz2", ".mat.bz2"),
     ".img": (".hdr", ".hdr.gz", ".mat"),
-    ".img.gz": (".hdr.gz", ".hdr"),
+    ".img.gz": (".hdr.gz", ".hdr", ".mat.gz"),
+    ".img.bz2": (".hdr.bz2", ".mat.bz2"),
     ".mhd": (".raw", ".zraw", ".raw.gz"),
     ".nhdr": (".raw", ".raw.gz", ".nrrd"),
     ".par": (".rec",),
-    ".head": (".brik", ".brik.gz"),
+    ".rec": (".par",),
+    ".head": (".brik", ".brik.gz", ".brik.bz2"),
+    ".brik": (".head",),
+    ".brik.gz": (".head",),
+    ".brik.bz2": (".head",),
 }
 
 #: What is rare in paths of data, but not in other texts with a slash.
@@ -64,7 +71,11 @@ def companions(path: str) -> list[str]:
     for suffix, others in _COMPANIONS.items():
         if lower.endswith(suffix):
             stem, written = path[: -len(suffix)], path[-len(suffix) :]
-            return [stem + (other.upper() if written.isupper() else other) for other in others]
+            if not written.split(".")[1].isupper():
+                return [stem + other for other in others]
+            found = [stem + other.upper() for other in others]
+            # AFNI writes .BRIK.gz
+            return found + [name[:-3] + name[-3:].lower() for name in found if name.endswith(".GZ")]
     return []
 
 
@@ -142,7 +153,7 @@ def _strings(
 
 def _attributes(value: Any) -> Iterable[Any]:
     """The values that count of a user's object or a namespace; none of other objects, such as tensors and readers."""
-    if library_of(type(value).__module__) is not None and not isinstance(value, types.SimpleNamespace):
+    if library_of_class(type(value)) is not None and not isinstance(value, types.SimpleNamespace):
         return ()
     if isinstance(value, type):  # its __cache_key__ is for its instances
         return ()

@@ -245,6 +245,19 @@ def scaled(x: Any) -> Any:
 scaled.factor = 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", ["functions", "classes"])
+def test_the_same_code_counts_by_the_variables_of_its_own_file(kind: str) -> None:
+    """As a loader of plugins gives it, which calls every module the same."""
+
+    def step(scale: int) -> Any:
+        names: dict[str, Any] = {"__name__": "plugin", "SCALE": scale}
+        exec("def step(x): return x * SCALE + 1\nclass Step:\n def __call__(self, x): return x * SCALE + 1", names)
+        return names["step"] if kind == "functions" else names["Step"]()
+
+    assert differ([step(2), step(3)], [step(3), step(2)], [step(2), step(2)])
+    assert canonical_hash([step(2), step(3)]) == canonical_hash([step(2), step(3)])
+
+
 def test_what_a_try_covers_counts() -> None:
     """From Python 3.11 on, that is beside the bytecode."""
 
@@ -544,9 +557,20 @@ def test_functions_in_c_count_by_their_librarys_version(monkeypatch: pytest.Monk
     assert all(canonical_hash(f) != was for f, was in zip(functions, before, strict=True))
 
 
+def test_functions_that_toolz_composed_count_one_by_one() -> None:
+    toolz = pytest.importorskip("toolz", reason="toolz is not installed on this machine")
+    assert differ(*(toolz.compose(function, abs) for function in (_helper, _uses_global)))
+
+
 def test_dates_of_a_table_count() -> None:
     pandas = pytest.importorskip("pandas", reason="this machine has no pandas")
     assert differ(pandas.Timestamp("2026-01-01"), pandas.Timestamp("2026-01-02"), pandas.NaT)
+
+
+def test_a_vectorized_function_counts_by_what_it_is_and_not_by_its_calls() -> None:
+    made = [np.vectorize(function, otypes=[float]) for function in (abs, abs, round)]
+    made[0]([1, 2])
+    assert canonical_hash(made[0]) == canonical_hash(made[1]) != canonical_hash(made[2])
 
 
 def test_what_dispatches_by_type_counts_by_its_functions_and_not_by_its_calls() -> None:
@@ -767,6 +791,15 @@ def test_readers_and_their_settings_count() -> None:
     )
 
 
+def test_the_order_of_a_dictionary_counts_where_a_transform_has_it() -> None:
+    windows = {"low": 1, "high": 2}
+    turned = dict(reversed(windows.items()))
+    hashed = [hash_transforms([Parameters(given)]) for given in (windows, dict(windows), turned)]
+    assert hashed[0] == hashed[1] and hashed[0].digest != hashed[2].digest
+    assert hashed[0].description != hashed[2].description
+    assert canonical_hash(windows) == canonical_hash(turned)
+
+
 def test_compose_counts_with_its_settings() -> None:
     def make(**settings: Any) -> mt.Compose:
         return mt.Compose([mt.Flipd("a", 0)], **settings)
@@ -787,6 +820,38 @@ def test_devices_and_random_states_do_not_count() -> None:
 def test_a_model_counts_by_its_mode() -> None:
     """Dropout and batch norm compute something else in training."""
     assert canonical_hash(torch.nn.Dropout().eval()) != canonical_hash(torch.nn.Dropout())
+
+
+def test_a_model_that_refers_weakly_to_its_weights_and_hooks_has_a_hash() -> None:
+    class Watched(torch.nn.LSTM):
+        def __init__(self, factor: float) -> None:
+            super().__init__(1, 1)
+            for weight in self.parameters():
+                torch.nn.init.ones_(weight)
+            self.handle = self.register_forward_hook(lambda model, given, found: found[0] * factor)
+
+    models = [Watched(factor) for factor in (2.0, 2.0, 3.0)]
+    models[0](torch.ones(1, 1))
+    assert canonical_hash(models[0]) == canonical_hash(models[1]) != canonical_hash(models[2])
+    torch.nn.init.zeros_(models[1].weight_ih_l0)
+    assert canonical_hash(models[0]) != canonical_hash(models[1])
+
+
+def test_what_torch_compiled_counts_by_its_weights_and_not_by_where_it_lies_and_its_calls() -> None:
+    def compiled(weight: float) -> Any:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(model.weight, weight)
+        return torch.compile(model, backend="eager")
+
+    made = [compiled(weight) for weight in (1.0, 1.0, 2.0)]
+    made[0](torch.ones(1))
+    assert canonical_hash(made[0]) == canonical_hash(made[1]) != canonical_hash(made[2])
+
+
+def test_a_function_that_torch_compiled_has_a_hash() -> None:
+    made = [torch.compile(function, backend="eager") for function in (_helper, _helper, _uses_global)]
+    made[0](torch.ones(1))
+    assert canonical_hash(made[0]) == canonical_hash(made[1]) != canonical_hash(made[2])
 
 
 class Scale(enum.Enum):
@@ -926,12 +991,158 @@ CLASSES = {
                 super().__init__()
                 self.register_forward_hook(hook)
     """,
+    "what a decorator leaves on a function": """
+        def by(function):
+            def wrapper(x): return function(x) * wrapper.scale
+            wrapper.scale = {0}
+            return wrapper
+        @by
+        def same(x): return x
+        class T:
+            def __call__(self, x): return same(x)
+    """,
+    "what a decorator leaves on a method": """
+        def order(n):
+            def mark(function):
+                function.order = n
+                return function
+            return mark
+        class T:
+            @order({0})
+            def first(self, x): return x + 1
+            @order(1.5)
+            def second(self, x): return x * 2
+            def __call__(self, x):
+                steps = [step for step in vars(T).values() if hasattr(step, "order")]
+                for step in sorted(steps, key=lambda step: step.order): x = step(self, x)
+                return x
+    """,
+    "what a function holds that an object has": """
+        def step(x): return x
+        step.scale = {0}
+        class T:
+            def __init__(self): self.step = step
+            def __call__(self, x): return self.step(x) * self.step.scale
+    """,
+    "what a partial has": """
+        import functools
+        step = functools.partial(round, ndigits=1)
+        step.scale = {0}
+        class T:
+            def __call__(self, x): return step(x) * step.scale
+    """,
+    "what a kind of property holds": """
+        class Scaled(property):
+            def __init__(self, get, scale):
+                super().__init__(get)
+                self.scale = scale
+            def __get__(self, owner, cls=None): return super().__get__(owner) * self.scale
+        class T:
+            one = Scaled(lambda self: 1, {0})
+            def __call__(self, x): return x * self.one
+    """,
+    "what a member of an enum has": """
+        import enum
+        class Window(str, enum.Enum):
+            def __new__(cls, value, width):
+                self = str.__new__(cls, value)
+                self._value_, self.width = value, width
+                return self
+            LUNG = "lung", {0}
+        class T:
+            window = Window.LUNG
+            def __call__(self, x): return x / self.window.width
+    """,
+    "a class's that exec made": """
+        names = {{}}
+        exec("class T:\\n    def __call__(self, x): return {0}", names)
+        T = names["T"]
+    """,
+    "a class's without methods that exec made": """
+        names = {{}}
+        exec("class Settings: scale = {0}", names)
+        class T:
+            settings = names["Settings"]
+            def __call__(self, x): return self.settings.scale
+    """,
+    "a class's made on demand": """
+        import types
+        T = types.new_class("T", exec_body=lambda names: names.update(__call__=lambda self, x: {0}))
+    """,
+    "a data class's made on demand": """
+        import dataclasses
+        T = dataclasses.make_dataclass("T", [], namespace=dict(__call__=lambda self, x: {0}))
+    """,
+    "a class's made by its metaclass": """
+        import abc
+        T = abc.ABCMeta("T", (), dict(__call__=lambda self, x: {0}))
+    """,
+    "a layer's that torch parametrized": """
+        import torch
+        class Layer(torch.nn.Conv1d):
+            def forward(self, x): return super().forward(x) * {0}
+        def T():
+            torch.manual_seed(0)
+            return torch.nn.utils.parametrizations.weight_norm(Layer(1, 1, 1))
+    """,
 }
+
+#: Values that count by what they hold, of classes of the user's: what ``Kind`` derives from, and how one is made.
+KINDS = {
+    "set": ("set", "Kind([1])"),
+    "array": ("numpy.ndarray", "numpy.ones(2).view(Kind)"),
+    "masked array": ("numpy.ma.MaskedArray", "numpy.ones(2).view(Kind)"),
+    "number": ("numpy.float64", "Kind(1)"),
+    "tensor": ("torch.Tensor", "torch.ones(2).as_subclass(Kind)"),
+    "path": ("pathlib.PosixPath", "Kind('atlas')"),
+    "generator": ("random.Random", "Kind(0)"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_of_a_kind_of_value_counts(module: Any, kind: str) -> None:
+    base, make = KINDS[kind]
+    code = f"""
+        import pathlib, random, numpy, torch
+        class Kind({base}):
+            def scale(self): return {{0}}
+        value = {make}
+    """
+    seen = [canonical_hash(Parameters(module("userpackage", __init__=code.format(n)).value)) for n in (1, 2, 1)]
+    assert seen[0] == seen[2] != seen[1]
 
 
 @pytest.mark.parametrize("code", CLASSES.values(), ids=list(CLASSES))
 def test_code_counts_that_is_reached_by_no_name(module: Any, code: str) -> None:
     seen = [canonical_hash(module("userpackage", __init__=code.format(n)).T()) for n in (1, 2, 1)]
+    assert seen[0] == seen[2] != seen[1]
+
+
+PYDANTIC = {
+    "a default": "class Settings(pydantic.BaseModel):\n    scale: float = {0}",
+    "a type": "class Settings(pydantic.BaseModel):\n    scale: (None, int, float)[{0}] = 1",
+    "a bound": "class Settings(pydantic.BaseModel):\n    scale: float = pydantic.Field(1.0, lt={0}0)",
+    "a validator": """class Settings(pydantic.BaseModel):
+        scale: float = 1.0
+        @pydantic.field_validator("scale")
+        @classmethod
+        def scaled(cls, given): return given * {0}""",
+    "a property": """class Settings(pydantic.BaseModel):
+        @pydantic.computed_field
+        @property
+        def scale(self) -> float: return {0}.0""",
+}
+
+
+@pytest.mark.parametrize("code", PYDANTIC.values(), ids=list(PYDANTIC))
+def test_a_model_of_pydantic_counts_by_what_it_says_and_not_by_where_it_lies(module: Any, code: str) -> None:
+    pytest.importorskip("pydantic", reason="pydantic is not installed on this machine")
+    seen = []
+    for n in (1, 2, 1):
+        settings = module("userpackage", __init__=f"import pydantic\n{code.format(n)}").Settings()
+        seen.append(canonical_hash(Parameters(settings)))
+        type(settings).model_validate({}).model_dump()
+        assert canonical_hash(Parameters(settings)) == seen[-1]
     assert seen[0] == seen[2] != seen[1]
 
 

@@ -813,6 +813,21 @@ class Linked:
         self.others: list[Linked] = []
 
 
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("ct.hdr", "ct.img", "ct.mat"), ("ct.hdr.gz", "ct.img.gz", "ct.mat.gz"),
+        ("ct.hdr.bz2", "ct.img.bz2", "ct.mat.bz2"), ("CT.PAR", "CT.REC"), ("ct+orig.HEAD", "ct+orig.BRIK"),
+        ("ct+orig.HEAD", "ct+orig.BRIK.gz"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_either_file_of_a_pair_names_the_others(pair: tuple[str, ...]) -> None:
+    header, voxels, *affine = pair
+    assert {voxels, *affine} <= {name for name, _ in candidates({"image": header}, ())}
+    assert {header, *affine} <= {name for name, _ in candidates({"image": voxels}, ())}
+
+
 def test_objects_that_refer_to_each_other_are_visited_once() -> None:
     visits = []
 
