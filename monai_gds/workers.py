@@ -90,6 +90,9 @@ class Workers(Generic[T]):
         self._executor = ProcessPoolExecutor(
             num_workers, mp_context=context, initializer=_begin, initargs=(sent, environment)
         )
+        # Calls of more than 64 KiB fill the pipe to the workers. Where other forked processes have inherited it, the
+        # thread that writes to it does not notice that they were killed, and waiting for it would be for ever.
+        self._executor._call_queue.cancel_join_thread()  # type: ignore[attr-defined]
         try:
             first = self._executor.submit(_problem_of_this_worker)  # starts all workers if they are forked from here
             while len(self._processes()) < num_workers:  # else one, unless another is idle already

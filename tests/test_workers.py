@@ -285,6 +285,29 @@ def test_closing_half_way_drops_the_rest(work: Callable[[float], float]) -> None
     assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
 
 
+def sleep_long(of: str) -> int:
+    time.sleep(60)
+    return len(of)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_closing_does_not_wait_for_large_calls_that_nobody_will_read(kill: bool) -> None:
+    """The other worker, as that of a validation within an epoch, has inherited the pipe that they lie in."""
+    workers = Workers(sleep_long, 1, "fork")
+    futures = [workers.submit("x" * 200_000) for _ in range(3)]
+    with Workers(process, 1, "fork") as other:
+        assert other.submit(0).result() != os.getpid()
+        if kill:
+            for child in workers._processes():
+                child.kill()
+            assert isinstance(futures[0].exception(timeout=30), WorkerDied)
+        closing = threading.Thread(target=workers.close)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+    assert all(isinstance(future.exception(timeout=0), WorkerDied) for future in futures)
+
+
 SLOW_TO_START = """
 import os, sys, time
 if __name__ == "__mp_main__":
