@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -65,7 +67,7 @@ class Workers(Generic[T]):
         self._work: Callable[[Any], T] = _run
         chosen, why = _choose(context)
         if isinstance(chosen, ForkServerContext) and chosen is not context:
-            chosen.set_forkserver_preload([getattr(work, "func", work).__module__])  # of a partial's function
+            _start_fork_server(getattr(work, "func", work).__module__)  # of a partial's function
         problem = why if chosen is None else self._start_processes(work, num_workers, chosen)
         if not problem:
             _log.info("%d worker processes by %s (%s)", num_workers, self.kind, why)
@@ -198,6 +200,27 @@ def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return multiprocessing.get_context("forkserver"), "CUDA is initialised, and does not survive a fork"
     return multiprocessing.get_context("fork"), "CUDA is not initialised"
+
+
+def _start_fork_server(module: str) -> None:
+    """Starts the fork server, which imports a module first, unless it runs.
+
+    It must find what this process would. Python before 3.12.8 and 3.13.1 starts it with the path of ``python -c``: the
+    current folder comes first, and what the user's script added is missing.
+    """
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path if isinstance(folder, str))
+    there = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in there}
+    forkserver.set_forkserver_preload([module])
+    os.environ.update(there)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # What follows runs in the workers.

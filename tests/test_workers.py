@@ -138,6 +138,34 @@ def test_the_fork_server_imports_once_for_all_workers(tmp_path: Path) -> None:
     assert len(pids) == 2 and done.stdout.strip() not in pids, done.stderr  # the script and the server
 
 
+OF_A_PATH = """
+import os, sys
+sys.path.insert(0, "added")
+import torch
+from monai_gds.workers import Workers
+from jobs import where
+torch.cuda.is_initialized = lambda: True
+if __name__ == "__main__":
+    before = dict(os.environ)
+    with Workers(where, 1) as workers:
+        print(where(0), workers.submit(0).result(), os.environ == before)
+"""
+
+
+def test_the_fork_server_imports_what_the_script_would(tmp_path: Path) -> None:
+    """Not another module of the name, in the current folder or on Python's own path."""
+    for folder in (".", "added", "scripts", "installed"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        if folder != "scripts":
+            (tmp_path / folder / "jobs.py").write_text(f"def where(n): return {folder!r}")
+    (tmp_path / "scripts/script.py").write_text(OF_A_PATH)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'installed'}"}
+    done = subprocess.run(
+        [sys.executable, "scripts/script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "added added True\n", done.stderr
+
+
 AT_ONCE = """
 import multiprocessing, os, sys, time
 from monai_gds.workers import Workers
