@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from monai_gds.errors import WorkerDied
-from monai_gds.process import end_with_parent, print_past_bars
+from monai_gds.process import end_with_parent, print_past_bars, undisturbed
 
 __all__ = ["Workers"]
 
@@ -96,9 +96,10 @@ class Workers(Generic[T]):
         # thread that writes to it does not notice that they were killed, and waiting for it would be for ever.
         self._executor._call_queue.cancel_join_thread()  # type: ignore[attr-defined]
         try:
-            first = self._executor.submit(_problem_of_this_worker)  # starts all workers if they are forked from here
-            while len(self._processes()) < num_workers:  # else one, unless another is idle already
-                self._executor.submit(_problem_of_this_worker)
+            with undisturbed():  # Python drops a Ctrl-C that strikes while it forks
+                first = self._executor.submit(_problem_of_this_worker)  # starts all workers if forked from here
+                while len(self._processes()) < num_workers:  # else one, unless another is idle already
+                    self._executor.submit(_problem_of_this_worker)
             problem = "" if self.kind == "fork" else first.result()
         except BaseException as e:
             self._kill()  # if the executor cannot start them all, it forgets those that it started

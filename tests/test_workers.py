@@ -290,6 +290,26 @@ def test_where_no_more_processes_can_be_started_none_stays(monkeypatch: pytest.M
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # Python's own: its pipes to the process that was not
 
 
+WHILE_FORKING = """
+import multiprocessing, os, signal
+from monai_gds.workers import Workers
+strike = {struck!r}
+def ctrl_c():
+    if strike:
+        os.kill(os.getpid(), strike.pop())
+os.register_at_fork(after_in_parent=ctrl_c)  # where Python raises it if it strikes during the system call
+try:
+    Workers(os.path.exists, 2, "fork")
+except KeyboardInterrupt:
+    print("interrupted", multiprocessing.active_children())
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_workers_are_forked_is_not_lost(times: int) -> None:
+    assert python(WHILE_FORKING.format(struck=[int(signal.SIGINT)] * times)) == "interrupted []"
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
     with Workers(die, 2, context) as workers:
