@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -112,6 +114,8 @@ class Workers(Generic[T]):
             raise
         if problem:
             self.close()
+        # A child of multiprocessing waits for its own children before the executor's hook at exit tells them to end.
+        Finalize(None, _close, (weakref.ref(self),), exitpriority=100)  # before that of the executor's queue
         return problem
 
     def submit(self, argument: Any) -> Future[T]:
@@ -174,6 +178,11 @@ class Workers(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(workers: weakref.ref[Workers[Any]]) -> None:
+    if (open_ones := workers()) is not None:
+        open_ones.close()
 
 
 def _end(processes: list[BaseProcess]) -> None:

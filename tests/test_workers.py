@@ -356,6 +356,25 @@ def test_closing_does_not_wait_for_large_calls_that_nobody_will_read(kill: bool)
     assert all(isinstance(future.exception(timeout=0), WorkerDied) for future in futures)
 
 
+kept: list[Workers[int]] = []
+
+
+def keep_workers() -> None:
+    kept.append(Workers(process, 1, "fork"))
+    assert kept[0].submit(0).result() != os.getpid()
+
+
+def test_idle_workers_do_not_keep_a_child_of_multiprocessing() -> None:
+    """Such as a rank that torch.multiprocessing.spawn starts, whose loader nobody has collected."""
+    rank = multiprocessing.get_context("fork").Process(target=keep_workers)
+    rank.start()
+    rank.join(20)
+    try:
+        assert rank.exitcode == 0
+    finally:
+        rank.kill()
+
+
 SLOW_TO_START = """
 import os, sys, time
 if __name__ == "__mp_main__":
