@@ -16,12 +16,13 @@ import threading
 import time
 import weakref
 from _thread import allocate_lock, start_new_thread
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 __all__ = [
     "Bell", "Changes", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread", "start_undisturbed",
+    "undisturbed",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -158,14 +159,25 @@ def start_undisturbed(thread: threading.Thread) -> None:
         RuntimeError: there can be no more threads.
         KeyboardInterrupt: Ctrl-C was pressed meanwhile.
     """
+    with undisturbed():
+        thread.start()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within the block Ctrl-C is noted. It is raised at the end.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed meanwhile.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:  # None: a handler in C
-        thread.start()
+        yield
         return
     struck: list[Any] = []
     signal.signal(signal.SIGINT, lambda *signalled: struck.append(signalled))
     try:
-        thread.start()
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
     if struck and callable(before):

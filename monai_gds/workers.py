@@ -7,22 +7,26 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from monai_gds.errors import WorkerDied
-from monai_gds.process import end_with_parent, print_past_bars
+from monai_gds.process import end_with_parent, print_past_bars, undisturbed
 
 __all__ = ["Workers"]
 
@@ -65,7 +69,7 @@ class Workers(Generic[T]):
         self._work: Callable[[Any], T] = _run
         chosen, why = _choose(context)
         if isinstance(chosen, ForkServerContext) and chosen is not context:
-            chosen.set_forkserver_preload([getattr(work, "func", work).__module__])  # of a partial's function
+            _start_fork_server(getattr(work, "func", work).__module__)  # of a partial's function
         problem = why if chosen is None else self._start_processes(work, num_workers, chosen)
         if not problem:
             _log.info("%d worker processes by %s (%s)", num_workers, self.kind, why)
@@ -90,10 +94,14 @@ class Workers(Generic[T]):
         self._executor = ProcessPoolExecutor(
             num_workers, mp_context=context, initializer=_begin, initargs=(sent, environment)
         )
+        # Calls of more than 64 KiB fill the pipe to the workers. Where other forked processes have inherited it, the
+        # thread that writes to it does not notice that they were killed, and waiting for it would be for ever.
+        self._executor._call_queue.cancel_join_thread()  # type: ignore[attr-defined]
         try:
-            first = self._executor.submit(_problem_of_this_worker)  # starts all workers if they are forked from here
-            while len(self._processes()) < num_workers:  # else one, unless another is idle already
-                self._executor.submit(_problem_of_this_worker)
+            with undisturbed():  # Python drops a Ctrl-C that strikes while it forks
+                first = self._executor.submit(_problem_of_this_worker)  # starts all workers if forked from here
+                while len(self._processes()) < num_workers:  # else one, unless another is idle already
+                    self._executor.submit(_problem_of_this_worker)
             problem = "" if self.kind == "fork" else first.result()
         except BaseException as e:
             self._kill()  # if the executor cannot start them all, it forgets those that it started
@@ -106,6 +114,8 @@ class Workers(Generic[T]):
             raise
         if problem:
             self.close()
+        # A child of multiprocessing waits for its own children before the executor's hook at exit tells them to end.
+        Finalize(None, _close, (weakref.ref(self),), exitpriority=100)  # before that of the executor's queue
         return problem
 
     def submit(self, argument: Any) -> Future[T]:
@@ -170,6 +180,11 @@ class Workers(Generic[T]):
         self.close()
 
 
+def _close(workers: weakref.ref[Workers[Any]]) -> None:
+    if (open_ones := workers()) is not None:
+        open_ones.close()
+
+
 def _end(processes: list[BaseProcess]) -> None:
     """Waits until idle workers have ended, and kills those that still start: they would import everything before.
 
@@ -195,6 +210,27 @@ def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return multiprocessing.get_context("forkserver"), "CUDA is initialised, and does not survive a fork"
     return multiprocessing.get_context("fork"), "CUDA is not initialised"
+
+
+def _start_fork_server(module: str) -> None:
+    """Starts the fork server, which imports a module first, unless it runs.
+
+    It must find what this process would. Python before 3.12.8 and 3.13.1 starts it with the path of ``python -c``: the
+    current folder comes first, and what the user's script added is missing.
+    """
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path if isinstance(folder, str))
+    there = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in there}
+    forkserver.set_forkserver_preload([module])
+    os.environ.update(there)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # What follows runs in the workers.

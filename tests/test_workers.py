@@ -138,6 +138,34 @@ def test_the_fork_server_imports_once_for_all_workers(tmp_path: Path) -> None:
     assert len(pids) == 2 and done.stdout.strip() not in pids, done.stderr  # the script and the server
 
 
+OF_A_PATH = """
+import os, sys
+sys.path.insert(0, "added")
+import torch
+from monai_gds.workers import Workers
+from jobs import where
+torch.cuda.is_initialized = lambda: True
+if __name__ == "__main__":
+    before = dict(os.environ)
+    with Workers(where, 1) as workers:
+        print(where(0), workers.submit(0).result(), os.environ == before)
+"""
+
+
+def test_the_fork_server_imports_what_the_script_would(tmp_path: Path) -> None:
+    """Not another module of the name, in the current folder or on Python's own path."""
+    for folder in (".", "added", "scripts", "installed"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        if folder != "scripts":
+            (tmp_path / folder / "jobs.py").write_text(f"def where(n): return {folder!r}")
+    (tmp_path / "scripts/script.py").write_text(OF_A_PATH)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'installed'}"}
+    done = subprocess.run(
+        [sys.executable, "scripts/script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "added added True\n", done.stderr
+
+
 AT_ONCE = """
 import multiprocessing, os, sys, time
 from monai_gds.workers import Workers
@@ -262,6 +290,26 @@ def test_where_no_more_processes_can_be_started_none_stays(monkeypatch: pytest.M
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # Python's own: its pipes to the process that was not
 
 
+WHILE_FORKING = """
+import multiprocessing, os, signal
+from monai_gds.workers import Workers
+strike = {struck!r}
+def ctrl_c():
+    if strike:
+        os.kill(os.getpid(), strike.pop())
+os.register_at_fork(after_in_parent=ctrl_c)  # where Python raises it if it strikes during the system call
+try:
+    Workers(os.path.exists, 2, "fork")
+except KeyboardInterrupt:
+    print("interrupted", multiprocessing.active_children())
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_workers_are_forked_is_not_lost(times: int) -> None:
+    assert python(WHILE_FORKING.format(struck=[int(signal.SIGINT)] * times)) == "interrupted []"
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
     with Workers(die, 2, context) as workers:
@@ -283,6 +331,48 @@ def test_closing_half_way_drops_the_rest(work: Callable[[float], float]) -> None
     assert time.monotonic() - start < 4
     assert isinstance(futures[0].exception(timeout=0), WorkerDied)
     assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
+
+
+def sleep_long(of: str) -> int:
+    time.sleep(60)
+    return len(of)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_closing_does_not_wait_for_large_calls_that_nobody_will_read(kill: bool) -> None:
+    """The other worker, as that of a validation within an epoch, has inherited the pipe that they lie in."""
+    workers = Workers(sleep_long, 1, "fork")
+    futures = [workers.submit("x" * 200_000) for _ in range(3)]
+    with Workers(process, 1, "fork") as other:
+        assert other.submit(0).result() != os.getpid()
+        if kill:
+            for child in workers._processes():
+                child.kill()
+            assert isinstance(futures[0].exception(timeout=30), WorkerDied)
+        closing = threading.Thread(target=workers.close)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+    assert all(isinstance(future.exception(timeout=0), WorkerDied) for future in futures)
+
+
+kept: list[Workers[int]] = []
+
+
+def keep_workers() -> None:
+    kept.append(Workers(process, 1, "fork"))
+    assert kept[0].submit(0).result() != os.getpid()
+
+
+def test_idle_workers_do_not_keep_a_child_of_multiprocessing() -> None:
+    """Such as a rank that torch.multiprocessing.spawn starts, whose loader nobody has collected."""
+    rank = multiprocessing.get_context("fork").Process(target=keep_workers)
+    rank.start()
+    rank.join(20)
+    try:
+        assert rank.exitcode == 0
+    finally:
+        rank.kill()
 
 
 SLOW_TO_START = """
