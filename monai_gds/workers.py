@@ -115,7 +115,7 @@ class Workers(Generic[T]):
         if problem:
             self.close()
         # A child of multiprocessing waits for its own children before the executor's hook at exit tells them to end.
-        Finalize(None, _close, (weakref.ref(self),), exitpriority=100)  # before that of the executor's queue
+        Finalize(self, _close, (weakref.ref(self),), exitpriority=100)  # before that of the executor's queue
         return problem
 
     def submit(self, argument: Any) -> Future[T]:
