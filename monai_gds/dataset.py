@@ -244,8 +244,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     Raises:
         TypeError: ``data`` is not a sequence; a transform cannot be called; ``cache_dir`` is not a path; the backend
             takes no such option.
-        ValueError: no such device, backend or choice; choices that contradict each other; ``cache_dir`` is a file,
-            empty, or holds a variable of the shell; ``root`` is not a folder.
+        ValueError: no such device, backend or choice; choices that contradict each other; a value of
+            ``backend_options`` that cannot work; ``cache_dir`` is a file, empty, or holds a variable of the shell;
+            ``root`` is not a folder.
         BackendUnavailable: the backend named does not work here.
         CodecMissing: the library of the codec that ``compression`` names is not installed.
         HashingError: a transform, or on access an item, has no stable hash.
@@ -320,6 +321,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         check_transforms(self.transform.transforms)
         self.device = resolve_device(device)
         self.backend, self.backend_reason = choose_backend(backend, self.device)
+        if not isinstance(backend_options, Mapping | None):
+            raise TypeError(f"backend_options={backend_options!r}: give a dict of them by name, as {{'threads': 8}}")
         self.backend_options = dict(backend_options or {})
         check_options(self.backend, self.backend_options, self.device)
         self.hash_transform = hash_transform

@@ -1430,6 +1430,20 @@ def test_arguments_of_cache_dataset_are_accepted_and_warned_of_once(tmp_path: Pa
 def test_options_that_a_backend_does_not_take_fail_at_once_and_those_it_takes_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"backend 'posix' has no option 'thread': it takes .*threads"):
         GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", backend="posix", backend_options={"thread": 3})
+    with pytest.raises(TypeError, match="backend_options='threads': give a dict of them by name"):
+        GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", backend_options="threads")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["auto", "posix"])
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [({"threads": 0}, "threads=0"), ({"threads": "x"}, "threads='x'"), ({"pinned_bytes": "4GB"}, "pinned_bytes='4GB'")],
+)
+def test_values_of_options_that_cannot_work_fail_at_once(
+    tmp_path: Path, backend: str, options: dict[str, Any], wrong: str
+) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", backend=backend, backend_options=options)
 
 
 @pytest.mark.parametrize("argument", ["cache_dir", "local_dir", "root"])

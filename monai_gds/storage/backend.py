@@ -24,6 +24,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,7 @@ from monai_gds.storage.files import Buffer, Expected, FileId
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads
 
-__all__ = ["CUDA_ONLY", "Availability", "Backend"]
+__all__ = ["CUDA_ONLY", "Availability", "Backend", "check_threads"]
 
 #: Why a backend that reads into GPU memory does not work for a CPU target.
 CUDA_ONLY = "it serves CUDA targets only"
@@ -55,6 +56,12 @@ class Availability:
 
     def __bool__(self) -> bool:
         return self.ok
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises ValueError for a number of threads that there cannot be; None chooses."""
+    if threads is not None and (not isinstance(threads, Integral) or threads < 1):
+        raise ValueError(f"threads={threads!r}: give a whole number of at least 1, or None")
 
 
 class Backend(ABC):
@@ -97,6 +104,15 @@ class Backend(ABC):
     @abstractmethod
     def probe(cls, device: torch.device) -> Availability:
         """Whether this backend works here for ``device``. No side effects; cheap enough to call often."""
+
+    @classmethod  # noqa: B027 (optional: a backend may take any value)
+    def check(cls, device: torch.device, **options: Any) -> None:
+        """Refuses values of options that cannot work. Opens nothing, so that a dataset's constructor can call it.
+
+        Raises:
+            ValueError: such a value, or values that do not go together.
+            TypeError: an unknown option, of a backend that takes any name.
+        """
 
     @abstractmethod
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:

@@ -26,7 +26,7 @@ import torch
 from monai_gds import limits
 from monai_gds.errors import StorageError
 from monai_gds.storage import files, plan, staging
-from monai_gds.storage.backend import Backend
+from monai_gds.storage.backend import Backend, check_threads
 from monai_gds.storage.files import Expected
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads
@@ -224,12 +224,15 @@ class BlockingBackend(Backend):
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         super().__init__(device)
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}: at least one is needed")
+        check_threads(threads)
         self.threads = threads or max(4, min(8, os.cpu_count() or 4))
         self._under_way: weakref.WeakSet[Work[Any]] = weakref.WeakSet()
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+
+    @classmethod
+    def check(cls, device: torch.device, *, threads: int | None = None, **options: Any) -> None:
+        check_threads(threads)
 
     # What a backend implements, besides ``_open`` and ``_close`` unless it reads from a plain descriptor.
 

@@ -33,7 +33,7 @@ import torch
 from monai_gds import limits
 from monai_gds.errors import StorageError
 from monai_gds.storage import files, plan, staging
-from monai_gds.storage.backend import CUDA_ONLY, Availability
+from monai_gds.storage.backend import CUDA_ONLY, Availability, check_threads
 from monai_gds.storage.files import ALIGNMENT, Buffer, Expected
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.posix import PosixBackend
@@ -112,8 +112,7 @@ class KvikioBackend(QueueBackend):
     open_files = 16  # each takes three descriptors: KvikIO opens a file once with O_DIRECT and once without
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}: at least one is needed")
+        check_threads(threads)
         super().__init__(device)
         import kvikio
         import kvikio.defaults
@@ -130,6 +129,10 @@ class KvikioBackend(QueueBackend):
             threads = default_threads() if kvikio.defaults.get("num_threads") == 1 and not set_by_user else None
         if threads is not None and kvikio.defaults.get("num_threads") != threads:
             kvikio.defaults.set("num_threads", threads)
+
+    @classmethod
+    def check(cls, device: torch.device, *, threads: int | None = None, **options: Any) -> None:
+        check_threads(threads)
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:

@@ -81,15 +81,23 @@ class PosixBackend(BlockingBackend):
     def __init__(
         self, device: torch.device, threads: int | None = None, direct_io: bool = False, pinned_bytes: float | str = 0
     ) -> None:
+        self.check(device, threads=threads, direct_io=direct_io, pinned_bytes=pinned_bytes)
         super().__init__(device, threads)
         self.direct_io = direct_io
         most = bytes_of(pinned_bytes, "pinned_bytes")
-        if most and (direct_io or device.type != "cuda"):
+        self._pinned = PinnedFiles(most, device) if most else None
+
+    @classmethod
+    def check(
+        cls, device: torch.device, *, threads: int | None = None, direct_io: bool = False,
+        pinned_bytes: float | str = 0, **options: Any,
+    ) -> None:  # fmt: skip
+        super().check(device, threads=threads)
+        if bytes_of(pinned_bytes, "pinned_bytes") and (direct_io or device.type != "cuda"):
             raise ValueError(
                 f"pinned_bytes={pinned_bytes!r} is for a CUDA target and without direct_io; this is for "
                 f"{device}{' with direct_io' if direct_io else ''}"
             )
-        self._pinned = PinnedFiles(most, device) if most else None
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:

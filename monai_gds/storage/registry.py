@@ -135,17 +135,22 @@ def _parameters(name: str, device: torch.device) -> Mapping[str, inspect.Paramet
 
 
 def check_options(name: str, options: Mapping[str, Any], device: torch.device) -> None:
-    """Refuses options that a backend does not take.
+    """Refuses options that a backend does not take, and values that cannot work. Opens nothing.
 
     Raises:
+        BackendUnavailable: such a value, on this machine.
         TypeError: it takes no such option; the message names those it takes.
+        ValueError: such a value.
     """
+    if name == "auto":
+        name, _ = choose_backend(name, device)
     takes = backend_options(name, device)
     wrong = sorted(options.keys() - takes)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in _parameters(name, device).values())
     if wrong and not takes_any:
         has = f"it takes {', '.join(sorted(takes))}" if takes else "it takes none"
         raise TypeError(f"backend {name!r} has no option {wrong[0]!r}: {has}")
+    _backend(name).check(device, **options)
 
 
 def probe_backend(name: str, device: int | str | torch.device | None = None) -> Availability:

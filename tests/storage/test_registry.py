@@ -152,6 +152,34 @@ def test_options_go_to_the_backend_and_wrong_ones_are_refused() -> None:
         open_storage("posix", "cpu", thread_count=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("posix", {"threads": 0}, "threads=0: give a whole number"),
+        ("posix", {"threads": 2.5}, "threads=2.5: give a whole number"),
+        ("posix", {"pinned_bytes": "many"}, "pinned_bytes"),
+        ("kvikio", {"threads": "x"}, "threads='x': give a whole number"),
+        ("deepnvme", {"threads": 0}, "threads=0"),
+        ("deepnvme", {"block_size": 5}, "block_size must be a multiple of 4096"),
+        ("deepnvme-gds", {"blok_size": 4096}, "blok_size"),
+        ("deepnvme", {"tuned": {"warp": 9}}, "unknown setting 'warp'"),
+        ("xnvme", {"threads": 0}, "threads=0"),
+        ("xnvme-block", {"queue_depth": 3}, "queue_depth=3: xNVMe takes powers of two"),
+        ("xnvme-block", {"queue_depth": "x"}, "queue_depth='x': xNVMe takes powers of two"),
+        ("xnvme-block", {"be": "upcie", "uri": "0000:01:00.0"}, "give the blockmap"),
+        ("xnvme-block", {"mem": "gpu"}, "need a CUDA target"),
+        ("xnvme-bam", {"controller": "hard"}, "controller='hard' is not known"),
+        ("xnvme-bam", {"controller": "software", "queues": 0}, "queues=0"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_before_anything_is_opened(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    """On every machine, whether the backend works there or not."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        registry._backend(name).check(CPU, **options)
+
+
 def test_a_backend_of_another_package_may_hand_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(PosixBackend):
         def __init__(self, device: torch.device, **options: Any) -> None:

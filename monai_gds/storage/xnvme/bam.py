@@ -88,15 +88,7 @@ class XnvmeBamBackend(XnvmeBlockBackend):
         seconds: float = 30.0,
     ) -> None:
         QueueBackend.__init__(self, device)
-        if controller is None:
-            raise BackendUnavailable(f"{_NO_DRIVE}; controller='software' tries the kernel without a drive")
-        if controller != "software":
-            raise ValueError(f"controller={controller!r} is not known; there is: software")
-        if not (1 <= queues <= _MOST_QUEUES and 2 <= queue_depth <= MOST_DEPTH and 0 < seconds < 1e9):
-            raise ValueError(
-                f"queues={queues}, queue_depth={queue_depth}, seconds={seconds}: use 1 to {_MOST_QUEUES} queues of 2 "
-                f"to {MOST_DEPTH} entries, and a time limit above 0"
-            )
+        self.check(device, controller=controller, queues=queues, queue_depth=queue_depth, seconds=seconds)
         if not (isinstance(blockmap, BlockMap) or blockmap is None):
             blockmap = BlockMap.load(blockmap)
         image = uri is not None and _is_file(uri)
@@ -109,6 +101,21 @@ class XnvmeBamBackend(XnvmeBlockBackend):
             seconds,
         )  # fmt: skip
         self._read_through(Drives(setup, BamDrive), setup, blockmap)
+
+    @classmethod
+    def check(
+        cls, device: torch.device, *, controller: str | None = None, queues: int = 4, queue_depth: int = 128,
+        seconds: float = 30.0, **options: Any,
+    ) -> None:  # fmt: skip
+        if controller is None:
+            raise BackendUnavailable(f"{_NO_DRIVE}; controller='software' tries the kernel without a drive")
+        if controller != "software":
+            raise ValueError(f"controller={controller!r} is not known; there is: software")
+        if not (1 <= queues <= _MOST_QUEUES and 2 <= queue_depth <= MOST_DEPTH and 0 < seconds < 1e9):
+            raise ValueError(
+                f"queues={queues}, queue_depth={queue_depth}, seconds={seconds}: use 1 to {_MOST_QUEUES} queues of 2 "
+                f"to {MOST_DEPTH} entries, and a time limit above 0"
+            )
 
     def _kernel(self) -> Kernel:
         return CudaKernel(self.device)

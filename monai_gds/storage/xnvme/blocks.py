@@ -91,18 +91,17 @@ class XnvmeBlockBackend(QueueBackend):
         heap_bytes: float | str | None = None,
     ) -> None:
         super().__init__(device)
+        self.check(
+            device, uri=uri, be=be, mem=mem, queue_depth=queue_depth, blockmap=blockmap, nsid=nsid,
+            heap_bytes=heap_bytes,
+        )  # fmt: skip
         if not (isinstance(blockmap, BlockMap) or blockmap is None):
             blockmap = BlockMap.load(blockmap)
         origin = None if blockmap is None else blockmap.origin
-        self.reaches_gpu = mem == "gpu" or be in _GPU_DRIVERS
+        self.reaches_gpu = _reaches_gpu(be, mem)
         address = None if uri is None else full_address(uri)
-        user_space = address is not None or be not in (None, *_KERNEL)
-        _check_options(uri, be, mem, queue_depth, nsid, heap_bytes, user_space)
+        user_space = _in_user_space(uri, be)
         heap = None if heap_bytes is None else bytes_of(heap_bytes, "heap_bytes", least=1)
-        if user_space and blockmap is None:
-            raise ValueError("a driver in user space reads without a file system: give the blockmap made before")
-        if self.reaches_gpu and (device.type != "cuda" or uri is None):
-            raise ValueError("buffers on a GPU need a CUDA target, and the address of the drive as uri")
         if mem == "cpu" or (mem == "gpu" and be in _GPU_DRIVERS):
             mem = None  # xNVMe has no such name; its default is meant
         disk = None if uri is None or user_space else disk_behind(uri)
@@ -114,6 +113,21 @@ class XnvmeBlockBackend(QueueBackend):
             heap,
         )  # fmt: skip
         self._read_through(Drives(setup), setup, blockmap)
+
+    @classmethod
+    def check(
+        cls, device: torch.device, *, uri: str | None = None, be: str | None = None, mem: str | None = None,
+        queue_depth: int = 64, blockmap: BlockMap | str | os.PathLike[str] | None = None, nsid: int | None = None,
+        heap_bytes: float | str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        user_space = _in_user_space(uri, be)
+        _check_options(uri, be, mem, queue_depth, nsid, heap_bytes, user_space)
+        if heap_bytes is not None:
+            bytes_of(heap_bytes, "heap_bytes", least=1)
+        if user_space and blockmap is None:
+            raise ValueError("a driver in user space reads without a file system: give the blockmap made before")
+        if _reaches_gpu(be, mem) and (device.type != "cuda" or uri is None):
+            raise ValueError("buffers on a GPU need a CUDA target, and the address of the drive as uri")
 
     def _read_through(self, drives: Drives, setup: Setup, blockmap: BlockMap | None) -> None:
         self._drives, self._setup, self._blockmap = drives, setup, blockmap
@@ -283,13 +297,23 @@ class XnvmeBlockBackend(QueueBackend):
         }
 
 
+def _in_user_space(uri: str | None, be: str | None) -> bool:
+    """Whether a driver in user space has the drive."""
+    return (uri is not None and full_address(uri) is not None) or be not in (None, *_KERNEL)
+
+
+def _reaches_gpu(be: str | None, mem: str | None) -> bool:
+    """Whether the drive writes to memory of a GPU."""
+    return mem == "gpu" or be in _GPU_DRIVERS
+
+
 def _check_options(
     uri: str | None, be: str | None, mem: str | None, queue_depth: int, nsid: int | None,
     heap_bytes: float | str | None, user_space: bool,
 ) -> None:  # fmt: skip
     """Raises ValueError for options that do not go together."""
-    if queue_depth < 1 or queue_depth & (queue_depth - 1) or queue_depth >= 4096:
-        raise ValueError(f"queue_depth={queue_depth}: xNVMe takes powers of two below 4096")
+    if not isinstance(queue_depth, int) or queue_depth < 1 or queue_depth & (queue_depth - 1) or queue_depth >= 4096:
+        raise ValueError(f"queue_depth={queue_depth!r}: xNVMe takes powers of two below 4096")
     if user_space and (be in (None, *_KERNEL) or uri is None):
         raise ValueError("a driver in user space is chosen with be='upcie' (or 'spdk'…) and uri='0000:01:00.0'")
     if mem == "cpu" and be in _GPU_DRIVERS:
