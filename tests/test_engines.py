@@ -263,8 +263,9 @@ def test_dask_over_tcp_with_a_worker_killed_in_the_middle(tmp_path: Path, log: P
     computed, cached = (int(words.split()[0]) for words in told.split(", "))
     assert computed + cached == 200, "an answer may be lost with the worker: its record is there when it is asked again"
     assert computed > 190
-    # Killed between two items, it leaves nothing to warn of.
-    assert not warned or "CacheWarning: the worker that was computing the item died" in warned
+    # Killed between two items, it leaves nothing to warn of. Dask may log that it computes an answer again.
+    ours = [line for line in warned.splitlines() if " - distributed." not in line]
+    assert not ours or "CacheWarning: the worker that was computing the item died" in "\n".join(ours)
     assert len(processes(log)) == 3, "a new worker came in its place"
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 200
     again = warm(tmp_path, "training:slow")
