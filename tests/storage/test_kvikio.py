@@ -355,7 +355,7 @@ def test_simulated_threads_are_set_where_nobody_set_them(
     described = KvikioBackend(simulated.GPU, threads=asked).describe()
     assert kvikio.settings["num_threads"] == described["kvikio_threads"] == expected
     assert kvikio_module.default_threads() >= 4
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         KvikioBackend(simulated.GPU, threads=0)
 
 
