@@ -220,13 +220,16 @@ def test_ddp(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     steps = examples(DOCS / "start.md")[0].partition("data = ")[0]
     (tmp_path / "training.py").write_text(f"{steps}\nitems = {volumes!r}\ntransform = Compose(steps)\n")
     (tmp_path / "train.py").write_text(script.replace("/nvme/cache", str(tmp_path / "cache")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # A file for each rank: in one pipe their lines may be mixed up.
+    command = [*run, "--redirects", "3", "--log-dir", str(tmp_path / "logs"), "train.py"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "(1, 1, " in line]
+    printed = "".join(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
+    lines = [line for line in printed.splitlines() if "(1, 1, " in line]
     assert sorted(line[0] for line in lines) == ["0", "0", "1", "1"]
 
 
