@@ -10,92 +10,60 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from monai_gds import errors
+from monai_gds.errors import *  # noqa: F403
+
 if TYPE_CHECKING:
-    from monai_gds.cache.tree import register_type
-    from monai_gds.dataset import GDSDataset
-    from monai_gds.errors import (
-        BackendUnavailable,
-        BlockMapError,
-        CacheWarning,
-        CodecMissing,
-        DamagedRecord,
-        FailedItem,
-        FileChanged,
-        HashingError,
-        MonaiGdsError,
-        NewerRecord,
-        NotMappable,
-        NotSaved,
-        PopulateError,
-        RecordError,
-        StorageError,
-        UnsupportedType,
-        WorkerDied,
-    )
+    from monai_gds.dataset.dataset import GDSDataset
+    from monai_gds.dataset.patching import patch
     from monai_gds.imagenet import ImageNetDataset
+    from monai_gds.items.tree import register_type
     from monai_gds.loader import GDSDataLoader
-    from monai_gds.patching import patch
-    from monai_gds.readers import IgzipReader
+    from monai_gds.pipeline.readers import IgzipReader
     from monai_gds.storage import available_backends, open_storage
-    from monai_gds.storage.xnvme.block_map import BlockMap
+    from monai_gds.storage.blockmap.block_map import BlockMap
 
     __version__: str
 
 __all__ = [
-    "BackendUnavailable",
     "BlockMap",
-    "BlockMapError",
-    "CacheWarning",
-    "CodecMissing",
-    "DamagedRecord",
-    "FailedItem",
-    "FileChanged",
     "GDSDataLoader",
     "GDSDataset",
-    "HashingError",
     "IgzipReader",
     "ImageNetDataset",
-    "MonaiGdsError",
-    "NewerRecord",
-    "NotMappable",
-    "NotSaved",
-    "PopulateError",
-    "RecordError",
-    "StorageError",
-    "UnsupportedType",
-    "WorkerDied",
     "__version__",
     "available_backends",
     "open_storage",
     "patch",
     "register_type",
 ]
+__all__ += errors.__all__
 
-#: Modules of the public names. The others are in ``errors``.
+#: Modules of the names that are imported on first use.
 _HOMES = {
-    "BlockMap": "storage.xnvme.block_map",
+    "BlockMap": "storage.blockmap.block_map",
     "GDSDataLoader": "loader",
-    "GDSDataset": "dataset",
-    "IgzipReader": "readers",
+    "GDSDataset": "dataset.dataset",
+    "IgzipReader": "pipeline.readers",
     "ImageNetDataset": "imagenet",
     "available_backends": "storage",
     "open_storage": "storage",
-    "patch": "patching",
-    "register_type": "cache.tree",
+    "patch": "dataset.patching",
+    "register_type": "items.tree",
 }
 
 
 def __getattr__(name: str) -> _Any:
     """Imports a public name on first use (PEP 562)."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: _Any
     if name == "__version__":
         from importlib.metadata import version
 
         value = version("monai_gds")
+    elif name in _HOMES:
+        value = getattr(_import_module(f"{__name__}.{_HOMES[name]}"), name)
     else:
-        value = getattr(_import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 

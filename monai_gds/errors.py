@@ -8,10 +8,9 @@ code unaware of this package can handle it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from monai_gds.printable import printable
 
 __all__ = [
     "BackendUnavailable",
@@ -34,6 +33,21 @@ __all__ = [
     "UnsupportedType",
     "WorkerDied",
 ]
+
+#: Control characters other than tab and newline, line separators, bidirectional overrides, lone surrogates.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Escapes control characters, which could drive the terminal, as ``\x1b``. Tabs and newlines stay.
+
+    Lone surrogates, which names of files that are not UTF-8 contain, are escaped too: they cannot be encoded.
+
+    Example:
+        >>> print(printable("\x1b[2Jct.nii"))
+        \x1b[2Jct.nii
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class MonaiGdsError(Exception):
@@ -143,7 +157,7 @@ class DamagedRecord(RecordError):
     """A cache record is truncated, altered, or not a record at all.
 
     Example:
-        >>> from monai_gds.cache.header import parse
+        >>> from monai_gds.records.header import parse
         >>> parse(b"something else" * 300, size=4200)
         Traceback (most recent call last):
         monai_gds.errors.DamagedRecord: it is not a record of monai_gds
@@ -178,7 +192,7 @@ class UnsupportedType(MonaiGdsError, TypeError):
     Teach records the type with :func:`monai_gds.register_type`, or remove the value with a transform.
 
     Example:
-        >>> from monai_gds.cache.tree import encode_item
+        >>> from monai_gds.items.tree import encode_item
         >>> encode_item({"image": [object()]})
         Traceback (most recent call last):
         monai_gds.errors.UnsupportedType: item['image'][0]...
@@ -189,7 +203,7 @@ class HashingError(MonaiGdsError, TypeError):
     """An item or a transform has no stable hash. The message names the value and the way out.
 
     Example:
-        >>> from monai_gds.cache.hashing import canonical_hash
+        >>> from monai_gds.keys.hashing import canonical_hash
         >>> canonical_hash({"slices": (i for i in range(3))})
         Traceback (most recent call last):
         monai_gds.errors.HashingError: value['slices'] is a builtins.generator, which cannot be hashed stably...

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from monai_gds.cli import main
+from monai_gds.command.main import main
 from tests.machines import ROOT
 
 __all__ = ["Done", "on_a_terminal", "run"]

@@ -27,7 +27,7 @@ from tests.machines import ROOT
 __all__ = ["Interpreter", "Process"]
 
 #: Imported before the first fork.
-_PRELOAD = ("nibabel", "monai.data", "monai.transforms", "monai_gds.dataset", "monai_gds.storage.posix")
+_PRELOAD = ("nibabel", "monai.data", "monai.transforms", "monai_gds.dataset.dataset", "monai_gds.storage.plain.posix")
 
 
 class Process:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Literal
 
-from monai_gds import process
+from monai_gds.base import process
 
 __all__ = ["interrupted"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from monai_gds.cache.runs import Runs, RunTable, pack
+from monai_gds.tiles.runs import Runs, RunTable, pack
 
 __all__ = ["reading", "unpacking"]
 

@@ -18,8 +18,9 @@ from monai.data import MetaTensor
 from monai.transforms import Compose, RandSpatialCropd, Transform
 
 from monai_gds import CacheWarning, GDSDataset
-from monai_gds.cache import blosc, reading
+from monai_gds.records import reader
 from monai_gds.testing.tools import descriptors, few_descriptors
+from monai_gds.tiles import blosc
 from tests.fresh import Interpreter
 from tests.loopdisk import LoopDisk, loop_disk, run
 from tests.same import assert_same
@@ -164,7 +165,7 @@ def test_a_process_without_descriptors_gives_right_items_or_an_error_that_names_
 def test_records_are_mapped_where_they_may_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mmap: Any, kind: int | None, maps: bool
 ) -> None:
-    monkeypatch.setattr(reading, "kind_of_folder", lambda path: kind)
+    monkeypatch.setattr(reader, "kind_of_folder", lambda path: kind)
     with dataset(tmp_path, compression=None, tiles=None) as made:
         expected = made[0]
     found = dataset(tmp_path, mmap=mmap)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import monai_gds
-from monai_gds.imagenet.synthetic import write_image_folder
+from monai_gds.bench.jpegs import write_image_folder
 
 
 def _modules_after(statement: str) -> set[str]:
@@ -24,7 +24,7 @@ HEAVY = {"torch", "monai", "numpy", "deepspeed", "kvikio", "cupy", "nvidia", "xn
 
 
 @pytest.mark.parametrize(
-    "statement", ["import monai_gds", "from monai_gds import StorageError", "import monai_gds.cli"]
+    "statement", ["import monai_gds", "from monai_gds import StorageError", "import monai_gds.command.main"]
 )
 def test_nothing_heavy_is_imported_before_it_is_used(statement: str) -> None:
     assert not HEAVY & _modules_after(statement)
@@ -62,4 +62,4 @@ def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(inspect.getsource(monai_gds))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen | {"__version__"} == set(monai_gds.__all__)
+    assert {*seen, *monai_gds.errors.__all__, "__version__"} == set(monai_gds.__all__)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.cache import device_tiles
-from monai_gds.storage.xnvme.bam_queue import SOURCE
+from monai_gds.storage.xnvme.bam.queues import SOURCE
+from monai_gds.tiles import device
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 
-KERNELS = {"tiles": device_tiles._KERNELS, "xnvme-bam": SOURCE.read_text()}
+KERNELS = {"tiles": device._KERNELS, "xnvme-bam": SOURCE.read_text()}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

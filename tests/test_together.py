@@ -15,11 +15,12 @@ import monai.transforms as mt
 import pytest
 import torch
 
-from monai_gds import GDSDataLoader, GDSDataset, populate
-from monai_gds.cache import single_flight
-from monai_gds.cache.single_flight import Leases, Pace
-from monai_gds.cache.writer import process_writer
-from monai_gds.populate import Populated
+from monai_gds import GDSDataLoader, GDSDataset
+from monai_gds.dataset import populate
+from monai_gds.dataset.populate import Populated
+from monai_gds.folder.writer import process_writer
+from monai_gds.shared import leases
+from monai_gds.shared.leases import Leases, Pace
 from tests.fresh import Interpreter, Process
 
 #: What a process does with the dataset.
@@ -151,7 +152,7 @@ def test_three_shuffled_training_loops_compute_little_twice(tmp_path: Path, fres
 
 
 def test_two_threads_that_want_an_item_compute_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_flight, "pace", Pace())
+    monkeypatch.setattr(leases, "pace", Pace())
     datasets = [dataset_of(tmp_path), dataset_of(tmp_path)]
     found: list[float] = []
     threads = [threading.Thread(target=lambda d=d: found.append(float(d[3]["x"][0]))) for d in [*datasets, datasets[0]]]
@@ -242,7 +243,7 @@ def test_populate_does_the_others_first_and_then_what_hangs_elsewhere(
 def test_what_a_holder_leaves_is_computed_by_who_waits(
     tmp_path: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch, end: Any
 ) -> None:
-    monkeypatch.setattr(single_flight, "STALE_SECONDS", 3.0)
+    monkeypatch.setattr(leases, "STALE_SECONDS", 3.0)
     environment = {"MAKE_SECONDS": "2", "MAKE_FAILS": "yes"} if end == "fails" else {"MAKE_SECONDS": "1000"}
     pid = fresh.start(GDSDataset.__getitem__, 0, **environment)
     fresh.go()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles ``monai_gds/cache/bus_error.c``, and prints what belongs into ``bus_error.py`` beside it.
+"""Compiles ``monai_gds/records/bus_error.c``, and prints what belongs into ``bus_error.py`` beside it.
 
     python tools/bus_error.py
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 __all__ = ["SOURCE", "compiler", "main", "make"]
 
-SOURCE = Path(__file__).resolve().parent.parent / "monai_gds/cache/bus_error.c"
+SOURCE = Path(__file__).resolve().parent.parent / "monai_gds/records/bus_error.c"
 
 #: No call of a function that is not here, no data beside the code, and `shared` where bus_error.py has it.
 _FLAGS = (

@@ -33,8 +33,8 @@ try:
 except ModuleNotFoundError as e:
     sys.exit(f"{e.name} is missing: pip install nbclient ipykernel, or run `make notebooks`")
 
+from monai_gds.base.mounts import mounts
 from monai_gds.bench.report import machine
-from monai_gds.mounts import mounts
 from monai_gds.storage import resolve_device
 
 __all__ = ["TUTORIALS", "execute", "main", "sign", "text_of"]

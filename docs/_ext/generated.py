@@ -29,7 +29,7 @@ def bring(app: Sphinx) -> None:
         shutil.copy(notebook, target / "tutorials")
     (target / "plots").mkdir()
     overview().savefig(target / "plots/overview.svg")
-    command = [sys.executable, "-m", "typer", "monai_gds.cli", "utils", "docs", "--name", "monai-gds"]
+    command = [sys.executable, "-m", "typer", "monai_gds.command.main", "utils", "docs", "--name", "monai-gds"]
     subprocess.run([*command, "--output", str(target / "commands.md")], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 

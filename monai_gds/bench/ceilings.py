@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from monai_gds.base.parallel_read import page_aligned, read_parallel
 from monai_gds.bench.pagecache import drop
 from monai_gds.bench.report import Row
-from monai_gds.parallel_read import page_aligned, read_parallel
 
 __all__ = ["Ceilings"]
 

@@ -11,7 +11,7 @@ import typer
 from monai_gds.bench.dataset_cli import app as dataset_app
 from monai_gds.bench.imagenet_cli import app as imagenet_app
 from monai_gds.bench.tensor_cli import app as tensor_app
-from monai_gds.options import JsonOption, PlotOption
+from monai_gds.command.options import JsonOption, PlotOption
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -30,8 +30,8 @@ from monai_gds.bench.competitors import COMPETITORS, NO_CACHE, REFERENCE, Compet
 from monai_gds.bench.costs import Costs, per_item, sizes, spent
 from monai_gds.bench.pagecache import drop, warmth
 from monai_gds.bench.report import Report, Row
-from monai_gds.dataset import GDSDataset
-from monai_gds.engines import in_words
+from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.engines import in_words
 from monai_gds.errors import BackendUnavailable, StorageError
 
 __all__ = ["SILENT", "Comparison", "Entrant", "checksums", "compare", "enter", "epoch"]

@@ -18,10 +18,10 @@ from monai.data import GDSDataset as MonaiGDSDataset
 from monai.transforms import Compose
 
 from monai_gds.bench.blosc2_reader import NNUNetDataset
-from monai_gds.dataset import GDSDataset
+from monai_gds.bench.variants import PAST_PAGE_CACHE
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import BackendUnavailable
 from monai_gds.loader import GDSDataLoader
-from monai_gds.storage.variants import PAST_PAGE_CACHE
 
 __all__ = [
     "COMPETITORS",

@@ -22,8 +22,8 @@ from torch.nn import functional
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import dali_iterator, squirrel_source
-from monai_gds.imagenet.decoding import IMAGENET_MEAN, IMAGENET_STD
-from monai_gds.imagenet.pipeline import dali
+from monai_gds.imagenet.dali.decoding import IMAGENET_MEAN, IMAGENET_STD
+from monai_gds.imagenet.dali.pipeline import dali
 
 __all__ = ["QUESTIONS", "SOURCES", "DaliSettings", "measure"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from monai_gds.console import progress
-from monai_gds.options import DatasetArguments, DeviceOption, JsonOption, PlotOption, dataset_from, one_of
+from monai_gds.base.console import progress
+from monai_gds.command.options import DatasetArguments, DeviceOption, JsonOption, PlotOption, dataset_from, one_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -19,7 +19,7 @@ from monai_gds.bench.comparison import SILENT, Comparison, Entrant, checksums, e
 from monai_gds.bench.competitors import META, NO_CACHE, OURS, OURS_LOADER, REFERENCE
 from monai_gds.bench.report import Report, Row
 from monai_gds.bench.workloads import KEYS, Burn, MakeVolumes, Workload
-from monai_gds.dataset import GDSDataset
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import StorageError
 
 __all__ = ["filling", "large_items", "medium_items"]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from monai_gds.console import progress_bar, stderr
-from monai_gds.options import DeviceOption, HeapOption, JsonOption, PlotOption, one_of
+from monai_gds.base.console import progress_bar, stderr
+from monai_gds.command.options import DeviceOption, HeapOption, JsonOption, PlotOption, one_of
 
 if TYPE_CHECKING:
-    from monai_gds.imagenet.decoding import Decoding
+    from monai_gds.imagenet.dali.decoding import Decoding
 
 __all__ = ["app"]
 
@@ -42,7 +42,7 @@ _IMAGES = 1000
 
 def _image_folder(datadir: Path | None, make: int | None, temporary: Path) -> Path:
     """Returns the folder of images to measure with, and makes it if ``make`` is given."""
-    from monai_gds.imagenet.synthetic import write_image_folder
+    from monai_gds.bench.jpegs import write_image_folder
 
     datadir = datadir or temporary / "images"
     if make is not None:
@@ -116,7 +116,7 @@ def loaders(
     from monai_gds.bench import loaders as bench
     from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
-    from monai_gds.storage.xnvme.block_map import BlockMap
+    from monai_gds.storage.blockmap.block_map import BlockMap
 
     target = resolve_device(device)
     options: dict[str, Any] = {
@@ -190,7 +190,7 @@ def _readers(
 
 def _decodings(decode: bool | None, crop: int | None, hw_decoder_load: float | None) -> list[Decoding | None]:
     """What is done to the images, for each report; None only reads their bytes."""
-    from monai_gds.imagenet.decoding import Decoding
+    from monai_gds.imagenet.dali.decoding import Decoding
 
     decoder = {} if hw_decoder_load is None else {"hw_decoder_load": hw_decoder_load}
     decodings: list[Decoding | None] = [None] if decode is not True else []
@@ -234,8 +234,8 @@ def dali(
     """
     from monai_gds.bench import dali as bench
     from monai_gds.bench.report import emit, machine
-    from monai_gds.imagenet.listing import list_folder
-    from monai_gds.imagenet.squirrel import write_store
+    from monai_gds.imagenet.dali.squirrel import write_store
+    from monai_gds.imagenet.files.listing import list_folder
     from monai_gds.storage import resolve_device
 
     questions = only or list(bench.QUESTIONS)

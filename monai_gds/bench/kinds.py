@@ -16,8 +16,8 @@ import torch
 from monai.data import MetaTensor
 from monai.transforms import Transform
 
+from monai_gds.bench.volumes import ct_like
 from monai_gds.bench.workloads import KEYS
-from monai_gds.synthetic import ct_like
 
 __all__ = ["KINDS", "Kind", "MakeKind", "forget"]
 

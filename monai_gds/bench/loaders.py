@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import ImageNetDataset
-from monai_gds.imagenet.decoding import IMAGENET_MEAN, IMAGENET_STD, Decoding
-from monai_gds.imagenet.listing import ImageList, list_block_map, list_folder
-from monai_gds.imagenet.packed import is_packed, open_packed
-from monai_gds.imagenet.packing import pack_folder
-from monai_gds.imagenet.pipeline import dali
+from monai_gds.imagenet.dali.decoding import IMAGENET_MEAN, IMAGENET_STD, Decoding
+from monai_gds.imagenet.dali.pipeline import dali
+from monai_gds.imagenet.files.listing import ImageList, list_block_map, list_folder
+from monai_gds.imagenet.files.packed import is_packed, open_packed
+from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.storage.registry import backend_names, backend_options
 
 __all__ = ["PEERS", "LoaderSettings", "compare", "list_images", "options_for"]
@@ -66,7 +66,7 @@ class LoaderSettings:
         options: storage options, each for the backends that take it. With ``blockmap``, those that take it read the
             images that the map holds.
         resized: for ``packed-resized``: the same images, packed and made smaller; made where missing.
-        max_side, quality: how, as for :func:`~monai_gds.imagenet.packing.pack_folder`.
+        max_side, quality: how, as for :func:`~monai_gds.imagenet.files.packing.pack_folder`.
     """
 
     datadir: Path

@@ -22,7 +22,7 @@ from monai.transforms import Compose
 
 from monai_gds.bench.report import Report, Row
 from monai_gds.bench.workloads import KEYS, MakeVolumes, Workload
-from monai_gds.dataset import GDSDataset
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import MonaiGdsError
 from monai_gds.loader import GDSDataLoader
 from monai_gds.storage import open_storage

@@ -18,7 +18,7 @@ from monai_gds.bench.ceilings import Ceilings
 from monai_gds.bench.comparison import SILENT, Comparison, compare
 from monai_gds.bench.competitors import COMPETITORS, META, OURS, OURS_LOADER, REFERENCE
 from monai_gds.bench.report import Report, Row
-from monai_gds.dataset import GDSDataset
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader import GDSDataLoader
 from monai_gds.loader.stats import Stats
 

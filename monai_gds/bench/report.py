@@ -24,7 +24,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from monai_gds.console import say, show, stdout
+from monai_gds.base.console import say, show, stdout
 from monai_gds.errors import BackendUnavailable
 
 __all__ = ["Report", "Row", "draw", "emit", "machine"]

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from monai_gds.base.console import in_words
+from monai_gds.base.parallel_read import page_aligned
 from monai_gds.bench.report import Report, Row
-from monai_gds.console import in_words
+from monai_gds.bench.variants import MANY_FILES, Variant
 from monai_gds.errors import BackendUnavailable, StorageError
-from monai_gds.parallel_read import page_aligned
 from monai_gds.storage import Reads
-from monai_gds.storage.variants import MANY_FILES, Variant
-from monai_gds.storage.xnvme.block_map import BlockMap
+from monai_gds.storage.blockmap.block_map import BlockMap
 
 __all__ = ["METHODS", "SmallFiles", "describe_block_map", "measure"]
 

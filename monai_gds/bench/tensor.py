@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from monai_gds.base.parallel_read import page_aligned, read_parallel
 from monai_gds.bench.pagecache import cached, warmth
 from monai_gds.bench.report import Report, Row
+from monai_gds.bench.variants import TUNABLE, TUNED, TUNING_GRID
 from monai_gds.errors import FileChanged, MonaiGdsError, StorageError
-from monai_gds.parallel_read import page_aligned, read_parallel
 from monai_gds.storage import FileId, Reads, Storage, available_backends, open_storage
 from monai_gds.storage.files import check_identity, naming
-from monai_gds.storage.variants import TUNABLE, TUNED, TUNING_GRID
 
 __all__ = ["LOADS", "STORES", "Tensors", "WrongBytes", "load", "store", "tune"]
 
@@ -163,7 +163,7 @@ def store(folder: Path, nbytes: int, device: torch.device, settings: Tensors) ->
 def tune(
     folder: Path, nbytes: int, device: torch.device, loop: int, progress: Callable[[int, int], None]
 ) -> tuple[list[Report], dict[str, Any]]:
-    """Stores and loads a tensor with every combination of :data:`~monai_gds.storage.variants.TUNING_GRID`.
+    """Stores and loads a tensor with every combination of :data:`~monai_gds.bench.variants.TUNING_GRID`.
 
     Each is timed ``loop`` times; all are tried once before any is tried again. ``progress`` is called with the number
     done and the total.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from monai_gds.console import progress_bar, say_lines
-from monai_gds.options import JsonOption, PlotOption, known_device, one_of
+from monai_gds.base.console import progress_bar, say_lines
+from monai_gds.command.options import JsonOption, PlotOption, known_device, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -149,8 +149,8 @@ def _settings(
     queue_depth: int | None, tuned: Path | None,
 ) -> Tensors:  # fmt: skip
     from monai_gds.bench.tensor import Tensors
+    from monai_gds.bench.variants import tuning_options
     from monai_gds.storage.registry import backend_names
-    from monai_gds.storage.variants import tuning_options
 
     known = [*own, *backend_names()]
     one_of(known, methods or [], "--method")

@@ -46,7 +46,7 @@ class Answer:
 
 def preload() -> None:
     """Imports torch once for all later probes instead of in each of them. Only for a torch that is known to work."""
-    modules = ["torch", "monai_gds.storage.diagnosis"]
+    modules = ["torch", "monai_gds.doctor.diagnosis"]
     if "torch" not in sys.modules:  # the command line: every process imports __main__, and with it these modules
         modules += [name for name in sys.modules if name.startswith("monai_gds.")]
     set_forkserver_preload(modules)

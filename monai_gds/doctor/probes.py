@@ -48,14 +48,14 @@ def torch(device: str | None) -> dict[str, Any]:
 
 def dali() -> dict[str, Any]:
     """NVIDIA DALI's version."""
-    from monai_gds.imagenet.pipeline import dali
+    from monai_gds.imagenet.dali.pipeline import dali
 
     return {"version": str(dali().__version__)}
 
 
 def diagnose(question: str, *arguments: Any) -> dict[str, Any]:
-    """Calls a function of :mod:`monai_gds.storage.diagnosis` by its name."""
-    from monai_gds.storage import diagnosis
+    """Calls a function of :mod:`monai_gds.doctor.diagnosis` by its name."""
+    from monai_gds.doctor import diagnosis
 
     answer: dict[str, Any] = getattr(diagnosis, question)(*arguments)
     return answer
@@ -90,7 +90,7 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
     """GB/s of the drive (writes with fsync, reads with O_DIRECT), and of the default backend from the page cache."""
     import torch
 
-    from monai_gds.parallel_read import page_aligned, read_parallel
+    from monai_gds.base.parallel_read import page_aligned, read_parallel
     from monai_gds.storage import Reads, choose_backend, open_storage, resolve_device
 
     free = os.statvfs(folder)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from monai_gds.process import Owner, PerProcess
+from monai_gds.base.process import Owner, PerProcess
 
 __all__ = ["close_when_dropped"]
 

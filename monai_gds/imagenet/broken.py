@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from monai_gds.errors import BrokenImage
-from monai_gds.imagenet.decoding import Decoding
-from monai_gds.imagenet.listing import ImageList
-from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, execution
+from monai_gds.imagenet.dali.decoding import Decoding
+from monai_gds.imagenet.dali.pipeline import FedPipeline, Input, PipelineFailed, execution
+from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.readers import Batch
 
 __all__ = ["BrokenImages", "undecodable"]

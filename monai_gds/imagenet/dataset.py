@@ -16,17 +16,17 @@ from torch.utils.data import IterableDataset, get_worker_info
 from monai_gds.errors import BackendUnavailable, BrokenImage
 from monai_gds.imagenet.background_close import close_when_dropped
 from monai_gds.imagenet.broken import BrokenImages
-from monai_gds.imagenet.decoding import Decoding
-from monai_gds.imagenet.listing import ImageList, StrPath
-from monai_gds.imagenet.packed import PackedImages
-from monai_gds.imagenet.pipeline import FedPipeline, Input, PipelineFailed, dali, execution
+from monai_gds.imagenet.dali.decoding import Decoding
+from monai_gds.imagenet.dali.pipeline import FedPipeline, Input, PipelineFailed, dali, execution
+from monai_gds.imagenet.files.listing import ImageList, StrPath
+from monai_gds.imagenet.files.packed import PackedImages
+from monai_gds.imagenet.files.sampling import LastBatch, Sampler, policy_named
 from monai_gds.imagenet.readers import Batch, ImageReader
-from monai_gds.imagenet.sampling import LastBatch, Sampler, policy_named
 from monai_gds.imagenet.source import arrays_of, list_of, open_images, open_reader
 from monai_gds.storage import resolve_device
 
 if TYPE_CHECKING:
-    from monai_gds.storage.xnvme.block_map import BlockMap
+    from monai_gds.storage.blockmap.block_map import BlockMap
 
 __all__ = ["ImageNetDataset"]
 
@@ -60,14 +60,14 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         shard_id, num_shards: this process's share of each epoch. Default: rank and world size of torch.distributed if
             it is initialised, else all images.
         last_batch: ``"partial"`` (the default), ``"exact"``, ``"fill"`` or ``"drop"``, see
-            :class:`~monai_gds.imagenet.sampling.Sampler`. On uneven shards, ``"partial"`` repeats an image.
+            :class:`~monai_gds.imagenet.files.sampling.Sampler`. On uneven shards, ``"partial"`` repeats an image.
         last_batch_policy: instead of ``last_batch``, DALI's ``LastBatchPolicy`` or its name. ``FILL``, ``DROP`` and
             ``PARTIAL`` are ``"fill"``, ``"drop"`` and ``"exact"``: each epoch of a shard is the first epoch of DALI's
             iterator over a reader with ``pad_last_batch=True``.
         crop: (height, width) of a random resized crop, or None. Only the part of each image inside the crop is decoded.
         flip: mirror each image with a probability of one half.
         normalize: float32 CHW, normalised with ImageNet's mean and deviation or with ``(mean, std)``; see
-            :class:`~monai_gds.imagenet.decoding.Decoding`.
+            :class:`~monai_gds.imagenet.dali.decoding.Decoding`.
         graph: a function from the DALI nodes ``(images, labels)``, or ``(jpegs, labels)`` without ``decode``, to the
             nodes ``(image, label)``. It replaces crop, flip and normalize.
         decoder: arguments of ``fn.decoders.image``, and with ``crop`` of ``fn.decoders.image_random_crop``, such as
@@ -76,12 +76,12 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             batch, and note it in ``broken``. Otherwise it raises BrokenImage. A file that is no image at all can crash
             the CPU decoder of DALI 2.4 itself, in batches of 32 and more: look for such files with smaller batches.
         num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
-            :func:`~monai_gds.imagenet.pipeline.execution`.
+            :func:`~monai_gds.imagenet.dali.pipeline.execution`.
         window: number of files, see ``shuffle``. That many, and as many read ahead, are held in memory.
         storage_options: keyword arguments of the storage backend.
 
     Attributes:
-        images: the :class:`~monai_gds.imagenet.listing.ImageList`: classes, names, labels, sizes.
+        images: the :class:`~monai_gds.imagenet.files.listing.ImageList`: classes, names, labels, sizes.
         broken: why each image skipped so far cannot be decoded, by path.
         copied_back: bytes copied from the GPU back to the host, because the reader fills only GPU memory and decoders
             need host memory.
@@ -97,7 +97,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     Example:
         >>> from pathlib import Path
-        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> from monai_gds.bench.jpegs import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> train = ImageNetDataset(folder, 2, device="cpu", crop=(224, 224), flip=True, normalize=True)
         >>> for batch in train:

@@ -1,7 +1,8 @@
 """Readers bring encoded images into memory, batch after batch, several batches ahead of their consumer.
 
 A reader is given the image indices of every batch of an epoch and yields one :class:`Batch` for each. It decides which
-files to read when; :mod:`~monai_gds.imagenet.image_storage` does the reading. The images of a batch are slices of one
+files to read when; :mod:`~monai_gds.imagenet.files.image_storage` does the reading. The images of a batch are slices
+of one
 buffer, or of one buffer per large file: with small files, Python calls cost more time than bytes.
 """
 
@@ -19,13 +20,13 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.checksum import checksum
+from monai_gds.base.checksum import checksum
+from monai_gds.base.process import PerProcess
 from monai_gds.errors import BrokenImage, FileChanged, RecordError, StorageError
-from monai_gds.imagenet.image_storage import Fetch, ImageStorage
-from monai_gds.imagenet.jpeg import jpeg_nbytes
-from monai_gds.imagenet.listing import ImageList
-from monai_gds.imagenet.packed import PackedImages, damaged
-from monai_gds.process import PerProcess
+from monai_gds.imagenet.files.image_storage import Fetch, ImageStorage
+from monai_gds.imagenet.files.jpeg import jpeg_nbytes
+from monai_gds.imagenet.files.listing import ImageList
+from monai_gds.imagenet.files.packed import PackedImages, damaged
 from monai_gds.storage import FileId, Pending
 from monai_gds.storage.files import check_open
 

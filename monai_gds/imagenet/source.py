@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monai_gds.errors import ImageListError
-from monai_gds.imagenet.image_storage import ImageStorage
-from monai_gds.imagenet.listing import ImageList, StrPath, list_block_map, list_folder
-from monai_gds.imagenet.named_files import labels_array, list_files, read_file_list
-from monai_gds.imagenet.packed import PackedImages, is_packed, open_packed
+from monai_gds.imagenet.files.image_storage import ImageStorage
+from monai_gds.imagenet.files.listing import ImageList, StrPath, list_block_map, list_folder
+from monai_gds.imagenet.files.named_files import labels_array, list_files, read_file_list
+from monai_gds.imagenet.files.packed import PackedImages, is_packed, open_packed
+from monai_gds.imagenet.files.sampling import LastBatch, Sampler
 from monai_gds.imagenet.readers import Batch, FileReader, ImageReader, PackedReader, PlainReader
-from monai_gds.imagenet.sampling import LastBatch, Sampler
 from monai_gds.storage import resolve_device
 from monai_gds.storage.registry import backend_names, backend_options
 
 if TYPE_CHECKING:
-    from monai_gds.storage.xnvme.block_map import BlockMap
+    from monai_gds.storage.blockmap.block_map import BlockMap
 
 __all__ = ["READERS", "ImageSource", "open_images", "open_reader"]
 
@@ -62,7 +62,7 @@ def open_images(
 
     Example:
         >>> from pathlib import Path
-        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> from monai_gds.bench.jpegs import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> found = open_images(folder)
         >>> len(found), list(found.classes)
@@ -173,7 +173,8 @@ class ImageSource:
         device: where the encoded images go. ``fn.external_source(device=…)`` must be given the same. Decoders want the
             CPU.
         file_list, files, labels: name the images, see :func:`open_images`.
-        shuffle, seed, shard_id, num_shards, last_batch, window: see :class:`~monai_gds.imagenet.sampling.Sampler`.
+        shuffle, seed, shard_id, num_shards, last_batch, window: see
+        :class:`~monai_gds.imagenet.files.sampling.Sampler`.
         keep: batches; at least DALI's ``prefetch_queue_depth`` + 1.
         storage_options: keyword arguments of the storage backend.
 
@@ -184,7 +185,7 @@ class ImageSource:
 
     Example:
         >>> from pathlib import Path
-        >>> from monai_gds.imagenet.synthetic import write_image_folder
+        >>> from monai_gds.bench.jpegs import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> from nvidia.dali import fn, pipeline_def
         >>> @pipeline_def(batch_size=3, num_threads=1, device_id=None)  # device_id=0 and device="mixed" with a GPU

@@ -41,17 +41,17 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from monai_gds import limits
-from monai_gds.collate import collate
-from monai_gds.dataset import GDSDataset
+from monai_gds.base.process import Owner, start_undisturbed
+from monai_gds.base.stages import Watch, enter, measured
+from monai_gds.base.units import bytes_of
+from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.loader.ahead import CacheWorkers, ReadAhead
+from monai_gds.loader.collate import collate
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.openmp import heed_load
-from monai_gds.loader.read_ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import Recorder, Stats, measure_workers
 from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
-from monai_gds.process import Owner, start_undisturbed
-from monai_gds.stages import Watch, enter, measured
-from monai_gds.units import bytes_of
 
 __all__ = ["GDSDataLoader"]
 

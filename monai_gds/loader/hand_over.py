@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from monai_gds.process import Bell, PerProcess
+from monai_gds.base.process import Bell, PerProcess
 
 __all__ = ["HandOver", "cuda_tensors"]
 

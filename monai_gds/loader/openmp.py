@@ -15,7 +15,7 @@ import threading
 
 import torch
 
-from monai_gds.process import PerProcess
+from monai_gds.base.process import PerProcess
 
 __all__ = ["LOAD_OF_BUSY_MACHINES", "heed_load"]
 

@@ -1,4 +1,4 @@
-"""Where the time of an epoch went: ``GDSDataLoader(stats=True)``. :mod:`monai_gds.stages` defines the stages."""
+"""Where the time of an epoch went: ``GDSDataLoader(stats=True)``. :mod:`monai_gds.base.stages` defines the stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from monai_gds.stages import Measurements, Watch, enter, measure
+from monai_gds.base.stages import Measurements, Watch, enter, measure
 
 __all__ = ["Recorder", "Stats", "measure_workers"]
 

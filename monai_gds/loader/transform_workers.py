@@ -27,14 +27,14 @@ import torch
 from monai.transforms.utils import reset_ops_id
 
 from monai_gds import limits
-from monai_gds.dataset import GDSDataset
+from monai_gds.base.notices import attach, place
+from monai_gds.base.stages import Measurements, Watch, enter, measured
+from monai_gds.base.workers import Workers
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Packed, Place, pack, unpack
-from monai_gds.naming import naming
-from monai_gds.notices import attach, place
-from monai_gds.random_states import seed_everything, seed_transforms
-from monai_gds.stages import Measurements, Watch, enter, measured
-from monai_gds.state import State, apply, capture_all
-from monai_gds.workers import Workers
+from monai_gds.pipeline.random_states import seed_everything, seed_transforms
+from monai_gds.pipeline.settings import State, apply, capture_all
+from monai_gds.pipeline.words import naming
 
 __all__ = ["Processes", "WorkerBatches"]
 

@@ -11,9 +11,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from monai_gds import huge_pages, limits
+from monai_gds import limits
+from monai_gds.base import huge_pages
+from monai_gds.base.plain_read import read_at
 from monai_gds.errors import FileChanged, StorageError
-from monai_gds.plain_read import read_at
 
 __all__ = [
     "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from monai_gds.process import Changes
+from monai_gds.base.process import Changes
 from monai_gds.storage import staging
 from monai_gds.storage.reads import Reads
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from monai_gds.process import Changes
+from monai_gds.base.process import Changes
 from monai_gds.storage import staging
 
 __all__ = ["Pump"]

@@ -28,11 +28,11 @@ __all__ = [
 ]  # fmt: skip
 
 _BACKENDS = {
-    "posix": "monai_gds.storage.posix:PosixBackend",
-    "kvikio": "monai_gds.storage.kvikio:KvikioBackend",
+    "posix": "monai_gds.storage.plain.posix:PosixBackend",
+    "kvikio": "monai_gds.storage.plain.kvikio:KvikioBackend",
     "xnvme": "monai_gds.storage.xnvme.files:XnvmeBackend",
     "xnvme-block": "monai_gds.storage.xnvme.blocks:XnvmeBlockBackend",
-    "xnvme-bam": "monai_gds.storage.xnvme.bam:XnvmeBamBackend",
+    "xnvme-bam": "monai_gds.storage.xnvme.bam.bam:XnvmeBamBackend",
     "deepnvme": "monai_gds.storage.deepnvme.aio:DeepNvmeBackend",
     "deepnvme-gds": "monai_gds.storage.deepnvme.gds:DeepNvmeGdsBackend",
 }

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from monai_gds import huge_pages
-from monai_gds.process import PerProcess
+from monai_gds.base import huge_pages
+from monai_gds.base.process import PerProcess
 from monai_gds.storage.staging import new_stream
 
 __all__ = ["Snapshot", "snapshot"]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from monai_gds import limits
-from monai_gds.process import PerProcess
+from monai_gds.base.process import PerProcess
 from monai_gds.storage.files import ALIGNMENT, Buffer, as_bytes_view, write_all
 
 __all__ = [

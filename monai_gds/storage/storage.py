@@ -8,7 +8,8 @@ from typing import Any, final
 
 import torch
 
-from monai_gds import limits, stages
+from monai_gds import limits
+from monai_gds.base import stages
 from monai_gds.errors import StorageError
 from monai_gds.storage import plan, staging
 from monai_gds.storage.backend import Backend

@@ -17,7 +17,7 @@ from monai_gds import BackendUnavailable, StorageError
 from monai_gds.bench.comparison import Comparison, checksums, compare, enter
 from monai_gds.bench.competitors import COMPETITORS, NO_CACHE, OURS, OURS_LOADER, REFERENCE, Competitor, competitors_for
 from monai_gds.bench.workloads import MakeVolumes
-from monai_gds.storage.posix import PosixBackend
+from monai_gds.storage.plain.posix import PosixBackend
 
 
 def comparison(folder: Path, **changes: Any) -> Comparison:

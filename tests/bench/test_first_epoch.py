@@ -31,7 +31,7 @@ def test_the_first_epoch_beside_one_without_a_cache(tmp_path: Path, monkeypatch:
 
 
 def test_what_is_still_to_be_saved_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from monai_gds.cache.directory import CacheDirectory
+    from monai_gds.folder.directory import CacheDirectory
 
     save = CacheDirectory.save
 

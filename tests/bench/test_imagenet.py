@@ -10,14 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from monai_gds.bench import dali
-from monai_gds.cli import app
+from monai_gds.bench import dali, jpegs
+from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.command.main import app
 from monai_gds.errors import ImageListError
-from monai_gds.imagenet import pack_folder, synthetic
-from monai_gds.imagenet.listing import list_folder
-from monai_gds.imagenet.squirrel import write_store
-from monai_gds.imagenet.synthetic import write_image_folder
-from monai_gds.storage.xnvme.block_map import BlockMap
+from monai_gds.imagenet import pack_folder
+from monai_gds.imagenet.dali.squirrel import write_store
+from monai_gds.imagenet.files.listing import list_folder
+from monai_gds.storage.blockmap.block_map import BlockMap
 from tests.imagenet.conftest import folder  # noqa: F401
 from tests.loopdisk import loop_disk
 from tests.loopdisk import run as on_machine
@@ -149,7 +149,7 @@ def test_dali_on_images_that_are_there(tmp_path: Path, monkeypatch: pytest.Monke
                  "--device", "cpu", "--json")  # fmt: skip
     ran = [rows(run(*arguments, "--make", "5"))]
     assert len(list(where.glob("*/*.JPEG"))) == 5
-    monkeypatch.setattr(synthetic, "write_image_folder", lambda *_, **__: pytest.fail("made again"))
+    monkeypatch.setattr(jpegs, "write_image_folder", lambda *_, **__: pytest.fail("made again"))
     ran.append(rows(run(*arguments)))
     assert all(len(found["DALI against torch, from the store", "DALI"]["samples"]) == 1 for found in ran)
 

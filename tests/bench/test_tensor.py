@@ -21,7 +21,7 @@ from monai_gds.bench.tensor import Tensors, load, store
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import available_backends
 from monai_gds.storage.deepnvme import Settings
-from monai_gds.storage.posix import PosixBackend
+from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.testing.disks import small_disk
 from monai_gds.testing.tools import content
 from tests import commands

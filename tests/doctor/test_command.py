@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds.doctor import Status, examine
+from monai_gds.doctor import Status, diagnosis, examine
 from monai_gds.errors import BackendUnavailable
-from monai_gds.storage import diagnosis
 from tests import commands
 from tests.commands import Done, on_a_terminal
 from tests.loopdisk import loop_disk, not_permitted

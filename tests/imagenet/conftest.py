@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from monai_gds.bench.jpegs import jpeg
 from monai_gds.imagenet import open_images, pack_folder
-from monai_gds.imagenet.synthetic import jpeg
 
 #: Images by class; the one without takes a label all the same.
 CLASSES = {"n01440764": 7, "n01443537": 11, "n01484850": 0, "n01491361": 5}

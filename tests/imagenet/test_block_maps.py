@@ -14,8 +14,8 @@ import pytest
 
 from monai_gds.errors import FileChanged, ImageListError, NotMappable
 from monai_gds.imagenet import ImageNetDataset, open_images
-from monai_gds.imagenet.listing import ImageList, list_folder
-from monai_gds.storage.xnvme.block_map import BlockMap
+from monai_gds.imagenet.files.listing import ImageList, list_folder
+from monai_gds.storage.blockmap.block_map import BlockMap
 from tests.loopdisk import LoopDisk, loop_disk, run
 from tests.storage.xnvme import libraries
 

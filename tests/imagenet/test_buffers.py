@@ -13,7 +13,7 @@ import torch
 
 from monai_gds import limits
 from monai_gds.imagenet import ImageNetDataset, dali_iterator, open_images, pack_folder
-from monai_gds.imagenet.image_storage import ImageStorage
+from monai_gds.imagenet.files.image_storage import ImageStorage
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 

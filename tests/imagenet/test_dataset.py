@@ -23,7 +23,7 @@ import torch
 from monai_gds.errors import BackendUnavailable, BrokenImage, DamagedRecord, FileChanged, ImageListError
 from monai_gds.imagenet import ImageNetDataset, ImageSource, open_images, pack_folder
 from monai_gds.imagenet import dataset as imagenet_dataset
-from monai_gds.imagenet.pipeline import PipelineFailed
+from monai_gds.imagenet.dali.pipeline import PipelineFailed
 from monai_gds.imagenet.readers import PlainReader
 from monai_gds.testing.disks import small_disk
 from tests.fresh import Interpreter

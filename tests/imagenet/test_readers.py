@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from monai_gds import limits
+from monai_gds.bench.jpegs import write_image_folder
 from monai_gds.imagenet import open_images
-from monai_gds.imagenet.image_storage import ImageStorage
+from monai_gds.imagenet.files.image_storage import ImageStorage
 from monai_gds.imagenet.source import open_reader
-from monai_gds.imagenet.synthetic import write_image_folder
 
 
 def test_the_next_batches_are_under_way_while_one_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

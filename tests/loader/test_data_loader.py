@@ -26,12 +26,13 @@ from monai.utils import set_determinism
 from torch.utils.data import ConcatDataset, DistributedSampler, RandomSampler, Subset, WeightedRandomSampler
 
 from monai_gds import GDSDataLoader, GDSDataset, WorkerDied
-from monai_gds.cache.writer import process_writer
-from monai_gds.dataset import Begun
-from monai_gds.loader import data_loader, hand_over, read_ahead, resume
+from monai_gds.base.process import Owner
+from monai_gds.dataset.dataset import Begun
+from monai_gds.folder.writer import process_writer
+from monai_gds.loader import ahead as read_ahead
+from monai_gds.loader import data_loader, hand_over, resume
+from monai_gds.loader.ahead import CacheWorkers
 from monai_gds.loader.hand_over import HandOver
-from monai_gds.loader.read_ahead import CacheWorkers
-from monai_gds.process import Owner
 from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
 from tests.fresh import Interpreter
 from tests.interrupts import interrupted

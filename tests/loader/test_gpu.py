@@ -19,8 +19,8 @@ from monai.data import MetaTensor, ThreadDataLoader
 from monai.utils import set_determinism
 
 from monai_gds import GDSDataLoader, GDSDataset, available_backends
-from monai_gds.cache import device_tiles
-from monai_gds.cache.writer import process_writer
+from monai_gds.folder.writer import process_writer
+from monai_gds.tiles import device
 from tests.machines import ROOT, in_child
 from tests.same import assert_same
 
@@ -55,7 +55,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[None, "lz4"])
 def compression(request: pytest.FixtureRequest) -> Any:
-    if request.param is not None and (why := device_tiles.why_not()):
+    if request.param is not None and (why := device.why_not()):
         pytest.skip(f"compressed records are not unpacked by this machine's GPU: {why}")
     return request.param
 

@@ -17,8 +17,8 @@ import torch
 from monai.utils import set_determinism
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset
-from monai_gds.dataset import Begun
-from monai_gds.loader import read_ahead
+from monai_gds.dataset.dataset import Begun
+from monai_gds.loader import ahead
 from tests.same import assert_same
 
 COUNT = 6
@@ -53,7 +53,7 @@ def memory(full: Full, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return items
 
     with monkeypatch.context() as patch:
-        patch.setattr(read_ahead, "_PAUSES", (0.0,) * 3)
+        patch.setattr(ahead, "_PAUSES", (0.0,) * 3)
         patch.setattr(GDSDataset, "begin", asking_begin)
         patch.setattr(Begun, "arrive", asking_arrive)
         patch.setattr("tests.loader.test_no_memory.collate", asking_collate)
@@ -137,7 +137,7 @@ def test_an_error_of_monais_that_says_so_is_understood(dataset: GDSDataset, monk
 
 
 def test_at_last_there_is_one_in_flight(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "_PAUSES", (0.0,))
+    monkeypatch.setattr(ahead, "_PAUSES", (0.0,))
     begin = GDSDataset.begin
 
     def room_for_one(self: GDSDataset, indices: Any) -> Any:

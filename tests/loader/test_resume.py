@@ -28,8 +28,8 @@ from torch.utils.data import (
 )
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
-from monai_gds.ghosts import Ghosts
 from monai_gds.loader.resume import Place
+from monai_gds.programs.ghosts import Ghosts
 from tests.fresh import Interpreter
 from tests.same import assert_same
 

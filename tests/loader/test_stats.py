@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils.data import Sampler
 
-from monai_gds import GDSDataLoader, GDSDataset, stages
-from monai_gds.collate import collate
+from monai_gds import GDSDataLoader, GDSDataset
+from monai_gds.base import stages
+from monai_gds.loader.ahead import CacheWorkers
+from monai_gds.loader.collate import collate
 from monai_gds.loader.data_loader import Epoch
-from monai_gds.loader.read_ahead import CacheWorkers
 from monai_gds.loader.stats import Stats
 from tests.same import assert_same
 

@@ -26,8 +26,8 @@ from monai.utils import set_determinism
 from torch.utils.data import ConcatDataset, Subset
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
-from monai_gds.collate import collate
 from monai_gds.loader import shared_memory, transform_workers
+from monai_gds.loader.collate import collate
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
 from tests.machines import in_child, python
 from tests.same import assert_same

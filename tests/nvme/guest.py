@@ -18,8 +18,8 @@ import pytest
 
 from monai_gds.errors import NotMappable
 from monai_gds.storage import Reads, Storage, available_backends, open_storage
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.xnvme import libxnvme
-from monai_gds.storage.xnvme.block_map import BlockMap
 
 SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 116_000, 3_000_001)
 MAKE = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from monai_gds.storage import Reads
-from monai_gds.storage.xnvme import bam
-from monai_gds.storage.xnvme.block_map import BlockMap
+from monai_gds.storage.blockmap.block_map import BlockMap
+from monai_gds.storage.xnvme.bam import bam
 from monai_gds.testing.tools import bytes_of, content
 from tests.nvme.pci_controller import PciController, device_with_serial, take_from_kernel
-from tests.storage.xnvme.bam_commands import BLOCK, DISK_BYTES, commands, opened, some
+from tests.storage.xnvme.bam.bam_commands import BLOCK, DISK_BYTES, commands, opened, some
 
 SIZES = (1, 511, 512, 4097, 116_000, 3_000_001, (16 << 20) + 5)
 

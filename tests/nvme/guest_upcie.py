@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from monai_gds import ImageNetDataset
+from monai_gds.bench.jpegs import write_image_folder
 from monai_gds.errors import BackendUnavailable, FileChanged, StorageError
-from monai_gds.imagenet.synthetic import write_image_folder
 from monai_gds.storage import Reads, Storage, open_storage
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.xnvme import libxnvme
-from monai_gds.storage.xnvme.block_map import BlockMap
 from monai_gds.testing.tools import bytes_of, content
 from tests.commands import run
 from tests.nvme.pci_controller import device_with_serial

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from monai_gds.storage.xnvme.controller import PAGE, Controller, DmaMemory, QueuePair
+from monai_gds.storage.xnvme.bam.controller import PAGE, Controller, DmaMemory, QueuePair
 
 #: Huge pages of DMA memory.
 _HUGE, _HUGE_PAGES = 2 << 20, 48

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from monai_gds import GDSDataLoader
-from monai_gds.cache.directory import tidy
-from monai_gds.cache.index import Index
-from monai_gds.cache.maintenance import check, prunable, remove, survey
+from monai_gds.folder.directory import tidy
+from monai_gds.folder.index import Index
+from monai_gds.folder.maintenance import check, prunable, remove, survey
 from tests.machines import ROOT
 from tests.soak.made import TINY, Reader, enter, warned, write_source, write_sources
 from tests.soak.soak import Soak

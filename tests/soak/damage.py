@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from monai_gds.cache.maintenance import check
+from monai_gds.folder.maintenance import check
 from tests.machines import NOBODY
 from tests.soak.made import TINY, Reader, enter, fresh, warned, write_source, write_sources
 from tests.soak.soak import Progress, Soak

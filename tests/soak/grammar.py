@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from monai_gds.cache import decoding
-from monai_gds.cache.header import CRC, DTYPES
-from monai_gds.checksum import checksum
+from monai_gds.base.checksum import checksum
+from monai_gds.items import decoding
+from monai_gds.records.header import CRC, DTYPES
 from monai_gds.storage import ALIGNMENT
 
 __all__ = ["TEXTS", "Parts", "dumps", "mutated", "records"]

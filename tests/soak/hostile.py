@@ -21,19 +21,19 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from monai_gds.cache.conversion import read_whole
-from monai_gds.cache.directory import CacheDirectory
-from monai_gds.cache.header import bytes_of, digest_in, parse
-from monai_gds.cache.heads import Form
-from monai_gds.cache.maintenance import check, prunable, survey
-from monai_gds.cache.reading import LazyItem
+from monai_gds.bench.jpegs import write_image_folder
 from monai_gds.errors import BlockMapError, ImageListError, MonaiGdsError, RecordError
-from monai_gds.imagenet.packed import INDEX, PackedImages
-from monai_gds.imagenet.packing import pack_folder
+from monai_gds.folder.directory import CacheDirectory
+from monai_gds.folder.maintenance import check, prunable, survey
+from monai_gds.imagenet.files.packed import INDEX, PackedImages
+from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.imagenet.source import ImageSource, open_images
-from monai_gds.imagenet.synthetic import write_image_folder
+from monai_gds.records.conversion import read_whole
+from monai_gds.records.header import bytes_of, digest_in, parse
+from monai_gds.records.heads import Form
+from monai_gds.records.reader import LazyItem
 from monai_gds.storage import open_storage
-from monai_gds.storage.xnvme.block_map import HEADER, BlockMap
+from monai_gds.storage.blockmap.block_map import HEADER, BlockMap
 from tests import commands
 from tests.soak.damage import put, record_in
 from tests.soak.grammar import Parts, dumps, mutated, records

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import monai_gds
-from monai_gds.cache import budget, directory, notes, single_flight, temporary, tiers, uses, writer
-from monai_gds.cache.directory import prepare
+from monai_gds.folder import budget, directory, tiers, uses, writer
+from monai_gds.folder.directory import prepare
+from monai_gds.shared import leases, notes, temporary
 from tests.interrupts import interrupted
 from tests.soak.made import TINY, USUAL, Reader, enter, warned, write_source, write_sources
 from tests.soak.soak import Soak
@@ -168,7 +169,7 @@ def look_after(folder: Path, form: str, crops: bool) -> Tally:
 # Ctrl-C at every place in turn
 
 PACKAGE = str(Path(monai_gds.__file__).parent) + "/"
-WRITING = [module.__file__ for module in (directory, single_flight, temporary, writer, budget, tiers, uses, notes)]
+WRITING = [module.__file__ for module in (directory, leases, temporary, writer, budget, tiers, uses, notes)]
 
 #: What is interrupted: a miss, a hit in this process, the first hit of a process, a flush.
 MOMENTS: dict[str, Callable[[Reader], object]] = {

@@ -11,7 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from monai_gds.cache.maintenance import check
+from monai_gds.folder.maintenance import check
 from tests.loopdisk import loop_device, loop_disk
 from tests.loopdisk import run as command
 from tests.soak.kills import wait_for_start

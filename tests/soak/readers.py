@@ -17,23 +17,23 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from monai_gds.cache.header import CRC, SUFFIX, digest_of
-from monai_gds.cache.index import Index
-from monai_gds.cache.maintenance import check, prunable, survey
-from monai_gds.cache.notes import FOLDER, line
-from monai_gds.cache.single_flight import Leases
-from monai_gds.cache.source_memo import SourceMemo
-from monai_gds.cache.uses import Uses
+from monai_gds.bench.jpegs import write_image_folder
 from monai_gds.errors import BlockMapError, CacheWarning, ImageListError, MonaiGdsError
-from monai_gds.imagenet.jpeg import jpeg_nbytes
-from monai_gds.imagenet.listing import UNFINISHED, ImageList
-from monai_gds.imagenet.named_files import read_file_list
-from monai_gds.imagenet.packed import INDEX
-from monai_gds.imagenet.packing import pack_folder
+from monai_gds.folder.index import Index
+from monai_gds.folder.maintenance import check, prunable, survey
+from monai_gds.folder.uses import Uses
+from monai_gds.imagenet.files.jpeg import jpeg_nbytes
+from monai_gds.imagenet.files.listing import UNFINISHED, ImageList
+from monai_gds.imagenet.files.named_files import read_file_list
+from monai_gds.imagenet.files.packed import INDEX
+from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.imagenet.source import open_images
-from monai_gds.imagenet.synthetic import write_image_folder
-from monai_gds.storage.xnvme.block_map import BlockMap
-from monai_gds.storage.xnvme.inodes import inode_table
+from monai_gds.keys.source_memo import SourceMemo
+from monai_gds.records.header import CRC, SUFFIX, digest_of
+from monai_gds.shared.leases import Leases
+from monai_gds.shared.notes import FOLDER, line
+from monai_gds.storage.blockmap.block_map import BlockMap
+from monai_gds.storage.blockmap.inodes import inode_table
 from tests.soak.grammar import Parts
 from tests.soak.hostile import WAYS, use_packed
 from tests.soak.made import enter

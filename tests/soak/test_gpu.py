@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from monai_gds import GDSDataLoader, GDSDataset
-from monai_gds.cache import blosc
+from monai_gds.tiles import blosc
 from tests.fresh import Interpreter
 from tests.soak.made import Reader, enter, warned, write_sources
 from tests.soak.tally import Tally

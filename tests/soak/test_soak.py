@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.cache import blosc
+from monai_gds.tiles import blosc
 from tests.fresh import Interpreter
 from tests.soak.campaigns import CAMPAIGNS, PRELOAD, tally_of
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from monai_gds.cache.boxes import Box, last_three, whole_box
-from monai_gds.cache.directory import CacheDirectory
-from monai_gds.cache.header import digest_in
-from monai_gds.cache.heads import Form
-from monai_gds.cache.reading import LazyItem
-from monai_gds.cache.runs import Runs
 from monai_gds.errors import RecordError
+from monai_gds.folder.directory import CacheDirectory
+from monai_gds.records.header import digest_in
+from monai_gds.records.heads import Form
+from monai_gds.records.reader import LazyItem
 from monai_gds.storage import open_storage
+from monai_gds.tiles.boxes import Box, last_three, whole_box
+from monai_gds.tiles.runs import Runs
 from tests.same import assert_same, strides
 
 __all__ = ["Ways"]

@@ -20,7 +20,7 @@ from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import Reads, Storage
 from monai_gds.storage.blocking import Work, naming_file
 from monai_gds.storage.files import Expected
-from monai_gds.storage.posix import PosixBackend
+from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.testing.tools import bytes_of, content
 from tests.storage.sample_blocking_backend import SampleBackend
 

@@ -19,7 +19,7 @@ from monai_gds.storage import (
     resolve_device,
 )
 from monai_gds.storage.backend import Backend
-from monai_gds.storage.posix import PosixBackend
+from monai_gds.storage.plain.posix import PosixBackend
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import torch
 from monai_gds import limits
 from monai_gds.storage import Pending, Reads, Storage, resolve_device, staging
 from monai_gds.storage.backend import Backend
-from monai_gds.storage.posix import PosixBackend
+from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.testing import cuda as scenarios
 from monai_gds.testing.cuda import LONG, Scenario
 from tests.storage.sample_reaching_gpu import SampleReachingGpu
@@ -33,7 +33,7 @@ def device() -> torch.device:
 def kvikio_reaching_gpu(device: torch.device) -> Backend:
     """A kvikio backend that gives KvikIO device memory, as it does where cuFile works."""
     pytest.importorskip("kvikio", reason="KvikIO is not installed on this machine")
-    from monai_gds.storage.kvikio import KvikioBackend
+    from monai_gds.storage.plain.kvikio import KvikioBackend
 
     backend = KvikioBackend(device)
     backend.reaches_gpu, backend.piece_bytes = True, limits.KVIKIO_TASK_BYTES

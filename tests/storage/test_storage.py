@@ -18,7 +18,7 @@ from monai_gds.errors import StorageError
 from monai_gds.limits import PACK_BYTES, PACK_READS
 from monai_gds.storage import Availability, Pending, Reads, Storage, staging
 from monai_gds.storage.backend import Backend
-from monai_gds.storage.posix import PosixBackend
+from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.testing.tools import assert_each, bytes_of, content, error_of
 
 CPU = torch.device("cpu")

@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from monai_gds import huge_pages
+from monai_gds.base import huge_pages
+from monai_gds.base.process import PerProcess
 from monai_gds.errors import StorageError
-from monai_gds.process import PerProcess
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.deepnvme import build
 from monai_gds.storage.deepnvme.lanes import Lane, Verb

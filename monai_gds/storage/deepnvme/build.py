@@ -54,8 +54,8 @@ from typing import Any, Literal
 
 import torch
 
+from monai_gds.base.process import PerProcess, end_with_parent
 from monai_gds.errors import BackendUnavailable
-from monai_gds.process import PerProcess, end_with_parent
 from monai_gds.storage.backend import Availability
 
 __all__ = ["Operator", "build", "build_ahead", "build_directory", "build_for_use", "built", "load", "probe"]

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from monai_gds.process import end_with_parent
+from monai_gds.base.process import end_with_parent
 from monai_gds.storage.deepnvme import build
 from monai_gds.storage.deepnvme.settings import Settings
 

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from monai_gds.process import Changes, Owner
+from monai_gds.base.process import Changes, Owner
 
 __all__ = ["Lane", "LanePool", "Verb"]
 

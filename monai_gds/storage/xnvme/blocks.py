@@ -20,22 +20,22 @@ from typing import Any
 
 import torch
 
+from monai_gds.base.units import bytes_of
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.backend import Availability
+from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks
+from monai_gds.storage.blockmap.extents import Disk, Extent, disk_of, extents_in, look, transfers
+from monai_gds.storage.blockmap.mapped import MappedFiles, Start, WholeDisk, identity, lookup
 from monai_gds.storage.files import Buffer, Expected, FileId, ends_early, open_regular
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.storage.reads import Reads
 from monai_gds.storage.xnvme import libxnvme
-from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks
 from monai_gds.storage.xnvme.buffers import Bounce, host_tensor, used_by_current_stream
 from monai_gds.storage.xnvme.drive import Drive, Drives, Setup
-from monai_gds.storage.xnvme.extents import Disk, Extent, disk_of, extents_in, look, transfers
 from monai_gds.storage.xnvme.files import probe_library
 from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
-from monai_gds.storage.xnvme.mapped import MappedFiles, Start, WholeDisk, identity, lookup
 from monai_gds.storage.xnvme.user_space import UPCIE, full_address
-from monai_gds.units import bytes_of
 
 __all__ = ["XnvmeBlockBackend", "disk_behind"]
 

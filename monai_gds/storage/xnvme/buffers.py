@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from monai_gds.base.pooled_memory import tensor_at
+from monai_gds.base.process import Owner
 from monai_gds.errors import StorageError
-from monai_gds.pooled_memory import tensor_at
-from monai_gds.process import Owner
 from monai_gds.storage import staging
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.xnvme.libxnvme import Device, Library

@@ -27,11 +27,11 @@ from monai_gds import GDSDataset
 from monai_gds.errors import CacheWarning, FileChanged, NotMappable, StorageError
 from monai_gds.storage import FileId, Pending, Reads, Storage, open_storage
 from monai_gds.storage import queue as queue_module
+from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks
+from monai_gds.storage.blockmap.extents import Extent
+from monai_gds.storage.blockmap.inodes import inode_table
 from monai_gds.storage.xnvme import libxnvme
-from monai_gds.storage.xnvme.block_map import BlockMap, FileBlocks
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
-from monai_gds.storage.xnvme.extents import Extent
-from monai_gds.storage.xnvme.inodes import inode_table
 from monai_gds.testing import BackendContract, CudaBackendContract, FullContract, WriteContract
 from monai_gds.testing.disks import small_disk
 from monai_gds.testing.tools import bytes_of, content

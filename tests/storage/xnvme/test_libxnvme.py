@@ -13,9 +13,9 @@ import torch
 
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage import available_backends, open_storage
+from monai_gds.storage.blockmap.block_map import BlockMap, Origin
+from monai_gds.storage.blockmap.extents import Disk
 from monai_gds.storage.xnvme import libxnvme
-from monai_gds.storage.xnvme.block_map import BlockMap, Origin
-from monai_gds.storage.xnvme.extents import Disk
 from tests.storage.xnvme import libraries
 
 
@@ -105,7 +105,7 @@ def test_a_library_with_other_options_than_are_known(monkeypatch: pytest.MonkeyP
 
 def test_block_maps_need_neither_torch_nor_xnvme() -> None:
     script = (
-        "import sys, monai_gds.storage.xnvme.block_map\n"
+        "import sys, monai_gds.storage.blockmap.block_map\n"
         "sys.exit(bool({'torch', 'numpy', 'xnvme'} & {m.partition('.')[0] for m in sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,128 @@
+"""``wsum64``: the checksum of data in records and block maps, computed where the data are, and equal on every device.
+
+The bytes are read as little-endian signed 64-bit words, padded with zeros. Each word is folded (``x + (x >> 32)``, so
+that its upper bits reach all bits of the sum), multiplied by an odd weight that depends on its position, and summed
+modulo 2**64, with the length mixed in. (``x ^ (x >> 32)`` would give a word and its inverse the same sum, because the
+shift is arithmetic.) A flipped bit always shows; larger damage is missed with a probability of about 2**-32 at worst.
+The checksum finds damage, not malice. A weighted sum runs at memory speed both in NumPy (6 GB/s on one core) and on a
+GPU, which a CRC does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.base.plain_read import read_at
+
+__all__ = ["NAME", "checksum", "checksum_of_file", "checksums"]
+
+#: The checksum's name in records.
+NAME = "wsum64"
+
+_COLUMNS = 4096
+_MASK = (1 << 64) - 1
+
+
+def _mix(n: np.ndarray) -> np.ndarray:
+    """Pseudo-random odd 64-bit weights: the finaliser of splitmix64 (Steele, Lea, Flood 2014) with the low bit set."""
+    with np.errstate(over="ignore"):
+        z = (n + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+@functools.lru_cache(maxsize=8)
+def _column_weights(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_mix(np.arange(_COLUMNS, dtype=np.uint64)).view(np.int64)).to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _row_weights(count: int) -> np.ndarray:
+    return _mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 32)).view(np.int64)
+
+
+def _row_sums(words: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of whole rows, (rows * 4096,) -> (rows,) int64, on the device of the words."""
+    weights = _column_weights(words.device)
+    if words.device.type == "cpu":
+        return torch.from_numpy(_row_sums_numpy(words.numpy(), weights.numpy()))
+    sums = []
+    count = limits.CHECKSUM_PIECE_BYTES // 8
+    for start in range(0, words.numel(), count):
+        chunk = words[start : start + count]
+        folded = (chunk >> 32).add_(chunk).view(-1, _COLUMNS)
+        sums.append((folded * weights).sum(1))  # torch has no int64 matrix-vector product on GPUs
+    return torch.cat(sums)
+
+
+def _row_sums_numpy(words: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """As :func:`_row_sums`, in NumPy and single-threaded.
+
+    100 MB take 16 ms. Torch, whose ``add`` first multiplies by ``alpha``, takes 26 ms with one thread and 16 with two.
+    """
+    sums = np.empty(words.size // _COLUMNS, np.int64)
+    count = limits.CHECKSUM_PIECE_BYTES // 8
+    buffer = np.empty(min(count, words.size), np.int64)
+    for start in range(0, words.size, count):
+        chunk = words[start : start + count]
+        folded = np.right_shift(chunk, 32, out=buffer[: chunk.size])
+        folded += chunk
+        first = start // _COLUMNS
+        np.dot(folded.reshape(-1, _COLUMNS), weights, out=sums[first : first + chunk.size // _COLUMNS])
+    return sums
+
+
+def checksum(data: torch.Tensor) -> int:
+    """The checksum of a 1-D contiguous uint8 tensor on any device, as an unsigned 64-bit integer.
+
+    On a GPU it runs on the current stream, and waits for the result.
+    """
+    return checksums([data])[0]
+
+
+def checksums(several: Sequence[torch.Tensor]) -> list[int]:
+    """The checksum of each of several tensors on one device, as :func:`checksum`. On a GPU it waits once, for all."""
+    if sys.byteorder != "little":
+        raise RuntimeError("checksums are defined for little-endian machines")
+    if not several:
+        return []
+    rows = [_rows(data) for data in several]
+    sums = torch.cat(rows).cpu().numpy()
+    ends = np.cumsum([len(row) for row in rows]).tolist()
+    return [_total(data.numel(), sums[begin:end]) for data, begin, end in zip(several, [0, *ends], ends, strict=False)]
+
+
+def checksum_of_file(fd: int, nbytes: int) -> int:
+    """The checksum of the first ``nbytes`` of an open file, which is read a piece at a time. Raises OSError."""
+    rows = []
+    for start in range(0, nbytes, limits.CHECKSUM_PIECE_BYTES):
+        piece = bytearray(read_at(fd, min(limits.CHECKSUM_PIECE_BYTES, nbytes - start), start))
+        if piece:  # else the file has become shorter
+            rows.append(_rows(torch.frombuffer(piece, dtype=torch.uint8)))
+    return _total(nbytes, torch.cat(rows).numpy() if rows else np.empty(0, np.int64))
+
+
+def _rows(data: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each row; the last row is padded with zeros."""
+    row = 8 * _COLUMNS
+    whole = data.numel() - data.numel() % row
+    sums = []
+    if whole:
+        body = data[:whole]
+        sums.append(_row_sums((body.clone() if body.data_ptr() % 8 else body).view(torch.int64)))
+    if whole < data.numel():
+        tail = torch.zeros(row, dtype=torch.uint8, device=data.device)
+        tail[: data.numel() - whole] = data[whole:]
+        sums.append(_row_sums(tail.view(torch.int64)))
+    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=data.device)
+
+
+def _total(nbytes: int, sums: np.ndarray) -> int:
+    return nbytes * 0x9E3779B97F4A7C15 + int(sums @ _row_weights(len(sums))) & _MASK

@@ -1,0 +1,282 @@
+"""Processes that run one function for many arguments, or threads where processes cannot be started."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext, ForkServerContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from monai_gds.base.process import end_with_parent, print_past_bars, undisturbed
+from monai_gds.errors import WorkerDied
+
+__all__ = ["Workers"]
+
+_log = logging.getLogger("monai_gds")
+
+T = TypeVar("T")
+
+#: How long idle workers have to end by themselves. At their end they write notes, on file systems that may be slow.
+_CLOSE_SECONDS = 5.0
+
+
+class Workers(Generic[T]):
+    """Runs ``work(argument)`` in other processes.
+
+    They are forked from this process while CUDA is not initialised in it, else from a fork server: a process of its
+    own, in which the module of ``work`` is imported once for all workers. If such a process cannot receive ``work``,
+    threads of this one run it, with a warning. Processes start at once, all of them, run torch on one thread each,
+    ignore Ctrl-C (the parent decides), and end when the parent does, however it ends.
+
+    Args:
+        work: the function. Workers forked from this process inherit it, others unpickle it, threads share it.
+        num_workers: how many.
+        context: a start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or a multiprocessing context; None chooses.
+            What a fork server imports when it starts is set here, unless this is a context.
+
+    Attributes:
+        kind: the start method, or ``"threads"``.
+        broken: whether a worker died, after which these workers run nothing more.
+
+    Raises:
+        ValueError: there is no such start method, or one was named and ``work`` cannot be sent to such a process.
+        WorkerDied: a worker that was not forked from this process ended while it started.
+    """
+
+    def __init__(self, work: Callable[[Any], T], num_workers: int, context: str | BaseContext | None = None) -> None:
+        self.kind = "threads"
+        self.broken = False
+        self._running: set[Future[T]] = set()
+        self._executor: Executor
+        self._work: Callable[[Any], T] = _run
+        chosen, why = _choose(context)
+        if isinstance(chosen, ForkServerContext) and chosen is not context:
+            _start_fork_server(getattr(work, "func", work).__module__)  # of a partial's function
+        problem = why if chosen is None else self._start_processes(work, num_workers, chosen)
+        if not problem:
+            _log.info("%d worker processes by %s (%s)", num_workers, self.kind, why)
+            return
+        if context is not None:
+            raise ValueError(f"multiprocessing_context={context!r} cannot be used: {problem}")
+        warnings.warn(f"{num_workers} threads do the work of processes: {problem}", stacklevel=3)
+        self.kind, self._work = "threads", work
+        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="monai-gds-worker")
+
+    def _start_processes(self, work: Callable[[Any], T], num_workers: int, context: BaseContext) -> str:
+        """Starts the processes. Returns why ``work`` cannot be sent to them; empty if it was."""
+        self.kind = context.get_start_method()
+        sent: Any = work
+        # The fork server has the environment of its own start.
+        environment = dict(os.environ) if self.kind == "forkserver" else None
+        if self.kind != "fork":
+            try:
+                sent = pickle.dumps(work)
+            except Exception as e:
+                return f"what they would run cannot be pickled: {e}"
+        self._executor = ProcessPoolExecutor(
+            num_workers, mp_context=context, initializer=_begin, initargs=(sent, environment)
+        )
+        # Calls of more than 64 KiB fill the pipe to the workers. Where other forked processes have inherited it, the
+        # thread that writes to it does not notice that they were killed, and waiting for it would be for ever.
+        self._executor._call_queue.cancel_join_thread()  # type: ignore[attr-defined]
+        try:
+            with undisturbed():  # Python drops a Ctrl-C that strikes while it forks
+                first = self._executor.submit(_problem_of_this_worker)  # starts all workers if forked from here
+                while len(self._processes()) < num_workers:  # else one, unless another is idle already
+                    self._executor.submit(_problem_of_this_worker)
+            problem = "" if self.kind == "fork" else first.result()
+        except BaseException as e:
+            self._kill()  # if the executor cannot start them all, it forgets those that it started
+            self.close()
+            if isinstance(e, BrokenProcessPool):
+                raise WorkerDied(
+                    f"a process started by {self.kind} ended before it began: the script that starts it must be a "
+                    "file, and do so behind `if __name__ == '__main__':`"
+                ) from e
+            raise
+        if problem:
+            self.close()
+        # A child of multiprocessing waits for its own children before the executor's hook at exit tells them to end.
+        Finalize(self, _close, (weakref.ref(self),), exitpriority=100)  # before that of the executor's queue
+        return problem
+
+    def submit(self, argument: Any) -> Future[T]:
+        """Has ``work(argument)`` run.
+
+        The future raises what ``work`` raised, with the worker's traceback as its cause, or WorkerDied if the worker
+        was killed or the workers were closed.
+        """
+        outer: Future[T] = Future()
+        outer.set_running_or_notify_cancel()
+        try:
+            inner = self._executor.submit(self._work, argument)
+        except BrokenProcessPool as e:
+            outer.set_exception(self._died(e))
+            return outer
+        self._running.add(inner)
+        inner.add_done_callback(partial(self._settle, argument, outer))
+        return outer
+
+    def _settle(self, argument: Any, outer: Future[T], inner: Future[T]) -> None:
+        self._running.discard(inner)
+        if inner.cancelled():
+            outer.set_exception(WorkerDied(f"the workers were closed before they came to {argument!r}"))
+            return
+        error = inner.exception()
+        if error is None:
+            outer.set_result(inner.result())
+        else:
+            outer.set_exception(self._died(error) if isinstance(error, BrokenProcessPool) else error)
+
+    def _died(self, error: BaseException) -> WorkerDied:
+        self.broken = True
+        died = WorkerDied(
+            "a worker process was killed: by a signal, by the system when memory ran out, or by a crash in a library"
+        )
+        died.__cause__ = error
+        return died
+
+    def close(self) -> None:
+        """Ends the workers at once and drops their calls. Threads finish the calls that they have begun."""
+        for future in list(self._running):
+            future.cancel()
+        if self._running:
+            self._kill()
+        processes, manager = self._processes(), getattr(self._executor, "_executor_manager_thread", None)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if manager is not None:
+            _end(processes)
+            manager.join()
+
+    def _kill(self) -> None:
+        for process in self._processes():
+            process.kill()  # whatever it does: a C library may have the interpreter's lock for minutes
+
+    def _processes(self) -> list[BaseProcess]:
+        return list((getattr(self._executor, "_processes", None) or {}).values())
+
+    def __enter__(self) -> Workers[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close(workers: weakref.ref[Workers[Any]]) -> None:
+    if (open_ones := workers()) is not None:
+        open_ones.close()
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    """Waits until idle workers have ended, and kills those that still start: they would import everything before.
+
+    All that are left are killed, since one of them may hold the lock of the queue that the others read.
+    """
+    end = time.monotonic() + _CLOSE_SECONDS
+    left: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+    while left and (ended := wait(list(left), max(0.0, end - time.monotonic()))):
+        for sentinel in ended:
+            del left[sentinel]
+    for process in left.values():
+        process.kill()
+
+
+def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]:
+    """The context to start processes with, and why; None where this process may have no children."""
+    if isinstance(context, BaseContext):
+        return context, "asked for"
+    if context is not None:
+        return multiprocessing.get_context(context), "asked for"
+    if multiprocessing.current_process().daemon:
+        return None, "this process is itself a worker (daemonic), which may start none"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return multiprocessing.get_context("forkserver"), "CUDA is initialised, and does not survive a fork"
+    return multiprocessing.get_context("fork"), "CUDA is not initialised"
+
+
+def _start_fork_server(module: str) -> None:
+    """Starts the fork server, which imports a module first, unless it runs.
+
+    It must find what this process would. Python before 3.12.8 and 3.13.1 starts it with the path of ``python -c``: the
+    current folder comes first, and what the user's script added is missing.
+    """
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path if isinstance(folder, str))
+    there = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in there}
+    forkserver.set_forkserver_preload([module])
+    os.environ.update(there)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# What follows runs in the workers.
+
+_work: Callable[[Any], Any]
+_problem = ""
+
+
+def _begin(work: Any, environment: Mapping[str, str] | None) -> None:
+    global _work, _problem
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
+    end_with_parent()
+    print_past_bars()  # Lightning shows some of rich's
+    if isinstance(work, bytes):
+        try:
+            work = pickle.loads(work)
+        except Exception as e:
+            _problem = f"what they would run cannot be unpickled in another process: {e}"
+    _work = work
+
+
+def _problem_of_this_worker() -> str:
+    return _problem
+
+
+def _run(argument: Any) -> Any:
+    try:
+        return _work(argument)
+    except Exception as e:
+        error = _portable(e)
+    try:  # outside the handler: Dask has pickle take an error's context along, which may be what pickle cannot preserve
+        raise error
+    finally:
+        del error  # its traceback holds this frame
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself, or a RuntimeError with its text if pickle does not preserve it."""
+    try:
+        again = pickle.loads(pickle.dumps(error))
+        if str(again) == str(error) and getattr(again, "__notes__", []) == getattr(error, "__notes__", []):
+            return error
+    except Exception:
+        pass
+    return RuntimeError("".join(traceback.format_exception(error)))

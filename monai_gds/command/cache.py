@@ -1,0 +1,558 @@
+"""The command ``monai-gds cache``: arguments and output. The work is done by :mod:`monai_gds.cache` and the dataset.
+
+Neither ``ls`` nor anything imported here imports torch or MONAI, which would take seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from enum import StrEnum
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from monai_gds.base.console import broken, progress_bar, say, say_lines, stderr, stdout
+from monai_gds.base.units import bytes_of, seconds_of
+from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
+from monai_gds.folder import maintenance
+from monai_gds.folder.budget import KNOWN_SECONDS, idle, unused
+from monai_gds.folder.index import Index
+from monai_gds.folder.maintenance import SHOWN, Found
+from monai_gds.folder.uses import Uses
+from monai_gds.records.header import VERSION
+
+if TYPE_CHECKING:
+    from monai_gds.dataset.dataset import GDSDataset
+    from monai_gds.folder.maintenance import Identify
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="List, verify, prune, fill and explain cache directories.",
+    epilog="Example: monai-gds cache ls /nvme/cache",
+)
+
+T = TypeVar("T")
+
+CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
+
+
+class Order(StrEnum):
+    """The orders in which ``ls`` can list records."""
+
+    name = "name"
+    made = "made"
+    size = "size"
+    pipeline = "pipeline"
+    source = "source"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ls
+
+
+@app.command("ls", epilog="Example: monai-gds cache ls --sort size /nvme/cache")
+def list_records(
+    directory: CacheDirectory,
+    sort: Annotated[
+        Order, typer.Option("--sort", help="Sort by this. The newest and the largest come last.")
+    ] = Order.name,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only the pipelines and the totals.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the records of a cache directory with their pipeline, time, size, tensors and sources.
+
+    "÷ 5.2 (lz4, 32³)" marks a record that is 5.2 times smaller than its
+    tensors, by LZ4 in tiles of that size.
+
+    The last lines sum up each pipeline. `prune --pipeline` deletes the records
+    of one that you no longer need.
+    """
+    records = maintenance.survey(directory, Index(directory))
+    if as_json:
+        shown = [] if summary else [_as_json(found) for found in _in_order(records, sort)]
+        document = {"directory": str(directory), **({} if summary else {"records": shown})}
+        _print_json({**document, "pipelines": _pipelines_as_json(records), **_totals(directory, records)})
+        return
+    lines = [] if summary else _lines(_in_order(records, sort))
+    for pipeline, made in sorted(_by_pipeline(records).items()):
+        latest = _time(max(made, key=lambda found: found.mtime_ns))
+        lines.append(f"pipeline {pipeline}: {len(made)} records, {_megabytes(made)} MB, the newest from {latest}")
+    damaged = sum(found.damaged for found in records)
+    lines.append(_summary(directory, f"{len(records)} records of {_megabytes(records)} MB, {damaged} damaged"))
+    say_lines(lines)
+
+
+def _in_order(records: Sequence[Found], order: Order) -> list[Found]:
+    keys: dict[Order, Any] = {
+        Order.name: lambda found: found.name,
+        Order.made: lambda found: found.mtime_ns,
+        Order.size: lambda found: found.nbytes,
+        Order.pipeline: lambda found: found.pipeline,
+        Order.source: lambda found: sorted(found.sources),
+    }
+    return sorted(records, key=keys[order])
+
+
+def _lines(records: Sequence[Found]) -> list[str]:
+    """One line per record; on a terminal, its tensors and sources below it. A table would cut or wrap the names."""
+    line = "{:<47} {:<8} {:<16} {:>6}{}".format  # 80 columns
+    lines = [line("record", "pipeline", "made", "MB", _content("tensors from sources"))]
+    for found in records:
+        names = ", ".join(dict.fromkeys(os.path.basename(path) or path for path in found.sources))
+        smaller = f" {found.packed}" if found.packed else ""
+        content = found.problem or _tensors(found.tensors) + smaller + (f" from {names}" if names else "")
+        megabytes = f"{found.nbytes / 1e6:.1f}"
+        lines.append(line(found.name, _pipeline(found), _time(found), megabytes, _content(content)))
+    return lines
+
+
+def _content(text: str) -> str:
+    """What ends the line of a record."""
+    text = text.replace("\n", "\\n")
+    return f"\n{broken(text, indent='    ')}" if stdout.is_terminal else f" {text}"
+
+
+@lru_cache(maxsize=1024)
+def _tensors(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
+    return ", ".join(f"{name} {shape} {dtype}" for name, dtype, shape in tensors)
+
+
+def _pipeline(found: Found) -> str:
+    return "?" if found.problem else found.pipeline[:SHOWN] or "-"
+
+
+def _by_pipeline(records: Sequence[Found]) -> dict[str, list[Found]]:
+    pipelines: dict[str, list[Found]] = {}
+    for found in records:
+        pipelines.setdefault(_pipeline(found), []).append(found)
+    return pipelines
+
+
+def _time(found: Found) -> str:
+    return _minute(found.mtime_ns // 60_000_000_000)
+
+
+@lru_cache(maxsize=1024)
+def _minute(minutes: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(60 * minutes):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):  # some file systems store times beyond the year 9999
+        return "?"
+
+
+def _megabytes(files: Sequence[Found]) -> str:
+    return f"{sum(found.nbytes for found in files) / 1e6:.1f}"
+
+
+def _as_json(found: Found) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "bytes": found.nbytes,
+        "mtime_ns": found.mtime_ns,
+        "version": 0 if found.problem else VERSION,
+        "pipeline": found.pipeline,
+        "item": found.item,
+        "ratio": round(found.ratio, 3),
+        "form": found.form,
+        "tensors": [{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in found.tensors],
+        "sources": found.sources,
+        "problem": found.problem,
+        "damaged": found.damaged,
+    }
+
+
+def _pipelines_as_json(records: Sequence[Found]) -> list[dict[str, Any]]:
+    sound: dict[str, list[Found]] = {}
+    for found in records:
+        if not found.problem:
+            sound.setdefault(found.pipeline, []).append(found)
+    return [
+        {
+            "pipeline": pipeline,
+            "records": len(made),
+            "bytes": sum(found.nbytes for found in made),
+            "latest_mtime_ns": max(found.mtime_ns for found in made),
+        }
+        for pipeline, made in sorted(sound.items())
+    ]
+
+
+def _totals(directory: Path, records: Sequence[Found]) -> dict[str, int]:
+    return {
+        "count": len(records),
+        "bytes": sum(found.nbytes for found in records),
+        "damaged": sum(found.damaged for found in records),
+        "unreadable": sum(bool(found.problem) and not found.damaged for found in records),
+        "other_files": len(maintenance.other_files(directory)),
+    }
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    """Prints JSON on one line and in ASCII, so that any name can be printed and any tool can read it."""
+    say_lines([json.dumps(document)])
+
+
+def _summary(directory: Path, records: str) -> str:
+    """The last line of a listing: ``records``, and the number of files that are not records."""
+    others = len(maintenance.other_files(directory))
+    return f"{records}; {others} other files" if others else records
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify and prune
+
+
+@app.command("verify", epilog="Example: monai-gds cache verify /nvme/cache")
+def verify(
+    directory: CacheDirectory,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only the totals.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every byte of every record; exit code 1 if one is damaged or cannot be read.
+
+    A record under another record's name counts as damaged. In a folder that
+    `monai-gds pack` wrote, the files of packed images are checked.
+    """
+    if not maintenance.record_files(directory) and maintenance.other_files(directory):
+        from monai_gds.imagenet.files.packed import is_packed
+
+        if is_packed(directory):
+            _verify_packed(directory, summary, as_json)
+    records = []
+    for found in _checked(maintenance.record_files(directory)):
+        records.append(found)
+        if found.problem and not summary and not as_json:
+            say(f"{found.file}: {found.problem}")
+    damaged = sum(found.damaged for found in records)
+    unread = sum(bool(found.problem) and not found.damaged for found in records)
+    if as_json:
+        problems = {} if summary else {"problems": [_as_json(found) for found in records if found.problem]}
+        _print_json({"directory": str(directory), **problems, **_totals(directory, records)})
+    else:
+        not_checked = f", {unread} that cannot be checked" if unread else ""
+        say(_summary(directory, f"{len(records)} records, {damaged} damaged{not_checked}"))
+        if damaged:
+            say(
+                "Damaged records are computed anew when they are next used. "
+                f"To delete them now: monai-gds cache prune --damaged {shlex.quote(str(directory))}"
+            )
+    raise typer.Exit(1 if damaged or unread else 0)
+
+
+def _verify_packed(directory: Path, summary: bool, as_json: bool) -> None:
+    """Checks the files of packed images, and ends the command."""
+    from monai_gds.imagenet.files.packed import packed_files, verify_packed
+
+    files = packed_files(directory)
+    with progress_bar("checking", len(files)) as progress:
+        wrong = verify_packed(directory, progress)
+    if as_json:
+        problems = [{"path": path, "problem": problem} for path, problem in wrong.items()]
+        found = {} if summary else {"problems": problems}
+        _print_json({"directory": str(directory), **found, "packed_files": len(files), "damaged": len(wrong)})
+    else:
+        say_lines([] if summary else (f"{path}: {problem}" for path, problem in wrong.items()))
+        say(f"{len(files)} files of packed images, {len(wrong)} damaged")
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
+    """Checks every byte of records, with a progress bar."""
+    with progress_bar("checking", len(paths)) as progress:
+        for done, path in enumerate(paths, 1):
+            found = maintenance.check(path)
+            progress(done)
+            if found is not None:
+                yield found
+
+
+def _parsed(parse: Callable[[str], T], text: str | None, default: T, option: str) -> T:
+    """The value of an option, or its default. A ValueError of ``parse`` is wrong usage."""
+    try:
+        return default if text is None else parse(text)
+    except ValueError as e:
+        raise typer.BadParameter(str(e), param_hint=option) from None
+
+
+@app.command("prune", epilog="Example: monai-gds cache prune --dry-run /nvme/cache")
+def prune(
+    directory: CacheDirectory,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            "--pipeline",
+            metavar="HASH",
+            help="Also delete the records of this pipeline, given by 4 or more digits of its hash from `ls`.",
+        ),
+    ] = None,
+    missing_sources: Annotated[
+        bool, typer.Option("--missing-sources", help="Also delete records whose source files are gone.")
+    ] = False,
+    check_sources: Annotated[
+        bool,
+        typer.Option(
+            "--check-sources", help="Also compare the contents of source files, not only their sizes: reads them all."
+        ),
+    ] = False,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Also delete records that `verify` reports as damaged: reads every byte.")
+    ] = False,
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="SPAN", help="Also delete records made longer ago: 36h, 30d, 8w."),
+    ] = None,
+    unused_for: Annotated[
+        str | None, typer.Option("--unused-for", metavar="SPAN", help="Also delete records not used for this long.")
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-size",
+            metavar="SIZE",
+            help="Also delete the least recently used records until the rest has this size: 400GB, 2TiB.",
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="module:function",
+            help="Protect the records of this dataset's pipeline from these three options; may be repeated. The "
+            "function may have arguments: --keep 'training:make_dataset fold=3'.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only the totals.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete temporary files of killed writers, unreadable records, and superseded records.
+
+    Records of a pipeline that you changed or no longer need are kept, since
+    another run may use them, until you name the pipeline with --pipeline, or
+    all that are old, unused or too many with --older-than, --unused-for or
+    --max-size. These three leave alone what a running process uses. Other files
+    are left alone. Exit code 1 if a file cannot be deleted, or if the records
+    that are left are larger than --max-size.
+    """
+    ages = {
+        "older_than": _parsed(seconds_of, older_than, math.inf, "--older-than"),
+        "unused_for": _parsed(seconds_of, unused_for, math.inf, "--unused-for"),
+    }
+    max_bytes = _parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size")
+    kept = {_dataset_to_keep(words).pipeline_digest(): words for words in keep or []}
+    records = maintenance.survey(directory)
+    for missing in kept.keys() - {found.pipeline for found in records}:
+        say(f"--keep: no record here is of the pipeline of {kept[missing]} ({missing[:SHOWN]})", stderr)
+    unwanted = _parsed(partial(maintenance.pipeline_of, records), pipeline, "", "--pipeline")
+    identify = _identify(directory) if check_sources else None
+    chosen = list(maintenance.prunable(
+        directory, records, missing_sources=missing_sources, pipeline=unwanted, identify=identify
+    ))  # fmt: skip
+    if damaged:
+        chosen += [found for found in _checked([r.file for r in _without(chosen, records)]) if found.damaged]
+    uses, began = Uses(directory), time.time()
+    idle_records = unused(_without(chosen, records), uses.look(), max_size=max_bytes, keep=kept, **ages)
+    chosen += idle_records
+    idle_files = {found.file for found in idle_records}
+
+    def used_since(found: Found) -> bool:
+        """Whether a record was idle, and has been used since."""
+        if found.file not in idle_files:
+            return False
+        # By the notes alone: a record that was replaced since is not deleted, and a wrong clock may have dated it.
+        return not idle([replace(found, problem="", mtime_ns=0)], uses.look(KNOWN_SECONDS), began, kept)
+
+    quiet = summary or as_json
+    refused: list[str] = []
+    if dry_run:
+        deleted = chosen
+        say_lines([] if quiet else (f"{found.file}: {found.problem}" for found in chosen))
+    else:
+        deleted = list(_deleted(chosen, used_since, quiet, refused))
+        Index(directory).tidy()
+    remaining = _without(deleted, records)
+    too_large = sum(found.nbytes for found in remaining) > max_bytes
+    if as_json:
+        pruned = _pruned_as_json(deleted, remaining, refused, summary)
+        _print_json({"directory": str(directory), "dry_run": dry_run, **pruned})
+    else:
+        refusals = f", {len(refused)} that cannot be deleted" if refused else ""
+        say(f"{len(deleted)} files, {_megabytes(deleted)} MB {'to delete' if dry_run else 'deleted'}{refusals}")
+        if too_large:
+            why = "they are in use, kept, or cannot be deleted"
+            say(f"{_megabytes(remaining)} MB are left, more than --max-size: {why}")
+    raise typer.Exit(1 if refused or too_large else 0)
+
+
+def _dataset_to_keep(text: str) -> GDSDataset:
+    """The dataset of ``"module:function fold=3"``."""
+    words: list[str] = _parsed(lambda line: shlex.split(line), text, [], "--keep")
+    function, *arguments = words or [""]
+    try:
+        return dataset_from(function, arguments)
+    except typer.BadParameter as e:
+        e.param_hint = "--keep"  # there is no argument FUNCTION here
+        raise
+
+
+def _without(excluded: Sequence[Found], records: Sequence[Found]) -> list[Found]:
+    """The records whose files are not among those excluded."""
+    files = {found.file for found in excluded}
+    return [found for found in records if found.file not in files]
+
+
+def _deleted(
+    chosen: Sequence[Found], used_since: Callable[[Found], bool], quiet: bool, refused: list[str]
+) -> Iterator[Found]:
+    """Deletes files that have not been used since, and prints each, so that an interrupted run shows what it deleted.
+
+    A file that the system refuses to delete, such as another user's in a shared folder, is added to ``refused``.
+    """
+    for found in chosen:
+        outcome = found.problem
+        try:
+            if used_since(found):
+                outcome = "kept, since it has been used meanwhile"
+            elif maintenance.remove(found):
+                yield found
+            else:
+                outcome = "kept, since it was replaced or removed meanwhile"
+        except OSError as e:
+            refused.append(found.file)
+            outcome = f"cannot be deleted: {e.strerror or e}"
+        if not quiet:
+            say(f"{found.file}: {outcome}")
+
+
+def _pruned_as_json(
+    deleted: Sequence[Found], remaining: Sequence[Found], refused: Sequence[str], summary: bool
+) -> dict[str, Any]:
+    files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
+    return {
+        **({} if summary else {"files": files}),
+        "count": len(deleted),
+        "bytes": sum(found.nbytes for found in deleted),
+        "refused": len(refused),
+        "left": len(remaining),
+        "bytes_left": sum(found.nbytes for found in remaining),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# warm and explain
+
+
+@app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset fold=3 --num-workers 8")
+def warm(
+    function: DatasetFunction,
+    arguments: DatasetArguments = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compute items; 0: this one alone. Default: one per core, 8 at most."),
+    ] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Compute items in the workers of the Dask scheduler at this address, such as tcp://host:8786. They "
+            "must see the cache directory and the data under the same paths, and be able to import the module.",
+        ),
+    ] = None,
+    convert: Annotated[
+        bool,
+        typer.Option(
+            help="Also rewrite records that are in another form than the dataset's compression= and tiles= ask for, "
+            "without computing their items."
+        ),
+    ] = True,
+    rank: Annotated[int | None, typer.Option(min=0, help="Compute this share of the items, of --world-size.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="How many shares there are.")] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
+) -> None:
+    """Compute every item of a dataset that is not cached yet. Started again after a kill, it goes on where it was.
+
+    Records in another form than the dataset asks for are converted (see
+    --convert): with compression="auto", its default, only records of whole
+    tensors, where tiles suit the dataset better. A record that cannot be
+    unpacked here stays as it is.
+
+    Modules are looked for in the working directory first. Exit code 1 when
+    items failed; they are named.
+    """
+    if dask is not None and num_workers:
+        raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
+    if (rank is None) != (world_size is None):
+        raise typer.BadParameter("--rank and --world-size go together: give both", param_hint="--rank")
+    if rank is not None and world_size is not None and rank >= world_size:
+        what = f"{rank}: with --world-size {world_size} the last one is {world_size - 1}; ranks begin at 0"
+        raise typer.BadParameter(what, param_hint="--rank")
+    dataset = dataset_from(function, arguments or [])
+    if dataset.cache_dir is None:
+        raise typer.BadParameter(f"{function} returned a dataset with cache_dir=None", param_hint="FUNCTION")
+    try:
+        with _dask_executor(dask) as executor:
+            done = dataset.populate(
+                num_workers, progress, executor=executor, convert=convert, rank=rank, world_size=world_size
+            )
+    except KeyboardInterrupt:
+        held = len(maintenance.record_files(dataset.cache_dir))
+        raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
+    converted = f", {done.converted} converted to {dataset.record_form()}" if done.converted else ""
+    left_out = f", {done.left_out} left out by max_bytes" if done.left_out else ""
+    say(f"{done.computed} items computed, {done.cached} were cached already{converted}{left_out}")
+
+
+@contextmanager
+def _dask_executor(address: str | None) -> Iterator[Executor | None]:
+    if address is None:
+        yield None
+        return
+    if importlib.util.find_spec("distributed") is None:
+        raise ImportError("--dask needs Dask: pip install 'monai_gds[dask]'")
+    from distributed import Client
+
+    with Client(address) as client:
+        yield client.get_executor()
+
+
+@app.command("explain", epilog="Example: monai-gds cache explain training:make_dataset fold=3 0 7")
+def explain(
+    function: DatasetFunction,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The function's arguments, such as fold=3, and the items to explain. Without items, the dataset is "
+            "explained.",
+            metavar="KEY=VALUE|I",
+        ),
+    ] = None,
+) -> None:
+    """Print whether items are cached, and for one that is not, what differs from the most similar record.
+
+    Without an item: which part of the dataset is cached and which is computed
+    in every epoch. Modules are looked for in the working directory first.
+    """
+    indices = [int(argument) for argument in arguments or [] if argument.isdecimal()]
+    dataset: Any = dataset_from(function, [argument for argument in arguments or [] if not argument.isdecimal()])
+    for index in indices:
+        if index >= len(dataset):
+            raise typer.BadParameter(f"{index}: the dataset has {len(dataset)} items", param_hint="I")
+    say_lines([dataset.explain(index) for index in indices] if indices else [str(dataset)])
+
+
+def _identify(directory: Path) -> Identify:
+    """Returns a function that identifies sources by content. It reads those that are not in the directory's memo."""
+    from monai_gds.keys.sources import Sources
+
+    return Sources("content", str(directory)).identity

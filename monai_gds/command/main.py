@@ -1,0 +1,134 @@
+"""The command ``monai-gds``: arguments, output, exit codes. The work is done in the layers below.
+
+Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import monai_gds
+from monai_gds.base.console import in_words, say, stderr, stdout
+from monai_gds.bench.cli import app as bench_app
+from monai_gds.command.blockmap import app as blockmap_app
+from monai_gds.command.cache import app as cache_app
+from monai_gds.command.doctor import app as doctor_app
+from monai_gds.command.options import BackendOption, DeviceOption
+from monai_gds.command.pack import app as pack_app
+from monai_gds.command.profile import app as profile_app
+from monai_gds.errors import MonaiGdsError
+
+__all__ = ["app", "main"]
+
+
+class _Stoppable(TyperGroup):
+    """Prints a line when Ctrl-C stops it, which Typer does not, with the arguments of the KeyboardInterrupt."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as e:
+            say(": ".join(["monai-gds: stopped", *map(str, e.args)]), stderr)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Stoppable,
+    no_args_is_help=True,
+    help="Cached MONAI datasets at the speed of the drive and the link.",
+    epilog="Example: monai-gds doctor",
+)
+app.add_typer(doctor_app)
+app.add_typer(cache_app, name="cache")
+app.add_typer(blockmap_app, name="blockmap")
+app.add_typer(bench_app, name="bench")
+app.add_typer(pack_app)
+app.add_typer(profile_app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"monai-gds {monai_gds.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
+def _voxels(size: tuple[int, int, int]) -> tuple[int, int, int]:
+    if min(size) < 1:
+        raise typer.BadParameter(f"{size[0]} x {size[1]} x {size[2]} is not a volume: each side takes 1 voxel or more")
+    return size
+
+
+@app.command(epilog="Example: monai-gds demo --volumes 8 --size 192 192 128")
+def demo(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with imagesTr/ and labelsTr/ instead of made-up volumes.", exists=True, file_okay=False
+        ),
+    ] = None,
+    volumes: Annotated[int, typer.Option(min=1, help="Number of volumes to make, or to take from --data.")] = 6,
+    size: Annotated[
+        tuple[int, int, int], typer.Option(help="Size of a made-up volume, in voxels.", callback=_voxels)
+    ] = (160, 160, 96),
+    crop: Annotated[
+        tuple[int, int, int], typer.Option(help="Size at the end of the pipeline, in voxels.", callback=_voxels)
+    ] = (128, 128, 96),
+    epochs: Annotated[int, typer.Option(min=2, help="Epochs of each dataset; the first one fills its cache.")] = 4,
+    device: DeviceOption = None,
+    backend: BackendOption = "auto",
+    keep: Annotated[Path | None, typer.Option(help="Keep volumes and caches in this folder.", file_okay=False)] = None,
+) -> None:
+    """Make volumes, run epochs over them with GDSDataset and PersistentDataset, and compare times and volumes."""
+    from monai_gds.bench import demo as job
+    from monai_gds.bench.volumes import find_pairs, write_volumes
+
+    with ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-demo-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        if data is not None:
+            items = find_pairs(data)[:volumes]
+        else:
+            with stdout.status(f"writing {volumes} volumes of {size[0]} x {size[1]} x {size[2]} voxels…"):
+                items = write_volumes(folder / "volumes", volumes, size)
+        cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cache-", dir=folder)))
+        same = job.run(items, cache, size=crop, epochs=epochs, device=device, backend=backend)
+    raise typer.Exit(0 if same else 1)
+
+
+def _split_sizes(arguments: Sequence[str]) -> list[str]:
+    """``--size 64,64,32`` and ``--size=64,64,32`` as ``--size 64 64 32``, the form that Typer takes."""
+    found: list[str] = []
+    for argument in arguments:
+        size = re.fullmatch(r"(?:(--[\w-]+)=)?(\d+),(\d+),(\d+)", argument)
+        if size and (size[1] or (found and found[-1].startswith("--"))):
+            found += [part for part in size.groups() if part is not None]
+        else:
+            found.append(argument)
+    return found
+
+
+def main() -> None:
+    """Entry point: expected errors become one line and exit code 1 instead of a traceback."""
+    try:
+        app(_split_sizes(sys.argv[1:]), prog_name="monai-gds")  # also for python -m monai_gds
+    except (MonaiGdsError, OSError, ValueError, ImportError) as e:
+        say(f"monai-gds: {in_words(e)}", stderr)
+        sys.exit(1)

@@ -1,0 +1,159 @@
+"""Options that several commands share, checked while the command line is parsed.
+
+Neither torch nor MONAI is imported before an option is used: ``--help`` and the shell's completion wait for imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from monai_gds.base.units import bytes_of
+
+if TYPE_CHECKING:
+    from monai_gds.dataset.dataset import GDSDataset
+
+__all__ = [
+    "BackendOption",
+    "DatasetArguments",
+    "DatasetFunction",
+    "DeviceOption",
+    "HeapOption",
+    "JsonOption",
+    "PlotOption",
+    "dataset_from",
+    "known_device",
+    "one_of",
+]
+
+
+def known_device(name: str | None) -> str | None:
+    """Refuses a device that this machine does not have."""
+    if name is not None:
+        from monai_gds.storage import resolve_device
+
+        try:
+            resolve_device(int(name) if name.isdecimal() else name)
+        except ValueError as e:
+            raise typer.BadParameter(str(e)) from None
+    return name
+
+
+def one_of(known: Collection[str], names: Iterable[str], option: str | None = None) -> None:
+    """Refuses names that are not known."""
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint=option)
+
+
+def _known_backend(name: str) -> str:
+    """Checks that the backend exists. Whether it works here is checked when it is opened."""
+    if name != "auto":
+        from monai_gds.storage.registry import backend_names
+
+        one_of(["auto", *backend_names()], [name])
+    return name
+
+
+def _plot(path: Path | None) -> Path | None:
+    """Checks that the plot can be drawn and saved, before minutes of measuring."""
+    if path is None:
+        return None
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is not a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise typer.BadParameter(f"cannot write to {path.parent}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in ("", *formats):
+        raise typer.BadParameter(f"{path.name} must end in one of {', '.join(formats)}")
+    return path
+
+
+def _heap(size: str | None) -> str | None:
+    """Refuses what is no size. The backend takes it as it is."""
+    if size is not None:
+        try:
+            bytes_of(size, "--heap-bytes", least=1)
+        except ValueError as e:
+            raise typer.BadParameter(str(e)) from None
+    return size
+
+
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu or cuda:N; default: a GPU if there is one.", callback=known_device)
+]
+BackendOption = Annotated[
+    str, typer.Option(help="The storage backend: auto, or one that `monai-gds doctor` lists.", callback=_known_backend)
+]
+HeapOption = Annotated[
+    str | None,
+    typer.Option(
+        "--heap-bytes",
+        help="With --be upcie: the memory that it takes in huge pages, 128MiB for example; default: 1GiB.",
+        callback=_heap,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DatasetFunction = Annotated[str, typer.Argument(help="module:function. The function returns a GDSDataset.")]
+DatasetArguments = Annotated[
+    list[str] | None, typer.Argument(help="The function's arguments, such as fold=3.", metavar="KEY=VALUE")
+]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.", callback=_plot)]
+
+
+def _named(arguments: Sequence[str]) -> dict[str, Any]:
+    """``fold=3 name=ct`` as ``{"fold": 3, "name": "ct"}``: values are Python literals, or else text."""
+    found = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not (equals and name.isidentifier()):
+            raise typer.BadParameter(f"{argument!r} does not have the form key=value", param_hint="KEY=VALUE")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
+    """Imports ``module:function``, calls it with ``arguments``, each ``key=value``, and checks what it returns."""
+    named = _named(arguments)
+    module, colon, name = function.partition(":")
+    if not (module and colon and name):
+        what = f"{function!r} does not have the form module:function: name a function of yours that returns the dataset"
+        raise typer.BadParameter(what, param_hint="FUNCTION")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+            raise  # the module exists, but imports one that does not
+        hint = ": a module is named as in `import`, without .py" if module.endswith(".py") else ""
+        what = f"no module {e.name!r} in {os.getcwd()} or installed{hint}"
+        raise typer.BadParameter(what, param_hint="FUNCTION") from None
+    if not callable(make):
+        raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
+    try:
+        inspect.signature(make).bind(**named)
+    except TypeError as e:
+        raise typer.BadParameter(f"{function}: {e}; give its arguments as key=value", param_hint="FUNCTION") from None
+    dataset = make(**named)
+    from monai_gds.dataset.dataset import GDSDataset
+
+    if not isinstance(dataset, GDSDataset):
+        kind = type(dataset).__name__
+        raise typer.BadParameter(f"{function} returned no GDSDataset but a value of type {kind}", param_hint="FUNCTION")
+    return dataset

@@ -1,0 +1,221 @@
+"""Making items that have no record: on a miss, and ahead of training. Used by the dataset.
+
+An item is taken apart after its deterministic transforms and put together by the code that a hit uses, which is why
+hits and misses cannot differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from monai_gds.base import stages
+from monai_gds.dataset.item_keys import ItemKeys
+from monai_gds.dataset.misses import Misses
+from monai_gds.errors import FileChanged, NotSaved, UnsupportedType
+from monai_gds.folder.budget import OverBudget
+from monai_gds.folder.directory import CacheDirectory
+from monai_gds.items.rounding import rounded
+from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_item
+from monai_gds.keys.key import Key
+from monai_gds.pipeline.words import naming
+from monai_gds.records.heads import Form
+from monai_gds.records.problems import with_advice
+from monai_gds.shared.leases import Lease, Leases, pace, take_turn
+
+__all__ = ["ItemMaker", "RecordMaker", "Saved", "look"]
+
+
+class Saved(NamedTuple):
+    """What became of an item that should have a record.
+
+    Attributes:
+        how: ``"cached"``: its record existed; ``"computed"``: it was made; ``"converted"``: it was rewritten in the
+            form asked for; ``"full"``: it does not fit into the budget; ``"busy"``: another process is computing it.
+        digest: of the record's key, if there is one.
+        seconds: how long computing it took.
+    """
+
+    how: Literal["cached", "computed", "converted", "full", "busy"]
+    digest: str = ""
+    seconds: float = 0.0
+
+    def note(self) -> None:
+        """Notes in this process how long a worker took to compute an item: leases wait accordingly."""
+        if self.how == "computed":
+            pace.note(self.seconds)
+
+
+class ItemMaker(NamedTuple):
+    """Computes items up to their random transforms, and puts them together as a hit would.
+
+    Attributes:
+        transform: the deterministic transforms, which may write into the item.
+        device: where tensors come.
+        form: the form in which items come.
+        mantissa_bits: how many bits of mantissa large tensors keep; None: all.
+        misses: who warns of items that no record can hold.
+    """
+
+    transform: Callable[[Any], Any]
+    device: torch.device
+    form: Form
+    mantissa_bits: int | None
+    misses: Misses
+
+    def make(self, item: Any, index: Any) -> Any:
+        """An item that is not to be saved."""
+        encoded, _ = self.compute(item, index, "pass")
+        return self.assemble(encoded, item)
+
+    def compute(self, item: Any, index: Any, unsupported: Literal["error", "warn", "pass"]) -> tuple[EncodedItem, bool]:
+        """Computes an item and takes it apart. Errors name the item.
+
+        Returns:
+            The item taken apart, and whether a record can hold it. If not, ``"error"`` raises and ``"warn"`` warns.
+        """
+        began = time.perf_counter()
+        with naming(index, item):
+            mine, given = copy_item(item)
+            computed = self.transform(mine)
+            stages.enter("encoding")
+            try:
+                encoded, storable = encode_item(computed, root=self.form.root, given=given), True
+            except UnsupportedType as e:
+                if unsupported == "error":
+                    raise
+                if unsupported == "warn":
+                    self.misses.warn_once(UnsupportedType, f"computed in every epoch, since it cannot be cached: {e}")
+                encoded, storable = encode_item(computed, strict=False), False
+        if (bits := self.mantissa_bits) is not None:
+            encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
+        pace.note(time.perf_counter() - began)
+        stages.count("computed")
+        return encoded, storable
+
+    def assemble(self, encoded: EncodedItem, item: Any) -> Any:
+        """Puts together an item that was just computed, exactly as if it had been read."""
+        stages.enter("decoding")
+        tensors = {name: t.to(self.device) for name, t in encoded.tensors.items()}
+        return compile_tree(encoded.tree, encoded.arrays, tensors, **self.form._asdict())(tensors, item)
+
+
+class RecordMaker(NamedTuple):
+    """Makes items and their records.
+
+    Attributes:
+        items: computes them.
+        keys: makes their keys.
+        cache: where the records go.
+    """
+
+    items: ItemMaker
+    keys: ItemKeys
+    cache: CacheDirectory
+
+    def fill(
+        self, key: Key, item: Any, index: Any, *, of: int, unsupported: Literal["error", "warn"], behind: bool
+    ) -> Any:
+        """The item of a key that has no record, for a loop that goes on with it.
+
+        Waits a while if another process computes it. Otherwise it is computed and saved, unless that fails, of which
+        the user is warned.
+
+        Args:
+            key: the item's key.
+            item: the item as the data hold it.
+            index: its index; for messages.
+            of: how many items the dataset has.
+            unsupported: what happens to an item that a record cannot hold.
+            behind: whether the record may be written in the background.
+        """
+        cache = self.cache
+        stages.enter("waiting for other processes")
+        lease, found = take_turn(cache.path, key.digest, partial(look, cache, key, item))
+        if found is not None:
+            return found[0]
+        with lease:
+            self.items.misses.miss(cache, key, of)
+            times = self.keys.times(key)
+            encoded, storable = self.items.compute(item, index, unsupported)
+            if storable:
+                self._publish(key, times, item, encoded, lease if behind else None)
+        return self.items.assemble(encoded, item)
+
+    def _publish(self, key: Key, times: dict[str, int], item: Any, encoded: EncodedItem, behind: Lease | None) -> None:
+        """Saves a computed item, in the background if that may go on with the lease."""
+        # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
+        stages.enter("keys")
+        changed = self.keys.changes(key, times, item)
+        if changed:
+            message = f"an item is not cached: while it was computed, {changed}"
+            self.items.misses.warn_once(FileChanged, message)
+            return
+        stages.enter("saving")
+        if behind is None:
+            self.cache.publish(key, encoded)
+        else:
+            self.cache.publish_behind(key, encoded, behind.hand_over())
+        self.keys.flush()
+
+    def save(self, item: Any, index: int, *, anyway: bool, convert: bool) -> Saved:
+        """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
+
+        With ``convert``, a record in another form than the one asked for counts as missing, and is converted.
+
+        Raises:
+            NotSaved: the record cannot be written.
+            FileChanged: a file that the item names changed while it was computed.
+            Exception: whatever the transforms raise.
+        """
+        (key,) = self.keys([item])
+        if self.cache.holds(key.digest, convert):
+            return Saved("cached", key.digest)
+        if self.cache.full:
+            return Saved("full", key.digest)
+        leases = Leases(self.cache.path)
+        lease = leases.take(key.digest)
+        if lease is None and not anyway:
+            return Saved("busy")
+        with lease or leases.none(key.digest):
+            if self.cache.holds(key.digest, convert):  # the lease's last holder may have just finished
+                return Saved("cached", key.digest)
+            began = time.perf_counter()
+            if convert and (how := self._convert(key)):
+                return Saved(how, key.digest, time.perf_counter() - began)
+            times = self.keys.times(key)
+            encoded, _ = self.items.compute(item, index, "error")
+            seconds = time.perf_counter() - began
+            if changed := self.keys.changes(key, times, item):
+                raise FileChanged(f"while item {index} was computed, {changed}. Populate again")
+            return Saved(self._save(key, encoded), key.digest, seconds)
+
+    def _save(self, key: Key, encoded: EncodedItem) -> Literal["computed", "full"]:
+        try:
+            self.cache.save(key, encoded)
+        except OverBudget:
+            return "full"
+        except OSError as e:
+            raise NotSaved(f"nothing more can be cached in {self.cache.path}: {with_advice(e)}") from e
+        return "computed"
+
+    def _convert(self, key: Key) -> Literal["converted", "cached"] | None:
+        try:
+            return self.cache.convert(key)
+        except OverBudget:
+            return "cached"
+        except OSError as e:
+            raise NotSaved(
+                f"records in {self.cache.path} cannot be converted: {with_advice(e)}. They serve as they are: without "
+                "convert=True (cache warm --no-convert) they are left alone"
+            ) from e
+
+
+def look(cache: CacheDirectory, key: Key, item: Any) -> Any:
+    """The item in a tuple if it has a record by now, else None."""
+    pending = cache.start(key.digest)
+    return None if pending is None else pending.wait(item)

@@ -1,0 +1,276 @@
+"""``GDSDataset.populate``: when each item is handed to an engine, and what became of it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from monai_gds.dataset.engines import (
+    AHEAD,
+    Answer,
+    Engine,
+    Here,
+    InWorkers,
+    OverExecutor,
+    default_workers,
+    in_words,
+    path_of,
+)
+from monai_gds.dataset.making import Saved
+from monai_gds.dataset.ranks import RankLost, Ranks
+from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.shared.leases import pace
+
+if TYPE_CHECKING:
+    from monai_gds.dataset.dataset import GDSDataset
+
+__all__ = ["Populated", "populate"]
+
+#: Items that the message of an error names.
+_NAMED = 10
+
+#: How long to wait at the end for items that other processes compute: this many seconds, or this many times the mean
+#: time per item if that is longer. Then they are computed here too.
+_PATIENCE_SECONDS, _PATIENCE_ITEMS = 60.0, 10
+
+#: First and longest pause between two rounds over such items.
+_PAUSES = 0.02, 0.5
+
+#: How many windows of items may kill their workers, one after the other, before the job ends too.
+_HOPELESS_WINDOWS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Populated:
+    """How many items had a record, and how many records were made or converted, on all ranks together.
+
+    Attributes:
+        cached: items whose record stayed as it was.
+        computed: items whose record was made.
+        converted: items whose record was written anew in the form asked for, with ``convert=True``.
+        left_out: items whose record does not fit into ``max_bytes``.
+    """
+
+    cached: int
+    computed: int
+    converted: int = 0
+    left_out: int = 0
+
+
+def populate(
+    dataset: GDSDataset, num_workers: int | None, executor: Executor | None, show: bool, ranks: Ranks
+) -> Populated:
+    """See :meth:`GDSDataset.populate`; ``dataset`` caches, and its target is the CPU."""
+    if num_workers is not None and num_workers < 0:
+        raise ValueError(f"num_workers={num_workers}: use 0 for this process, or a number of workers")
+    if executor is not None and num_workers:
+        raise ValueError(f"num_workers={num_workers} and executor={executor!r}: give one of them")
+    with _bar(show and ranks.rank == 0) as bar:
+
+        def fill_share() -> _Tally:
+            dataset.flush()  # other processes cannot see what waits in this one to be saved
+            share = ranks.share(len(dataset.data))
+            engine: Engine = Here(dataset)
+            if executor is not None:
+                engine = OverExecutor(dataset, executor)
+            elif workers := default_workers(len(share)) if num_workers is None else num_workers:
+                engine = InWorkers(dataset, workers)
+            tally = _Tally()
+            with closing(engine):
+                _Filling(dataset, engine, bar, tally).run(share)
+            if tally.failures and num_workers is None and isinstance(engine, InWorkers):
+                again = [item.index for item in tally.failures]  # transforms may need this process, as for CUDA
+                tally.failures = []
+                _Filling(dataset, Here(dataset), bar, tally).run(again)
+            if ranks.together:
+                bar(description="waiting for the other ranks")
+            return tally
+
+        try:
+            tallies = ranks.gather(fill_share)
+        except RankLost as e:
+            raise PopulateError(f"not every rank has filled its share of the cache: {e}") from e
+    failed = sorted(failure for tally in tallies for failure in (*tally.failures, *tally.killers))
+    if failed:
+        raise PopulateError(_name_some(failed, len(dataset.data)), failed)
+    return Populated(
+        sum(tally.cached for tally in tallies),
+        sum(tally.computed for tally in tallies),
+        sum(tally.converted for tally in tallies),
+        sum(tally.left_out for tally in tallies),
+    )
+
+
+@dataclass
+class _Tally:
+    """What became of a rank's items."""
+
+    cached: int = 0
+    computed: int = 0
+    converted: int = 0
+    left_out: int = 0
+    failures: list[FailedItem] = field(default_factory=list)
+    killers: list[FailedItem] = field(default_factory=list)  # items whose workers died
+
+
+#: An exception comes from the engine, and means that a worker died.
+_Outcome = Saved | FailedItem | Exception
+
+
+class _Filling:
+    """Fills a rank's share, and counts what became of it in a tally.
+
+    Items that another process is computing are tried again in the next round. Items that were under way when a worker
+    died are tried once more at the end, one at a time, so that an item that kills its worker costs no other item.
+    """
+
+    def __init__(self, dataset: GDSDataset, engine: Engine, bar: Callable[..., None], tally: _Tally) -> None:
+        self._dataset, self._engine, self._bar, self._tally = dataset, engine, bar, tally
+        self._running: dict[Future[Answer], tuple[int, str]] = {}  # index, and the digest of its key at submission
+        self._workers: set[str] = set()
+        self._suspects: list[int] = []
+        self._lost = 0  # items in a row whose worker died
+
+    def run(self, share: Sequence[int]) -> None:
+        self._bar(total=len(share))
+        try:
+            self._fill(share, last=False)
+            self._fill(self._suspects, last=True)
+        finally:
+            for future in self._running:
+                future.cancel()
+
+    def _fill(self, indices: Sequence[int], last: bool) -> None:
+        waited, (pause, longest) = 0.0, _PAUSES
+        while indices:
+            anyway = waited >= max(_PATIENCE_SECONDS, _PATIENCE_ITEMS * (pace.mean or 0.0))
+            outcomes = self._outcomes(indices, anyway, last)
+            busy = [index for index, outcome in outcomes if not self._settle(index, outcome, last)]
+            if len(busy) == len(indices):
+                time.sleep(pause)
+                waited += pause
+                pause = min(2 * pause, longest)
+            indices = busy
+
+    def _settle(self, index: int, outcome: _Outcome, last: bool) -> bool:
+        """Counts an item, unless it must be tried again in the next round."""
+        tally = self._tally
+        match outcome:
+            case Saved("busy"):
+                return False
+            case Saved(how):
+                tally.cached += how == "cached"
+                tally.computed += how == "computed"
+                tally.converted += how == "converted"
+                tally.left_out += how == "full"
+            case FailedItem():
+                tally.failures.append(outcome)
+            case Exception() if last:
+                tally.killers.append(FailedItem(index, path_of(self._dataset.data, index), in_words(outcome)))
+            case _:
+                self._suspect(index, outcome)
+                return True
+        self._lost = 0
+        failed = f", {len(tally.failures)} failed" if tally.failures else ""
+        self._bar(advance=1, description=f"filling the cache, {self._engine.kind}{failed}")
+        return True
+
+    def _suspect(self, index: int, error: Exception) -> None:
+        if not self._suspects:
+            warnings.warn(
+                f"{error}. What was under way is tried once more at the end, one item at a time",
+                CacheWarning,
+                stacklevel=2,
+            )
+        self._suspects.append(index)
+        self._lost += 1
+        if self._lost > _HOPELESS_WINDOWS * self._engine.window:
+            raise WorkerDied(f"{self._lost} items in a row: {error}. {self._under_way()}") from error
+
+    def _outcomes(self, indices: Sequence[int], anyway: bool, one_by_one: bool) -> Iterator[tuple[int, _Outcome]]:
+        """Index and outcome of each item, in the order in which they end."""
+        for index in indices:
+            digest, cached = self._look(index)
+            if cached:
+                yield index, Saved("cached")
+                continue
+            try:
+                self._running[self._engine.submit(index, anyway)] = index, digest
+            except BrokenExecutor as e:
+                raise WorkerDied(f"the executor lost a worker and runs nothing more: {e}. {self._under_way()}") from e
+            window = 1 if one_by_one else max(self._engine.window, AHEAD * len(self._workers))
+            while len(self._running) >= window:
+                yield from self._ended()
+        while self._running:
+            yield from self._ended()
+
+    def _ended(self) -> Iterator[tuple[int, _Outcome]]:
+        """Waits for at least one item."""
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        for future in done:
+            index, digest = self._running[future]
+            outcome: _Outcome
+            try:
+                outcome, worker = future.result()
+                self._workers.add(worker)
+                outcome = self._expected(index, digest, outcome, worker)
+            except (NotSaved, PopulateError):
+                raise
+            except Exception as e:
+                outcome = e
+            if isinstance(outcome, Saved):
+                outcome.note()
+            del self._running[future]
+            yield index, outcome
+
+    def _look(self, index: int) -> tuple[str, bool]:
+        """The digest of an item's key, and whether it has a record now."""
+        try:
+            key = self._dataset.key(index)
+            return key.digest, self._dataset.holds(key)
+        except Exception:  # it will be raised again where failures are noted
+            return "", False
+
+    def _expected(self, index: int, digest: str, outcome: Saved | FailedItem, worker: str) -> Saved | FailedItem:
+        """The outcome if the worker made the record that is looked for here; busy if the item has another key by now.
+
+        Raises:
+            PopulateError: the worker makes other keys than this process.
+        """
+        if isinstance(outcome, FailedItem) or not digest or outcome.digest in ("", digest):
+            return outcome
+        if self._look(index)[0] != digest:  # a source file was edited meanwhile
+            return Saved("busy")
+        raise PopulateError(
+            f"{worker} made the record of item {index} under another key than the process that fills the cache looks "
+            "for: MONAI's version, code, settings or source files differ between the two"
+        )
+
+    def _under_way(self) -> str:
+        items = sorted({*self._suspects, *(index for index, _ in self._running.values())})
+        named = ", ".join(f"{index} ({path_of(self._dataset.data, index)})" for index in items[:_NAMED])
+        return f"Items under way: {named}. What was finished is cached: populate continues from there"
+
+
+def _name_some(failed: Sequence[FailedItem], count: int) -> str:
+    named = [f"  {item.index}: {item.path}: {item.error}" for item in failed[:_NAMED]]
+    if len(failed) > _NAMED:
+        named.append(f"  and {len(failed) - _NAMED} more, see the error's attribute `failures`")
+    return "\n".join([f"{len(failed)} of {count} items failed, the others are cached:", *named])
+
+
+@contextmanager
+def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
+    """A progress bar, if there is a terminal or a notebook to show it. Yields the function that updates it."""
+    from monai_gds.base.console import progress
+
+    display = progress()
+    display.disable = display.disable or not wanted
+    with display:
+        yield partial(display.update, display.add_task("filling the cache", total=None))

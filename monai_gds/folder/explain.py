@@ -1,0 +1,337 @@
+"""Explains why a key has no record: finds the most similar record in the index and describes the differences.
+
+Used by the dataset's ``explain`` and by the warning after an epoch of misses. Pure functions over an
+:class:`~monai_gds.folder.index.Index`; no record is opened.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from monai_gds.folder.index import Index, IndexEntry
+from monai_gds.records.header import SourceState
+
+__all__ = ["Nearest", "Wanted", "description_differences", "nearest", "source_differences"]
+
+#: A path in the description of a pipeline: "transforms[1] Spacingd.pixdim" is the attribute "pixdim" of the transform
+#: "Spacingd" at place 1. A transform without attributes is described by its name alone.
+_STEP = re.compile(r"transforms\[(\d+)\] ([^\s.]+)(?:\.(.*))?", re.DOTALL)
+
+#: Prefix of the paths that describe the state of the process.
+_STATE = "state."
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A key that has no record."""
+
+    item: str  # hash of the item
+    pipeline: str  # hex digits that identify the transforms and the state
+    # Size and identity of each source by its absolute path.
+    sources: Mapping[str, SourceState] = field(default_factory=dict)
+    # Of the pipeline, as for :meth:`Index.describe_pipeline`.
+    description: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The record that is most similar to a key."""
+
+    entry: IndexEntry | None  # the record; None if none has this item or its sources
+    differences: list[str]  # from the record to the key, one short text each
+
+
+def nearest(index: Index, wanted: Wanted) -> Nearest:
+    """Finds the most similar record among those that still exist.
+
+    Records of the same item come first, then those with a source file in common, then those whose source files have the
+    same names. Among these the fewest differences win, then the newest record.
+
+    Example:
+        >>> from pathlib import Path
+        >>> index, entry = Index("."), IndexEntry("ab" * 16, "item", "cafe0123", 4096, 1, (), {})
+        >>> Path(entry.name).touch()  # in place of a record
+        >>> index.note_record(entry)
+        >>> index.describe_pipeline("cafe0123", {"transforms[0] Spacingd.pixdim": "1.5"})
+        >>> nearest(index, Wanted("item", "beef0123", {}, {"transforms[0] Spacingd.pixdim": "1.0"})).differences
+        ['Spacingd.pixdim 1.5 → 1.0']
+    """
+
+    @functools.cache
+    def of_pipeline(pipeline: str) -> list[str]:
+        return _pipeline_differences(pipeline, index.pipeline(pipeline), wanted)
+
+    def ranked(near: Nearest) -> tuple[int, int]:
+        return len(near.differences), -near.entry.mtime_ns if near.entry else 0
+
+    entries = list(index.entries().values())
+    for is_like, differences in _LIKENESSES:
+        alike = [entry for entry in entries if is_like(entry, wanted)]
+        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e, wanted)]) for e in alike]
+        for near in sorted(found, key=ranked):
+            if near.entry is not None and index.holds(near.entry):
+                return near if near.differences else Nearest(near.entry, ["nothing that the index holds differs"])
+    return Nearest(None, ["no record here has this item, or source files of these names"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+
+
+def source_differences(before: Mapping[str, SourceState], now: Mapping[str, SourceState]) -> list[str]:
+    """The differences between the sources of a record and those of a key.
+
+    Example:
+        >>> source_differences({"/data/ct_3.nii.gz": (100, "a")}, {"/data/ct_3.nii.gz": (120, "b")})
+        ['ct_3.nii.gz changed (size 100 → 120)']
+    """
+    paths = sorted({*before, *now})
+    short = _short_names(paths)
+    differences = []
+    for path in paths:
+        if path not in now:
+            differences.append(f"{short[path]} is no longer a source")
+        elif path not in before:
+            differences.append(f"{short[path]} is a new source")
+        else:
+            differences += _change(short[path], before[path], now[path])
+    return differences
+
+
+def _change(name: str, before: SourceState, now: SourceState) -> list[str]:
+    if before[0] != now[0]:
+        return [f"{name} changed (size {before[0]} → {now[0]})"]
+    if _by_time(before) != _by_time(now):
+        old, new = ("its time" if _by_time(state) else "its content" for state in (before, now))
+        return [f"{name} was identified by {old} and is by {new} now (sources=)"]
+    if before[1] == now[1]:
+        return []
+    return [f"{name} has another time" if _by_time(now) else f"{name} content changed"]
+
+
+def _by_time(state: SourceState) -> bool:
+    """Whether a source was identified with ``sources="stat"``."""
+    return str(state[1]).startswith("stat:")
+
+
+def _short_names(paths: Iterable[str]) -> dict[str, str]:
+    """The last part of each path, or the whole path if several have the same last part."""
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        by_name.setdefault(os.path.basename(path) or path, []).append(path)
+    return {path: name if len(alike) == 1 else path for name, alike in by_name.items() for path in alike}
+
+
+def _same_item(entry: IndexEntry, wanted: Wanted) -> bool:
+    return entry.item == wanted.item
+
+
+def _of_same_item(entry: IndexEntry, wanted: Wanted) -> list[str]:
+    if entry.sources.keys().isdisjoint(wanted.sources) and _same_names(entry, wanted):  # below another root
+        return _changes_by_name(entry, wanted)
+    return source_differences(entry.sources, wanted.sources)
+
+
+def _same_sources(entry: IndexEntry, wanted: Wanted) -> bool:
+    return not entry.sources.keys().isdisjoint(wanted.sources)
+
+
+def _of_same_sources(entry: IndexEntry, wanted: Wanted) -> list[str]:
+    shared = entry.sources.keys() & wanted.sources.keys()
+    names = ", ".join(sorted(_short_names(shared).values()))
+    return [
+        f"an item with the source {names} that differs in another value, or in how it spells a path",
+        *source_differences(entry.sources, wanted.sources),
+    ]
+
+
+def _same_names(entry: IndexEntry, wanted: Wanted) -> bool:
+    if not wanted.sources or len(entry.sources) != len(wanted.sources):
+        return False
+    return [os.path.basename(p) for p in _by_name(entry.sources)] == [
+        os.path.basename(p) for p in _by_name(wanted.sources)
+    ]
+
+
+def _of_same_names(entry: IndexEntry, wanted: Wanted) -> list[str]:
+    differences = []
+    for before, now in zip(_by_name(entry.sources), _by_name(wanted.sources), strict=True):
+        name = os.path.basename(now)
+        if before != now:
+            differences.append(f"{name} is in another folder: {os.path.dirname(before)} → {os.path.dirname(now)}")
+        differences += _change(name, entry.sources[before], wanted.sources[now])
+    return differences
+
+
+def _changes_by_name(entry: IndexEntry, wanted: Wanted) -> list[str]:
+    pairs = zip(_by_name(entry.sources), _by_name(wanted.sources), strict=True)
+    return [
+        text
+        for before, now in pairs
+        for text in _change(os.path.basename(now), entry.sources[before], wanted.sources[now])
+    ]
+
+
+def _by_name(paths: Iterable[str]) -> list[str]:
+    return sorted(paths, key=lambda path: (os.path.basename(path), path))
+
+
+#: In order of preference: whether a record is similar to a key in this way, and what differs besides the pipeline.
+_LIKENESSES = (
+    (_same_item, _of_same_item),
+    (_same_sources, _of_same_sources),
+    (_same_names, _of_same_names),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipelines
+
+Attributes = dict[str, str]
+
+
+def _pipeline_differences(pipeline: str, before: Mapping[str, str], wanted: Wanted) -> list[str]:
+    if pipeline == wanted.pipeline:
+        return []
+    if not before or not wanted.description:
+        return [
+            f"the transforms or the settings differ (pipeline {pipeline[:8] or '-'} → {wanted.pipeline[:8] or '-'})"
+        ]
+    found = description_differences(before, wanted.description)
+    return found or ["the transforms differ in a way that their description does not show"]
+
+
+def description_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The differences between two descriptions of pipelines, step by step and attribute by attribute.
+
+    Example:
+        >>> description_differences({"state.track_meta": "False"}, {"state.track_meta": "True"})
+        ['track_meta False → True']
+    """
+    steps_before, rest_before = _steps(before)
+    steps_now, rest_now = _steps(now)
+    rest = _attribute_differences("", rest_before, rest_now)
+    return [*_step_differences(steps_before, steps_now), *(text.removeprefix(_STATE) for text in rest)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A transform of a pipeline: its place, its name and the texts of its attributes."""
+
+    place: int
+    name: str
+    attributes: Attributes
+
+
+def _steps(description: Mapping[str, str]) -> tuple[list[_Step], Attributes]:
+    """The transforms in order, and the rest of the description."""
+    steps: dict[int, _Step] = {}
+    rest = {}
+    for path, text in description.items():
+        found = _STEP.fullmatch(path)
+        step = steps.setdefault(int(found[1]), _Step(int(found[1]), found[2], {})) if found else None
+        if found and step and step.name == found[2]:
+            step.attributes[found[3] or ""] = text
+        else:
+            rest[path] = text
+    return [steps[place] for place in sorted(steps)], rest
+
+
+def _step_differences(before: Sequence[_Step], now: Sequence[_Step]) -> list[str]:
+    repeated = [name for steps in (before, now) for name in _repeated(steps)]
+    differences = []
+    for old, new in _aligned(before, now):
+        if old is None and new is not None:
+            differences.append(f"{new.name} inserted at transforms[{new.place}]")
+        elif new is None and old is not None:
+            differences.append(f"{old.name} removed from transforms[{old.place}]")
+        elif old is not None and new is not None:
+            label = f"transforms[{new.place}] {new.name}" if new.name in repeated else new.name
+            differences += _attribute_differences(label, old.attributes, new.attributes)
+    return differences
+
+
+def _repeated(steps: Sequence[_Step]) -> list[str]:
+    names = [step.name for step in steps]
+    return [name for name in names if names.count(name) > 1]
+
+
+def _aligned(before: Sequence[_Step], now: Sequence[_Step]) -> list[tuple[_Step | None, _Step | None]]:
+    """Pairs steps of the same name by edit distance: as few unpaired steps as possible, then as few changed attributes.
+
+    An unpaired step is paired with None. The table of costs is filled in from the end.
+    """
+    rows, columns = len(before), len(now)
+    unpaired = 1 + sum(len(step.attributes) for step in chain(before, now))  # costs more than all changes together
+    costs = [[unpaired * (rows - i + columns - j) for j in range(columns + 1)] for i in range(rows + 1)]
+    for i in reversed(range(rows)):
+        for j in reversed(range(columns)):
+            costs[i][j] = unpaired + min(costs[i + 1][j], costs[i][j + 1])
+            if before[i].name == now[j].name:
+                costs[i][j] = min(costs[i][j], costs[i + 1][j + 1] + _changes(before[i], now[j]))
+    pairs: list[tuple[_Step | None, _Step | None]] = []
+    i = j = 0
+    while i < rows or j < columns:
+        both = i < rows and j < columns
+        if both and before[i].name == now[j].name and costs[i][j] == costs[i + 1][j + 1] + _changes(before[i], now[j]):
+            pairs.append((before[i], now[j]))
+            i, j = i + 1, j + 1
+        elif i < rows and costs[i][j] == unpaired + costs[i + 1][j]:
+            pairs.append((before[i], None))
+            i += 1
+        else:
+            pairs.append((None, now[j]))
+            j += 1
+    return pairs
+
+
+def _changes(old: _Step, new: _Step) -> int:
+    return sum(old.attributes.get(name) != new.attributes.get(name) for name in {*old.attributes, *new.attributes})
+
+
+#: An element of a list among the attributes, such as ``_loader.readers[1]``.
+_ELEMENT = re.compile(r"(.*?\[\d+\])\..*", re.DOTALL)
+
+
+def _whole_elements(before: Attributes, now: Attributes) -> dict[str, str]:
+    """The elements of lists that only one side has, each with ``"is gone"`` or ``"is new"``."""
+    found: dict[str, str] = {}
+    for mine, others, what in ((before, now, "is gone"), (now, before, "is new")):
+        elements = {element[1] for name in mine if (element := _ELEMENT.fullmatch(name))}
+        found.update({e: what for e in elements if not any(name.startswith(e) for name in others)})
+    return found
+
+
+def _is_shown_by_parts(name: str, before: Attributes, now: Attributes) -> bool:
+    """Whether this is the hash of code, and something named within the code differs too, which is reported instead."""
+    if not (before.get(name, "").startswith("code ") and now.get(name, "").startswith("code ")):
+        return False
+    within = (f"{name}'s ", f"{name}.", f"{name}[")
+    return any(part.startswith(within) and before.get(part) != now.get(part) for part in {*before, *now})
+
+
+def _attribute_differences(label: str, before: Attributes, now: Attributes) -> list[str]:
+    differences = []
+    whole = _whole_elements(before, now)
+    for element, what in sorted(whole.items()):
+        loader, _, reader = element.rpartition("readers[")
+        unnamed = reader and now.get(f"{loader}auto_select") != "False"
+        hint = ": name the readers that count, as in reader='NibabelReader'" if unnamed else ""
+        differences.append(f"{'.'.join(part for part in (label, element) if part)} {what}{hint}")
+    for name in dict.fromkeys([*before, *now]):
+        if (found := _ELEMENT.fullmatch(name)) and found[1] in whole:
+            continue
+        if _is_shown_by_parts(name, before, now):
+            continue
+        full = ".".join(part for part in (label, name) if part)
+        if name not in now:
+            differences.append(f"{full} {before[name]} → not there")
+        elif name not in before:
+            differences.append(f"{full} not there → {now[name]}")
+        elif before[name] != now[name]:
+            differences.append(f"{full} {before[name]} → {now[name]}")
+    return differences

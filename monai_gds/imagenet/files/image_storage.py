@@ -1,0 +1,210 @@
+"""All storage calls of the image code: batches of images into reused buffers, and the records of packed folders.
+
+The readers and the packing code call it, and need not know how reads are described or carried out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.base.checksum import checksum
+from monai_gds.base.pooled_memory import tensor_at
+from monai_gds.base.process import PerProcess
+from monai_gds.errors import DamagedRecord
+from monai_gds.items.tree import compile_tree, encode_item, tensor_of
+from monai_gds.records.header import ARRAYS, Header
+from monai_gds.records.reader import read_record
+from monai_gds.records.writing import pack_record
+from monai_gds.storage import ALIGNMENT, FileId, Pending, Reads, Storage, open_storage
+from monai_gds.storage.pending import Then
+
+__all__ = ["Fetch", "ImageRecord", "ImageStorage", "load_item", "read_files", "read_layout", "save_item"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Images that are being read into one buffer.
+
+    Args:
+        pending: the reads.
+        split: cuts the filled buffer into the images, 1-D uint8 slices.
+        release: gives the buffer back for reuse. To be called once nothing reads from the images any more.
+    """
+
+    pending: Pending
+    split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = list
+    release: Callable[[], None] = lambda: None
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Waits for the reads, and returns the images. Raises OSError if a file could not be opened or read."""
+        return self.split(self.pending.wait())
+
+
+class ImageStorage:
+    """A storage backend and the buffers it reads images into.
+
+    Host buffers are reused: clearing new pages, at 4 GB/s, would take longer than reading into them. Unpinned buffers
+    come back by themselves when the last tensor over them is gone. Pinned buffers do not, since a copy to a GPU may
+    still read from them then: ``Fetch.release`` gives them back. Device buffers are always new, because torch's
+    allocator already reuses them in the order of the streams.
+
+    Args:
+        backend, device, options: as for :func:`monai_gds.open_storage`, which may raise.
+        pinned: host buffers are pinned, for a decoder on a GPU.
+    """
+
+    def __init__(
+        self, backend: str, device: torch.device, *, pinned: bool = False, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.device = device
+        self._storage = PerProcess(partial(open_storage, backend, device, **(options or {})))
+        self._storage()  # an error now, if the backend does not work here
+        self._pinned = pinned and device.type == "cpu"
+        self._free: deque[torch.Tensor] = deque(maxlen=limits.IMAGE_BUFFERS)
+
+    def start_files(self, paths: Sequence[str], sizes: np.ndarray) -> Fetch:
+        """Starts reading whole files, one image each. A file without its given size fails with FileChanged."""
+        pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte behind each file shows whether it has grown
+        ends = np.cumsum(pitch)
+        reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
+        return self._start(reads, reads.parts)
+
+    def start_range(
+        self,
+        path: str,
+        offset: int,
+        sizes: list[int],
+        file: FileId,
+        verify: Callable[[torch.Tensor], None] | None = None,
+    ) -> Fetch:
+        """Starts reading images of the given sizes that lie back to back in a large file, from ``offset`` on.
+
+        Args:
+            path: of the file.
+            offset: of the first image.
+            sizes: of the images.
+            file: the file's identity; a different one fails with FileChanged.
+            verify: called with the bytes of all the images once they have arrived, in the thread that read them. If it
+                raises, the read fails.
+        """
+        nbytes = sum(sizes)
+        reads = Reads.of(path, [(offset, nbytes)], file)
+
+        def verified(filled: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
+            if verify is not None and not errors:
+                verify(filled[0][:nbytes])
+            return filled
+
+        return self._start(
+            reads, lambda filled: torch.split(filled[0][:nbytes], sizes), None if verify is None else verified
+        )
+
+    def _start(
+        self, reads: Reads, split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], step: Then | None = None
+    ) -> Fetch:
+        buffer = None
+        if self.device.type == "cuda":  # new memory has no earlier reader: filling one of ours waits for the training
+            pending = self._storage().load(reads)
+        else:
+            buffer = self.take(int(reads.sizes[0]))
+            pending = self._storage().fill(reads, [buffer])
+        if step is not None:
+            pending = pending.then(step)
+        return Fetch(pending, split) if buffer is None else Fetch(pending, split, partial(self._give_back, buffer))
+
+    def head(self, path: str) -> tuple[Header, FileId]:
+        """Reads the header of a record, and the identity of its file. Raises RecordError, OSError."""
+        record, file, _ = read_record(path, self._storage())
+        return record, file
+
+    @property
+    def coherent(self) -> bool:
+        """Whether reads see what the file system sees, so that a file's identity shows whether it has changed."""
+        return self._storage().coherent
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A 1-D uint8 host tensor of this many bytes or more."""
+        memory = self._unused(nbytes)
+        if self._pinned:
+            return memory
+        return tensor_at(memory.data_ptr(), memory.numel(), partial(self._free.append, memory))
+
+    def _unused(self, nbytes: int) -> torch.Tensor:
+        for _ in range(len(self._free)):
+            try:
+                memory = self._free.popleft()
+            except IndexError:  # another thread was faster
+                break
+            if memory.numel() >= nbytes:
+                return memory  # smaller ones are dropped
+        nbytes += nbytes // 4  # so that it fits the next batches too
+        if self._pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._storage().memory(nbytes)
+
+    def _give_back(self, memory: torch.Tensor) -> None:
+        if self._pinned:
+            self._free.append(memory)
+
+    def close(self) -> None:
+        """Frees unused buffers and the backend's threads. Images handed out stay valid."""
+        self._free.clear()
+        if storage := self._storage.made():
+            storage.close()
+
+
+def read_files(storage: Storage, paths: Sequence[str], sizes: list[int]) -> torch.Tensor:
+    """Reads whole files of the given sizes back to back into a new 1-D uint8 tensor; raises OSError."""
+    lengths = np.array(sizes, np.int64)
+    reads = Reads.of_files(paths, lengths, np.cumsum(lengths) - lengths, sum(sizes), expected=sizes)
+    (data,) = storage.fill(reads, [storage.memory(sum(sizes))]).wait()
+    return data
+
+
+def save_item(storage: Storage, path: Path, item: dict[str, Any]) -> None:
+    """Writes an item as the new file ``path``, a record without a key."""
+    storage.write(str(path), pack_record(encode_item(item), key={}))
+
+
+class ImageRecord(NamedTuple):
+    """A file of packed images: the bytes of each image, where the first one begins, and the bytes of the file."""
+
+    sizes: np.ndarray
+    offset: int
+    nbytes: int
+
+
+def read_layout(path: str) -> ImageRecord:
+    """Reads where the images lie in a file that :func:`save_item` wrote. Raises RecordError, OSError."""
+    with closing(open_storage(device="cpu")) as storage:
+        record, file, _ = read_record(path, storage)
+        entry = record.tensors["sizes"]
+        (sizes,) = storage.load(Reads.of(path, [(entry.offset, entry.nbytes)], file)).wait()
+    return ImageRecord(sizes.view(torch.int64).numpy().copy(), record.tensors["images"].offset, file.size)
+
+
+def load_item(path: str) -> Any:
+    """Reads an item that :func:`save_item` wrote, with all checksums verified.
+
+    Raises RecordError for a record that is damaged or of a newer format, and OSError.
+    """
+    with closing(open_storage(device="cpu")) as storage:
+        record, file, blocks = read_record(path, storage)
+        ranges = [(entry.offset, entry.nbytes) for entry in record.tensors.values()]
+        raw = storage.load(Reads.of(path, ranges, file)).wait()
+    tensors = {}
+    for (name, entry), data in zip(record.tensors.items(), raw, strict=True):
+        if checksum(data) != entry.checksum:
+            raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
+        tensors[name] = tensor_of(data, getattr(torch, entry.dtype), entry.shape)
+    return compile_tree(record.tree, blocks.get(ARRAYS, b""), record.tensors)(tensors)

@@ -1,0 +1,317 @@
+"""The types an item tree holds beyond JSON's own and containers: one registry for encoding and decoding.
+
+The immutable types at the end of this file and the types of users are registered by the same :func:`register_type`.
+Nothing here imports or calls what a record names: a name is looked up in the registry, among MONAI's enums, or among
+the named tuples of modules that this process has already imported.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import importlib
+import sys
+import types
+import uuid
+import zoneinfo
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from monai_gds.errors import DamagedRecord, NewerRecord
+from monai_gds.records.header import DTYPES
+
+__all__ = [
+    "DTYPE_NAMES",
+    "MAX_DEPTH",
+    "NUMERIC",
+    "STORED_AS_REAL",
+    "TAGS",
+    "Codec",
+    "UnknownHere",
+    "builtin_type",
+    "codec_for",
+    "codec_named",
+    "dtype_name",
+    "enum_member",
+    "is_monai_enum",
+    "is_named_tuple",
+    "named_tuple",
+    "numpy_type",
+    "register_type",
+    "torch_dtype",
+    "type_name",
+]
+
+#: How deep containers may be nested. Python's recursion limit allows about half as much again.
+MAX_DEPTH = 100
+
+#: torch dtype -> safetensors' name.
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, attribute): name for name, (attribute, _) in DTYPES.items()}
+
+#: Torch dtypes that safetensors lacks: they are stored with a last axis of (real, imaginary).
+STORED_AS_REAL = (torch.complex128, torch.complex32)
+
+#: NumPy dtypes that torch has too, in native byte order, by their description in a tree.
+NUMERIC = {
+    np.lib.format.dtype_to_descr(dtype): dtype
+    for dtype in map(np.dtype, ("?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16"))
+}
+
+_T = TypeVar("_T")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The registry
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How the instances of one type become plain values and back."""
+
+    name: str
+    cls: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+_by_class: dict[type, Codec] = {}
+_by_name: dict[str, Codec] = {}
+
+#: Names of built-in types, which are tags of the format: ``{"$date": "2020-01-31"}``. Types that users register are
+#: written as ``{"$registered": [name, value]}``. Filled in below.
+TAGS: frozenset[str] = frozenset()
+
+
+def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode: Callable[[Any], _T]) -> None:
+    """Teaches records a type. Call it at import time, in every process that reads or writes such items.
+
+    Args:
+        cls: the class. Instances of subclasses are not covered.
+        name: what the record calls it. Change it when the meaning of the encoded value changes.
+        encode: returns a value made of what records can already hold (dicts, lists, strings, arrays, tensors…). It
+            raises ValueError, with the reason, for an instance that cannot be stored.
+        decode: makes the instance from that value.
+
+    Raises:
+        ValueError: the name belongs to another class with another ``decode``, or begins with ``$`` as built-in ones do.
+            A class of the same module and name is the same, defined again in a notebook, unless a function made it.
+
+    Example:
+        >>> from ipaddress import IPv4Address
+        >>> from monai_gds.items.tree import encode_item, register_type
+        >>> register_type(IPv4Address, "ipv4", str, IPv4Address)
+        >>> encode_item({"scanner": IPv4Address("10.0.0.7")}).tree
+        {'scanner': {'$registered': ['ipv4', '10.0.0.7']}}
+    """
+    if TAGS and name.startswith("$"):
+        raise ValueError(f"the name {name!r} begins with $, as only those of built-in types do: choose another")
+    known = _by_name.get(name)
+    if known is not None and not _is_redefinition(cls, known.cls) and known.decode is not decode:
+        raise ValueError(f"the name {name!r} is already registered for {known.cls.__qualname__}")
+    _by_class[cls] = _by_name[name] = Codec(name, cls, encode, decode)
+
+
+def _is_redefinition(cls: type, known: type) -> bool:
+    """Whether a class is ``known`` itself or defines it again, as a cell of a notebook does when it is run again."""
+    if cls is known:
+        return True
+    names = (cls.__module__, cls.__qualname__), (known.__module__, known.__qualname__)
+    return names[0] == names[1] and "<locals>" not in cls.__qualname__  # a function makes many classes of one name
+
+
+def codec_for(cls: type) -> Codec | None:
+    """The codec for instances of exactly this class."""
+    return _by_class.get(cls)
+
+
+class UnknownHere(DamagedRecord):
+    """A record holds a type that this process lacks. Another process may be able to read it."""
+
+
+def codec_named(name: Any) -> Codec:
+    """The codec registered under a name. Raises UnknownHere if there is none."""
+    if type(name) is not str:
+        raise DamagedRecord(f"it names a type by {name!r:.40}, which is not a string")
+    if name not in _by_name:
+        raise UnknownHere(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
+    return _by_name[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Classes and dtypes by their names
+
+_TYPES: dict[str, type] = {
+    t.__name__: t
+    for t in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+}  # fmt: skip
+
+
+def type_name(cls: type) -> str | None:
+    """The name of a builtin type that a record may name; None for any other class."""
+    return cls.__name__ if _TYPES.get(cls.__name__) is cls else None
+
+
+def builtin_type(name: Any) -> type:
+    """The inverse of :func:`type_name`. Raises NewerRecord for a name that it does not return."""
+    if name not in _TYPES:
+        raise NewerRecord(f"it holds the type {name!r}, which this version does not know")
+    return _TYPES[name]
+
+
+def numpy_type(name: str) -> type:
+    """The NumPy scalar type of this name."""
+    found = getattr(np, name, None)
+    if not (isinstance(found, type) and issubclass(found, np.generic)):
+        raise DamagedRecord(f"it holds the NumPy type {name!r}, which this NumPy does not know")
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str, of_data: bool = False) -> torch.dtype:
+    """The torch dtype of this name. With ``of_data``, only dtypes of which a tensor can safely be made."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedRecord(f"it holds the dtype {name!r}, which this torch does not know")
+    if of_data and dtype not in DTYPE_NAMES and dtype not in STORED_AS_REAL:
+        raise DamagedRecord(f"it holds a small tensor of the dtype {name!r}")
+    return dtype
+
+
+def is_monai_enum(cls: type) -> bool:
+    """Whether this is one of MONAI's own enums. A record may name no others."""
+    return _monai_enum(cls.__qualname__) is cls
+
+
+@functools.lru_cache(maxsize=256)
+def enum_member(cls: str, member: str) -> enum.Enum:
+    found = _monai_enum(cls)
+    if found is None or member not in found.__members__:
+        raise DamagedRecord(f"it holds {cls}.{member}, which this MONAI does not know")
+    return found[member]
+
+
+def _monai_enum(name: str) -> type[enum.Enum] | None:
+    found = getattr(importlib.import_module("monai.utils.enums"), name, None)
+    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
+
+
+_FieldOfNamedTuple = type(vars(collections.namedtuple("_", "field"))["field"])
+
+
+def is_named_tuple(cls: type) -> bool:
+    """Whether ``collections.namedtuple`` or ``typing.NamedTuple`` made this class.
+
+    Only then does ``tuple.__new__`` make its instances, and do the members make up the whole instance.
+    """
+    fields = vars(cls).get("_fields")
+    return (
+        type(cls) is type
+        and cls.__bases__ == (tuple,)
+        and not cls.__dictoffset__
+        and type(fields) is tuple
+        and all(type(vars(cls).get(field)) is _FieldOfNamedTuple for field in fields)
+    )
+
+
+def named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    """The named tuple of this name and fields in a module that is already imported.
+
+    Raises UnknownHere if there is none.
+    """
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
+    if not (isinstance(found, type) and is_named_tuple(found)):
+        why = "which no module imported here defines as a named tuple"
+    elif vars(found)["_fields"] != fields:
+        why = f"whose fields were {', '.join(fields)} when it was written"
+    else:
+        return found
+    raise UnknownHere(f"it cannot be read in this process: it holds a {module}.{qualname}, {why}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Immutable types that every record may hold, encoded as plain JSON
+
+
+def _timedelta(value: datetime.timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
+def _zone(value: datetime.tzinfo | None) -> list[Any] | None:
+    if value is None:
+        return None
+    if type(value) is datetime.timezone:
+        offset, *name = cast(Any, value).__getinitargs__()
+        return ["offset", _timedelta(offset), *name]
+    if type(value) is zoneinfo.ZoneInfo and value.key is not None:
+        try:
+            if zoneinfo.ZoneInfo(value.key) is value:
+                return ["zone", value.key]
+        except (zoneinfo.ZoneInfoNotFoundError, ValueError):
+            pass
+    raise ValueError(f"has the time zone {value!r}, which is neither a fixed offset nor found by its key")
+
+
+def _zone_of(payload: Any) -> Any:
+    if payload is None:
+        return None
+    kind, what, *name = payload
+    if kind == "offset":
+        return datetime.timezone(datetime.timedelta(*what), *name)
+    if kind == "zone":
+        return zoneinfo.ZoneInfo(what)
+    raise NewerRecord(f"it holds a time zone of the kind {kind!r}, which this version does not know")
+
+
+def _clock(value: datetime.datetime | datetime.time) -> list[Any]:
+    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, _zone(value.tzinfo)]
+
+
+def _clock_of(cls: type[datetime.datetime] | type[datetime.time]) -> Callable[[list[Any]], Any]:
+    def decode(payload: list[Any]) -> Any:
+        text, fold, zone = payload
+        return cls.fromisoformat(text).replace(tzinfo=_zone_of(zone), fold=fold)
+
+    return decode
+
+
+def _fraction_of(payload: list[str]) -> fractions.Fraction:
+    return fractions.Fraction(*[int(n, 16) for n in payload])
+
+
+def _uuid_of(payload: list[Any]) -> uuid.UUID:
+    return uuid.UUID(hex=payload[0], is_safe=uuid.SafeUUID(payload[1]))
+
+
+def _singleton(value: Any, name: str) -> None:
+    register_type(type(value), name, lambda _: None, lambda _: value)
+
+
+register_type(range, "$range", lambda v: [v.start, v.stop, v.step], lambda p: range(*p))
+register_type(torch.dtype, "$torch_dtype", dtype_name, torch_dtype)
+register_type(torch.device, "$device", str, torch.device)
+register_type(datetime.date, "$date", datetime.date.isoformat, datetime.date.fromisoformat)
+register_type(datetime.datetime, "$datetime", _clock, _clock_of(datetime.datetime))
+register_type(datetime.time, "$time", _clock, _clock_of(datetime.time))
+register_type(datetime.timedelta, "$timedelta", _timedelta, lambda p: datetime.timedelta(*p))
+register_type(datetime.timezone, "$timezone", _zone, _zone_of)
+register_type(zoneinfo.ZoneInfo, "$timezone", _zone, _zone_of)
+register_type(decimal.Decimal, "$decimal", str, decimal.Decimal)
+register_type(fractions.Fraction, "$fraction", lambda v: [hex(v.numerator), hex(v.denominator)], _fraction_of)
+register_type(uuid.UUID, "$uuid", lambda v: [v.hex, v.is_safe.value], _uuid_of)
+_singleton(..., "$ellipsis")
+_singleton(np.ma.masked, "$masked")
+
+TAGS = frozenset(_by_name)

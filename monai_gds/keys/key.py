@@ -1,0 +1,258 @@
+"""The key of an item: the name of its record, and what went into that name.
+
+A key covers the item, the deterministic transforms, the process settings that change results, MONAI's version, and the
+content of every source file. The dataset supplies the pipeline and its state. The item and its files are examined here
+on every access, so that an edited volume is never served stale.
+
+:meth:`Key.parts` is exactly what is digested. The record stores it, and readers digest it again, so a record under the
+wrong name is refused.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import xxhash
+
+from monai_gds import limits
+from monai_gds.base.data_root import below
+from monai_gds.errors import HashingError
+from monai_gds.keys.hashing import canonical_hash, hash_item
+from monai_gds.keys.source_names import absolute, candidates
+from monai_gds.keys.sources import Identity, Sources
+from monai_gds.records.header import digest_of
+
+__all__ = ["Key", "KeyMaker", "Pipeline", "hash_text"]
+
+#: The first part. Changes whenever the meaning of the others does.
+_FORMAT = "monai_gds 2"
+
+_PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What all keys of one pipeline share."""
+
+    transforms: str = ""  # hash of the deterministic transforms; empty if they are not part of the key
+    monai: str = ""  # MONAI's version as far as it counts; empty if it does not
+    # Settings of the process that differ from their defaults, ``(name, value)`` each.
+    state: tuple[tuple[str, str], ...] = ()
+    # The data root that keys and records are relative to, without a trailing slash. With None, paths are absolute.
+    root: str | None = None
+    description: dict[str, str] = field(default_factory=dict)  # of the transforms, ``{attribute path: short text}``
+    files: tuple[str, ...] = ()  # files that the transforms name
+
+    def parts(self, item: str, sources: list[list[Any]]) -> list[Any]:
+        """The parts that are digested, JSON-able, given an item's hash and its sources ``[name, size, content]``."""
+        state = [list(pair) for pair in self.state]
+        return [_FORMAT, item, self.transforms, self.monai, state, sources, self.root is not None]
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that identify this pipeline and state; empty if transforms do not count."""
+        return digest_of(self.parts("", [])) if self.transforms else ""
+
+    def describe(self) -> dict[str, str]:
+        """The description, extended by what counts besides the transforms."""
+        state = {f"state.{name}": value for name, value in self.state}
+        rooted = {"root": "given"} if self.root is not None else {}
+        return {**self.description, "monai": self.monai or "any", **state, **rooted}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Name and ingredients of one record."""
+
+    digest: str  # 32 hex digits
+    item: str  # hash of the item
+    pipeline: Pipeline  # what computes it
+    paths: tuple[str, ...] = ()  # possible sources, absolute
+    identities: tuple[Identity | None, ...] = ()  # of each path; None if there is neither a file nor a folder
+
+    @property
+    def sources(self) -> dict[str, Identity]:
+        """The sources that exist, by absolute path."""
+        pairs = zip(self.paths, self.identities, strict=True)
+        return {path: identity for path, identity in pairs if identity is not None}
+
+    def parts(self) -> list[Any]:
+        """The parts that are digested, JSON-able."""
+        return _parts(self.item, self.pipeline, self.paths, self.identities)
+
+    def changes(self, later: Key) -> str:
+        """Describes what changed between this key and a later one of the same item; empty if nothing did."""
+        if later.digest == self.digest:
+            return ""
+        pairs = zip(self.paths, self.identities, later.identities, strict=False)
+        changed = [path for path, before, now in pairs if before != now]
+        if changed:
+            named = [path for path in changed if path in self.pipeline.files]
+            hint = ". Transforms name it: if one of them writes it, leave it out of the key by __cache_key__"
+            return f"{', '.join(changed[:3])} changed{hint if named else ''}"
+        if later.pipeline.state != self.pipeline.state:
+            return f"settings of the process changed from {dict(self.pipeline.state)} to {dict(later.pipeline.state)}"
+        return "the item or the transforms changed"
+
+    def ingredients(self) -> dict[str, Any]:
+        """What the record stores of its key: the parts, and plain values for maintenance. JSON-able."""
+        return {
+            "parts": self.parts(),
+            "item": self.item,
+            "pipeline": self.pipeline.digest,
+            "monai": self.pipeline.monai,
+            "sources": {path: [identity.size, identity.content] for path, identity in self.sources.items()},
+        }
+
+
+def _parts(item: str, pipeline: Pipeline, paths: Sequence[str], identities: Sequence[Identity | None]) -> list[Any]:
+    named = []
+    for path, identity in zip(paths, identities, strict=True):
+        if identity is not None:
+            rest = None if pipeline.root is None else below(path, pipeline.root)
+            named.append([path if rest is None else f"<root>{rest}", identity.size, identity.content])
+    return pipeline.parts(item, sorted(named))  # independent of the root
+
+
+class KeyMaker:
+    """Makes keys for the items of one dataset.
+
+    Args:
+        hash_func: item -> hash as bytes, as MONAI's ``hash_func``.
+        sources: identifies files.
+        loaded: keys of an item under which a transform loads files, so that any string there names a source; ``"all"``
+            if transforms load whole items.
+        root: see :class:`Pipeline`.
+    """
+
+    def __init__(
+        self,
+        hash_func: Callable[[Any], bytes] = canonical_hash,
+        sources: Sources | None = None,
+        loaded: Collection[str] | Literal["all"] = (),
+        root: str | None = None,
+    ) -> None:
+        self._hash_func = hash_func
+        self._sources = sources or Sources(None, None)
+        self._loaded = loaded
+        self._root = root
+        self._known: dict[bytes, _KnownItem] = {}
+        self._keys = 0  # number of items whose key is remembered
+
+    def __call__(self, item: Any, pipeline: Pipeline) -> Key:
+        """The key of an item. Raises HashingError if the item holds something without a stable content."""
+        given = self._given(item)
+        try:
+            seen = self._look(item) if given is None else _KnownItem(given, candidates(item, self._loaded))
+        except RecursionError as e:
+            raise HashingError(
+                "the item contains itself, or is nested too deeply to be hashed: flatten it, or pass an object in its "
+                "place whose class has a method __cache_key__(self) that returns plain data"
+            ) from e
+        paths = seen.absolute()
+        identities = tuple(map(self._sources.identity, paths, seen.folders))
+        if pipeline.files:
+            files = tuple([path for path in pipeline.files if path not in paths])
+            paths = (*paths, *files)
+            identities = (*identities, *[self._sources.identity(path, False) for path in files])
+        known = seen.key
+        if known is not None and known.pipeline is pipeline and known.identities == identities and known.paths == paths:
+            return known
+        made = Key(digest_of(_parts(seen.hash, pipeline, paths, identities)), seen.hash, pipeline, paths, identities)
+        if known is not None or self._keys < limits.KEYED_ITEMS:
+            self._keys += known is None
+            seen.key = made
+        return made
+
+    def times(self, key: Key) -> dict[str, int]:
+        """When each source of a key last changed, in ns, by path; without those that a user's function identifies."""
+        named = [path for path, identity in key.sources.items() if identity.size >= 0]
+        return {path: self._sources.changed_at(path) for path in named}
+
+    def changes(self, key: Key, times: dict[str, int], later: Key) -> str:
+        """Describes what changed since a key was made and then its ``times`` were taken; empty if nothing did.
+
+        A source that changed and changed back did change: what was read of it in between may be anything.
+        """
+        written = [path for path, time in self.times(key).items() if time != times[path]]
+        if not written or later.digest != key.digest:
+            return key.changes(later)
+        return (
+            f"{', '.join(written[:3])} changed, and holds the same as before. If a transform writes it, leave it out "
+            "of the key: by a function for sources=, or by the transform's __cache_key__"
+        )
+
+    def flush(self) -> None:
+        """Saves what was learned about sources for other processes."""
+        self._sources.flush()
+
+    def _given(self, item: Any) -> str | None:
+        """The hash by the user's function, which is called every time, since it may read files; None without one."""
+        return None if self._hash_func is canonical_hash else hash_text(self._hash_func(item), "hash_func")
+
+    def _look(self, item: Any) -> _KnownItem:
+        """What does not depend on the content of the files that an item names.
+
+        An item of plain values is hashed once and recognised by the XXH3 of its serialised value rather than by its
+        identity, since a list of dicts may be changed in place.
+        """
+        # not only plain values: marshal would write an array's bytes without dtype and shape
+        if not _is_plain(item):
+            return self._hash(item)
+        # version 2 writes values only, no references; of an image in the item nothing is kept in memory
+        fingerprint = xxhash.xxh3_128_digest(marshal.dumps(item, 2))
+        found = self._known.get(fingerprint)
+        if found is None:
+            found = self._hash(item)
+            if len(self._known) < limits.HASHED_ITEMS:
+                self._known[fingerprint] = found
+        return found
+
+    def _hash(self, item: Any) -> _KnownItem:
+        return _KnownItem(hash_item(item, self._root), candidates(item, self._loaded))
+
+
+def hash_text(found: Any, name: str) -> str:
+    """The text of the bytes that a user's function returned, given as the argument ``name``. Raises HashingError."""
+    if not isinstance(found, bytes):
+        raise HashingError(f"{name} returned a {type(found).__name__}: it has to return bytes, a hash as text in UTF-8")
+    return found.decode("utf-8")
+
+
+#: Tuples shared by many items.
+_interned: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+
+
+class _KnownItem:
+    """What is remembered about an item: its hash, the strings in it that may name files, and its last key."""
+
+    __slots__ = ("_is_absolute", "_paths", "folders", "hash", "key")
+
+    def __init__(self, item_hash: str, strings: Sequence[tuple[str, bool]]) -> None:
+        self.hash = item_hash
+        self.key: Key | None = None
+        self._paths = tuple([path for path, _ in strings])
+        folders = tuple([folders for _, folders in strings])
+        self.folders = _interned.setdefault(folders, folders)  # whether each may name a folder
+        self._is_absolute = all(map(os.path.isabs, self._paths))  # "~/ct.nii" is not
+
+    def absolute(self) -> tuple[str, ...]:
+        """The absolute paths. The working directory may have changed since the last call."""
+        if self._is_absolute:
+            return self._paths
+        return tuple(map(absolute, self._paths))
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return _all_plain(value) and _all_plain(value.values())
+    return kind in _PLAIN or (kind in (list, tuple) and _all_plain(value))
+
+
+def _all_plain(values: Collection[Any]) -> bool:
+    return _PLAIN.issuperset(map(type, values)) or all(map(_is_plain, values))

@@ -1,0 +1,345 @@
+"""The identity of source files: what a key holds of the volumes, folders and weights that an item is made from.
+
+An identity is size and content, never times, device or inode. A copy, another mount or a touched file is the same
+source, and an edit makes another one even if size and mtime were preserved. Reading every source for every key would
+take hours, so content hashes are remembered by the ``stat`` of the file when it was read: in this process, and through
+:mod:`monai_gds.keys.source_memo` in the cache folder. :mod:`monai_gds.keys.source_clock` decides which hashes may be
+remembered.
+
+Imports neither torch nor MONAI, and writes no file but the memo.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import marshal
+import os
+import stat
+import struct
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import xxhash
+
+from monai_gds import limits
+from monai_gds.errors import CacheWarning, HashingError
+from monai_gds.keys.folder_listing import FILE, UNREADABLE, FolderEntry, changed_at, digest_of_folder, list_folder
+from monai_gds.keys.source_clock import FileClock
+from monai_gds.keys.source_memo import SourceMemo
+from monai_gds.keys.source_names import absolute
+
+__all__ = ["Identity", "Policy", "Sources"]
+
+#: How sources are identified; :class:`Sources` explains each policy.
+Policy = Literal["content", "stat", "once"] | Callable[[str], str | bytes | None] | None
+
+
+#: Changes with the meaning of a hash in the memo, so that entries of another format are never found.
+_FORMAT = 1
+
+_STATE = struct.Struct("<4q")  # inode, size, mtime, ctime
+
+
+def _state_of(st: os.stat_result) -> bytes:
+    return _STATE.pack(st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+
+
+class Identity(NamedTuple):
+    """The part of a key that stands for one source.
+
+    Attributes:
+        size: in bytes; for a folder, of all its files together; -1 if a callable identifies sources.
+        content: xxh3_128 of the content as 32 hex digits. Under ``"stat"``, ``stat:`` and the mtime, or a hash of a
+            folder's listing. For an unreadable file, ``unreadable:`` with mtime and ctime. For a folder with more than
+            200,000 entries, ``unlisted``. Otherwise what a callable returned, bytes as hex digits.
+    """
+
+    size: int
+    content: str
+
+
+class _Hashed(NamedTuple):
+    """A file as it was read."""
+
+    state: bytes
+    size: int
+    content: bytes | None  # None if it cannot be read
+    is_old: bool  # enough to be remembered
+    unreadable: str = ""
+
+
+class Sources:
+    """Identities of source files and folders, remembered.
+
+    Args:
+        policy: how sources are identified:
+
+            * ``"content"``: by size and a hash of the content. Costs one ``stat`` per access; a source is read again
+              only if something about it changed.
+            * ``"stat"``: by size and mtime, without reading. Misses edits that keep both, such as ``cp -p``,
+              ``rsync -t`` and edits within a tick of the clock. A touched file counts as another one.
+            * ``"once"``: as ``"content"``, but each source is examined once per process. Misses later edits.
+            * a callable: path -> its identity (``str`` or ``bytes``), or None if it is not a source. Called at every
+              access for every string that may be a path.
+            * None: nothing is a source.
+        folder: the cache folder, where hashes are remembered for other processes, or None.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+
+    def __init__(self, policy: Policy, folder: str | None) -> None:
+        if not (policy is None or callable(policy) or policy in ("content", "stat", "once")):
+            raise ValueError(f"sources={policy!r}: give 'content', 'stat', 'once', a function of a path, or None")
+        self._policy = policy
+        self._folder = folder
+        self._memo = SourceMemo(folder)
+        self._clock = FileClock(folder)
+        # By absolute path: its state (32 bytes for a file, 16 for a folder), then 16 bytes of content hash.
+        self._known: dict[str, bytes] = {}
+        self._inside: dict[bytes, bytes] = {}  # the same for files in folders, used when one of many changed
+        self._once: dict[tuple[str, bool], Identity] = {}
+        self._warned: set[str] = set()
+        _living.add(self)
+
+    def identity(self, path: str, folders: bool = True) -> Identity | None:
+        """The identity of the source at a path, absolute or relative to the working directory.
+
+        None if there is neither a file nor, with ``folders``, a folder, or something else, such as a pipe.
+
+        Raises:
+            HashingError: a callable returned something other than str, bytes or None.
+        """
+        if self._policy == "content" or self._policy == "stat":
+            return self._look(path, folders)
+        if self._policy == "once":
+            found = self._once.get((path, folders))
+            if found is None:
+                found = self._look(path, folders)
+                if found is not None:  # absence is not remembered: a source may appear later
+                    self._once[path, folders] = found
+            return found
+        return None if self._policy is None else _call(self._policy, path)
+
+    def changed_at(self, path: str) -> int:
+        """When a file was changed, or a folder or anything in it, in ns (ctime); 0 if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            st = os.stat(path)
+            if not stat.S_ISDIR(st.st_mode):
+                return st.st_ctime_ns
+            return changed_at(path, list_folder(path, self._cache()) or [])
+        return 0
+
+    def flush(self) -> None:
+        """Writes new hashes to the memo in the cache folder, if there is one. Fails silently."""
+        self._memo.flush()
+
+    def _look(self, path: str, folders: bool) -> Identity | None:
+        try:
+            st = os.stat(path)
+        except (OSError, ValueError):  # ValueError: a NUL, or a character not allowed in file names
+            return None
+        if (st.st_mode & 0o170000) == 0o100000:
+            if self._policy == "stat":
+                return Identity(st.st_size, f"stat:{st.st_mtime_ns}")
+            return self._file(path, st)
+        if folders and (st.st_mode & 0o170000) == 0o040000:
+            return self._directory(path)
+        return None
+
+    def _file(self, path: str, st: os.stat_result) -> Identity | None:
+        path = absolute(path)
+        # not _state_of(st): this runs at every hit
+        content = self._recall(path, _STATE.pack(st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns))
+        if content is not None:
+            return Identity(st.st_size, content.hex())
+        read = self._read(path)
+        if read is None:
+            return None
+        if read.content is None:
+            return Identity(read.size, read.unreadable)
+        if read.is_old:
+            self._remember(path, read.state, read.content)
+        return Identity(read.size, read.content.hex())
+
+    def _recall(self, path: str, state: bytes) -> bytes | None:
+        """The content hash of a source that this or another process saw in this state."""
+        found = self._known.get(path)
+        if found is not None and found.startswith(state):
+            return found[len(state) :]
+        content = self._memo.get(_memo_key(path, state))
+        if content is not None:
+            self._keep(path, state, content)
+        return content
+
+    def _remember(self, path: str, state: bytes, content: bytes) -> None:
+        self._keep(path, state, content)
+        self._memo.put(_memo_key(path, state), content)
+
+    def _keep(self, path: str, state: bytes, content: bytes) -> None:
+        if len(self._known) < limits.KNOWN_FILES or path in self._known:
+            self._known[path] = state + content
+
+    # Files
+
+    def _read(self, path: str) -> _Hashed | None:
+        """Reads a file; None if it is gone or no longer a regular file."""
+        try:
+            # O_NONBLOCK, since opening a pipe that took the file's place would block
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError:
+            return _unreadable(path)
+        try:
+            return self._hash(path, fd)
+        except OSError:
+            return _unreadable(path)
+        finally:
+            os.close(fd)
+
+    def _hash(self, path: str, fd: int) -> _Hashed | None:
+        """Reads an open file until it does not change meanwhile, at most three times."""
+        st = os.fstat(fd)
+        if not stat.S_ISREG(st.st_mode):
+            return None
+        for _ in range(3):
+            before = _state_of(st)
+            is_old = self._clock.is_old(path, before, st, fd)
+            content = _content(fd, st.st_size)
+            st = os.fstat(fd)
+            if before == _state_of(st):
+                return _Hashed(before, st.st_size, content, is_old)
+        return _Hashed(_state_of(st), st.st_size, content, is_old=False)
+
+    # Folders
+
+    def _directory(self, path: str) -> Identity:
+        """A folder's identity: the names, sizes and contents of everything in it, on all levels."""
+        path = absolute(path)
+        if path in self._warned:
+            return Identity(0, "unlisted")
+        cache = self._cache()
+        entries = list_folder(path, cache)
+        for _ in range(3):
+            if entries is None:
+                return self._too_many(path)
+            size = sum([entry[3] for entry in entries])
+            if self._policy == "stat":
+                return Identity(size, f"stat:{digest_of_folder(entries, [b'%d' % entry[4] for entry in entries])}")
+            state = xxhash.xxh3_128_digest(marshal.dumps(entries, 2))  # version 2 writes values only, no references
+            content = self._recall(path, state)
+            if content is not None:
+                return Identity(size, content.hex())
+            found = [self._entry(path, entry) for entry in entries]
+            digest = digest_of_folder(entries, [content for content, _ in found])
+            before, entries = entries, list_folder(path, cache)
+            if entries == before:
+                if all(is_old for _, is_old in found):
+                    self._remember(path, state, bytes.fromhex(digest))
+                break
+        return Identity(size, digest)
+
+    def _cache(self) -> tuple[int, int] | None:
+        """Device and inode of the cache folder, which is left out: records must not change the folder around it."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                st = os.stat(self._folder)
+                return st.st_dev, st.st_ino
+        return None
+
+    def _entry(self, folder: str, entry: FolderEntry) -> tuple[bytes, bool]:
+        """The content of a folder's entry, and whether it may be remembered."""
+        name, kind, *state = entry
+        if kind == UNREADABLE:
+            return b"%d:%d" % entry[4:], True
+        if kind != FILE:
+            return b"", True
+        path = os.path.join(folder, name)
+        key = _memo_key(path, _STATE.pack(*state))
+        content = self._inside.get(key)
+        if content is not None:
+            return content, True
+        read = self._read(path)
+        if read is None:
+            return b"", False
+        if read.content is None:
+            return read.unreadable.encode(), False
+        if read.is_old:
+            if len(self._inside) >= limits.KNOWN_INNER_FILES:
+                self._inside.clear()
+            self._inside[_memo_key(path, read.state)] = read.content
+        return read.content, read.is_old
+
+    def _too_many(self, path: str) -> Identity:
+        self._warned.add(path)
+        warnings.warn(
+            f"the folder {path!r} holds more than {limits.FOLDER_ENTRIES:,} entries, so keys contain its name "
+            "only, and changes in it are not noticed. If it is the data, name its files or subfolders in the items, or "
+            "give sources= a function that returns its version",
+            CacheWarning,
+            stacklevel=2,
+        )
+        return Identity(0, "unlisted")
+
+
+_living: weakref.WeakSet[Sources] = weakref.WeakSet()
+
+
+@atexit.register
+def _flush_all() -> None:
+    for sources in list(_living):
+        sources.flush()
+
+
+def _call(policy: Callable[[str], str | bytes | None], path: str) -> Identity | None:
+    found = policy(path)
+    if found is None:
+        return None
+    if not isinstance(found, (str, bytes)):
+        raise HashingError(
+            f"sources returned a {type(found).__name__} for {path!r}: it has to return str, bytes or None"
+        )
+    return Identity(-1, found.hex() if isinstance(found, bytes) else found)
+
+
+def _memo_key(path: str, state: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(state + os.fsencode(path), seed=_FORMAT)
+
+
+# Reading
+
+
+_buffers: deque[bytearray] = deque()  # as many as threads ever read at the same time
+
+
+def _content(fd: int, size: int) -> bytes:
+    """The hash of an open file. Reading and hashing release the interpreter's lock."""
+    try:
+        buffer = _buffers.pop()
+    except IndexError:
+        buffer = bytearray(limits.SOURCE_PIECE_BYTES)
+    hashed = xxhash.xxh3_128()
+    view = memoryview(buffer)
+    at = 0
+    while at <= size:  # a file that grows as fast as it is read would never end
+        n = os.preadv(fd, [view], at)
+        if n == 0:
+            break
+        hashed.update(view[:n])
+        at += n
+    _buffers.append(buffer)
+    return hashed.digest()
+
+
+def _unreadable(path: str) -> _Hashed | None:
+    """Identifies a file that cannot be read by its times, since nothing else would show an edit."""
+    try:
+        st = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return _Hashed(b"", st.st_size, None, False, f"unreadable:{st.st_mtime_ns}:{st.st_ctime_ns}")

@@ -1,0 +1,182 @@
+"""The split of a MONAI pipeline: what is computed once and cached, and what runs in every epoch.
+
+Used by the dataset. The split is that of MONAI's ``PersistentDataset``, in front of the first random transform, with
+one difference: MONAI treats a nested ``Compose`` as random whatever it holds, so everything from it on would run in
+every epoch. Here a nested ``Compose`` is split too, where that is equivalent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from typing import Any, Literal
+
+import torch
+from monai.transforms import Compose, MapTransform, Transform, apply_transform
+from monai.transforms.compose import execute_compose
+from monai.transforms.traits import RandomizableTrait
+
+from monai_gds.base import stages
+from monai_gds.programs.ghosts import drawable, parts
+
+__all__ = ["Split", "before_cuda", "cacheable_after", "loaded_keys"]
+
+
+class Split:
+    """A ``Compose`` in two halves. It is not changed, so seeds set on it reach its transforms.
+
+    Attributes:
+        compose: the pipeline.
+        deterministic: the transforms before the first random one, flattened.
+        rest: what runs in every epoch.
+        drawable: the first steps of ``rest``, if they can be drawn before anything is read.
+    """
+
+    def __init__(self, compose: Compose) -> None:
+        self.compose = compose
+        names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
+        self._settings = {name: getattr(compose, name) for name in names}
+        self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
+        self.drawable = drawable(self.steps()) if self.deterministic else []
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the pipeline that change the result of the deterministic half."""
+        return {k: v for k, v in self._settings.items() if k != "log_stats"}
+
+    def before(self, item: Any) -> Any:
+        """Runs the deterministic transforms. Pending operations of lazy ones are applied at the end, as in MONAI."""
+        # threading=True copies transforms that are not thread-safe: several threads may load at once.
+        transforms = stages.each("transforms", self.deterministic)
+        return execute_compose(item, transforms, threading=True, **self._settings)
+
+    def steps(self) -> list[Callable[..., Any]]:
+        """The steps that run in every epoch: nested ``Compose`` are taken apart where that is equivalent."""
+        return _steps(self.compose, self.rest)
+
+    def first(self, count: int) -> Compose:
+        """The pipeline up to the first ``count`` steps."""
+        return _tail(self.compose, [*self.deterministic, *self.steps()[:count]])
+
+    def step(self, transform: Callable[..., Any], item: Any) -> Any:
+        """Runs one step, as :meth:`after` would."""
+        stages.enter("random transforms", type(transform).__name__)
+        return apply_transform(transform, item, **{**self._settings, "log_stats": False})
+
+    def after(self, item: Any, done: int = 0) -> Any:
+        """Runs everything from the first random transform on, without the first ``done`` steps."""
+        transforms: Sequence[Callable[..., Any]] = _without(self.compose, self.rest, done) if done else self.rest
+        if not done and not transforms:
+            return item
+        if stages.watching():  # nested transforms are measured by their own names
+            transforms = stages.each("random transforms", _steps(self.compose, transforms))
+        return execute_compose(item, transforms, **self._settings)
+
+
+def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Literal["all"]:
+    """The keys of an item under which transforms load files; "all" if one loads the item itself.
+
+    A transform loads if the name of its class, or of one of its bases, begins with ``Load``.
+    """
+    found: set[str] = set()
+    for transform in transforms:
+        if isinstance(transform, Compose):
+            inner = loaded_keys(transform.transforms)
+            if inner == "all":
+                return "all"
+            found |= inner
+        elif any(cls.__name__.startswith("Load") for cls in type(transform).__mro__):
+            if not isinstance(transform, MapTransform):
+                return "all"
+            found |= {key for key in transform.keys if isinstance(key, str)}
+    return frozenset(found)
+
+
+def before_cuda(steps: Sequence[Callable[..., Any]]) -> int:
+    """How many steps come before the first that names a CUDA device."""
+    return next((i for i, step in enumerate(steps) if any(map(_names_cuda, parts(step)))), len(steps))
+
+
+def _names_cuda(part: Any) -> bool:
+    if isinstance(part, (torch.device, str)):
+        return re.fullmatch(r"cuda(:\d+)?", str(part)) is not None
+    return isinstance(part, torch.Tensor) and part.is_cuda
+
+
+def cacheable_after(rest: Sequence[Callable[..., Any]]) -> int:
+    """How many deterministic transforms run in every epoch only because they follow a callable, not a Transform."""
+    if not rest or isinstance(rest[0], (Transform, RandomizableTrait)):
+        return 0
+    return sum(1 for _ in itertools.takewhile(lambda t: not _is_random(t), rest[1:]))
+
+
+def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    done: list[Callable[..., Any]] = []
+    for i, transform in enumerate(compose.transforms):
+        later = list(compose.transforms[i + 1 :])
+        if not _in_order(transform):
+            if _is_random(transform):
+                return done, [transform, *later]
+            done.append(transform)
+        elif _equivalent(compose, transform):
+            head, rest = _divide(transform)
+            done.extend(head)
+            if rest:
+                return done, [_tail(transform, rest), *later]
+        elif _holds_random(transform):
+            return done, [transform, *later]
+        else:
+            done.append(transform)
+    return done, []
+
+
+def _in_order(transform: Any) -> bool:
+    """Whether this is a Compose that runs all its transforms in order, unlike OneOf and RandomOrder."""
+    return isinstance(transform, Compose) and type(transform).__call__ is Compose.__call__
+
+
+def _is_random(transform: Any) -> bool:
+    return isinstance(transform, RandomizableTrait) or not isinstance(transform, Transform)
+
+
+def _holds_random(compose: Compose) -> bool:
+    return any(_holds_random(t) if _in_order(t) else _is_random(t) for t in compose.transforms)
+
+
+def _equivalent(outer: Compose, inner: Compose) -> bool:
+    """Whether running the inner's transforms one by one in the outer is equivalent.
+
+    Lazy pipelines stay whole, since a Compose applies pending operations at its end.
+    """
+    same = outer.map_items == inner.map_items and outer.unpack_items == inner.unpack_items
+    return same and outer.lazy is False and inner.lazy is False
+
+
+def _steps(compose: Compose, transforms: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    found: list[Callable[..., Any]] = []
+    for transform in transforms:
+        if isinstance(transform, Compose) and _in_order(transform) and _equivalent(compose, transform):
+            found.extend(_steps(transform, transform.transforms))
+        else:
+            found.append(transform)
+    return found
+
+
+def _without(compose: Compose, transforms: Sequence[Callable[..., Any]], done: int) -> list[Callable[..., Any]]:
+    """Transforms without their first ``done`` steps, nested as they were."""
+    for i, transform in enumerate(transforms):
+        if not done:
+            return list(transforms[i:])
+        inner = _steps(compose, [transform])
+        if len(inner) > done and isinstance(transform, Compose):
+            return [_tail(transform, _without(transform, transform.transforms, done)), *transforms[i + 1 :]]
+        done -= len(inner)
+    return []
+
+
+def _tail(compose: Compose, transforms: list[Callable[..., Any]]) -> Compose:
+    """A copy of a Compose with these transforms only. A constructor would draw seeds."""
+    tail = copy(compose)
+    tail.transforms = tuple(transforms)
+    return tail

@@ -1,0 +1,183 @@
+"""What a process keeps in memory of records it has read, so that the next hit takes one request and parses nothing."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.errors import CodecMissing
+from monai_gds.items.tree import Recipe, TreePlan, compile_tree
+from monai_gds.records.header import ARRAYS, RUNS, TABLE, Header
+from monai_gds.storage import FileId, Reads
+from monai_gds.tiles import blosc, device
+from monai_gds.tiles.runs import RunTable
+from monai_gds.tiles.tiles import BITCOMP, Layout, Tiles
+
+__all__ = ["Form", "HeadMemory", "RecordHead", "TensorForm", "TensorTable", "check_codecs"]
+
+
+# Bytes of memory, measured. Per head besides its recipe and its path: ids, slots in dicts. Per table: the arrays of its
+# reads. Per tensor in it: name, shape and range.
+_HEAD_BYTES = 800
+_CHECKSUM_BYTES = 45
+_TABLE_BYTES = 1200
+_ENTRY_BYTES = 400
+
+
+class Form(NamedTuple):
+    """The form in which items come out of records."""
+
+    track_meta: bool = True  # False returns MetaTensors as plain tensors
+    numpy: bool = False  # True returns arrays as NumPy arrays, False as tensors
+    root: str | None = None  # the data root that paths in records are relative to, or None
+
+
+class TensorForm(NamedTuple):
+    """What a tensor is, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class TensorTable:
+    """Where the tensors of a record lie; shared by all records with the same tensors."""
+
+    def __init__(
+        self, tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], ranges: tuple[tuple[int, int], ...]
+    ) -> None:
+        self.tensors = tensors
+        # A template, of a file yet to be named. A read of nothing opens the file, whose identity is checked.
+        self.reads = Reads.of("", ranges or [(0, 0)])
+        self.nbytes = _TABLE_BYTES + _ENTRY_BYTES * len(tensors)
+
+
+_shared_table = functools.lru_cache(maxsize=256)(TensorTable)
+
+
+class RecordHead(NamedTuple):
+    """Everything that is needed to read a record again in one request."""
+
+    file: FileId  # identity of the file it was read from
+    recipe: Recipe  # puts the item together
+    table: TensorTable  # where its tensors lie
+    checksums: tuple[int, ...]  # of the bytes of each tensor in the file
+    tiles: dict[str, Tiles]  # of packed tensors, by name
+    tiled: dict[str, TensorForm]  # those of them that may be read box by box: they come as plain tensors
+    rest: TensorTable  # where all other tensors lie; the same as ``table`` if none may be
+    runs: dict[str, tuple[RunTable, int]]  # by name of a tiled label: the table of its runs, and where the blocks begin
+
+    @classmethod
+    def of(cls, record: Header, file: FileId, blocks: dict[str, bytes], form: Form, on_gpu: bool) -> RecordHead:
+        """The head of a record.
+
+        Args:
+            record: its header.
+            file: the identity of its file.
+            blocks: its packed small arrays and its tables of tiles and runs, by the names of their entries.
+            form: the form of items.
+            on_gpu: whether items come on a CUDA device.
+
+        Raises:
+            RecordError: its tree, its tiles or its runs are damaged, or of a newer version.
+            CodecMissing: its tiles cannot be unpacked here.
+        """
+        recipe = compile_tree(record.tree, blocks.get(ARRAYS, b""), record.tensors, **form._asdict())
+        tiles = {}
+        for name, (layout, _, _) in record.tiles.items():
+            table_bytes = np.frombuffer(blocks[TABLE + name], np.uint8)
+            tiles[name] = Tiles(Layout.of_node(layout), table_bytes, record.tensors[name].nbytes)
+        check_codecs(record, on_gpu)
+        entries = record.tensors.values()
+        tensors = tuple([(name, getattr(torch, e.dtype), e.shape) for name, e in record.tensors.items()])
+        ranges = tuple([(e.offset, e.nbytes) for e in entries])
+        table = _shared_table(tensors, ranges)
+        kept = {"numpy"} if form.numpy else set()
+        tiled = {
+            name: TensorForm(tiles[name].layout.dtype, tiles[name].layout.shape)
+            for name, (_, _, uses) in record.tiles.items() if not uses & {"complex", "requires_grad", *kept}
+        }  # fmt: skip
+        others = [i for i, (name, _, _) in enumerate(tensors) if name not in tiled]
+        rest = TensorTable(tuple([tensors[i] for i in others]), tuple([ranges[i] for i in others])) if tiled else table
+        return cls(
+            file, recipe, table, tuple([e.checksum for e in entries]), tiles, tiled, rest, _runs(record, tiled, blocks)
+        )
+
+
+def _runs(record: Header, tiled: dict[str, TensorForm], blocks: dict[str, bytes]) -> dict[str, tuple[RunTable, int]]:
+    found = {}
+    for name, (_, at) in record.runs.items():
+        if name in tiled:
+            table = RunTable(
+                tiled[name].shape, tiled[name].dtype, np.frombuffer(blocks[RUNS + name], np.uint8), at.nbytes
+            )
+            found[name] = table, at.offset
+    return found
+
+
+def check_codecs(record: Header, on_gpu: bool) -> None:
+    """Checks that the tiles of a record can be unpacked here, by the CPU or, for items on a CUDA device, there.
+
+    Raises:
+        RecordError: their description is damaged, or of a newer version.
+        CodecMissing: a library is missing, or the CPU cannot unpack them.
+    """
+    for node, *_ in record.tiles.values():
+        codec = Layout.of_node(node).codec
+        no_gpu = device.why_not() if on_gpu else "items do not come on a GPU here"
+        no_cpu = f"{codec} is unpacked by GPUs only" if codec == BITCOMP else blosc.why_not()
+        if no_gpu and no_cpu:
+            raise CodecMissing(f"{no_cpu}, and {no_gpu}" if codec == BITCOMP else no_cpu)
+
+
+class HeadMemory:
+    """Heads by record path, within a memory budget. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0  # estimated bytes of memory in use
+        self._heads: dict[str, RecordHead] = {}
+        self._uses: Counter[TreePlan | TensorTable] = Counter()  # how many heads share each
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> RecordHead | None:
+        """The head kept for a path. The file may have changed since: its identity is compared when it is opened."""
+        return self._heads.get(path)
+
+    def keep(self, path: str, head: RecordHead) -> None:
+        """Keeps a head if there is room."""
+        shared = (head.recipe.plan, head.table)
+        with self._lock:
+            self._drop(path)
+            nbytes = _own_bytes(path, head) + sum(part.nbytes for part in shared if not self._uses[part])
+            if self.nbytes + nbytes <= limits.HEADS_BYTES:
+                self._uses.update(shared)
+                self._heads[path] = head
+                self.nbytes += nbytes
+
+    def drop(self, path: str) -> None:
+        """Forgets the head of a path, if any."""
+        with self._lock:
+            self._drop(path)
+
+    def _drop(self, path: str) -> None:
+        head = self._heads.pop(path, None)
+        if head is None:
+            return
+        self.nbytes -= _own_bytes(path, head)
+        for part in (head.recipe.plan, head.table):
+            self._uses[part] -= 1
+            if not self._uses[part]:
+                del self._uses[part]
+                self.nbytes -= part.nbytes
+
+
+def _own_bytes(path: str, head: RecordHead) -> int:
+    """Estimated bytes of memory of a head, without what it shares with others."""
+    tiles = sum(tiles.nbytes for tiles in head.tiles.values()) + (head.rest.nbytes if head.tiled else 0)
+    runs = sum(table.nbytes for table, _ in head.runs.values())
+    return _HEAD_BYTES + len(path) + head.recipe.nbytes + _CHECKSUM_BYTES * len(head.checksums) + tiles + runs

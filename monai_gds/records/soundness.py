@@ -1,0 +1,107 @@
+"""Checks every byte of a record, and that an item can be made of it. For ``monai-gds cache verify``.
+
+It is not damage if this process lacks something to read a record: types that nobody registered here, named tuples of
+modules that nobody imported, a codec's library. Everything else that :class:`monai_gds.records.reader.RecordReader`
+refuses is refused here too.
+"""
+
+from __future__ import annotations
+
+from io import BufferedReader
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from monai_gds.base.checksum import checksum
+from monai_gds.errors import DamagedRecord
+from monai_gds.items.passthrough import ANYTHING
+from monai_gds.items.tree import compile_tree
+from monai_gds.items.types import UnknownHere
+from monai_gds.records.conversion import read_entry
+from monai_gds.records.header import ARRAYS, BLOCKS, RUNS, TABLE, Header
+from monai_gds.tiles import blosc
+from monai_gds.tiles.runs import RunTable
+from monai_gds.tiles.tiles import BITCOMP, Layout, Tiles
+from monai_gds.tiles.unpacking import unpack
+
+__all__ = ["check_record"]
+
+
+def check_record(file: BufferedReader, record: Header) -> None:
+    """Checks an open record whose header was parsed.
+
+    Raises:
+        DamagedRecord: a checksum differs, what is packed cannot be unpacked, or no item can be made.
+        NewerRecord: only a later version can make the item.
+        OSError: it cannot be read.
+    """
+    front = {name: read_entry(file, entry) for name, entry in record.front().items()}
+    blocks = {BLOCKS + name: entries.blocks for name, entries in record.runs.items()}
+    wrong = [name for name, entry in record.front().items() if checksum(front[name]) != entry.checksum]
+    labels: dict[str, torch.Tensor] = {}
+    for name, entry in {**record.tensors, **blocks}.items():
+        data = read_entry(file, entry)
+        of = name.removeprefix(BLOCKS)
+        if checksum(data) != entry.checksum:
+            wrong.append(name)
+        elif name in record.tiles and TABLE + name not in wrong:
+            unpacked = _unpacked(record, name, front[TABLE + name], data)
+            if name in record.runs and unpacked is not None:
+                labels[name] = unpacked
+        elif name in blocks and of in record.tiles and RUNS + of not in wrong:
+            _check_runs(record, of, front[RUNS + of], data, labels.pop(of, None))
+    if wrong:
+        raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
+    _check_item(record, bytes(front[ARRAYS].numpy()) if ARRAYS in front else b"")
+    try:
+        with safe_open(f"/proc/self/fd/{file.fileno()}", "np"):  # by its name there may be another record by now
+            pass
+    except FileNotFoundError:  # a machine without /proc
+        pass
+    except SafetensorError as e:
+        raise DamagedRecord(f"the safetensors library refuses it: {e}") from e
+
+
+def _unpacked(record: Header, name: str, table: torch.Tensor, streams: torch.Tensor) -> torch.Tensor | None:
+    """A tensor in tiles; None if it cannot be unpacked here, and only its checksums were compared."""
+    tiles = Tiles(Layout.of_node(record.tiles[name].layout), table.numpy(), len(streams))
+    tiles.check(streams.numpy(), tiles.starts, np.arange(len(tiles.sizes)))
+    if tiles.layout.codec == BITCOMP or blosc.why_not() is not None:
+        return None
+    return unpack(tiles, streams.numpy())
+
+
+def _check_runs(
+    record: Header, name: str, table: torch.Tensor, blocks: torch.Tensor, label: torch.Tensor | None
+) -> None:
+    """Checks that the runs of a label are those of its voxels, as far as it could be unpacked."""
+    layout = Layout.of_node(record.tiles[name].layout)
+    found = RunTable(layout.shape, layout.dtype, table.numpy(), len(blocks))
+    if blosc.why_not() is not None:
+        return
+    kind = f"u{layout.dtype.itemsize}"
+    values, at = found.values.view(torch.uint8).numpy().view(kind), 0
+    voxels = None if label is None else label.reshape(-1).view(torch.uint8).numpy().view(kind)
+    for block in range(found.blocks):
+        begin, nbytes = found.range_of(block)
+        lengths, ids = found.decode(block, blocks.numpy()[begin : begin + nbytes])
+        end = at + int(lengths.sum())
+        if voxels is not None and not np.array_equal(np.repeat(values[ids], lengths), voxels[at:end]):
+            raise DamagedRecord(f"block {block} of {found.blocks} of its runs does not hold the voxels of {name!r:.40}")
+        at = end
+
+
+def _check_item(record: Header, arrays: bytes) -> None:
+    """Puts the item together from uninitialised tensors. Raises what that raises, except for types unknown here."""
+    try:
+        recipe = compile_tree(record.tree, arrays, record.tensors, numpy=True, root="/")
+        recipe(
+            {
+                name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+                for name, entry in record.tensors.items()
+            },
+            ANYTHING,
+        )
+    except UnknownHere:
+        pass

@@ -1,0 +1,412 @@
+"""Leases: of several processes that miss the same record, one computes it while the others wait or do other items.
+
+    <directory>/.tmp/<digest>.lease    names the holder: boot, pid namespace, pid, start time, a number
+
+:class:`monai_gds.dataset.dataset.GDSDataset` takes a lease before it computes an item, and releases it once the record
+has been published or has failed. While a process holds leases, a thread touches their files. The lease of a dead,
+stopped or frozen process is taken over. Ages are measured by the file server's clock, which may differ from this
+host's.
+
+A lease is an optimisation, not a lock. If the file system refuses something, there is a lease without a file; a lost
+race costs a second computation; and every wait has a limit. Imports neither torch nor MONAI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+from monai_gds.base.process import PerProcess
+from monai_gds.shared.permissions import share_file
+from monai_gds.shared.process_names import still_runs, this_process
+from monai_gds.shared.temporary import opened, server_time
+
+__all__ = ["Lease", "Leases", "Pace", "pace", "take_turn"]
+
+#: Seconds between two touches of a lease's file.
+BEAT_SECONDS = 2.0
+
+#: Age, in seconds, at which a lease counts as abandoned. A transform that holds the GIL longer loses its lease, which
+#: costs a second computation.
+STALE_SECONDS = 10.0
+
+#: How long to wait for another process's item, in seconds, before this one has computed any.
+UNKNOWN_SECONDS = 10.0
+
+#: First and longest pause between two looks at a lease, in seconds.
+_PAUSES = 0.001, 0.05
+
+_NAME = re.compile(r"([0-9a-f]{32})\.lease")
+
+T = TypeVar("T")
+
+
+class Pace:
+    """How long items take to compute in this process. There is no lock: losing a note changes little."""
+
+    def __init__(self) -> None:
+        self._sum = (0, 0.0)
+
+    def note(self, seconds: float) -> None:
+        count, total = self._sum
+        self._sum = count + 1, total + seconds
+
+    @property
+    def mean(self) -> float | None:
+        """Seconds per item; None before the first."""
+        count, total = self._sum
+        return total / count if count else None
+
+
+#: This process's pace. A forked child continues with its parent's.
+pace = Pace()
+
+
+class Lease:
+    """The right to compute an item, from :meth:`Leases.take`. Ends with :meth:`release`, or when it is dropped.
+
+    As a context manager it is released at the end of the block, unless it was handed over.
+    """
+
+    __slots__ = ("__weakref__", "_handed_over", "_holder", "_mark", "_ref", "_what", "_written")
+
+    def __init__(self, folder: str, digest: str) -> None:
+        self._holder = _here()
+        self._what = folder, digest
+        self._mark: bytes | None = None  # the content of its file, once written; None without a file
+        self._written = False
+        self._handed_over = False
+        self._ref = weakref.ref(self)
+
+    def release(self) -> None:
+        """Lets others take the lease. May be called repeatedly and from any thread; a no-op in a forked child."""
+        holder = self._holder
+        if holder is not _here.made():
+            return
+        if holder.held.get(self._what) is self._ref:
+            holder.held.pop(self._what, None)
+        self._forget_file()
+
+    def _forget_file(self) -> None:
+        if self._mark is not None:
+            folder, digest = self._what
+            with contextlib.suppress(OSError), opened(folder) as fd:
+                written = _look(fd, digest).mark
+                if written == self._mark or not (written or self._written):
+                    os.unlink(_name(digest), dir_fd=fd)
+        self._mark = None
+
+    def hand_over(self) -> Callable[[], None]:
+        """Passes :meth:`release` on to code that continues with the item. The block then releases only on errors."""
+        self._handed_over = True
+        return self.release
+
+    def _write(self, fd: int) -> bool:
+        """Creates the file in the folder ``fd``; False if it exists."""
+        self._mark = self._holder.mark()  # before the file is created, so that an interrupt leaves none behind
+        try:
+            file = os.open(_name(self._what[1]), _CREATE, 0o666, dir_fd=fd)
+        except FileExistsError:
+            self._mark = None
+            return False
+        try:
+            share_file(file, os.fstat(fd))
+            os.write(file, self._mark)
+            self._written = True
+        finally:
+            os.close(file)
+        return True
+
+    def _beat(self) -> None:
+        folder, digest = self._what
+        with contextlib.suppress(OSError), opened(folder) as fd:
+            file = os.open(_name(digest), _READ, dir_fd=fd)
+            try:
+                if os.read(file, _MOST_BYTES) == self._mark:  # else it was taken over while this process was frozen
+                    os.utime(file)  # to the file server's time
+            finally:
+                os.close(file)
+
+    def __enter__(self) -> Lease:
+        self._handed_over = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None or not self._handed_over:
+            self.release()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter's modules may be gone
+            self.release()
+
+
+class Leases:
+    """The leases of one cache directory. All objects over one directory share them, as do a process's threads.
+
+    The directory's ``.tmp`` is made when it is missing.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._folder = os.path.realpath(directory)
+
+    def take(self, digest: str) -> Lease | None:
+        """Takes the lease of an item by its digest. None if another thread or process holds it.
+
+        If its file cannot be created, the lease has none.
+        """
+        lease = Lease(self._folder, digest)
+        if not lease._holder.claim(lease):
+            return None
+        try:
+            if self._make_file(lease):
+                lease._holder.keep_beating()
+                return lease
+        except OSError:  # full, read-only, somebody else's: computed all the same
+            lease._forget_file()
+            return lease
+        except BaseException:
+            lease.release()
+            raise
+        lease.release()
+        return None
+
+    def none(self, digest: str) -> Lease:
+        """A lease that holds nothing, for an item that is computed without one."""
+        return Lease(self._folder, digest)
+
+    def wait(self, digest: str, limit_s: float) -> bool:
+        """Waits at most ``limit_s`` seconds while another holder of a lease lives. Returns whether it is free."""
+        end = time.monotonic() + limit_s
+        pause, longest = _PAUSES
+        while self.held_elsewhere(digest):
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                return False
+            time.sleep(min(pause, remaining))
+            pause = min(2 * pause, longest)
+        return True
+
+    def held_elsewhere(self, digest: str) -> bool:
+        """Whether a living process, or a thread of this one, holds an item's lease."""
+        if _here().holds((self._folder, digest)):
+            return True
+        try:
+            with opened(self._folder) as fd:
+                return not self._is_abandoned(fd, _look(fd, digest))
+        except OSError:
+            return False
+
+    def sweep(self) -> None:
+        """Removes the leases of dead processes. Nobody may ever ask for these items again."""
+        with contextlib.suppress(OSError), opened(self._folder) as fd:
+            for name in os.listdir(fd):
+                found = _NAME.fullmatch(name)
+                if found is not None and not _here().holds((self._folder, found[1])):
+                    with contextlib.suppress(OSError):
+                        self._evict(fd, found[1])
+
+    def _make_file(self, lease: Lease) -> bool:
+        """Whether the lease is ours now. Raises OSError if no file can be created."""
+        _, digest = lease._what
+        with opened(self._folder, create=True) as fd:
+            for _ in range(2):
+                if lease._write(fd):
+                    return True
+                with contextlib.suppress(FileNotFoundError):
+                    if not self._evict(fd, digest):
+                        return False
+        return False
+
+    def _evict(self, fd: int, digest: str) -> bool:
+        """Removes a lease if its holder is gone, and returns whether it was."""
+        seen = _look(fd, digest)
+        if not self._is_abandoned(fd, seen):
+            return False
+        now = os.stat(_name(digest), dir_fd=fd, follow_symlinks=False)
+        if now.st_ino != seen.inode or now.st_mtime != seen.touched:  # taken over by another process meanwhile
+            return False
+        os.unlink(_name(digest), dir_fd=fd)
+        return True
+
+    def _is_abandoned(self, fd: int, seen: _LeaseFile) -> bool:
+        """Whether a lease is abandoned. The caller has checked that this process does not hold it."""
+        holder = seen.mark.decode(errors="replace").rpartition(".")[0]
+        if holder == this_process() or still_runs(holder) is False:
+            return True
+        # abs(): the server's clock may have been set back
+        return abs(_here().server_time(self._folder, fd) - seen.touched) > STALE_SECONDS
+
+
+def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[], T | None]) -> tuple[Lease, T | None]:
+    """Takes the lease of an item that is needed now, or waits for its holder, until ``look`` returns its record.
+
+    It waits no longer than an item takes in this process. Then the item is computed without a lease.
+
+    Returns:
+        A lease under which to compute the item, and None; or one that holds nothing, and what ``look`` found.
+    """
+    leases = Leases(directory)
+    end = time.monotonic() + (pace.mean or UNKNOWN_SECONDS)
+    while True:
+        lease = leases.take(digest)
+        with lease or leases.none(digest) as mine:
+            found = look()  # the previous holder may have just finished
+            if lease is not None and found is None:
+                mine.hand_over()
+        if lease is not None or found is not None:
+            return mine, found
+        remaining = end - time.monotonic()
+        if remaining <= 0:
+            return leases.none(digest), None
+        leases.wait(digest, remaining)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Per process
+
+
+class _Holder:
+    """The leases that a process holds, and the thread that touches their files.
+
+    Dictionaries are changed by single operations without a lock, because the garbage collector may release a lease at
+    any point.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, str], weakref.ref[Lease]] = {}  # by folder and digest
+        self._count = itertools.count()
+        self._clocks: dict[str, tuple[float, float]] = {}
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Lock()  # released to wake the thread, which acquires it again
+        self._wake.acquire()
+
+    def mark(self) -> bytes:
+        """The unique content of a new lease's file."""
+        return f"{this_process()}.{next(self._count)}".encode()
+
+    def claim(self, lease: Lease) -> bool:
+        """Whether no other thread of this process holds it."""
+        while True:
+            known = self.held.setdefault(lease._what, lease._ref)
+            if known is lease._ref:
+                return True
+            if known() is not None:
+                return False
+            if self.held.get(lease._what) is known:
+                self.held.pop(lease._what, None)
+
+    def holds(self, what: tuple[str, str]) -> bool:
+        known = self.held.get(what)
+        return known is not None and known() is not None
+
+    def server_time(self, folder: str, fd: int) -> float:
+        """The time of the clock that stamps a folder's files. Measured once per beat, and extrapolated in between."""
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)  # continues while the machine sleeps
+        ahead, asked = self._clocks.get(folder, (0.0, -BEAT_SECONDS))
+        if not asked <= now < asked + BEAT_SECONDS:
+            theirs = server_time(fd)
+            if theirs is None:
+                raise OSError("no file can be created to find out the file server's time")
+            ahead, asked = theirs - now, now
+            self._clocks[folder] = ahead, asked
+        return now + ahead
+
+    # The thread is started and ended without a lock, which an interrupt could leave locked for ever.
+
+    def keep_beating(self) -> None:
+        """Starts the thread unless it runs."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            self._thread = thread = threading.Thread(target=self._beat, name="monai-gds-leases", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: others may take the lease over
+                thread.start()
+
+    def _beat(self) -> None:
+        me = threading.current_thread()
+        while self._thread is me:  # else two were started at once
+            self._wake.acquire(timeout=BEAT_SECONDS)
+            if not self.held and self._thread is me:
+                self._thread = None
+                if not self.held:  # checked again: take() claims a lease first, and then looks at the thread
+                    return
+                self.keep_beating()
+            for ref in list(self.held.values()):
+                _beat_for(ref)
+
+    def end_idle_thread(self) -> None:
+        """Called before a fork, since Python 3.12 warns of forks of a process with threads."""
+        for _ in range(20):  # limited: the thread may be waiting for the file server
+            thread = self._thread
+            if self.held or thread is None or not thread.is_alive():
+                return
+            with contextlib.suppress(RuntimeError):  # it is already being woken
+                self._wake.release()
+            thread.join(0.05)
+
+
+def _beat_for(ref: weakref.ref[Lease]) -> None:
+    lease = ref()  # in a function of its own, so that the thread does not keep a lease alive
+    if lease is not None:
+        lease._beat()
+
+
+#: The holder that is this process. A forked child has its own; its parent's leases stay its parent's.
+_here: PerProcess[_Holder] = PerProcess(_Holder)
+
+
+def _before_fork() -> None:
+    holder = _here.made()
+    if holder is not None:
+        holder.end_idle_thread()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files, relative to a descriptor of their folder
+
+
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+#: Bytes of a lease that are read, more than any has.
+_MOST_BYTES = 256
+
+
+class _LeaseFile(NamedTuple):
+    """A lease's file: its content, its inode, and when it was touched by the file server's clock."""
+
+    mark: bytes
+    inode: int
+    touched: float
+
+
+def _name(digest: str) -> str:
+    return f"{digest}.lease"
+
+
+def _look(fd: int, digest: str) -> _LeaseFile:
+    try:
+        file = os.open(_name(digest), _READ, dir_fd=fd)  # opening makes NFS ask the server; a plain stat may be stale
+    except PermissionError:  # another user's unreadable file; its age shows all the same
+        found = os.stat(_name(digest), dir_fd=fd, follow_symlinks=False)
+        return _LeaseFile(b"", found.st_ino, found.st_mtime)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{_name(digest)} is not a file")
+        return _LeaseFile(os.read(file, _MOST_BYTES), found.st_ino, found.st_mtime)
+    finally:
+        os.close(file)

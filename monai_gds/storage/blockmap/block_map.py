@@ -1,0 +1,665 @@
+"""Block maps: which blocks of a disk the files of a folder occupy. Built from the file system, saved as JSON, verified.
+
+A map is made where the file system is mounted and used where it may not be: by the ``xnvme-block`` backend over a
+user-space driver, or by another program. A saved map is one JSON object, from paths to blocks::
+
+    {
+      "__blockmap__": {"version": 1, "block_size": 512, "parent": "/data", "kind": "ext4", "uuid": "…", "start": 0,
+                       "disk": {…}, "folders": ["train/n01491361", "train/without_files"],
+                       "unmapped": {"train/n01491361/shared.JPEG": {"size": 5000, "why": "its blocks are …"}}},
+      "train/n01491361/n01491361_8657.JPEG":
+          {"startblock": 2048, "endblock": 2275, "size": 116504, "inode": 13, "mtime_ns": 1700000000000000000,
+           "wsum64": "2fd6a3fbe3b2b1d0"},
+      "train/n01491361/cut.JPEG":
+          {"extents": [[0, 4096, 4103], [8, 9000, 9003]], "size": 6000, "inode": 14, "mtime_ns": …, "wsum64": …}
+    }
+
+* Paths are relative to the parent of the mapped folder, so they begin with the folder's name. ``parent`` is where that
+  was; a reader whose disk is mounted elsewhere takes another one.
+* Blocks have ``block_size`` bytes, the logical block size of the disk, and are numbered from the start of the whole
+  disk. ``endblock`` is the last one.
+* A file of one extent has ``startblock`` and ``endblock``, which any program that knows only these reads correctly.
+  Every other file has ``extents`` instead, each ``[first block within the file, startblock, endblock]``; such a program
+  fails on it instead of reading wrong bytes. Ranges that no extent covers are zeros.
+* ``wsum64`` is the checksum of the file's bytes, 16 hexadecimal digits (:mod:`monai_gds.base.checksum` defines it), in
+  maps that were built with checksums.
+* ``folders`` lists all folders. One without files appears nowhere else, but may be a class that takes a label.
+* ``unmapped`` lists the files whose bytes cannot be read from the disk, and why.
+* Without ``__blockmap__`` it is the plain format of the comparison of DALI and xNVMe: blocks of 512 bytes, no sizes, no
+  checksums. :meth:`BlockMap.load` reads it, and :meth:`BlockMap.save` writes it with ``plain=True``.
+* ``folders``, ``unmapped`` and ``wsum64`` may be missing, as in older maps.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from monai_gds.base.plain_read import read_at
+from monai_gds.errors import BlockMapError, FileChanged, NotMappable, StorageError
+from monai_gds.storage.blockmap.extents import (
+    Disk,
+    DiskClosed,
+    Extent,
+    FileSystem,
+    MountedFileSystems,
+    extents_in,
+    look,
+    read_uuid,
+    runs,
+)  # fmt: skip
+
+__all__ = ["BlockMap", "FileBlocks", "Origin", "Unmapped"]
+
+T = TypeVar("T")
+
+#: Called with (files done, files in all).
+Progress: TypeAlias = Callable[[int, int], None]
+
+VERSION = 1
+HEADER = "__blockmap__"  # not a path: those contain a slash
+PLAIN_BLOCK = 512
+_THREADS = 16  # measured on 2 cores: most of the time goes into waiting for inodes from the disk
+_CHUNK = 256  # files per task
+_COMPARE_BYTES = 8 << 20
+_CHECKSUM = "wsum64"
+_PLAIN = frozenset(("startblock", "endblock"))  # all that a plain map holds of a file
+_NOT_PLAIN = "is empty, has holes or has several extents, which a plain map cannot hold"
+
+
+class FileBlocks(NamedTuple):
+    """Where one file lies.
+
+    Attributes:
+        size: its bytes; in a plain map, those of its blocks.
+        extents: in order. Ranges that none covers are zeros.
+        inode: its inode number; None in a plain map.
+        mtime_ns: time of its last change; None in a plain map.
+        checksum: of its bytes, see :mod:`monai_gds.base.checksum`; None in a map that was built without checksums.
+    """
+
+    size: int
+    extents: tuple[Extent, ...]
+    inode: int | None = None
+    mtime_ns: int | None = None
+    checksum: int | None = None
+
+    @classmethod
+    def of(cls, fd: int, fs: FileSystem, path: str) -> FileBlocks:
+        """The current blocks of an open file. Raises NotMappable, or BlockMapError for another file system."""
+        st = os.fstat(fd)
+        if st.st_dev != fs.device:
+            raise BlockMapError(f"{path} is on another file system than the rest: build a map for each")
+        extents = extents_in(look(fd, st.st_size), fd, st.st_size, fs, path)
+        return cls(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
+
+    def check(self, now: FileBlocks, path: str) -> None:
+        """Raises FileChanged unless this entry has the current blocks of its file."""
+        change = self._change(now)
+        if change:
+            raise FileChanged(f"{path} is not where the block map says: {change}; build the map again")
+
+    def _change(self, now: FileBlocks) -> str | None:
+        if self.inode is None:  # a plain entry may end with the last block of the file or of the file system
+            same_start = [e.start for e in self.extents] == [e.start for e in now.extents]
+            return None if same_start and self.size >= now.size else "its blocks moved"
+        if self.inode != now.inode:
+            return f"it was replaced (inode {self.inode} became {now.inode})"
+        if self.size != now.size:
+            return f"its size changed from {self.size} to {now.size} bytes"
+        if self.mtime_ns != now.mtime_ns:
+            return "it was written to"
+        return None if self.extents == now.extents else "its blocks moved"
+
+    def to_json(self, block: int) -> dict[str, Any]:
+        """The entry in a saved map."""
+        extents = [[e.offset // block, e.start // block, (e.start + e.nbytes) // block - 1] for e in self.extents]
+        single = len(extents) == 1 and self.extents[0].offset == 0 and self.extents[0].nbytes >= self.size
+        entry = {"startblock": extents[0][1], "endblock": extents[0][2]} if single else {"extents": extents}
+        if self.inode is None:
+            return entry
+        known = {"size": self.size, "inode": self.inode, "mtime_ns": self.mtime_ns}
+        return {**entry, **known} if self.checksum is None else {**entry, **known, _CHECKSUM: f"{self.checksum:016x}"}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any], block: int) -> FileBlocks:
+        """Reads an entry of a saved map. One that is malformed raises KeyError, TypeError or ValueError."""
+        runs = entry["extents"] if "extents" in entry else [[0, entry["startblock"], entry["endblock"]]]
+        extents = tuple(
+            Extent(_whole(offset) * block, _whole(first) * block, (_whole(last) + 1 - first) * block)
+            for offset, first, last in runs
+        )
+        size = _whole(entry.get("size", sum(e.nbytes for e in extents)))
+        if "inode" not in entry:
+            return cls(size, extents)
+        known = entry.get(_CHECKSUM)
+        if known is not None and not re.fullmatch("[0-9a-f]{16}", _text(known)):
+            raise ValueError(f"{known!r:.40} is not a checksum")
+        checksum = None if known is None else int(known, 16)
+        return cls(size, extents, _whole(entry["inode"]), _whole(entry["mtime_ns"]), checksum)
+
+
+class Unmapped(NamedTuple):
+    """A file whose bytes cannot be read from the disk.
+
+    Attributes:
+        size: its bytes.
+        why: the reason, and the remedy if there is one.
+    """
+
+    size: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a map was made: the folder that its paths are relative to, and its file system on the disk.
+
+    Attributes:
+        uuid: UUID of the file system, by which a disk is recognised.
+        start: first byte of the file system on the disk.
+    """
+
+    parent: str
+    kind: str
+    uuid: str
+    start: int
+    disk: Disk
+
+
+class BlockMap(Mapping[str, FileBlocks]):
+    """The blocks of every file of a folder, by path.
+
+    Args:
+        files: the entries.
+        origin: where they were made; None for a plain map.
+        folders: every folder below the mapped one, including those without files, by paths like the map's; none for a
+            plain map.
+        unmapped: files whose bytes cannot be read from the disk, by paths like the map's.
+        parent: the folder that the paths are relative to; default: the one they were made in.
+
+    Attributes:
+        parent: that folder; None for a plain map without one. Then a path counts by its end: any path that ends with a
+            path of the map is that file.
+
+    Raises:
+        BlockMapError: extents overlap, are out of order, or lie beyond the disk.
+
+    Example:
+        Build a map of a folder with ``blocks = BlockMap.build("/data/imagenet/train")``. By hand, with one file of two
+        blocks of 4096 bytes:
+
+        >>> from monai_gds.storage.blockmap.block_map import FileBlocks
+        >>> from monai_gds.storage.blockmap.extents import Extent
+        >>> one = FileBlocks(size=5000, extents=(Extent(offset=0, start=1 << 20, nbytes=8192),))
+        >>> blocks = BlockMap({"train/n01491361/n01491361_8657.JPEG": one})
+        >>> blocks.save("train.json", plain=True)
+        >>> BlockMap.load("train.json")["train/n01491361/n01491361_8657.JPEG"].extents
+        (Extent(offset=0, start=1048576, nbytes=8192),)
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, FileBlocks],
+        origin: Origin | None = None,
+        folders: Iterable[str] = (),
+        unmapped: Mapping[str, Unmapped] = MappingProxyType({}),
+        parent: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._files = dict(files)
+        self.parent = os.path.abspath(parent) if parent is not None else None
+        if origin is not None:
+            origin = replace(origin, parent=self.parent or origin.parent)
+            self.parent = origin.parent
+        self.origin = origin
+        self.folders = tuple(folders)
+        self.unmapped = dict(unmapped)
+        _check(self._files, origin)
+        if both := self._files.keys() & self.unmapped.keys():
+            raise BlockMapError(f"{min(both)} is listed both as mapped and as unmapped")
+
+    def __getitem__(self, path: str) -> FileBlocks:
+        """The blocks of a file, by the map's own path or any other path of the file."""
+        return self.find(path)
+
+    def find(self, path: str, *, by_end: bool = False) -> FileBlocks:
+        """The blocks of a file.
+
+        Args:
+            path: the map's own path of it, or any other.
+            by_end: any path that ends with a path of the map counts as that file, wherever the map's folder was. For
+                callers who compare the entry with the file. Always so where ``parent`` is None.
+
+        Raises:
+            KeyError: the map lacks it; the message says why.
+        """
+        own = self._own(path, self._files, by_end)
+        if own is None:
+            why = self.why_not(path, by_end=by_end)
+            raise KeyError(self._missing(path) if why is None else f"{path} could not be mapped: {why}")
+        return self._files[own]
+
+    def why_not(self, path: str, *, by_end: bool = False) -> str | None:
+        """Why a file could not be mapped, and what to do; None for any other file. Arguments as for :meth:`find`."""
+        own = self._own(path, self.unmapped, by_end)
+        return None if own is None else self.unmapped[own].why
+
+    def _own(self, path: str, among: Mapping[str, object], by_end: bool) -> str | None:
+        """The map's own path of the file at ``path``; None if the map lacks it."""
+        if path in among:
+            return path
+        if self.parent is not None:
+            own = os.path.relpath(os.path.abspath(path), self.parent)
+            if own in among or not by_end:
+                return own if own in among else None
+        while "/" in path:
+            path = path.partition("/")[2]
+            if path in among:
+                return path
+        return None
+
+    def _missing(self, path: str) -> str:
+        found = f"{path} is not in the block map (its paths look like {next(iter(self), None)!r}"
+        if self.parent is None:
+            return f"{found})"
+        return f"{found} below {self.parent}; if files are elsewhere, BlockMap.load(map, parent=…) names the folder)"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def block_size(self) -> int:
+        """Bytes per block in the saved form."""
+        return self.origin.disk.block_size if self.origin else PLAIN_BLOCK
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it has the checksum of every file."""
+        return all(blocks.checksum is not None for blocks in self._files.values())
+
+    # Making one.
+
+    @classmethod
+    def build(
+        cls, root: str | os.PathLike[str], progress: Progress | None = None, *, checksums: bool = False
+    ) -> BlockMap:
+        """Maps every file below a folder.
+
+        A file whose bytes cannot be read from the device is listed in ``unmapped`` with the reason, and the rest is
+        mapped.
+
+        Symbolic links to files are followed. Links to folders are followed only directly in ``root``, where they are
+        classes of images, and never if they lead to ``root`` or above it.
+
+        Args:
+            root: the folder; on ext4 or XFS, directly on a disk, a partition or a loop device.
+            progress: called with (files done, files in all) as it goes.
+            checksums: store a checksum for every file, which reads all of it. Drivers in user space compare it.
+
+        Raises:
+            NotMappable: no file can be read from the device; the message names one and says why.
+            BlockMapError: the folder spans file systems, or holds no file.
+            OSError: a file or folder cannot be opened, or a symbolic link is dead.
+        """
+        root = os.path.abspath(root)
+        parent = os.path.dirname(root)
+        with _opened(root, os.O_DIRECTORY) as fd:
+            fs = FileSystem.of(fd, root)
+            origin = Origin(parent, fs.kind, read_uuid(fd, fs, root), fs.start, fs.disk)
+        paths, folders = _walk(root)
+        if not paths:
+            raise BlockMapError(f"{root} holds no file")
+        skip = len(parent.rstrip("/")) + 1
+
+        def map_chunk(chunk: Sequence[str]) -> dict[str, FileBlocks | Unmapped]:
+            return {path[skip:]: _map_file(path, fs, checksums) for path in chunk}
+
+        found = _in_threads(map_chunk, paths, progress)
+        files = {path: entry for path, entry in found.items() if isinstance(entry, FileBlocks)}
+        unmapped = {path: entry for path, entry in found.items() if isinstance(entry, Unmapped)}
+        if not files:
+            path, (_, why) = next(iter(unmapped.items()))
+            raise NotMappable(errno.EOPNOTSUPP, why, os.path.join(parent, path))
+        return cls(files, origin, [path[skip:] for path in folders], unmapped)
+
+    def plain_part(self) -> BlockMap:
+        """The files that a plain map can hold. The others are listed in ``unmapped``, with the reason."""
+        files, unmapped = dict(self._files), dict(self.unmapped)
+        for path, entry in self._files.items():
+            if _PLAIN - entry.to_json(self.block_size).keys():
+                unmapped[path] = Unmapped(files.pop(path).size, f"it {_NOT_PLAIN}; a map that is not plain can")
+        return BlockMap(files, self.origin, self.folders, unmapped)
+
+    # Saving and loading.
+
+    def save(self, file: str | os.PathLike[str], *, plain: bool = False) -> None:
+        """Writes the map as JSON (see the module's docstring). The file appears whole or not at all.
+
+        Args:
+            file: where to.
+            plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes, and nothing of ``unmapped``.
+
+        Raises:
+            BlockMapError: ``plain``, and a file is empty, has a hole or several extents.
+        """
+        block = PLAIN_BLOCK if plain else self.block_size
+        entries = {path: blocks.to_json(block) for path, blocks in self._files.items()}
+        if plain:
+            if (path := next((path for path, entry in entries.items() if _PLAIN - entry.keys()), None)) is not None:
+                raise BlockMapError(f"{path} {_NOT_PLAIN}: plain_part() leaves it out")
+            entries = {path: {key: entry[key] for key in ("startblock", "endblock")} for path, entry in entries.items()}
+        elif self.origin is not None:
+            known = {"version": VERSION, "block_size": self.block_size, **asdict(self.origin)}
+            unmapped = {path: entry._asdict() for path, entry in self.unmapped.items()}
+            entries = {HEADER: {**known, "folders": self.folders, "unmapped": unmapped}, **entries}
+        temporary = Path(f"{os.fspath(file)}.{uuid.uuid4().hex}")
+        try:
+            with open(temporary, "x", encoding="ascii") as out:
+                json.dump(entries, out, separators=(",", ":"))
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str], parent: str | os.PathLike[str] | None = None) -> BlockMap:
+        """Reads a map that :meth:`save` wrote, or a plain one.
+
+        The author of a map decides which blocks are read, and nothing else: the disk that it names lies in ``/dev``,
+        and its paths cannot leave the folder that they are relative to.
+
+        Args:
+            file: the map.
+            parent: the folder that its paths are relative to, where the disk is mounted elsewhere than it was when the
+                map was made, or the map is plain.
+
+        Raises:
+            BlockMapError: it is not a map, has a newer format, or contradicts itself.
+            OSError: it cannot be read.
+        """
+        try:
+            entries = json.loads(Path(file).read_bytes())
+            header = entries.pop(HEADER, None)
+            if header is None:
+                return cls(_files(entries, PLAIN_BLOCK), parent=parent)
+            if header["version"] > VERSION:
+                raise BlockMapError(f"it has format {header['version']}, newer than {VERSION}: update monai_gds")
+            origin, folders = _origin(header), header.get("folders", [])
+            if not isinstance(folders, list):
+                raise TypeError("its folders are not a list of paths")
+            files, unmapped = _files(entries, origin.disk.block_size), _unmapped(header.get("unmapped", {}))
+            return cls(files, origin, map(_below, folders), unmapped, parent)
+        except BlockMapError as e:
+            raise BlockMapError(f"{file}: {e}") from e
+        except RecursionError as e:
+            raise BlockMapError(f"{file} is not a block map: it is nested too deeply") from e
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
+            raise BlockMapError(f"{file} is not a block map: {type(e).__name__}: {e}") from e
+
+    # Verifying.
+
+    def verify(
+        self, parent: str | os.PathLike[str] | None = None, *, data: bool = False, progress: Progress | None = None
+    ) -> dict[str, str]:
+        """Compares the map with the files as they are now.
+
+        Args:
+            parent: the folder that the paths are relative to, if it is not that of the map.
+            data: also compare every byte read through the device with every byte read through the file. This needs
+                the right to read the device.
+            progress: called with (files done, files in all) as it goes.
+
+        Returns:
+            What is wrong, by path: files and folders that changed, are gone, or are new, and files that could not be
+            mapped and now can. Empty if the map is up to date.
+
+        Raises:
+            BlockMapError: the map is plain and ``parent`` is not given.
+            StorageError: ``data``, and the device may not be read.
+        """
+        parent = self.parent if parent is None else parent
+        if parent is None:
+            raise BlockMapError("a plain block map does not record where its files are: give their parent folder")
+        base = os.fspath(parent)
+
+        def verify_chunk(chunk: Sequence[str]) -> dict[str, str]:
+            wrong = {}
+            with closing(MountedFileSystems()) as mounted:  # one per chunk, since only one thread may use it
+                for path in chunk:
+                    mounted.refresh()
+                    try:
+                        self._verify_file(os.path.join(base, path), self._files[path], data, mounted)
+                    except DiskClosed:  # this says nothing of the file, and the next one would fail alike
+                        raise
+                    except OSError as e:
+                        wrong[path] = str(e)
+            return wrong
+
+        wrong = _in_threads(verify_chunk, list(self._files), progress) | self._new_or_gone(base)
+        return wrong | self._mappable_now(base)
+
+    def _verify_file(self, path: str, blocks: FileBlocks, data: bool, mounted: MountedFileSystems) -> None:
+        with _opened(path) as fd:
+            fs = mounted.of(fd, os.fstat(fd).st_dev, path)
+            origin = self.origin
+            if origin is not None and (mounted.uuid(fd, fs, path), fs.start) != (origin.uuid, origin.start):
+                raise FileChanged(f"{path} is on another file system than the one that was mapped")
+            now = FileBlocks.of(fd, fs, path)
+            blocks.check(now, path)
+            if data:
+                _compare(fd, fs.disk, now, path)
+                blocks.check(FileBlocks.of(fd, fs, path), path)
+
+    def _mappable_now(self, base: str) -> dict[str, str]:
+        """Files of ``unmapped`` that can be mapped now, or are gone."""
+        wrong = {}
+        with closing(MountedFileSystems()) as mounted:
+            for path in self.unmapped:
+                full = os.path.join(base, path)
+                try:
+                    with _opened(full) as fd:
+                        FileBlocks.of(fd, mounted.of(fd, os.fstat(fd).st_dev, full), full)
+                        wrong[path] = "it could not be mapped, and now it can: build the map again"
+                except NotMappable:
+                    pass
+                except OSError as e:
+                    wrong[path] = str(e)
+        return wrong
+
+    def _new_or_gone(self, base: str) -> dict[str, str]:
+        """Files and folders that are new, and folders that are gone."""
+        wrong: dict[str, str] = {}
+        skip = len(base.rstrip("/")) + 1
+        folders: set[str] = set()
+        for top in sorted({path.split("/", 1)[0] for path in self._files}):
+            try:
+                files_now, folders_now = _walk(os.path.join(base, top))
+            except OSError as e:
+                wrong[str(e.filename or top)[skip:] or top] = str(e)
+                continue
+            known = self._files.keys() | self.unmapped.keys()
+            wrong.update((path[skip:], "it is new") for path in files_now if path[skip:] not in known)
+            folders.update(path[skip:] for path in folders_now)
+        if self.folders:  # else none were recorded
+            wrong.update((path, "it is a new folder") for path in sorted(folders.difference(self.folders)))
+            wrong.update((path, "the folder is gone") for path in self.folders if path not in folders)
+        return wrong
+
+
+def _map_file(path: str, fs: FileSystem, checksums: bool) -> FileBlocks | Unmapped:
+    with _opened(path) as fd:
+        try:
+            blocks = FileBlocks.of(fd, fs, path)
+        except NotMappable as e:
+            return Unmapped(os.fstat(fd).st_size, str(e.strerror))
+        if checksums:
+            from monai_gds.base.checksum import checksum_of_file  # brings torch
+
+            blocks = blocks._replace(checksum=checksum_of_file(fd, blocks.size))
+        return blocks
+
+
+@contextmanager
+def _opened(path: str, flags: int = 0) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _in_threads(
+    work: Callable[[Sequence[str]], dict[str, T]], paths: Sequence[str], progress: Progress | None
+) -> dict[str, T]:
+    chunks = [paths[i : i + _CHUNK] for i in range(0, len(paths), _CHUNK)]
+    results: dict[str, T] = {}
+    done = 0
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="monai-gds-blockmap") as pool:
+        for chunk, result in zip(chunks, pool.map(work, chunks), strict=True):
+            results.update(result)
+            done += len(chunk)
+            if progress:
+                progress(done, len(paths))
+    return results
+
+
+def _walk(root: str) -> tuple[list[str], list[str]]:
+    """Every file and every folder below ``root``, in order. See :meth:`BlockMap.build` for links."""
+    files: list[str] = []
+    folders: list[str] = []
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        with os.scandir(folder) as entries:
+            listed = sorted(entries, key=lambda e: e.name)
+        below: list[str] = []
+        for entry in listed:
+            if entry.is_file():
+                files.append(entry.path)
+            elif entry.is_dir(follow_symlinks=False) or (folder == root and entry.is_dir()):
+                folders.append(entry.path)
+                if not (entry.is_symlink() and _contains(entry.path, root)):
+                    below.append(entry.path)
+            elif entry.is_symlink() and not os.path.exists(entry.path):
+                raise FileNotFoundError(errno.ENOENT, "the symbolic link is dead", entry.path)
+        waiting.extend(reversed(below))
+    return files, folders
+
+
+def _contains(link: str, folder: str) -> bool:
+    """Whether a symbolic link leads to ``folder`` or above it, so that following it would never end."""
+    target = os.path.realpath(link)
+    return os.path.commonpath([target, os.path.realpath(folder)]) == target
+
+
+def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
+    """Raises BlockMapError for extents that no file system has. Links to one file share theirs."""
+    owner: dict[tuple[Extent, ...], str] = {}
+    for path, blocks in files.items():
+        owner.setdefault(blocks.extents, path)
+        position = 0
+        for extent in blocks.extents:
+            if extent.offset < position:
+                raise BlockMapError(f"the extents of {path} overlap or are out of order")
+            position = extent.offset + extent.nbytes
+    runs = sorted((e.start, e.start + e.nbytes, path) for extents, path in owner.items() for e in extents)
+    for (start, end, path), (following, _, other) in pairwise([*runs, (1 << 64, 0, "")]):
+        if start < 0 or end <= start:
+            raise BlockMapError(f"{path} has an extent from byte {start} to {end}")
+        if origin is not None and end > origin.disk.nbytes:
+            raise BlockMapError(f"{path} ends at byte {end} of a disk of {origin.disk.nbytes} bytes")
+        if end > following:
+            raise BlockMapError(f"{path} and {other} share bytes {following} to {end} of the disk")
+    for path, blocks in files.items():
+        if blocks.size < 0:
+            raise BlockMapError(f"{path} has a size of {blocks.size} bytes")
+
+
+def _files(entries: Mapping[str, Any], block: int) -> dict[str, FileBlocks]:
+    return {_below(path): FileBlocks.from_json(entry, block) for path, entry in entries.items()}
+
+
+def _unmapped(entries: Mapping[str, Any]) -> dict[str, Unmapped]:
+    found = {_below(path): Unmapped(_whole(entry["size"]), _text(entry["why"])) for path, entry in entries.items()}
+    if any(entry.size < 0 for entry in found.values()):
+        raise ValueError("the size of a file is negative")
+    return found
+
+
+def _below(path: Any) -> str:
+    """A path of a saved map, which must not lead out of the folder that it is relative to."""
+    if {"", ".."} & set(_text(path).split("/")) or "\0" in path:
+        raise ValueError(f"{path!r:.200} is not a path below the folder")
+    os.fsencode(path)  # raises ValueError for what no path can contain
+    return str(path)
+
+
+def _origin(header: Mapping[str, Any]) -> Origin:
+    disk = Disk(**header["disk"])
+    if not re.fullmatch(r"[A-Za-z0-9][\w!:.-]*", _text(disk.name), re.ASCII):
+        raise ValueError(f"{disk.name!r:.100} is not the name of a disk in /dev")
+    if not re.fullmatch(r"[0-9]+:[0-9]+", _text(disk.number), re.ASCII):
+        raise ValueError(f"{disk.number!r:.100} is not the number of a disk")
+    if _whole(disk.block_size) not in (512, 1024, 2048, 4096) or header["block_size"] != disk.block_size:
+        raise BlockMapError(f"blocks of {header['block_size']} bytes on a disk with blocks of {disk.block_size}")
+    if _whole(disk.nbytes) < 1 or _whole(disk.max_transfer) < disk.block_size:
+        raise ValueError("its disk is empty, or takes commands of less than a block")
+    start = _whole(header["start"])
+    if not 0 <= start < disk.nbytes:
+        raise ValueError(f"its file system begins at byte {start} of a disk of {disk.nbytes} bytes")
+    return Origin(_text(header["parent"]), _text(header["kind"]), _text(header["uuid"]), start, disk)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not text")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) >= 1 << 63:
+        raise TypeError(f"{value!r:.40} is not a whole number of 64 bits")
+    return value
+
+
+def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:
+    """Raises StorageError where the disk, or a hole, does not hold the bytes that are read through the file."""
+    device = disk.open()
+    try:
+        # Aligned, as O_DIRECT demands. Closing it would fail behind a Ctrl-C that leaves a part of it in use.
+        aligned = memoryview(mmap.mmap(-1, _COMPARE_BYTES))
+        for offset, start, nbytes in _pieces(blocks):
+            expected = read_at(fd, min(nbytes, blocks.size - offset), offset)
+            if start is None:
+                place, found = "a hole", bytes(len(expected))
+            else:
+                place = f"byte {start} of the device and what follows"
+                got = os.preadv(device, [aligned[:nbytes]], start)
+                found = bytes(aligned[: min(got, len(expected))])
+            if found != expected:
+                end = offset + len(expected)
+                raise StorageError(errno.EIO, f"{place} should be bytes {offset} to {end} of the file", path)
+    finally:
+        os.close(device)
+
+
+def _pieces(blocks: FileBlocks) -> Iterator[tuple[int, int | None, int]]:
+    """The whole file in pieces of at most _COMPARE_BYTES: (offset, byte on the disk or None in a hole, bytes)."""
+    end = max([blocks.size, *(e.offset + e.nbytes for e in blocks.extents[-1:])])  # the last block is read whole
+    for start, stop, place in runs(blocks.extents, 0, end):
+        for at in range(start, stop, _COMPARE_BYTES):
+            yield at, None if place is None else place + at - start, min(_COMPARE_BYTES, stop - at)

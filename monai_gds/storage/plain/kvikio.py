@@ -1,0 +1,337 @@
+"""The ``kvikio`` backend: GPUDirect Storage through cuFile where the machine has it, else KvikIO's threads.
+
+With cuFile, large reads go straight to the device. It is used where the kernel module nvidia-fs is loaded, or where
+the user asks for it with KVIKIO_COMPAT_MODE=OFF (for PCI peer-to-peer DMA without that module, say). KvikIO by itself
+uses cuFile wherever the library is installed, but without the module cuFile copies through the host: 3.2 GB/s from the
+page cache of a machine where KvikIO's threads reached 20.
+
+Without cuFile, KvikIO's threads fill this package's pinned slots, and the copy stream copies them to the device,
+without waiting for what training has queued. KvikIO's own copies would run on streams that wait for the legacy default
+stream: a read behind 300 ms of queued work took 305 ms. Python threads reached only 18 GB/s with pieces of 4 MiB,
+because after each piece a thread has to get the interpreter's lock. Small reads, and reads into host memory, go through
+the ``posix`` backend.
+
+**What is changed in your process:** KvikIO has one thread by default, which leaves most of the link idle. If
+``kvikio.defaults.get("num_threads")`` is that default of 1 and neither KVIKIO_NTHREADS nor KVIKIO_NUM_THREADS is set,
+this backend sets it to five eighths of the cores (4 to 16), for the whole process. A number of your own is left alone.
+Nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.errors import StorageError
+from monai_gds.storage import files, plan, staging
+from monai_gds.storage.backend import CUDA_ONLY, Availability, check_threads
+from monai_gds.storage.files import ALIGNMENT, Buffer, Expected
+from monai_gds.storage.pending import Pending
+from monai_gds.storage.plain.posix import PosixBackend
+from monai_gds.storage.queue import Command, QueueBackend
+from monai_gds.storage.reads import Reads
+
+__all__ = ["KvikioBackend"]
+
+
+#: Exists where the kernel module nvidia-fs is loaded.
+NVIDIA_FS = "/proc/driver/nvidia-fs/version"
+
+
+def default_threads() -> int:
+    """How many threads KvikIO gets where nobody set a number."""
+    return max(4, min(limits.KVIKIO_THREADS, len(os.sched_getaffinity(0)) * 5 // 8))
+
+
+def through_cufile() -> bool:
+    """Whether cuFile moves the bytes; see the module's docstring."""
+    import kvikio
+    import kvikio.defaults
+
+    if kvikio.defaults.is_compat_mode_preferred():
+        return False
+    return os.path.exists(NVIDIA_FS) or kvikio.defaults.get("compat_mode") == kvikio.CompatMode.OFF
+
+
+class _File:
+    """An open file: a descriptor of ours, and KvikIO's ``CuFile`` of the same file.
+
+    Attributes:
+        size: bytes that it had when it was opened.
+        after: where the last read ended; see :meth:`hint`.
+    """
+
+    def __init__(self, fd: int, cu_file: Any) -> None:
+        self.fd, self.cu_file = fd, cu_file
+        self.size = os.fstat(fd).st_size
+        self.after = -1
+        self._cold = False
+
+    def hint(self, offset: int, nbytes: int) -> None:
+        """Tells the kernel to read ahead a piece that is not in the page cache; see posix.py.
+
+        Called in the pump's thread, because a hint that comes later than KvikIO's reads disturbs them (from a disk of
+        3.4 GB/s: 3.3 with this hint, 2.3 with a late one, 2.7 without). Only the first of adjacent pieces is looked up
+        in the cache, because at each system call this thread releases the interpreter's lock, and may wait for it.
+        """
+        if offset != self.after:
+            self._cold = files.is_cold(self.fd, offset)
+        self.after = offset + nbytes
+        if self._cold:
+            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # every byte is read by now
+            self.cu_file.close()
+        os.close(self.fd)
+
+
+class KvikioBackend(QueueBackend):
+    """Reads and writes CUDA tensors through KvikIO, https://docs.rapids.ai/api/kvikio/.
+
+    Args:
+        device: a CUDA device.
+        threads: sets KvikIO's number of threads, for the whole process; None: see the module's docstring. With cuFile,
+            KvikIO allocates a pinned bounce buffer per thread, 16 MiB unless set otherwise.
+
+    Raises:
+        BackendUnavailable: from ``open_storage``, where KvikIO is missing or there is no CUDA device.
+        ValueError: ``threads`` is not positive.
+    """
+
+    group_bytes = limits.KVIKIO_LEAST_BYTES  # one piece per slot
+    open_files = 16  # each takes three descriptors: KvikIO opens a file once with O_DIRECT and once without
+
+    def __init__(self, device: torch.device, threads: int | None = None) -> None:
+        check_threads(threads)
+        super().__init__(device)
+        import kvikio
+        import kvikio.defaults
+
+        self._kvikio = kvikio
+        self._posix = PosixBackend(device)
+        self._under_way: deque[tuple[Command, Any]] = deque()  # with KvikIO's futures, oldest first
+        # With cuFile each piece is one task: of a read that KvikIO divides, the first error comes back while the other
+        # tasks are still writing. Pinned slots outlive that, see _settle, but the caller's memory may not.
+        self.reaches_gpu = through_cufile()
+        self.piece_bytes = limits.KVIKIO_TASK_BYTES if self.reaches_gpu else limits.KVIKIO_PIECE_BYTES
+        if threads is None:
+            set_by_user = {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys()
+            threads = default_threads() if kvikio.defaults.get("num_threads") == 1 and not set_by_user else None
+        if threads is not None and kvikio.defaults.get("num_threads") != threads:
+            kvikio.defaults.set("num_threads", threads)
+
+    @classmethod
+    def check(cls, device: torch.device, *, threads: int | None = None, **options: Any) -> None:
+        check_threads(threads)
+
+    @classmethod
+    def probe(cls, device: torch.device) -> Availability:
+        if device.type != "cuda":
+            return Availability(False, CUDA_ONLY, 'use backend="posix" for a CPU target')
+        if not torch.cuda.is_available():
+            return Availability(False, "there is no CUDA device (KvikIO needs libcuda.so.1)", 'use device="cpu"')
+        if importlib.util.find_spec("kvikio") is None:
+            extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
+            return Availability(False, "the package kvikio is not installed", f"pip install 'monai_gds[{extra}]'")
+        try:
+            import kvikio
+            import kvikio.defaults
+        except Exception as e:
+            return Availability(False, f"importing kvikio failed: {e}", "install the wheel for your CUDA version")
+        how = "cuFile" if through_cufile() else "its threads and pinned staging"
+        return Availability(True, f"KvikIO {kvikio.__version__} through {how}")
+
+    # Reading.
+
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        on_device = [tensor.is_cuda for tensor in into]
+        large = reads.nbytes >= limits.KVIKIO_LEAST_BYTES
+        if not any(on_device) or not large.any():
+            return self._posix.start(reads, into)
+        if all(on_device) and large.all():
+            return super().start(reads, into)
+        large &= np.array(on_device)[reads.dest]
+        reads = reads.with_room(into)  # only all reads together show the room behind each
+        parts = [super().start(reads[large], into), self._posix.start(reads[~large], into)]
+        return Pending.joined(parts, list(into), self.device)
+
+    def _open(self, path: str, expected: Expected) -> _File:
+        fd = files.open_regular(path, expected)
+        try:
+            return _File(fd, self._cu_file(fd, "r", path))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _close(self, handle: _File) -> None:
+        handle.close()
+
+    def _cu_file(self, fd: int, flags: str, path: str) -> Any:
+        """Opens the file of a descriptor, since its path may name another file by now.
+
+        Raises:
+            OSError: the system's own error where there is one, because KvikIO's does not name the cause.
+        """
+        try:
+            return self._kvikio.CuFile(f"/proc/self/fd/{fd}", flags)
+        except Exception as e:
+            with files.naming(path):
+                os.close(os.dup(fd))
+            # The disk is well: a plain open found the file. cuFile refuses some file systems and containers.
+            raise StorageError(errno.EOPNOTSUPP, f"KvikIO could not open it: {e}", path) from e
+
+    def _submit(self, command: Command) -> bool:
+        file: _File = command.handle
+        end = command.offset + command.nbytes
+        if end > file.size:
+            raise StorageError(errno.EIO, f"file ends at byte {file.size}, before byte {end}")
+        if not command.memory.is_cuda:
+            file.hint(command.offset, command.nbytes)
+        elif len(self._under_way) == limits.KVIKIO_TASKS:
+            return False
+        dest = command.dest if command.memory.is_cuda else command.array
+        future = file.cu_file.pread(dest, command.nbytes, command.offset, limits.KVIKIO_TASK_BYTES)
+        self._under_way.append((command, future))
+        return True
+
+    def _poll(self) -> Iterable[tuple[Command, int | Exception]]:
+        command, future = self._under_way[0]
+        result: int | Exception
+        try:
+            result = future.get()
+        except Exception as e:
+            result = StorageError(errno.EIO, f"KvikIO could not read {command.nbytes} bytes at {command.offset}: {e}")
+            if not self.reaches_gpu:
+                self._settle(command.handle)
+        self._under_way.popleft()
+        return [(command, result)]
+
+    def _give_up(self) -> None:
+        self._under_way.clear()
+
+    def _settle(self, file: _File) -> None:
+        """Waits until KvikIO has finished all tasks that it has so far.
+
+        It divides a piece for a slot into tasks (dividing it here, with a future for each, cost 15% of the speed at
+        batch 1), and returns the first error while the other tasks still read the file and write to the slot. Tasks
+        start in order: once one more task is complete, all earlier ones have started. Setting the number of threads,
+        even to its current value, waits for the running ones.
+        """
+        import kvikio.defaults
+
+        with contextlib.suppress(Exception):  # it fails as the others did
+            file.cu_file.pread(np.empty(1, np.uint8), 1).get()
+        with contextlib.suppress(Exception):
+            kvikio.defaults.set("num_threads", kvikio.defaults.get("num_threads"))
+
+    # Writing.
+
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
+        if not any(isinstance(b, torch.Tensor) and b.is_cuda for b in buffers):
+            super().write(path, buffers, durable=durable, mode=mode)
+            return
+        torch.cuda.current_stream(self.device).synchronize()  # KvikIO does not wait for what fills the buffers
+        with files.new_file(path, files.total_bytes(buffers), durable=durable, mode=mode) as fd:
+            cu_file = self._cu_file(fd, "r+", path)
+            try:
+                _write_parts(fd, cu_file, buffers)
+            finally:
+                with contextlib.suppress(Exception):  # every byte is written by now
+                    cu_file.close()
+
+    def close(self) -> None:
+        super().close()
+        self._posix.close()
+
+    def describe(self) -> dict[str, Any]:
+        import kvikio.defaults
+
+        threads = kvikio.defaults.get("num_threads")
+        # KvikIO's own bounce buffers are used only where it is given device memory.
+        bounce = kvikio.defaults.get("bounce_buffer_size") * threads if self.reaches_gpu else 0
+        return {
+            **self._posix.describe(),
+            "kvikio_threads": threads,
+            "task_bytes": limits.KVIKIO_TASK_BYTES,
+            "cufile": self.reaches_gpu,
+            "pinned_bytes": bounce + staging.pinned_bytes(self.device),
+        }
+
+
+def _write_parts(fd: int, cu_file: Any, buffers: Sequence[Buffer]) -> None:
+    """Writes buffers back to back: tensors on the device that begin at a page through KvikIO, the rest by ``fd``."""
+    offset = 0
+    writes = _Writes()
+    try:
+        for buffer in buffers:
+            nbytes = files.total_bytes([buffer])
+            if isinstance(buffer, torch.Tensor) and buffer.is_cuda and offset % ALIGNMENT == 0:
+                writes.start(cu_file, buffer.detach(), offset)
+            else:  # it may begin in the block that the last one ends in, and cuFile writes whole blocks
+                writes.wait()
+                os.lseek(fd, offset, os.SEEK_SET)
+                staging.write_buffers(fd, [buffer])
+            offset += nbytes
+    finally:
+        writes.settle()
+    writes.wait()
+
+
+class _Writes:
+    """Pieces of tensors that KvikIO's threads are writing."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[torch.Tensor, int, Any]] = deque()  # with its offset and KvikIO's future
+        self._error: StorageError | None = None
+
+    def start(self, cu_file: Any, tensor: torch.Tensor, offset: int) -> None:
+        """Starts writing a tensor in pieces of one task each; see ``KvikioBackend.piece_bytes``."""
+        pieces = plan.cut(Reads.of("", [(offset, tensor.numel())]), limits.KVIKIO_TASK_BYTES, even=True)
+        for part, at in zip(pieces.parts([tensor]), pieces.offset.tolist(), strict=True):
+            if part.numel():
+                try:
+                    future = cu_file.pwrite(part, part.numel(), at, limits.KVIKIO_TASK_BYTES)
+                except Exception as e:
+                    raise StorageError(errno.EIO, f"KvikIO refused to write at {at}: {e}") from e
+                self._pieces.append((part, at, future))
+
+    def settle(self) -> None:
+        """Waits until no piece is under way, even after Ctrl-C: KvikIO reads the tensors and writes to the file."""
+        interrupt: BaseException | None = None
+        while self._pieces:
+            part, at, future = self._pieces[0]
+            try:
+                count = future.get()
+                if count != part.numel():
+                    raise StorageError(errno.EIO, f"KvikIO wrote {count} of {part.numel()} bytes at {at}")
+            except StorageError as e:
+                self._error = self._error or e
+            except Exception as e:
+                failed = f"KvikIO could not write {part.numel()} bytes at {at}: {e}"
+                self._error = self._error or StorageError(errno.EIO, failed)
+            except BaseException as e:
+                interrupt = e
+                continue
+            self._pieces.popleft()
+        if interrupt is not None:
+            raise interrupt
+
+    def wait(self) -> None:
+        """As :meth:`settle`.
+
+        Raises:
+            StorageError: the first error of a piece.
+        """
+        self.settle()
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,253 @@
+"""Batches of reads for the kernel of ``xnvme-bam``: its queue pairs, its pool, its launches and their results."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from monai_gds.storage import staging
+from monai_gds.storage.xnvme.bam.controller import PAGE, Controller, QueuePair, host_pages
+from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers
+from monai_gds.storage.xnvme.libxnvme import Completion
+
+__all__ = ["LOST", "MOST_DEPTH", "SOURCE", "BamQueue", "CudaKernel", "Kernel", "Pool", "what_happened", "why_not"]
+
+#: The kernel. The tests compile it for the host too.
+SOURCE = Path(__file__).with_name("bam.cu")
+
+#: Most entries of a queue; as in the kernel.
+MOST_DEPTH = 1024
+
+#: Results of a command besides the controller's status. The kernel notes that a command was not answered in time, or
+#: that the controller completed one that was not in flight; the host, that its queue failed before it was submitted.
+LOST, STRANGE, UNSENT = -1, -2, -3
+
+#: Threads per block, and so per queue.
+_THREADS = 128
+
+#: Seconds between two polls of a kernel.
+_POLL_SECONDS = 5e-5
+
+_QUEUE = np.dtype(
+    [(name, np.uint64) for name in ("submission", "completion", "submission_doorbell", "completion_doorbell")]
+    + [(name, np.uint32) for name in ("depth", "tail", "head", "phase")]
+)
+_COMMAND = np.dtype([("lba", np.uint64), ("blocks", np.uint32), ("slot", np.uint32)])
+_BATCH = np.dtype([
+    (name, np.uint64)
+    for name in (
+        "queues", "commands", "results", "pages", "lists", "list_pages",
+        "count", "slot_pages", "list_entries", "block_bytes", "nsid", "limit_ns",
+    )
+])  # fmt: skip
+
+
+class Kernel(Protocol):
+    """Runs the kernel. One launch at a time."""
+
+    def launch(self, batch: int, queues: int) -> None:
+        """Starts the kernel on the batch at this address, with a block of threads per queue. Returns at once."""
+
+    def done(self) -> bool:
+        """Whether the launch is over. Raises RuntimeError if it failed."""
+
+
+class CudaKernel:
+    """The kernel on a CUDA device, on a separate stream, so that no copy has to wait for a drive."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = staging.new_stream(device)
+        self._event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._function = staging.compiled(SOURCE.read_text(), "read_blocks", device.index)
+
+    def launch(self, batch: int, queues: int) -> None:
+        staging.launch(self._function, queues, _THREADS, [batch], self._stream.cuda_stream)
+        self._event.record(self._stream)
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+def why_not() -> str | None:
+    """Why the kernel cannot be compiled here; None if it can."""
+    try:
+        import cupy  # noqa: F401
+    except ImportError as e:
+        return f"CuPy, which compiles its kernel, cannot be imported ({e})"
+    return None
+
+
+class Pool(BounceBuffers):
+    """The memory that a controller reads into: slots of the same size, copied on from there.
+
+    Args:
+        controller: whose memory it is.
+        target: where destinations live.
+        slot_bytes: per slot, at least ``controller.max_transfer``.
+        slots: how many.
+    """
+
+    def __init__(self, controller: Controller, target: torch.device, slot_bytes: int, slots: int) -> None:
+        super().__init__(slot_bytes)
+        self._unmade = 0  # all are made at once
+        self._target = target
+        self.slots, self.slot_pages = slots, self._nbytes // PAGE
+        self.data = controller.memory(slots * self._nbytes)
+        self._base = self.data.tensor.data_ptr()
+        for begin in range(0, slots * self._nbytes, self._nbytes):
+            self._free.append(Bounce(self._base + begin, self.data.tensor[begin : begin + self._nbytes]))
+        # A list per slot, which names its pages but the first. In powers of two none crosses a page.
+        self.list_entries = 1 << max(self.slot_pages - 2, 0).bit_length()
+        self.lists = controller.memory(8 * self.list_entries * slots)
+
+    def slot(self, address: int) -> int:
+        """The number of the slot at an address."""
+        return (address - self._base) // self._nbytes
+
+    def _make(self) -> Bounce:
+        raise AssertionError("all slots are made at once")
+
+    def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
+        if not dest.is_cuda:
+            ctypes.memmove(dest.data_ptr(), bounce.address + skip, dest.numel())
+            return self.give_back(bounce)
+        stream = staging.current_stream(self._target)  # the copy stream is current
+        staging.copy_to_device(dest.data_ptr(), bounce.address + skip, dest.numel(), stream.cuda_stream)
+        self.give_back(bounce._replace(copied=stream.record_event()))
+
+    def close(self) -> None:
+        """Frees the slots behind the copies from them. The queues whose commands name them must have been deleted."""
+        for bounce in self._free:
+            if bounce.copied is not None:
+                bounce.copied.synchronize()
+        self._free.clear()
+
+
+class _Read(NamedTuple):
+    """A read that waits for the next launch, or is part of the running one."""
+
+    tag: Any
+    lba: int
+    blocks: int
+    slot: int
+
+
+class BamQueue:
+    """Queue pairs of a controller that a kernel drives. Reads that arrive while it runs wait for the next launch.
+
+    Args:
+        controller: its controller.
+        kernel: what drives them.
+        pool: where commands read into.
+        pairs: number of queue pairs.
+        depth: entries per queue.
+        seconds: after this time without a completion, a queue's commands are lost.
+        target: where the kernel runs.
+    """
+
+    def __init__(
+        self, controller: Controller, kernel: Kernel, pool: Pool, pairs: int, depth: int, seconds: float,
+        target: torch.device,
+    ) -> None:  # fmt: skip
+        self._controller, self._kernel, self._pool = controller, kernel, pool
+        self._depth = depth
+        self._pairs: list[QueuePair] = []
+        self._waiting: list[_Read] = []
+        self._running: list[_Read] = []
+        # Everything that the kernel is passed, in one piece of memory
+        types = [(_BATCH, 1), (_QUEUE, pairs), (_COMMAND, pool.slots), (np.dtype(np.int32), pool.slots)]
+        ends = np.cumsum([dtype.itemsize * count for dtype, count in types]).tolist()
+        self._memory = host_pages(ends[-1], target)
+        views = [
+            self._memory.numpy()[end - dtype.itemsize * count : end].view(dtype)
+            for end, (dtype, count) in zip(ends, types, strict=True)
+        ]
+        self._batch, self._queues, self._commands, self._results = views
+        # Read for every page of a command: worth a copy on the device
+        self._tables = [
+            torch.from_numpy(memory.addresses.view(np.int64)).to(target) for memory in (pool.data, pool.lists)
+        ]
+        pages, list_pages = (table.data_ptr() for table in self._tables)
+        self._batch[0] = (
+            *(view.ctypes.data for view in views[1:]), pages, pool.lists.tensor.data_ptr(), list_pages,
+            0, pool.slot_pages, pool.list_entries, controller.block_size, controller.nsid, int(seconds * 1e9),
+        )  # fmt: skip
+        self._create(pairs)
+
+    def _create(self, pairs: int) -> None:
+        """Has the controller make the queue pairs."""
+        try:
+            for number in range(pairs):
+                pair = self._controller.create_queue(self._depth)
+                self._pairs.append(pair)
+                self._queues[number] = (*pair, 0, 0, 1)
+        except BaseException:
+            self._delete()
+            raise
+
+    def _delete(self) -> None:
+        while self._pairs:
+            self._controller.delete_queue(self._pairs.pop())
+
+    @property
+    def outstanding(self) -> int:
+        """Reads that wait or are in flight."""
+        return len(self._waiting) + len(self._running)
+
+    def read(self, tag: Any, block: int, count: int, address: int) -> bool:
+        """Reads ``count`` blocks from ``block`` into the slot at ``address``, by the next launch."""
+        self._waiting.append(_Read(tag, block, count, self._pool.slot(address)))
+        return True
+
+    def poll(self) -> list[Completion]:
+        """Returns the commands of a launch that is over, and launches the reads that wait.
+
+        Raises:
+            RuntimeError: CUDA failed. Nobody knows any more what is in flight.
+        """
+        done: list[Completion] = []
+        if self._running:
+            if not self._kernel.done():
+                time.sleep(_POLL_SECONDS)
+                return done
+            done = self._collect()
+        if self._waiting:
+            self._launch()
+        return done
+
+    def _launch(self) -> None:
+        self._running, self._waiting = self._waiting, []
+        count = len(self._running)
+        self._commands[:count] = [read[1:] for read in self._running]
+        self._results[:count] = UNSENT
+        self._batch["count"] = count
+        self._kernel.launch(self._batch.ctypes.data, len(self._pairs))
+
+    def _collect(self) -> list[Completion]:
+        """The completions of the last launch."""
+        running = self._running
+        results = self._results[: len(running)].tolist()
+        if min(results) < 0:  # a command may still be under way, until its queue is deleted
+            pairs = len(self._pairs)
+            self._delete()
+            self._create(pairs)
+        self._running = []  # if no queue can be created, they stay in flight, and the drive is given up
+        return [Completion(read.tag, result, 0) for read, result in zip(running, results, strict=True)]
+
+    def close(self) -> None:
+        """Deletes the queues; nothing may be in flight."""
+        self._delete()
+
+
+def what_happened(result: int, seconds: float) -> str:
+    """The kernel's own result of a command, in words."""
+    return {
+        LOST: f"the drive did not answer within {seconds:g} s",
+        STRANGE: "its queue failed: the drive completed a command that was not in flight",
+        UNSENT: "its queue had failed before",
+    }[result]

@@ -1,0 +1,494 @@
+"""Tiles on a CUDA device: nvCOMP decompresses their streams there, and one kernel puts each tensor together.
+
+Used by :mod:`monai_gds.records.reader`. The counterpart on the CPU is :mod:`monai_gds.tiles.tiles`.
+
+    streams, on the device ────────┐
+    table, on the host ─▶ prepare ─┴▶ CRC-32 ─▶ check ─▶ nvCOMP ─▶ scratch ─▶ place: planes, palette, tiles ─▶ tensor
+
+Everything is queued on the current stream, and the host waits for nothing. No Python runs per tile: the tables cross in
+one copy, and a kernel makes the arrays of addresses that nvCOMP takes. A stream whose CRC-32 differs is replaced by a
+sound one before nvCOMP gets it, since its Zstd and Bitcomp work on valid data only. If something goes wrong, a kernel
+writes it into pinned memory, where :class:`Outcome` finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.base.process import PerProcess
+from monai_gds.errors import CodecMissing, DamagedRecord, MonaiGdsError
+from monai_gds.storage import staging
+from monai_gds.tiles import nvcomp
+from monai_gds.tiles.tiles import BITCOMP, Layout, Tiles
+
+__all__ = ["Outcome", "Part", "Unpacking", "unpack", "why_not"]
+
+#: Tiles in scratch memory, and the arrays in a block of pinned memory, begin at multiples of this.
+_ALIGNMENT = 16
+
+#: Threads per block of ``prepare`` and ``check``, and of ``place``, where a block makes a tile.
+_THREADS, _PLACE_THREADS = 128, 256
+
+#: One zero byte as an LZ4 block and as a Zstd frame.
+_SOUND = {"lz4": b"\x10\x00", "zstd": bytes.fromhex("28b52ffd200109000000")}
+
+_KERNELS = """
+typedef unsigned char byte;
+typedef unsigned short word;
+typedef unsigned int dword;
+typedef unsigned long long qword;
+typedef long long int64;
+
+// What the host passes for each part; see _Descriptor.
+struct Part {
+    const int* sizes; const int* crcs; const byte* palette; const int* ids; const int64* starts; const byte* streams;
+    byte* scratch; byte* out; int64 first, stride, tile_bytes, values, X, Y, Z, tx, ty, tz, gx, gy, gz;
+    int64 packed_bytes, value_bytes, shuffled, step, aligned;
+};
+
+// For each tile. `stream` and `bytes` go to the CRC-32, the next four to nvCOMP. `source` is the address of the
+// decompressed tile, or below 256 the byte that it consists of. A tile without a compressed stream gets a sound one.
+struct Columns {
+    int64 *stream, *bytes, *address, *squeezed, *out, *out_bytes, *source;
+    __device__ Columns(int64* all, int64 n) :
+        stream(all), bytes(all + n), address(all + 2 * n), squeezed(all + 3 * n), out(all + 4 * n),
+        out_bytes(all + 5 * n), source(all + 6 * n) {}
+};
+
+__device__ const Part& part_of(const Part* parts, int64 count, int64 i)
+{
+    int64 p = count - 1;
+    while (parts[p].first > i) p--;
+    return parts[p];
+}
+
+extern "C" __global__ void prepare(
+    const Part* parts, int64 count, int64 total, int64* all, int64 sound, int64 sound_bytes)
+{
+    const int64 i = blockIdx.x * (int64)blockDim.x + threadIdx.x;
+    if (i >= total) return;
+    const Part& part = part_of(parts, count, i);
+    const Columns to(all, total);
+    const int64 k = i - part.first, size = part.sizes[part.ids ? part.ids[k] : k];
+    const int64 stream = (int64)part.streams + (size > 0 ? part.starts[k] : 0);
+    const bool compressed = size > 0 && size < part.tile_bytes;
+    to.stream[i] = stream;
+    to.bytes[i] = size > 0 ? size : 0;
+    to.address[i] = compressed ? stream : sound;
+    to.squeezed[i] = compressed ? size : sound_bytes;
+    to.out[i] = (int64)part.scratch + k * part.stride;
+    to.out_bytes[i] = part.tile_bytes;
+    to.source[i] = compressed ? to.out[i] : size > 0 ? stream : -size;
+}
+
+extern "C" __global__ void check(
+    const Part* parts, int64 count, int64 total, int64* all, int64 sound, int64 sound_bytes, const int* crcs,
+    int* failed)
+{
+    const int64 i = blockIdx.x * (int64)blockDim.x + threadIdx.x;
+    if (i >= total) return;
+    const Part& part = part_of(parts, count, i);
+    const int64 k = i - part.first;
+    if (crcs[i] == part.crcs[part.ids ? part.ids[k] : k]) return;
+    const Columns to(all, total);
+    to.address[i] = sound;
+    to.squeezed[i] = sound_bytes;
+    *failed = 1;
+}
+
+// Streams and scratch memory are aligned to 16 bytes, and no more.
+template <int STEP, typename T> struct __align__(STEP * sizeof(T) < 16 ? STEP * sizeof(T) : 16) Several { T v[STEP]; };
+
+template <typename packed, typename value, bool PALETTE, int STEP>
+__device__ void fill(const Part& part, int64 tile, int64 source, int* failed)
+{
+    const byte* bytes = (const byte*)source;
+    const value* palette = (const value*)part.palette;
+    const int row = part.tz, column = part.ty, count = part.tx * part.ty * part.tz;
+    const int64 X = part.X, Y = part.Y, Z = part.Z, values = part.values;
+    const int64 z0 = tile % part.gz * part.tz; tile /= part.gz;
+    const int64 y0 = tile % part.gy * part.ty; tile /= part.gy;
+    const int64 x0 = tile % part.gx * part.tx;
+    value* out = (value*)part.out + tile / part.gx * X * Y * Z;
+    const bool shuffled = part.shuffled, aligned = part.aligned;
+    packed constant = 0;
+    for (int b = 0; b < sizeof(packed); b++) constant |= (packed)((packed)(source & 255) << (8 * b));
+    for (int e = threadIdx.x * STEP; e < count; e += blockDim.x * STEP) {
+        const int z = e % row, y = e / row % column, x = e / row / column;
+        const int64 left = Z - z0 - z;
+        if (x0 + x >= X || y0 + y >= Y || left <= 0) continue;
+        Several<STEP, packed> p;
+        if (source < 256) for (int s = 0; s < STEP; s++) p.v[s] = constant;
+        else if (!shuffled) p = *(const Several<STEP, packed>*)((const packed*)bytes + e);
+        else {
+            for (int s = 0; s < STEP; s++) p.v[s] = 0;
+            for (int b = 0; b < sizeof(packed); b++) {
+                const Several<STEP, byte> plane = *(const Several<STEP, byte>*)(bytes + (int64)b * count + e);
+                for (int s = 0; s < STEP; s++) p.v[s] |= (packed)((packed)plane.v[s] << (8 * b));
+            }
+        }
+        Several<STEP, value> v;
+        for (int s = 0; s < STEP; s++) {
+            if (!PALETTE) v.v[s] = p.v[s];
+            else if (p.v[s] < values) v.v[s] = palette[p.v[s]];
+            else { v.v[s] = 0; if (s < left) *failed = 1; }
+        }
+        value* to = out + ((x0 + x) * Y + y0 + y) * Z + z0 + z;
+        if (aligned && left >= STEP) *(Several<STEP, value>*)to = v;
+        else for (int s = 0; s < STEP && s < left; s++) to[s] = v.v[s];
+    }
+}
+
+template <typename packed, typename value, bool PALETTE>
+__device__ void fill(const Part& part, int64 tile, int64 source, int* failed)
+{
+    if (part.step == 4) fill<packed, value, PALETTE, 4>(part, tile, source, failed);
+    else fill<packed, value, PALETTE, 1>(part, tile, source, failed);
+}
+
+extern "C" __global__ void place(
+    const Part* parts, int64 count, int64 total, int64* all, const int* statuses, const int64* got, int* failed)
+{
+    const int64 i = blockIdx.x;
+    const Part part = part_of(parts, count, i);
+    const Columns of(all, total);
+    const int64 source = of.source[i], k = i - part.first, tile = part.ids ? part.ids[k] : k;
+    if (threadIdx.x == 0 && source == of.out[i] && (statuses[i] || got[i] != part.tile_bytes)) *failed = 1;
+    switch (part.values ? 16 * part.packed_bytes + part.value_bytes : part.value_bytes) {
+        case 1: return fill<byte, byte, false>(part, tile, source, failed);
+        case 2: return fill<word, word, false>(part, tile, source, failed);
+        case 4: return fill<dword, dword, false>(part, tile, source, failed);
+        case 8: return fill<qword, qword, false>(part, tile, source, failed);
+        case 16 + 2: return fill<byte, word, true>(part, tile, source, failed);
+        case 16 + 4: return fill<byte, dword, true>(part, tile, source, failed);
+        case 16 + 8: return fill<byte, qword, true>(part, tile, source, failed);
+        case 32 + 4: return fill<word, dword, true>(part, tile, source, failed);
+        case 32 + 8: return fill<word, qword, true>(part, tile, source, failed);
+        default: *failed = 1;
+    }
+}
+"""
+
+
+class Part(NamedTuple):
+    """Tiles of one tensor, all or some.
+
+    Attributes:
+        tiles: the tensor's tiles.
+        streams: 1-D uint8 CUDA tensor at a multiple of 16.
+        out: contiguous CUDA tensor of the layout's dtype and shape.
+        starts: where the stream of each tile begins in ``streams``, int64; anything for a tile without one.
+        ids: which tiles these are, int32; None for all.
+    """
+
+    tiles: Tiles
+    streams: torch.Tensor
+    out: torch.Tensor
+    starts: np.ndarray
+    ids: np.ndarray | None = None
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether any of these tiles has a stream."""
+        sizes = self.tiles.sizes if self.ids is None else self.tiles.sizes[self.ids]
+        return bool(sizes.max() > 0)
+
+
+class Outcome:
+    """Whether unpacking went well, known once the device has done it."""
+
+    __slots__ = ("_host",)
+
+    def __init__(self, host: _Host) -> None:
+        self._host = host
+
+    def check(self) -> None:
+        """Waits until the device has unpacked.
+
+        Raises:
+            DamagedRecord: a stream does not match its CRC-32, is not what was compressed, or refers to values that are
+                not in its palette.
+        """
+        self._host.event.synchronize()
+        if self._host.failed[0]:
+            raise DamagedRecord("a tile does not match its checksum, or refers to a value that is not in its palette")
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self._host.give_back()
+
+
+class Unpacking:
+    """A step that follows reads (``Pending.then``) and unpacks the streams among what was read.
+
+    Args:
+        wanted: for each tensor that is read, None, or its tiles, where the stream of each begins in what is read, and
+            which tiles these are (None for all); see :class:`Part`.
+        keep: called with what was read once it is known to be sound, to keep it; or None.
+        kept: what was read belongs to somebody who keeps it. What is not unpacked is copied.
+        only: the indices of the tensors to return; None for all.
+    """
+
+    def __init__(
+        self,
+        wanted: Sequence[tuple[Tiles, np.ndarray, np.ndarray | None] | None],
+        *,
+        keep: Callable[[Sequence[torch.Tensor]], None] | None = None,
+        kept: bool = False,
+        only: Sequence[int] | None = None,
+    ) -> None:
+        self._wanted, self._keep, self._only = wanted, keep, only
+        self._copies = kept or keep is not None
+        self._raw: Sequence[torch.Tensor] = ()
+        self._outcomes: list[Outcome] = []
+
+    def __call__(self, raw: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
+        """Returns what was read, with whole tensors of their own dtypes and shapes in place of streams.
+
+        Raises:
+            CodecMissing: nvCOMP refuses.
+        """
+        if errors:
+            return raw
+        parts, done = [], list(raw)
+        only = range(len(raw)) if self._only is None else self._only
+        for i in only:
+            wanted = self._wanted[i] if i < len(self._wanted) else None
+            if wanted is not None:
+                tiles, starts, ids = wanted
+                done[i] = staging.empty_for_side_stream(tiles.layout.shape, tiles.layout.dtype, raw[i].device)
+                parts.append(Part(tiles, raw[i], done[i], starts, ids))
+            elif self._copies:
+                done[i] = raw[i].clone()
+        for together in {_together(part) for part in parts}:
+            try:
+                self._outcomes.append(unpack([part for part in parts if _together(part) == together]))
+            except MonaiGdsError as e:  # the record may be sound: it must not be replaced
+                raise CodecMissing(f"its tiles could not be unpacked on {parts[0].out.device}: {e}") from e
+        if self._keep is not None:
+            self._raw = raw
+        return [done[i] for i in only]
+
+    def check(self) -> None:
+        """Waits for the device.
+
+        Raises:
+            DamagedRecord: see :meth:`Outcome.check`.
+        """
+        for outcome in self._outcomes:
+            outcome.check()
+        if self._keep is not None and self._raw:
+            self._keep(self._raw)
+            self._raw = ()
+
+
+def _together(part: Part) -> tuple[str, torch.dtype | None]:
+    """Parts for which this is equal may be unpacked in one call. Bitcomp refuses several element types in one call."""
+    layout = part.tiles.layout
+    return layout.codec, layout.packed_dtype if layout.codec == BITCOMP else None
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why tiles cannot be unpacked on a device here; None if they can."""
+    try:
+        import cupy  # noqa: F401
+    except ImportError as e:
+        return (
+            f"tiles are put together on a GPU by CuPy, which cannot be imported ({e}): pip install "
+            "'monai_gds[tiles-cuda13]' (or tiles-cuda12)"
+        )
+    return nvcomp.why_not()
+
+
+def unpack(parts: Sequence[Part]) -> Outcome:
+    """Fills the tensors of parts with their tiles, on the current stream.
+
+    Args:
+        parts: all of one codec and one device, with Bitcomp also of one packed dtype. Their tensors must be ready for
+            the current stream.
+
+    Raises:
+        MonaiGdsError: nvCOMP or CuPy is missing or refuses.
+    """
+    device, layout = parts[0].out.device, parts[0].tiles.layout
+    most = max(part.tiles.layout.tile_bytes for part in parts)
+    sound = _sound_stream(layout.codec, layout.packed_dtype, most, device)
+    stream = staging.raw_current_stream(device)
+    work = _Workspace(parts, device)
+    host = _upload(parts, work, device, stream)
+    outcome = Outcome(host)  # where nvCOMP refuses too, nobody gets this memory before its copy is over
+    try:
+        _queue(parts, work, most, sound, host, stream)
+    finally:
+        host.event.record(torch.cuda.current_stream(device))
+    return outcome
+
+
+def _queue(parts: Sequence[Part], work: _Workspace, most: int, sound: torch.Tensor, host: _Host, stream: int) -> None:
+    """Queues the kernels and nvCOMP's work. Kernels note in the host's memory what goes wrong."""
+    total, failed, device = work.total, host.memory.data_ptr(), host.device
+    tiles = (work.tables, len(parts), total, work.columns)
+    stub = (sound.data_ptr(), len(sound))
+    _launch("prepare", device, -(-total // _THREADS), _THREADS, (*tiles, *stub), stream)
+    if any(part.has_streams for part in parts):
+        streams, sizes, addresses, squeezed, outs, out_sizes = (work.columns + 8 * total * n for n in range(6))
+        nvcomp.crc32(total, streams, sizes, most, work.crcs, stream)
+        _launch("check", device, -(-total // _THREADS), _THREADS, (*tiles, *stub, work.crcs, failed), stream)
+        blocks = nvcomp.Blocks(total, addresses, squeezed, outs, out_sizes, most, work.scratch_bytes)
+        codec = parts[0].tiles.layout.codec
+        nvcomp.decompress(codec, blocks, work.temp, work.temp_bytes, work.statuses, work.got, stream)
+    _launch("place", device, total, _PLACE_THREADS, (*tiles, work.statuses, work.got, failed), stream)
+
+
+class _Workspace:
+    """One piece of memory on the device for everything that a call needs, since each allocation is slow.
+
+    All attributes but the sizes are addresses. The memory is freed with this object, for later work on the current
+    stream.
+
+    Attributes:
+        total: tiles of all parts.
+        table_bytes: bytes from ``tables`` on: the parts' descriptors, and what they refer to.
+        scratch_bytes: bytes of the decompressed tiles.
+        tables, columns, crcs, statuses, got, temp, scratch: what the kernels and nvCOMP use.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self.total = sum(len(part.starts) for part in parts)
+        self.table_bytes = _aligned(len(parts) * 8 * _FIELDS)
+        self.scratch_bytes, most = 0, 0
+        for part in parts:
+            tile_bytes = part.tiles.layout.tile_bytes
+            most = max(most, tile_bytes)
+            self.scratch_bytes += len(part.starts) * _aligned(tile_bytes)
+            self.table_bytes += _aligned(part.tiles.table.nbytes) + _aligned(part.starts.nbytes)
+            self.table_bytes += 0 if part.ids is None else _aligned(part.ids.nbytes)
+        codec = parts[0].tiles.layout.codec
+        self.temp_bytes = _aligned(nvcomp.temp_bytes(codec, self.total, most, self.scratch_bytes))
+        words = _aligned(4 * self.total)
+        sizes = (
+            self.table_bytes,
+            7 * 8 * self.total,
+            words,
+            words,
+            8 * self.total,
+            self.temp_bytes,
+            self.scratch_bytes,
+        )
+        begins = list(itertools.accumulate(map(_aligned, sizes), initial=0))
+        self._memory = torch.empty(begins[-1], dtype=torch.uint8, device=device)
+        base = self._memory.data_ptr()
+        self.tables, self.columns, self.crcs, self.statuses, self.got, self.temp, self.scratch = (
+            base + begin for begin in begins[:-1]
+        )
+
+
+class _Host:
+    """Pinned memory for the result of one call, which kernels write, and its tables; and an event after its work."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.device = device
+        self.memory = torch.empty(_ALIGNMENT + nbytes, dtype=torch.uint8, pin_memory=True)
+        self.failed = self.memory.numpy()[:4].view(np.int32)
+        self.tables = self.memory.numpy()[_ALIGNMENT:]
+        self.event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def take(cls, nbytes: int, device: torch.device) -> _Host:
+        """Pinned memory that no copy uses any more, kept or new. Nobody need have waited for its last outcome."""
+        free = _free(device)
+        with contextlib.suppress(IndexError):  # nothing is kept, or another thread took the last one
+            host = free.popleft()
+            if len(host.tables) >= nbytes and host.event.query():  # type: ignore[no-untyped-call]
+                return host
+            host.give_back()
+        return cls(max(nbytes, limits.TABLES_BYTES), device)
+
+    def give_back(self) -> None:
+        """Keeps this for later calls, or waits for its copies so that it can be freed."""
+        free = _free(self.device)
+        if len(free) < limits.TABLES_KEPT:
+            free.append(self)
+        else:
+            self.event.synchronize()
+
+
+#: Pinned memory that is not in use.
+_free: Callable[[torch.device], deque[_Host]] = PerProcess(lambda _: deque())
+
+
+def _upload(parts: Sequence[Part], work: _Workspace, device: torch.device, stream: int) -> _Host:
+    """Copies tables and descriptors to the workspace, in one piece."""
+    host = _Host.take(work.table_bytes, device)
+    at = _aligned(len(parts) * 8 * _FIELDS)
+
+    def put(piece: np.ndarray) -> int:
+        nonlocal at
+        begin, at = at, at + _aligned(piece.nbytes)
+        host.tables[begin : begin + piece.nbytes] = piece.view(np.uint8)
+        return work.tables + begin
+
+    numbers: list[int] = []
+    first, scratch = 0, work.scratch
+    for part in parts:
+        layout, out, count = part.tiles.layout, part.out, len(part.starts)
+        table, starts, ids = put(part.tiles.table), put(part.starts), 0 if part.ids is None else put(part.ids)
+        stride = _aligned(layout.tile_bytes)
+        by_fours = out.data_ptr() % (4 * out.element_size()) == 0 and layout.shape[-1] % 4 == 0
+        numbers += (
+            table, table + 4 * layout.count, table + 8 * layout.count, ids, starts, part.streams.data_ptr(), scratch,
+            out.data_ptr(), first, stride, *_form(layout), by_fours,
+        )  # fmt: skip
+        first, scratch = first + count, scratch + count * stride
+    host.tables[: 8 * len(numbers)] = np.array(numbers, np.int64).view(np.uint8)
+    host.failed[0] = 0
+    staging.copy_to_device(work.tables, host.memory.data_ptr() + _ALIGNMENT, at, stream)
+    return host
+
+
+#: Numbers of a part's descriptor, each of eight bytes.
+_FIELDS = 26
+
+
+@functools.lru_cache(maxsize=256)
+def _form(layout: Layout) -> tuple[int, ...]:
+    """The fields of a part's descriptor that depend on its layout only."""
+    _, *grid = layout.grid
+    step = 4 if layout.tile[2] % 4 == 0 else 1  # elements that a thread handles at once
+    return (
+        layout.tile_bytes, layout.values, *(1, 1, 1, *layout.shape)[-3:], *layout.tile, *grid,
+        layout.packed_dtype.itemsize, layout.dtype.itemsize, int(layout.shuffled), step,
+    )  # fmt: skip
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _launch(name: str, device: torch.device, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
+    staging.launch(staging.compiled(_KERNELS, name, device.index), blocks, threads, arguments, stream)
+
+
+@functools.cache
+def _sound_stream(codec: str, dtype: torch.dtype, tile_bytes: int, device: torch.device) -> torch.Tensor:
+    """A stream that is sound, and decompresses to at most the bytes of a tile."""
+    if codec == "bitcomp":
+        streams, sizes = nvcomp.compress(torch.zeros(1, tile_bytes // dtype.itemsize, dtype=dtype, device=device))
+        sound = streams[0, : int(sizes[0])].clone()
+    elif codec in _SOUND:
+        sound = torch.frombuffer(bytearray(_SOUND[codec]), dtype=torch.uint8).to(device)
+    else:
+        raise MonaiGdsError(f"nothing decompresses {codec!r} on a GPU")
+    torch.cuda.synchronize(device)  # once per form: other streams use it from now on
+    return sound

@@ -1,0 +1,474 @@
+"""Tiles: a tensor cut into small boxes, each compressed on its own. Packing, and which tiles are read.
+
+Used by :mod:`monai_gds.records.writing`, whose page specifies how tiles lie in a file, and by
+:mod:`monai_gds.records.reader`; :mod:`monai_gds.tiles.unpacking` puts tensors together again. Knows neither files nor
+items.
+
+    tensor ─▶ palette or bit patterns ─▶ slabs ─▶ tiles ─▶ shuffle and codec (blosc) ─▶ streams + table
+
+Tiles cut the last three axes, in C order; leading axes (channels) are cut into single steps. At the far edges a tile is
+filled up with the last voxel, so all tiles of a tensor have one size and go through one native call together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+from monai_gds.errors import DamagedRecord, MonaiGdsError, NewerRecord
+from monai_gds.items.types import DTYPE_NAMES
+from monai_gds.records.header import DTYPES
+from monai_gds.storage import ALIGNMENT
+from monai_gds.tiles import blosc, nvcomp
+from monai_gds.tiles import palette as palettes
+from monai_gds.tiles.boxes import Box, last_three
+
+__all__ = ["BITCOMP", "CODECS", "EDGE", "Layout", "Packed", "Tiles", "pack", "tile_shape"]
+
+#: Voxels along each edge of a tile.
+EDGE = 32
+
+#: Streams begin at multiples of this, at least 4 bytes after the end of the one before (see :func:`blosc.decompress`).
+_STREAM_ALIGNMENT = 16
+
+#: nvCOMP's codec, for CUDA devices only.
+BITCOMP = "bitcomp"
+
+CODECS = (*blosc.CODECS, BITCOMP)
+
+#: A tensor that gets less than 15 % smaller is left as it is: then it needs no decoding.
+_LEAST_GAIN = 1.15
+
+#: Element size -> the dtype that stands for its bit patterns.
+PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def tile_shape(shape: tuple[int, ...], edge: int = EDGE) -> tuple[int, int, int]:
+    """The shape of a tile: ``edge`` cubed, or about as many voxels where an axis is shorter.
+
+    Example:
+        >>> tile_shape((1, 512, 512, 300))
+        (32, 32, 32)
+        >>> tile_shape((4, 1, 512, 512))
+        (1, 128, 256)
+    """
+    sizes = [1, 1, 1, *shape][-3:]
+    tile = [min(edge, size) for size in sizes]
+    axis = 2
+    while 2 * math.prod(tile) <= edge**3 and any(2 * t <= s for t, s in zip(tile, sizes, strict=True)):
+        if 2 * tile[axis] <= sizes[axis]:
+            tile[axis] *= 2
+        axis = (axis - 1) % 3
+    return tile[0], tile[1], tile[2]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is cut and compressed.
+
+    Attributes:
+        dtype: of the tensor.
+        shape: of the tensor.
+        tile: shape of a tile over the last three axes.
+        codec: one of :data:`blosc.CODECS`.
+        values: number of values in the palette; 0 without a palette.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    tile: tuple[int, int, int]
+    codec: str
+    values: int
+
+    @property
+    def grid(self) -> tuple[int, int, int, int]:
+        """Steps of the leading axes, and tiles along each of the last three."""
+        *leading, x, y, z = 1, 1, 1, *self.shape
+        return math.prod(leading), -(-x // self.tile[0]), -(-y // self.tile[1]), -(-z // self.tile[2])
+
+    @property
+    def count(self) -> int:
+        """The number of tiles."""
+        return math.prod(self.grid)
+
+    @property
+    def packed_dtype(self) -> torch.dtype:
+        """The dtype of what is compressed: indices into the palette, or bit patterns."""
+        if self.values:
+            return torch.uint8 if self.values <= 256 else torch.int16
+        return PATTERNS[self.dtype.itemsize]
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether tiles go through the byte shuffle before the codec. Bitcomp works on elements of any size itself."""
+        return self.codec in blosc.CODECS
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile before compression."""
+        return math.prod(self.tile) * self.packed_dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the tiles along the last axis before compression: the least that goes through the codec at once."""
+        return self.grid[3] * self.tile_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table: size and CRC-32 of each tile, then the palette."""
+        return 8 * self.count + self.values * self.dtype.itemsize
+
+    def to_node(self) -> dict[str, Any]:
+        """The layout as JSON, for the item tree."""
+        return {
+            "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape), "tile": list(self.tile),
+            "filter": _filter(self.codec), "codec": self.codec, "palette": self.values,
+        }  # fmt: skip
+
+    @classmethod
+    def of_node(cls, node: Any) -> Layout:
+        """Parses :meth:`to_node` strictly.
+
+        Raises:
+            DamagedRecord: no version writes this.
+            NewerRecord: a field, filter or codec of a later version.
+        """
+        known = ("dtype", "shape", "tile", "filter", "codec", "palette")
+        if type(node) is not dict or not all(key in node for key in known):
+            raise DamagedRecord("the description of a tensor's tiles is malformed")
+        if strange := set(node) - set(known):
+            raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
+        if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
+            raise DamagedRecord("the description of a tensor's tiles is malformed")
+        if node["codec"] not in CODECS or node["filter"] != _filter(node["codec"]):
+            raise NewerRecord(
+                f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version knows "
+                f"'shuffle' with {' or '.join(map(repr, blosc.CODECS))}, and 'none' with {BITCOMP!r}"
+            )
+        shape, tile, values = node["shape"], node["tile"], node["palette"]
+        numbers = [*shape, *tile, values] if type(shape) is list and type(tile) is list else [None]
+        sound = node["dtype"] in DTYPES and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
+        if not sound or len(tile) != 3 or not all(tile) or not all(shape):
+            raise DamagedRecord("the description of a tensor's tiles is malformed")
+        dtype = getattr(torch, DTYPES[node["dtype"]][0])
+        layout = cls(dtype, tuple(shape), (tile[0], tile[1], tile[2]), node["codec"], values)
+        if values > palettes.MOST_VALUES or dtype.itemsize not in PATTERNS or layout.tile_bytes > limits.TILE_BYTES:
+            raise DamagedRecord(f"its tiles of {layout.tile_bytes} bytes or palette of {values} values are too large")
+        if layout.row_bytes > blosc.MOST_BYTES:
+            raise DamagedRecord(f"its rows of tiles have {layout.row_bytes} bytes, more than are decompressed at once")
+        return layout
+
+
+def _filter(codec: str) -> str:
+    return "shuffle" if codec in blosc.CODECS else "none"
+
+
+class Packed(NamedTuple):
+    """A packed tensor; its table and its streams are 1-D uint8 CPU tensors."""
+
+    layout: Layout
+    table: torch.Tensor
+    streams: torch.Tensor
+
+
+def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
+    """Packs a tensor.
+
+    Args:
+        tensor: contiguous CPU tensor.
+        codec: one of :data:`CODECS`.
+        edge: voxels along each edge of a tile.
+
+    Returns:
+        The packed tensor, or None if it is small (:data:`limits.TILED_BYTES`), would not get 15 % smaller, or has more
+        than :data:`blosc.MOST_BYTES` in a row of tiles.
+
+    Raises:
+        MonaiGdsError: the codec's library is missing, or for Bitcomp a CUDA device.
+    """
+    if tensor.nbytes < limits.TILED_BYTES or tensor.element_size() not in PATTERNS:
+        return None
+    palette = palettes.find(tensor)
+    tile = tile_shape(tuple(tensor.shape), edge)
+    layout = Layout(tensor.dtype, tuple(tensor.shape), tile, codec, 0 if palette is None else len(palette.values))
+    if layout.row_bytes > blosc.MOST_BYTES:
+        return None
+    whole = tensor.view(PATTERNS[tensor.element_size()]).view(-1, *last_three(layout.shape))
+    slabs = list(_slabs(layout))
+    most = int(tensor.nbytes / _LEAST_GAIN) - layout.table_bytes
+    done: dict[int, _Aligned] = {}
+    # The middle of a volume is where its content is. If nothing is gained there, the rest is not tried.
+    middle = len(slabs) // 2
+    for n in [middle, *range(middle), *range(middle + 1, len(slabs))]:
+        region = slabs[n].of(whole, tile).contiguous()
+        plain_bytes = region.nbytes
+        if palette is not None:
+            region = palette.indices(region.view(tensor.dtype)).view(layout.packed_dtype)
+        done[n] = _align(_compress(_cut(region, tile), codec))
+        most -= len(done[n].streams)
+        if most < 0 or (n == middle and len(done[n].streams) * _LEAST_GAIN > plain_bytes):
+            return None
+    sizes, crcs = (np.concatenate([done[n][i] for n in range(len(slabs))]) for i in (1, 2))
+    values = np.empty(0, np.uint8) if palette is None else palette.values.view(torch.uint8).numpy()
+    table = np.concatenate([sizes.view(np.uint8), crcs.view(np.uint8), values])
+    streams = np.concatenate([np.zeros(_STREAM_ALIGNMENT, np.uint8), *(done[n].streams for n in range(len(slabs)))])
+    return Packed(layout, torch.from_numpy(table), torch.from_numpy(streams))
+
+
+def _compress(tiles: torch.Tensor, codec: str) -> blosc.Blocks:
+    """The streams of tiles, one per row."""
+    if codec != BITCOMP:
+        return blosc.compress(tiles, codec)
+    if not torch.cuda.is_available():
+        raise MonaiGdsError(f"{BITCOMP!r} compresses on a CUDA device, and this process has none: use 'lz4' or 'zstd'")
+    rows, compressed = nvcomp.compress(tiles.cuda())
+    plain, sizes = tiles.view(torch.uint8), compressed.cpu()
+    constant = (plain == plain[:, :1]).all(1)
+    stored = (sizes >= plain.shape[1]) & ~constant
+    sizes = torch.where(stored, plain.shape[1], torch.where(constant, -plain[:, 0].to(torch.int64), sizes))
+    count, room = rows.shape
+    starts = np.arange(count, dtype=np.int64) * room
+    starts[stored.numpy()] = count * room + plain.shape[1] * np.arange(int(stored.sum()), dtype=np.int64)
+    data = np.concatenate([rows.cpu().numpy().reshape(-1), plain[stored].numpy().reshape(-1)])
+    return blosc.Blocks(data, starts, sizes.numpy())
+
+
+class _Aligned(NamedTuple):
+    """Streams in slots, as they lie in a record; their sizes, int32; their CRC-32, uint32."""
+
+    streams: np.ndarray
+    sizes: np.ndarray
+    crcs: np.ndarray
+
+
+def _align(blocks: blosc.Blocks) -> _Aligned:
+    starts, nbytes = _slots(blocks.sizes)
+    out = np.zeros(nbytes, np.uint8)
+    crcs = np.zeros(len(starts), np.uint32)
+    for i in (blocks.sizes > 0).nonzero()[0]:
+        size, source = blocks.sizes[i], blocks.starts[i]
+        stream = blocks.data[source : source + size]
+        out[starts[i] : starts[i] + size] = stream
+        crcs[i] = zlib.crc32(stream.data)
+    return _Aligned(out, blocks.sizes.astype(np.int32), crcs)
+
+
+def _slots(sizes: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where each stream begins, from the first one, and the bytes of all, with room for 4 bytes before the next."""
+    step, sizes = _STREAM_ALIGNMENT, sizes.astype(np.int64)
+    slots = np.where(sizes > 0, (sizes + 4 + step - 1) // step * step, 0)
+    ends = np.cumsum(slots)
+    return ends - slots, int(ends[-1])
+
+
+class Selection(NamedTuple):
+    """Some tiles of a tensor, and how their streams are read into a buffer.
+
+    Attributes:
+        tiles: which, rising, int64 (n,).
+        sizes: as in :class:`Tiles`, int64 (n,).
+        starts: where each stream begins in the buffer, int64 (n,); anything for a tile without one.
+        nbytes: of the buffer. :func:`blosc.head_bytes` of all tiles are free at its front.
+        offset: where each read begins in the entry, int64 (m,).
+        length: bytes of each read, int64 (m,).
+        dest: where each begins in the buffer, int64 (m,).
+    """
+
+    tiles: np.ndarray
+    sizes: np.ndarray
+    starts: np.ndarray
+    nbytes: int
+    offset: np.ndarray
+    length: np.ndarray
+    dest: np.ndarray
+
+
+class Tiles:
+    """The tiles of one tensor in a record.
+
+    Args:
+        layout: how the tensor is cut and compressed.
+        table: the table's bytes, whose checksum has been compared.
+        nbytes: bytes of the streams.
+
+    Attributes:
+        table: a copy of that given.
+        sizes: bytes of each stream, int32; at most 0 for a tile without one, each byte of which is ``-size``.
+        crcs: CRC-32 of each stream, uint32.
+        verified: whether each stream has been compared with it, bool.
+        values: the palette, or None.
+        divisor: indices divided by it are the palette's values, bit for bit: those of labels that count from 0, divided
+            by 1, and of integers that were scaled to 0..1. None if there is no such number.
+        nbytes: bytes of memory of these.
+
+    Raises:
+        DamagedRecord: the table does not fit the layout or the streams.
+    """
+
+    def __init__(self, layout: Layout, table: np.ndarray, nbytes: int) -> None:
+        if len(table) != layout.table_bytes:
+            raise DamagedRecord(f"a table of tiles has {len(table)} bytes instead of {layout.table_bytes}")
+        count = layout.count
+        self.layout = layout
+        self.table = table.copy()
+        self.sizes = self.table[: 4 * count].view(np.int32)
+        self.crcs = self.table[4 * count : 8 * count].view(np.uint32)
+        self.verified = np.zeros(count, bool)
+        in_range = self.sizes.min() >= -255 and self.sizes.max() <= layout.tile_bytes
+        if not in_range or _slots(self.sizes)[1] + _STREAM_ALIGNMENT != nbytes:
+            raise DamagedRecord("the sizes of its tiles do not add up to its bytes")
+        self.values = torch.from_numpy(self.table[8 * count :]).view(layout.dtype) if layout.values else None
+        self.divisor = None if self.values is None else _divisor(self.values)
+        self.nbytes = self.table.nbytes + self.verified.nbytes
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each stream begins, int64."""
+        return _slots(self.sizes)[0] + _STREAM_ALIGNMENT
+
+    def touched(self, boxes: Sequence[Box]) -> np.ndarray:
+        """The tiles that hold a voxel of a box, rising, int64."""
+        marks = np.zeros(self.layout.grid, bool)
+        for box in boxes:
+            x, y, z = (slice(a.start // t, -(-a.stop // t)) for a, t in zip(box, self.layout.tile, strict=True))
+            marks[:, x, y, z] = True
+        return np.flatnonzero(marks)
+
+    def select(self, tiles: np.ndarray) -> Selection:
+        """How to read some tiles, given in rising order.
+
+        Streams that are neighbours in the entry are read together, and so are streams with little between them: at most
+        a quarter more pages are read than hold the streams.
+        """
+        sizes = self.sizes[tiles].astype(np.int64)
+        streams = sizes > 0
+        begin = self.starts[tiles[streams]]
+        end = begin + sizes[streams]
+        starts = np.zeros(len(tiles), np.int64)
+        head = blosc.head_bytes(len(tiles))
+        if not len(begin):
+            return Selection(tiles, sizes, starts, head, begin, begin, begin)
+        joins = _worth_joining(begin, end)
+        first = np.flatnonzero(np.append(True, ~joins))
+        last = np.append(first[1:] - 1, len(begin) - 1)
+        offset, length = begin[first], end[last] - begin[first]
+        places, nbytes = _slots(length)
+        run = np.cumsum(np.append(True, ~joins)) - 1
+        dest = places + head + _STREAM_ALIGNMENT
+        starts[streams] = begin - offset[run] + dest[run]
+        return Selection(tiles, sizes, starts, head + _STREAM_ALIGNMENT + nbytes, offset, length, dest)
+
+    def check(self, streams: np.ndarray, starts: np.ndarray, tiles: np.ndarray) -> None:
+        """Compares streams with their CRC-32, and notes those that match.
+
+        Args:
+            streams: 1-D uint8.
+            starts: where each stream begins in these.
+            tiles: which they are.
+
+        Raises:
+            DamagedRecord: one differs.
+        """
+        for tile, start in zip(tiles.tolist(), starts.tolist(), strict=True):
+            size = self.sizes[tile]
+            if size > 0 and zlib.crc32(streams[start : start + size].data) != self.crcs[tile]:
+                raise DamagedRecord(f"tile {tile} of {len(self.sizes)} does not match its checksum")
+        self.verified[tiles] = True
+
+
+def _divisor(values: torch.Tensor) -> float | None:
+    if values.dtype == torch.bfloat16:  # which NumPy lacks
+        return None
+    wanted = values.numpy()
+    numbers = np.arange(len(wanted)).astype(wanted.dtype)
+    if numbers.tobytes() == wanted.tobytes():
+        return 1.0
+    if wanted.dtype.kind != "f" or not 0 < wanted[-1] < len(wanted):
+        return None
+    divisor = float(round(float(numbers[-1]) / float(wanted[-1])))
+    found = np.divide(numbers, numbers.dtype.type(divisor)) if divisor else numbers
+    return divisor if found.tobytes() == wanted.tobytes() else None
+
+
+def _worth_joining(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Whether each stream but the first is read together with the one before, and all between them; cheapest first."""
+    first, last = begin // ALIGNMENT, (end - 1) // ALIGNMENT
+    between = np.maximum(first[1:] - last[:-1] - 1, 0)
+    needed = int((last - first + 1).sum() - (first[1:] == last[:-1]).sum())
+    order = np.argsort(between, kind="stable")
+    joins = np.zeros(len(between), bool)
+    joins[order] = np.cumsum(between[order]) <= needed // 4
+    joins &= between * ALIGNMENT <= limits.GAP_BYTES
+    return joins
+
+
+class _Slab(NamedTuple):
+    """Tiles that follow one another in one row of tiles of axis -3."""
+
+    lead: int  # index of the leading axes
+    row: int  # of axis -3, in tiles
+    first: int  # of axis -2, in tiles
+    last: int  # after the last of axis -2, in tiles
+
+    def of(self, whole: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
+        """The region of a tensor with one leading axis that these tiles cover."""
+        x, y, _ = tile
+        return whole[self.lead, self.row * x : (self.row + 1) * x, self.first * y : self.last * y]
+
+
+def _slabs(layout: Layout) -> Iterator[_Slab]:
+    """All tiles in order, in slabs of about :data:`limits.SLAB_BYTES`."""
+    leading, rows, columns, deep = layout.grid
+    step = max(1, limits.SLAB_BYTES // (deep * layout.tile_bytes))
+    for lead in range(leading):
+        for row in range(rows):
+            for first in range(0, columns, step):
+                yield _Slab(lead, row, first, min(first + step, columns))
+
+
+def _cut(region: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
+    """The tiles of a region, one per row, filled up with its last voxels."""
+    grid = [-(-size // edge) for size, edge in zip(region.shape, tile, strict=True)]
+    tiles = torch.empty(*grid, *tile, dtype=region.dtype, device="cpu")
+    for inside, part in _parts(tiles, region):
+        inside.copy_(part)
+    for axis, (size, edge) in enumerate(zip(region.shape, tile, strict=True)):
+        if rest := size % edge:
+            last = tiles.narrow(axis, grid[axis] - 1, 1)
+            last.narrow(axis + 3, rest, edge - rest).copy_(last.narrow(axis + 3, rest - 1, 1))
+    return tiles.view(-1, math.prod(tile))
+
+
+def _parts(tiles: torch.Tensor, region: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of views, in the tiles and in the region: of whole tiles, and of those in which the region ends."""
+    edges = [list(_edges(size, edge)) for size, edge in zip(region.shape, tiles.shape[3:], strict=True)]
+    for x, y, z in itertools.product(*edges):
+        part = region[x.voxels, y.voxels, z.voxels]
+        for axis, along in ((2, z), (1, y), (0, x)):
+            part = part.unflatten(axis, (-1, along.edge))  # type: ignore[no-untyped-call]
+        inside = tiles[x.tiles, y.tiles, z.tiles, : x.edge, : y.edge, : z.edge]
+        yield inside, part.permute(0, 2, 4, 1, 3, 5)
+
+
+@dataclass(frozen=True)
+class _Edge:
+    tiles: slice
+    voxels: slice
+    edge: int
+
+
+def _edges(size: int, edge: int) -> Iterator[_Edge]:
+    """Along one axis: the whole tiles, and the one that the tensor ends in."""
+    whole, rest = divmod(size, edge)
+    if whole:
+        yield _Edge(slice(0, whole), slice(0, whole * edge), edge)
+    if rest:
+        yield _Edge(slice(whole, whole + 1), slice(whole * edge, size), rest)

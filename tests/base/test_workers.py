@@ -1,0 +1,437 @@
+"""Workers: processes that run a function, however they are started, and whatever becomes of them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import io
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.live import Live
+
+from monai_gds import WorkerDied
+from monai_gds.base.workers import Workers
+from tests.machines import ROOT, python
+
+
+class Odd(Exception):
+    """Cannot be unpickled: it takes two arguments and keeps one."""
+
+    def __new__(cls, a: str, b: str) -> Odd:
+        return super().__new__(cls, a + b)
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(a + b)
+
+
+def process(_: Any) -> int:
+    return os.getpid()
+
+
+def fail(kind: str) -> None:
+    raise Odd("strange ", "thing") if kind == "odd" else KeyError(kind)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def die(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02)
+    return number
+
+
+def sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def sleep_in_a_library(seconds: float) -> float:
+    """As SimpleITK works: it has the interpreter's lock all the while, so that no other thread of the process runs."""
+    ctypes.PyDLL(None).sleep(int(seconds))
+    return seconds
+
+
+def gone(pid: int, within: float) -> bool:
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+def test_runs_in_other_processes(context: str | None) -> None:
+    with Workers(process, 2, context) as workers:
+        pids = {workers.submit(i).result() for i in range(8)}
+        assert workers.kind == (context or "fork")
+    assert os.getpid() not in pids
+    assert all(gone(pid, 5) for pid in pids)
+
+
+def test_forks_elsewhere_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with Workers(process, 1) as workers:
+        assert workers.kind == "forkserver"
+        assert workers.submit(0).result() != os.getpid()
+
+
+def parent_and(name: str) -> tuple[int, str | None]:
+    return os.getppid(), os.environ.get(name)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_have_the_environment_of_now(monkeypatch: pytest.MonkeyPatch, context: str) -> None:
+    for value in ("1", "2"):  # the fork server keeps running
+        monkeypatch.setenv("MONAI_GDS_TEST", value)
+        with Workers(parent_and, 1, context) as workers:
+            parent, found = workers.submit("MONAI_GDS_TEST").result()
+        assert found == value
+        assert (parent == os.getpid()) == (context != "forkserver")
+
+
+ONE_IMPORT = """
+import os
+open(f"{__name__}-{os.getpid()}", "w").close()
+def work(n): return os.getpid()
+"""
+
+OF_THREE = """
+import torch
+from monai_gds.base.workers import Workers
+from imported import work
+torch.cuda.is_initialized = lambda: True
+if __name__ == "__main__":
+    with Workers(work, 3) as workers:
+        print(workers.submit(0).result())
+"""
+
+
+def test_the_fork_server_imports_once_for_all_workers(tmp_path: Path) -> None:
+    (tmp_path / "imported.py").write_text(ONE_IMPORT)
+    (tmp_path / "script.py").write_text(OF_THREE)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    pids = {path.name.partition("-")[2] for path in tmp_path.glob("imported-*")}
+    assert len(pids) == 2 and done.stdout.strip() not in pids, done.stderr  # the script and the server
+
+
+OF_A_PATH = """
+import os, sys
+sys.path.insert(0, "added")
+import torch
+from monai_gds.base.workers import Workers
+from jobs import where
+torch.cuda.is_initialized = lambda: True
+if __name__ == "__main__":
+    before = dict(os.environ)
+    with Workers(where, 1) as workers:
+        print(where(0), workers.submit(0).result(), os.environ == before)
+"""
+
+
+def test_the_fork_server_imports_what_the_script_would(tmp_path: Path) -> None:
+    """Not another module of the name, in the current folder or on Python's own path."""
+    for folder in (".", "added", "scripts", "installed"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        if folder != "scripts":
+            (tmp_path / folder / "jobs.py").write_text(f"def where(n): return {folder!r}")
+    (tmp_path / "scripts/script.py").write_text(OF_A_PATH)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'installed'}"}
+    done = subprocess.run(
+        [sys.executable, "scripts/script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "added added True\n", done.stderr
+
+
+AT_ONCE = """
+import multiprocessing, os, sys, time
+from monai_gds.base.workers import Workers
+if __name__ == "__mp_main__":
+    open(str(os.getpid()), "w").close()
+    while len(os.listdir()) < 4:  # the script and all workers
+        time.sleep(0.01)
+if __name__ == "__main__":
+    with Workers(os.path.exists, 3, sys.argv[1]) as workers:
+        print(workers.submit("script.py").result())
+"""
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_all_workers_start_at_once(tmp_path: Path, context: str) -> None:
+    """Each waits in its imports for the others."""
+    (tmp_path / "script.py").write_text(AT_ONCE)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "script.py", context]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_threads_where_the_work_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with (
+        pytest.warns(UserWarning, match="2 threads do the work of processes: .*cannot be pickled.*lambda"),
+        Workers(lambda n: (n, os.getpid()), 2) as workers,
+    ):
+        assert workers.kind == "threads"
+        assert workers.submit(5).result() == (5, os.getpid())
+
+
+def test_a_context_that_cannot_be_used_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"multiprocessing_context='spawn'.*pickled"):
+        Workers(lambda n: n, 1, "spawn")
+    with pytest.raises(ValueError, match="warp"):
+        Workers(process, 1, "warp")
+
+
+IN_MAIN = """
+import torch, warnings
+from monai_gds.base.workers import Workers
+def work(n): return n + 1
+torch.cuda.is_initialized = lambda: True
+{guard}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        workers = Workers(work, 1)
+    with workers:
+        print(workers.kind, workers.submit(1).result(), [str(w.message) for w in said])
+"""
+
+
+def test_threads_where_only_this_process_knows_the_function() -> None:
+    said = python(IN_MAIN.format(guard="if True:"))  # `python -c`, as in a notebook: no file to import
+    assert said.startswith("threads 2 ")
+    assert "cannot be unpickled in another process" in said
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    for guard, kind in (("if True:", None), ('if __name__ == "__main__":', "forkserver 2")):
+        script.write_text(IN_MAIN.format(guard=guard))
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=100)
+        if kind is None:
+            assert done.returncode == 1
+            assert "behind `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
+        else:
+            assert done.stdout.startswith(kind), done.stderr
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_exceptions_arrive_with_the_traceback_of_the_worker(context: str) -> None:
+    with Workers(fail, 1, context) as workers:
+        error = workers.submit("missing").exception()
+        assert isinstance(error, KeyError)
+        assert "in fail" in str(error.__cause__)
+        odd = workers.submit("odd").exception()
+        assert isinstance(odd, RuntimeError)
+        assert "Odd: strange thing" in str(odd)
+        assert isinstance(workers.submit("x").exception(), KeyError), "the workers still work"
+
+
+def test_a_worker_prints_though_a_bar_was_being_drawn_when_it_was_forked() -> None:
+    console, drawing, drawn = Console(file=io.StringIO(), force_terminal=True), threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with console._lock:  # as rich's thread does many times a second
+            drawing.set()
+            drawn.wait(30)
+
+    with Live(console=console):
+        threading.Thread(target=draw).start()
+        drawing.wait(30)
+        with Workers(say, 1, "fork") as workers:
+            assert workers.submit("from a worker").result(timeout=10) is None
+        drawn.set()
+
+
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_where_no_more_processes_can_be_started_none_stays(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    before, descriptors = set(multiprocessing.active_children()), len(os.listdir("/proc/self/fd"))
+    real, forked = os.fork, [0]
+
+    def fork() -> int:
+        forked[0] += 1
+        if forked[0] == which:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real()
+
+    with monkeypatch.context() as during:
+        during.setattr(os, "fork", fork)
+        with pytest.raises(BlockingIOError):
+            Workers(process, 3, "fork")
+    end = time.monotonic() + 20
+    while set(multiprocessing.active_children()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(multiprocessing.active_children()) <= before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # Python's own: its pipes to the process that was not
+
+
+WHILE_FORKING = """
+import multiprocessing, os, signal
+from monai_gds.base.workers import Workers
+strike = {struck!r}
+def ctrl_c():
+    if strike:
+        os.kill(os.getpid(), strike.pop())
+os.register_at_fork(after_in_parent=ctrl_c)  # where Python raises it if it strikes during the system call
+try:
+    Workers(os.path.exists, 2, "fork")
+except KeyboardInterrupt:
+    print("interrupted", multiprocessing.active_children())
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_workers_are_forked_is_not_lost(times: int) -> None:
+    assert python(WHILE_FORKING.format(struck=[int(signal.SIGINT)] * times)) == "interrupted []"
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
+    with Workers(die, 2, context) as workers:
+        futures = [workers.submit(i) for i in range(20)]
+        errors = [future.exception(timeout=30) for future in futures]
+        assert isinstance(errors[3], WorkerDied)
+        assert "was killed: by a signal" in str(errors[3])
+        assert futures[0].result() == 0
+        assert isinstance(workers.submit(1).exception(timeout=30), WorkerDied), "later ones too"
+
+
+@pytest.mark.parametrize("work", [sleep, sleep_in_a_library])
+def test_closing_half_way_drops_the_rest(work: Callable[[float], float]) -> None:
+    workers = Workers(work, 1)
+    futures = [workers.submit(20.0) for _ in range(50)]
+    time.sleep(0.3)
+    start = time.monotonic()
+    workers.close()
+    assert time.monotonic() - start < 4
+    assert isinstance(futures[0].exception(timeout=0), WorkerDied)
+    assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
+
+
+def sleep_long(of: str) -> int:
+    time.sleep(60)
+    return len(of)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_closing_does_not_wait_for_large_calls_that_nobody_will_read(kill: bool) -> None:
+    """The other worker, as that of a validation within an epoch, has inherited the pipe that they lie in."""
+    workers = Workers(sleep_long, 1, "fork")
+    futures = [workers.submit("x" * 200_000) for _ in range(3)]
+    with Workers(process, 1, "fork") as other:
+        assert other.submit(0).result() != os.getpid()
+        if kill:
+            for child in workers._processes():
+                child.kill()
+            assert isinstance(futures[0].exception(timeout=30), WorkerDied)
+        closing = threading.Thread(target=workers.close)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+    assert all(isinstance(future.exception(timeout=0), WorkerDied) for future in futures)
+
+
+kept: list[Workers[int]] = []
+
+
+def keep_workers() -> None:
+    kept.append(Workers(process, 1, "fork"))
+    assert kept[0].submit(0).result() != os.getpid()
+
+
+def test_idle_workers_do_not_keep_a_child_of_multiprocessing() -> None:
+    """Such as a rank that torch.multiprocessing.spawn starts, whose loader nobody has collected."""
+    rank = multiprocessing.get_context("fork").Process(target=keep_workers)
+    rank.start()
+    rank.join(20)
+    try:
+        assert rank.exitcode == 0
+    finally:
+        rank.kill()
+
+
+SLOW_TO_START = """
+import os, sys, time
+if __name__ == "__mp_main__":
+    try:
+        os.close(os.open("first", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        open("second", "w").close()
+        time.sleep(60)
+from monai_gds.base.workers import Workers
+if __name__ == "__main__":
+    workers = Workers(os.path.exists, 2, "spawn")
+    assert [f.result() for f in [workers.submit("first") for _ in range(20)]] == [True] * 20
+    while not os.path.exists("second"):
+        time.sleep(0.01)
+    start = time.monotonic()
+    workers.close()
+    print(time.monotonic() - start)
+"""
+
+
+def test_closing_does_not_wait_for_a_worker_that_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLOW_TO_START)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert float(done.stdout) < 15
+
+
+END_WITH_PARENT = """
+import os, sys, time
+from monai_gds.base.workers import Workers
+def work(n):
+    open(str(os.getpid()), "w").close()
+    time.sleep(60)
+if __name__ == "__main__":
+    workers = Workers(work, 2, sys.argv[1])
+    for i in range(2): workers.submit(i)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_end_with_their_parent(tmp_path: Path, context: str) -> None:
+    (script := tmp_path / "script.py").write_text(END_WITH_PARENT)
+    (pids := tmp_path / "pids").mkdir()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, script, context], cwd=pids, env=env)
+    _until(lambda: len(os.listdir(pids)) == 2)
+    parent.kill()
+    parent.wait()
+    assert all(gone(int(pid), 10) for pid in os.listdir(pids))
+
+
+def _until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,196 @@
+"""``monai-gds blockmap``: output and exit codes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monai_gds import limits
+from monai_gds.command.blockmap import _groups
+from monai_gds.storage.blockmap.block_map import BlockMap
+from tests import commands
+from tests.commands import Done
+from tests.loopdisk import LoopDisk, loop_disk
+from tests.loopdisk import run as on_machine
+from tests.storage.xnvme import libraries
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[LoopDisk]:
+    with loop_disk(tmp_path, "xfs") as disk:
+        (disk.folder / "set").mkdir()
+        (disk.folder / "set/a.bin").write_bytes(b"a" * 5000)
+        (disk.folder / "set/b.bin").write_bytes(b"b" * 70_000)
+        yield disk
+
+
+def run(*arguments: object) -> Done:
+    return commands.run("blockmap", *arguments)
+
+
+def test_build_verify_show(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    built = run("build", disk.folder / "set", "--output", file)
+    assert (built.exit_code, disk.device in built.output, "2 files" in built.output) == (0, True, True)
+    blocks = BlockMap.load(file)
+    assert blocks.origin is not None
+    verified = run("verify", file, "--data")
+    assert (verified.exit_code, "2 files, 0 of them not as mapped" in verified.output) == (0, True)
+    shown = run("show", file)
+    assert blocks.origin.uuid in shown.output
+    assert disk.device in shown.output
+    (extent,) = blocks["set/b.bin"].extents
+    one = run("show", file, "set/b.bin")
+    assert f" {extent.start // 512} " in one.output
+    assert "70000 bytes" in one.output
+
+
+def test_verify_names_what_changed_and_fails(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    run("build", disk.folder / "set", "--output", file)
+    (disk.folder / "set/a.bin").write_bytes(b"c" * 5000)
+    verified = run("verify", file)
+    assert verified.exit_code == 1
+    assert "set/a.bin" in verified.output
+    assert "set/b.bin" not in verified.output
+
+
+def test_verify_through_a_driver_in_user_space(disk: LoopDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of libxnvme plays it."""
+    file = tmp_path / "map.json"
+    drive = ("--be", "upcie", "--uri", "0000:01:00.0", "--nsid", 2, "--heap-bytes", "128MiB")
+    monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
+    run("build", disk.folder / "set", "--output", file, "--checksums")
+    double = libraries.Double("double next")
+    with libraries.using("double next"):
+        on_machine("umount", str(disk.folder))
+        try:
+            verified = run("verify", file, *drive)
+            assert (verified.exit_code, "2 files, 0 of them not as mapped" in verified.output) == (0, True)
+            assert double.count("heap_mib") == 128
+            double.fail("BAD_STATUS", 2)
+            verified = run("verify", file, *drive)
+            assert (verified.exit_code, "2 files, 1 of them not as mapped" in verified.output) == (1, True)
+        finally:
+            on_machine("mount", disk.device, str(disk.folder))
+    assert run("verify", file, "--uri", "0000:01:00.0").exit_code == 2
+    assert run("verify", file, "--heap-bytes", "128MiB").exit_code == 2
+    assert "'20GB'" in run("verify", file, *drive, "--heap-bytes", "much").output
+    run("build", disk.folder / "set", "--output", file.with_name("plain.json"), "--plain")
+    refused = run("verify", file.with_name("plain.json"), *drive)
+    assert (refused.exit_code, "holds nothing to compare" in refused.output) == (2, True)
+    assert run("verify", file, *drive, "--data").exit_code == 2
+    assert run("verify", file, "--be", "io_uring", "--uri", disk.device).exit_code == 2
+
+
+def test_a_file_larger_than_memory_is_named_and_the_others_are_verified(
+    disk: LoopDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "map.json"
+    monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
+    run("build", disk.folder / "set", "--output", file, "--checksums")
+    assert file.read_text().count("70000") == 1
+    file.write_text(file.read_text().replace("70000", str(1 << 46)))
+    with libraries.using("double next"):
+        on_machine("umount", str(disk.folder))
+        try:
+            verified = run("verify", file, "--be", "upcie", "--uri", "0000:01:00.0")
+        finally:
+            on_machine("mount", disk.device, str(disk.folder))
+    assert (verified.exit_code, "2 files, 1 of them not as mapped" in verified.output) == (1, True)
+    assert f"set/b.bin: xnvme_buf_virt_alloc gave no {1 << 46} bytes" in verified.output
+
+
+def test_a_plain_map_is_verified_below_a_parent(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    assert run("build", disk.folder / "set", "--output", file, "--plain").exit_code == 0
+    assert run("verify", file, "--parent", disk.folder).exit_code == 0
+    assert "plain" in run("show", file).output
+
+
+def test_files_that_cannot_be_mapped_are_listed_with_the_remedy(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    with (disk.folder / "set/tail.bin").open("wb") as f:
+        os.posix_fallocate(f.fileno(), 0, 1 << 20)
+    built = run("build", disk.folder / "set", "--output", file)
+    assert built.exit_code == 1
+    assert "set/tail.bin: cannot be read" in built.output
+    assert "cp --reflink=never" in built.output
+    assert "2 files" in built.output
+    assert "1 could not be mapped" in built.output
+    assert "set/tail.bin" in run("show", file).output
+    assert "could not be mapped" in run("show", file, "set/tail.bin").output
+    assert run("verify", file, "--data").exit_code == 0
+    (disk.folder / "set/tail.bin").write_bytes(b"can be mapped")
+    os.sync()
+    verified = run("verify", file)
+    assert (verified.exit_code, "set/tail.bin: it could not be mapped, and now it can" in verified.output) == (1, True)
+    (disk.folder / "set/tail.bin").unlink()
+    assert "set/tail.bin: [Errno 2]" in run("verify", file).output
+
+
+def test_a_plain_map_leaves_out_what_it_cannot_hold(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    (disk.folder / "set/empty.bin").touch()
+    built = run("build", disk.folder / "set", "--output", file, "--plain")
+    assert (built.exit_code, len(BlockMap.load(file))) == (1, 2)
+    assert "set/empty.bin: it is empty" in built.output
+
+
+def test_checksums(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    assert run("build", disk.folder / "set", "--output", file, "--checksums").exit_code == 0
+    assert BlockMap.load(file).has_checksums
+    refused = run("build", disk.folder / "set", "--output", file, "--checksums", "--plain")
+    assert refused.exit_code == 2
+    assert "plain map cannot hold" in refused.output
+
+
+def test_a_file_that_is_not_in_it(disk: LoopDisk, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    run("build", disk.folder / "set", "--output", file)
+    shown = run("show", file, "set/no.bin")
+    assert shown.exit_code == 2
+    assert "not in the block map" in shown.output
+
+
+def test_a_device_that_may_not_be_read_is_named_once_and_no_file_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "set").mkdir()
+    for name in "abc":
+        (tmp_path / "set" / name).write_bytes(bytes(5000))
+    file = tmp_path / "map.json"
+    if run("build", tmp_path / "set", "--output", file).exit_code:
+        pytest.skip("the temporary folder is not on a disk that can be mapped")
+    opened = os.open
+
+    def refuse_devices(path: str, *how: int, **where: int) -> int:
+        if str(path).startswith("/dev/"):
+            raise PermissionError(1, "Operation not permitted", path)
+        return opened(path, *how, **where)
+
+    monkeypatch.setattr(os, "open", refuse_devices)
+    verified = run("verify", file, "--data")
+    assert (verified.exit_code, verified.output.count("the device cannot be read")) == (1, 1)
+    assert "not as mapped" not in verified.output
+
+
+def test_a_map_for_a_missing_folder_is_refused_before_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/a.bin").write_bytes(b"a")
+    refused = run("build", tmp_path / "set", "--output", tmp_path / "missing/map.json", "--checksums")
+    assert refused.exit_code == 2
+    assert "--output" in refused.output
+    assert "is not a folder" in refused.output
+
+
+def test_files_are_read_together_up_to_a_number_and_a_size_and_a_large_one_alone() -> None:
+    sizes = {f"{i}": 100 for i in range(limits.RING_FILES + 1)} | {"large": limits.SLOT_BYTES, "after": 0}
+    groups = [[path for path, _ in group] for group in _groups(sizes)]
+    assert [path for group in groups for path in group] == list(sizes)
+    assert list(map(len, groups)) == [limits.RING_FILES, 1, 2]
+    assert list(_groups({})) == []

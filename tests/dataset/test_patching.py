@@ -1,0 +1,161 @@
+"""``patch``: code that names MONAI's datasets gets ours, through every way it finds them, until that is undone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import monai.data
+import pytest
+import torch
+from monai.bundle import ConfigParser
+from monai.transforms import Compose, EnsureTyped, LoadImaged, ScaleIntensityd
+
+import monai_gds
+from monai_gds import GDSDataset
+from monai_gds.dataset.patching import NAMES
+from tests.fixtures_nifti import write_volumes
+
+KEYS = ("image", "label")
+ORIGINAL = {name: getattr(monai.data, name) for name in NAMES}
+
+
+def transform() -> Compose:
+    return Compose([LoadImaged(KEYS, ensure_channel_first=True), ScaleIntensityd("image"), EnsureTyped(KEYS)])
+
+
+@pytest.fixture
+def items(tmp_path: Path) -> list[dict[str, str]]:
+    (tmp_path / "volumes").mkdir()
+    return write_volumes(tmp_path / "volumes", 2, (12, 10, 8))
+
+
+def records(folder: Path) -> int:
+    return len(list(folder.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda items, folder: monai.data.CacheDataset(
+            items, transform(), cache_rate=0.5, num_workers=2, progress=False
+        ),
+        lambda items, folder: monai.data.dataset.CacheDataset(data=items, transform=transform(), runtime_cache=True),
+        lambda items, folder: monai.data.PersistentDataset(items, transform(), None, monai.data.pickle_hashing),
+        lambda items, folder: monai.data.GDSDataset(items, transform(), None, "cpu"),
+    ],
+    ids=["cache", "where it is defined", "persistent", "gds"],
+)
+def test_names_of_monai_data_make_ours(make: Any, items: list[dict[str, str]], tmp_path: Path) -> None:
+    with warnings.catch_warnings(), monai_gds.patch(tmp_path / "cache"):
+        warnings.simplefilter("ignore", monai_gds.CacheWarning)
+        dataset = make(items, tmp_path)
+    assert isinstance(dataset, GDSDataset)
+    with dataset:
+        assert torch.equal(dataset[1]["image"], transform()(items[1])["image"])
+    assert records(tmp_path / "cache") == 1
+
+
+def test_a_folder_that_is_named_stays(items: list[dict[str, str]], tmp_path: Path) -> None:
+    with monai_gds.patch(tmp_path / "cache", compression=None):
+        dataset = monai.data.PersistentDataset(items, transform(), tmp_path / "own")
+    with dataset:
+        _ = dataset[0]
+    assert (records(tmp_path / "own"), records(tmp_path / "cache"), dataset.compression) == (1, 0, None)
+
+
+def test_a_config_finds_them(items: list[dict[str, str]], tmp_path: Path) -> None:
+    config = {
+        "short": {"_target_": "CacheDataset", "data": items, "transform": transform(), "cache_rate": 1.0},
+        "long": {
+            "_target_": "monai.data.PersistentDataset",
+            "data": items,
+            "transform": transform(),
+            "cache_dir": None,
+        },
+    }
+    with monai_gds.patch(tmp_path / "cache"), pytest.warns(monai_gds.CacheWarning, match="cache_rate: of no effect"):
+        made = [ConfigParser(config).get_parsed_content(name) for name in config]
+    assert [type(dataset).__mro__[1] for dataset in made] == [GDSDataset, GDSDataset]
+    again = ConfigParser({**config, "short": {**config["short"], "progress": False}}).get_parsed_content("short")
+    assert type(again) is ORIGINAL["CacheDataset"]
+
+
+def test_a_cache_dataset_needs_no_transform(tmp_path: Path) -> None:
+    with monai_gds.patch(tmp_path), pytest.warns(monai_gds.CacheWarning, match="there is no transform"):
+        assert list(monai.data.CacheDataset([1, 2])) == [1, 2]
+
+
+def test_undone_everything_is_as_before(tmp_path: Path) -> None:
+    done = monai_gds.patch(tmp_path)
+    assert "CacheDataset" in repr(done) and "are monai_gds.GDSDataset" in repr(done)
+    done.undo()
+    assert {name: getattr(monai.data, name) for name in NAMES} == ORIGINAL
+    assert {name: getattr(monai.data.dataset, name) for name in NAMES} == ORIGINAL
+    assert "themselves again" in repr(done)
+    done.undo()  # twice does no harm
+
+
+def test_undone_in_the_wrong_order_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    first = monai_gds.patch(tmp_path)
+    second = monai_gds.patch(tmp_path)
+    with pytest.raises(RuntimeError, match="undo that first"):
+        first.undo()
+    second.undo()
+    first.undo()
+    assert monai.data.CacheDataset is ORIGINAL["CacheDataset"]
+
+
+def test_undone_also_when_the_block_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), monai_gds.patch(tmp_path):
+        _ = 1 // 0
+    assert monai.data.CacheDataset is ORIGINAL["CacheDataset"]
+
+
+def test_what_was_made_can_be_pickled_and_is_ours_where_nothing_is_patched(
+    items: list[dict[str, str]], tmp_path: Path
+) -> None:
+    with monai_gds.patch(tmp_path / "cache"):
+        dataset = monai.data.PersistentDataset(items, transform(), None)
+        inside = pickle.dumps(dataset)
+    for data in (inside, pickle.dumps(dataset)):
+        again = pickle.loads(data)
+        assert type(again) is GDSDataset
+        assert torch.equal(again[0]["image"], dataset[0]["image"])
+
+
+def test_datasets_of_names_that_were_imported_before_can_be_pickled(
+    items: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """As for workers that are spawned, or come from a fork server."""
+    for name, arguments in (("CacheDataset", {"progress": False}), ("PersistentDataset", {"cache_dir": tmp_path})):
+        dataset = ORIGINAL[name](items, transform(), **arguments)
+        with monai_gds.patch(tmp_path / "outer"), monai_gds.patch(tmp_path / "inner"):
+            inside = pickle.dumps(dataset)
+            assert type(copy.copy(dataset)) is type(pickle.loads(inside)) is ORIGINAL[name]
+        again = pickle.loads(inside)
+        assert type(again) is ORIGINAL[name] and torch.equal(again[0]["image"], dataset[0]["image"])
+        assert b"monai_gds" not in pickle.dumps(dataset)  # nothing is left of it
+
+
+def test_a_class_of_the_users_own_stays_that_class(items: list[dict[str, str]], tmp_path: Path) -> None:
+    with monai_gds.patch(tmp_path / "cache"):
+
+        class Mine(monai.data.CacheDataset):  # type: ignore[misc, name-defined, unused-ignore]
+            def __getitem__(self, index: Any) -> Any:
+                return super().__getitem__(index)["image"].shape
+
+        dataset = Mine(items, transform())
+        assert dataset[0] == (1, 12, 10, 8)
+        for again in (copy.copy(dataset), copy.deepcopy(dataset)):
+            assert type(again) is Mine and again[0] == (1, 12, 10, 8)
+        assert dataset.populate(num_workers=0, progress=False).cached == 1
+
+
+def test_unknown_options_are_refused_before_anything_is_replaced(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="GDSDataset has no argument 'cach_dir'"):
+        monai_gds.patch(tmp_path, cach_dir=1)
+    assert monai.data.CacheDataset is ORIGINAL["CacheDataset"]
