@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.caches import cache, round_trip  # noqa: F401  fixtures of the tests of tiles, items, records and folders
 from tests.fresh import Interpreter
 
 # The profile sets how many examples a property test runs. `make test-long` loads the long one. Both run the same

@@ -24,16 +24,10 @@ KNOWN: set[tuple[str, str]] = {
     ("bench/dataset_cli.py", "monai_gds.command.options"),
     ("bench/imagenet_cli.py", "monai_gds.command.options"),
     ("bench/tensor_cli.py", "monai_gds.command.options"),
-    ("items/decoding.py", "monai_gds.records.header"),
-    ("items/encoding.py", "monai_gds.records.header"),
     ("items/passthrough.py", "monai_gds.keys.hashing"),
-    ("items/types.py", "monai_gds.records.header"),
-    ("keys/key.py", "monai_gds.records.header"),
     ("pipeline/random_states.py", "monai_gds.programs.ghosts"),
     ("pipeline/split.py", "monai_gds.programs.ghosts"),
     ("records/reader.py", "monai_gds.folder.uses"),
-    ("tiles/tiles.py", "monai_gds.items.types"),
-    ("tiles/tiles.py", "monai_gds.records.header"),
 }
 
 #: Files of circles that are still there.

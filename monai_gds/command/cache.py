@@ -1,4 +1,4 @@
-"""The command ``monai-gds cache``: arguments and output. The work is done by :mod:`monai_gds.cache` and the dataset.
+"""The command ``monai-gds cache``: arguments and output. The work is done by :mod:`monai_gds.folder` and the dataset.
 
 Neither ``ls`` nor anything imported here imports torch or MONAI, which would take seconds.
 """

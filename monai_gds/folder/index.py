@@ -20,7 +20,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from monai_gds.records.header import DTYPES, MOST_AXES, SUFFIX, SourceState
+from monai_gds.base.dtypes import DTYPES, MOST_AXES
+from monai_gds.records.header import SUFFIX, SourceState
 from monai_gds.shared.notes import (
     Notes,
     line,

@@ -18,10 +18,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from monai_gds.base.digest import digest_of
+from monai_gds.base.dtypes import DTYPES
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.records import header
-from monai_gds.records.header import DTYPES, Header, SourceState
+from monai_gds.records.header import Header, SourceState
 from monai_gds.shared import temporary
 
 __all__ = [
@@ -203,8 +205,8 @@ def _facts(key: dict[str, Any], name: str) -> dict[str, Any]:
         if not {int}.issuperset(type(size) for size, _ in sources.values()) or not _HEX.fullmatch(pipeline):
             raise ValueError("a size is not a whole number, or the pipeline is not hexadecimal")
         # parts = [format, item, transforms, MONAI, state, sources, rooted]; leave out MONAI's version and the sources.
-        same = header.digest_of([[*parts[:3], *parts[4:5], *parts[6:]], *sorted(sources)])
-        digest = header.digest_of(parts)
+        same = digest_of([[*parts[:3], *parts[4:5], *parts[6:]], *sorted(sources)])
+        digest = digest_of(parts)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
         raise DamagedRecord(f"its key is malformed: {e!r}") from e
     if digest != header.digest_in(name):

@@ -28,6 +28,7 @@ import torch
 
 from monai_gds import limits
 from monai_gds.base import data_root
+from monai_gds.base.dtypes import MOST_AXES
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 from monai_gds.items.encoding import ARRAY_ALIGNMENT, Opaque
 from monai_gds.items.passthrough import value_at
@@ -42,7 +43,6 @@ from monai_gds.items.types import (
     numpy_type,
     torch_dtype,
 )
-from monai_gds.records.header import MOST_AXES
 
 if TYPE_CHECKING:
     from monai.data import MetaTensor

@@ -21,10 +21,10 @@ import torch
 
 from monai_gds import limits
 from monai_gds.base import data_root
+from monai_gds.base.dtypes import MOST_AXES, has_name
 from monai_gds.errors import DamagedRecord, UnsupportedType
 from monai_gds.items.passthrough import ItemValues
 from monai_gds.items.types import (
-    DTYPE_NAMES,
     MAX_DEPTH,
     NUMERIC,
     STORED_AS_REAL,
@@ -37,7 +37,6 @@ from monai_gds.items.types import (
     named_tuple,
     type_name,
 )
-from monai_gds.records.header import MOST_AXES
 
 if TYPE_CHECKING:
     from monai.data import MetaTensor
@@ -343,7 +342,7 @@ class _Encoder:
     def tensor(self, value: torch.Tensor, path: _Path) -> Any:
         if value.layout != torch.strided or value.is_nested or value.is_quantized or value.device.type == "meta":
             raise UnsupportedType(_unsupported(value, path, f"has layout {value.layout}, device {value.device}"))
-        if value.dtype not in DTYPE_NAMES and value.dtype not in STORED_AS_REAL:
+        if not has_name(value.dtype) and value.dtype not in STORED_AS_REAL:
             raise UnsupportedType(
                 _unsupported(value, path, f"has dtype {value.dtype}, which safetensors does not know")
             )

@@ -25,11 +25,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from monai_gds.base.dtypes import has_name
 from monai_gds.errors import DamagedRecord, NewerRecord
-from monai_gds.records.header import DTYPES
 
 __all__ = [
-    "DTYPE_NAMES",
     "MAX_DEPTH",
     "NUMERIC",
     "STORED_AS_REAL",
@@ -52,9 +51,6 @@ __all__ = [
 
 #: How deep containers may be nested. Python's recursion limit allows about half as much again.
 MAX_DEPTH = 100
-
-#: torch dtype -> safetensors' name.
-DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, attribute): name for name, (attribute, _) in DTYPES.items()}
 
 #: Torch dtypes that safetensors lacks: they are stored with a last axis of (real, imaginary).
 STORED_AS_REAL = (torch.complex128, torch.complex32)
@@ -183,7 +179,7 @@ def torch_dtype(name: str, of_data: bool = False) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DamagedRecord(f"it holds the dtype {name!r}, which this torch does not know")
-    if of_data and dtype not in DTYPE_NAMES and dtype not in STORED_AS_REAL:
+    if of_data and not has_name(dtype) and dtype not in STORED_AS_REAL:
         raise DamagedRecord(f"it holds a small tensor of the dtype {name!r}")
     return dtype
 

@@ -20,11 +20,11 @@ import xxhash
 
 from monai_gds import limits
 from monai_gds.base.data_root import below
+from monai_gds.base.digest import digest_of
 from monai_gds.errors import HashingError
 from monai_gds.keys.hashing import canonical_hash, hash_item
 from monai_gds.keys.source_names import absolute, candidates
 from monai_gds.keys.sources import Identity, Sources
-from monai_gds.records.header import digest_of
 
 __all__ = ["Key", "KeyMaker", "Pipeline", "hash_text"]
 

@@ -13,10 +13,10 @@ import os
 import re
 import zlib
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 from monai_gds import limits
+from monai_gds.base.dtypes import DTYPES, MOST_AXES
 from monai_gds.base.file_systems import KEEPS_ZEROS, kind_of
 from monai_gds.base.plain_read import read_at
 from monai_gds.errors import DamagedRecord, NewerRecord
@@ -25,8 +25,6 @@ __all__ = [
     "ARRAYS",
     "BLOCKS",
     "CRC",
-    "DTYPES",
-    "MOST_AXES",
     "PAD",
     "RUNS",
     "SUFFIX",
@@ -38,7 +36,6 @@ __all__ = [
     "bytes_of",
     "check_holes",
     "digest_in",
-    "digest_of",
     "header_length",
     "parse",
     "read",
@@ -68,33 +65,8 @@ _ALIGNMENT = 4096
 #: A longer header is refused, as by the safetensors library: a sparse file of 4 kB can declare one of gigabytes.
 _LONGEST = 100_000_000
 
-#: NumPy has no arrays of more axes.
-MOST_AXES = 64
-
 #: Bytes of holes that may lie beside each byte of data, see :func:`check_holes`.
 _MOST_HOLES = 64
-
-#: safetensors' name of a dtype -> torch's name and the element size in bytes.
-DTYPES = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "I64": ("int64", 8),
-    "I32": ("int32", 4),
-    "I16": ("int16", 2),
-    "I8": ("int8", 1),
-    "U64": ("uint64", 8),
-    "U32": ("uint32", 4),
-    "U16": ("uint16", 2),
-    "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
-    "C64": ("complex64", 8),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
-}
 
 _ITEM_BYTES = dict(DTYPES.values())
 
@@ -167,12 +139,6 @@ def digest_in(name: str) -> str | None:
     """The digest in a file name; None if it is not the name of a record."""
     found = _NAME.fullmatch(name)
     return None if found is None else found[1]
-
-
-def digest_of(parts: Any) -> str:
-    """The digest of a key's parts, which names its record."""
-    text = json.dumps(parts, separators=(",", ":"), ensure_ascii=True)
-    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read(fd: int) -> Header:

@@ -73,11 +73,12 @@ from typing import Any
 import torch
 
 from monai_gds.base import checksum as _checksum
+from monai_gds.base.digest import digest_of
+from monai_gds.base.dtypes import name_of
 from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
 from monai_gds.items.tree import EncodedItem, tensor_bytes
-from monai_gds.items.types import DTYPE_NAMES
 from monai_gds.records.compression import WHOLE, Compression
-from monai_gds.records.header import ARRAYS, BLOCKS, CRC, PAD, RUNS, TABLE, VERSION, Header, digest_of
+from monai_gds.records.header import ARRAYS, BLOCKS, CRC, PAD, RUNS, TABLE, VERSION, Header
 from monai_gds.storage import ALIGNMENT, Buffer
 from monai_gds.tiles import runs, tiles
 
@@ -193,7 +194,7 @@ class _FileLayout:
         self._pads = 0
 
     def add(self, name: str, dtype: torch.dtype, shape: list[int], data: torch.Tensor) -> None:
-        self._entry(name, DTYPE_NAMES[dtype], shape, data.numel())
+        self._entry(name, name_of(dtype), shape, data.numel())
         self.checksums[name] = f"{_checksum.checksum(data):016x}"
         self.buffers.append(data)
 

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from monai_gds import limits
+from monai_gds.base.dtypes import DTYPES, name_of
 from monai_gds.errors import DamagedRecord, MonaiGdsError, NewerRecord
-from monai_gds.items.types import DTYPE_NAMES
-from monai_gds.records.header import DTYPES
 from monai_gds.storage import ALIGNMENT
 from monai_gds.tiles import blosc, nvcomp
 from monai_gds.tiles import palette as palettes
@@ -129,7 +128,7 @@ class Layout:
     def to_node(self) -> dict[str, Any]:
         """The layout as JSON, for the item tree."""
         return {
-            "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape), "tile": list(self.tile),
+            "dtype": name_of(self.dtype), "shape": list(self.shape), "tile": list(self.tile),
             "filter": _filter(self.codec), "codec": self.codec, "palette": self.values,
         }  # fmt: skip
 

@@ -8,7 +8,7 @@ from tests.commands import on_a_terminal
 
 FORKS_BESIDE_A_BAR = """
 import os, signal, sys, threading
-from monai_gds import console
+from monai_gds.base import console
 
 drawing, drawn = threading.Event(), threading.Event()
 

@@ -29,7 +29,7 @@ def test_a_notice_given_by_a_forked_process_is_not_new_here() -> None:
 def test_a_spawned_process_attaches_itself() -> None:
     Notice("here").mark_given()
     python(f"""
-from monai_gds import notices
+from monai_gds.base import notices
 assert notices.Notice("here").is_new()
 notices.attach({notices.place()!r})
 assert not notices.Notice("here").is_new()
@@ -46,7 +46,7 @@ def test_a_file_of_the_user_that_got_the_number_of_the_descriptor_is_left_alone(
     file.write_bytes(b"U" * length)
     python(f"""
 import os, subprocess, sys
-from monai_gds import notices
+from monai_gds.base import notices
 path, device, inode = notices.place()
 os.closerange(3, 256)
 os.dup2(os.open({str(file)!r}, os.O_RDWR), int(path.rpartition("/")[2]))
@@ -67,7 +67,7 @@ def test_without_files_in_memory_forked_processes_share_the_table(without: str) 
 import os
 {without}
 before = os.listdir("/proc/self/fd")
-from monai_gds import notices
+from monai_gds.base import notices
 assert notices.place() is None and os.listdir("/proc/self/fd") == before
 notices.attach(notices.place())
 if not (child := os.fork()):

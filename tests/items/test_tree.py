@@ -36,18 +36,21 @@ from hypothesis.extra import numpy as hnp
 from monai.data import MetaTensor
 from monai.utils import GridSampleMode, MetaKeys, SpaceKeys, TraceKeys
 
+from monai_gds.base.dtypes import DTYPES, name_of
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError, UnsupportedType
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items import decoding
 from monai_gds.items import types as item_types
 from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_item, register_type, tensor_of
-from monai_gds.items.types import DTYPE_NAMES
 from monai_gds.keys.hashing import canonical_hash
 from monai_gds.records import header
 from monai_gds.records.reader import read_record
 from monai_gds.storage import Reads, open_storage
 from tests.caches import key
 from tests.same import assert_same, mutable_parts
+
+#: The torch dtypes that files hold under their own name.
+TORCH_DTYPES = [getattr(torch, name) for name, _ in DTYPES.values()]
 
 RoundTrip = Callable[[Any], Any]
 
@@ -176,7 +179,7 @@ def _tensor(seed: int, dtype: torch.dtype, shape: list[int], grad: bool) -> torc
 _tensors = st.builds(
     _tensor,
     st.integers(0, 2**32),
-    st.sampled_from([*DTYPE_NAMES, torch.complex128, torch.complex32]),
+    st.sampled_from([*TORCH_DTYPES, torch.complex128, torch.complex32]),
     st.lists(st.integers(0, 4), max_size=4),
     st.booleans(),
 )
@@ -268,7 +271,7 @@ def test_any_item_comes_back_equal(scratch: CacheDirectory, item: Any) -> None:
 # Tensors
 
 
-@pytest.mark.parametrize("dtype", [*DTYPE_NAMES, torch.complex128, torch.complex32], ids=str)
+@pytest.mark.parametrize("dtype", [*TORCH_DTYPES, torch.complex128, torch.complex32], ids=str)
 @pytest.mark.parametrize("shape", [[], [0], [3, 0, 2], [5], [2, 3, 4], [70_000]], ids=str)
 def test_every_dtype_and_shape(round_trip: RoundTrip, dtype: torch.dtype, shape: list[int]) -> None:
     tensor = _tensor(1, dtype, shape, False)
@@ -278,7 +281,7 @@ def test_every_dtype_and_shape(round_trip: RoundTrip, dtype: torch.dtype, shape:
 def test_knows_every_dtype_that_safetensors_knows() -> None:
     from safetensors import torch as st_torch
 
-    assert all(DTYPE_NAMES[dtype] == name for name, dtype in st_torch._TYPES.items())
+    assert all(name_of(dtype) == name for name, dtype in st_torch._TYPES.items())
 
 
 @pytest.mark.parametrize(
@@ -1127,8 +1130,8 @@ def test_not_strict_lets_anything_pass() -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_types, "_by_class", types._by_class.copy())
-    monkeypatch.setattr(item_types, "_by_name", types._by_name.copy())
+    monkeypatch.setattr(item_types, "_by_class", item_types._by_class.copy())
+    monkeypatch.setattr(item_types, "_by_name", item_types._by_name.copy())
 
 
 def test_register_type(registry: None, round_trip: RoundTrip) -> None:

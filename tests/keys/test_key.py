@@ -16,12 +16,12 @@ import torch
 from monai.data.utils import json_hashing, pickle_hashing
 
 from monai_gds import limits
+from monai_gds.base.digest import digest_of
 from monai_gds.errors import HashingError
 from monai_gds.keys import key
 from monai_gds.keys.hashing import canonical_hash, hash_item
 from monai_gds.keys.key import Key, KeyMaker, Pipeline
 from monai_gds.keys.sources import Sources
-from monai_gds.records.header import digest_of
 
 PIPELINE = Pipeline("transforms", "1.6.1")
 

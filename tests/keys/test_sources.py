@@ -665,7 +665,7 @@ def test_a_process_that_has_the_cache_folder_does_not_read_what_another_read(
     found = [sources.identity(str(path)) for path in (volume, study)]
     sources.flush()
     code = """
-from monai_gds.cache import sources
+from monai_gds.keys import sources
 def refuse(*_): raise AssertionError("read again")
 sources.os.preadv = refuse
 print([tuple(Sources("content", sys.argv[1]).identity(p)) for p in sys.argv[2:]])
@@ -680,7 +680,7 @@ def test_processes_learn_from_one_another_while_they_run(no_ticks: None, tmp_pat
     sources = Sources("content", str(tmp_path))
     sources.identity(str(paths[0]))  # the memo was looked at, and held nothing
     code = """
-from monai_gds.cache import source_clock
+from monai_gds.keys import source_clock
 source_clock._TICK = -10**9
 Sources("content", sys.argv[1]).identity(sys.argv[2])"""
     in_another_process(code, str(tmp_path), str(paths[1]))

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from monai_gds.base.checksum import checksum
-from monai_gds.records.header import BLOCKS, CRC, DTYPES, RUNS, TABLE
+from monai_gds.base.dtypes import DTYPES
+from monai_gds.records.header import BLOCKS, CRC, RUNS, TABLE
 
 __all__ = ["KINDS", "TILED", "Opened"]
 

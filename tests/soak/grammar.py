@@ -17,8 +17,9 @@ import torch
 from hypothesis import strategies as st
 
 from monai_gds.base.checksum import checksum
+from monai_gds.base.dtypes import DTYPES
 from monai_gds.items import decoding
-from monai_gds.records.header import CRC, DTYPES
+from monai_gds.records.header import CRC
 from monai_gds.storage import ALIGNMENT
 
 __all__ = ["TEXTS", "Parts", "dumps", "mutated", "records"]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from monai_gds.base.digest import digest_of
 from monai_gds.bench.jpegs import write_image_folder
 from monai_gds.errors import BlockMapError, CacheWarning, ImageListError, MonaiGdsError
 from monai_gds.folder.index import Index
@@ -29,7 +30,7 @@ from monai_gds.imagenet.files.packed import INDEX
 from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.imagenet.source import open_images
 from monai_gds.keys.source_memo import SourceMemo
-from monai_gds.records.header import CRC, SUFFIX, digest_of
+from monai_gds.records.header import CRC, SUFFIX
 from monai_gds.shared.leases import Leases
 from monai_gds.shared.notes import FOLDER, line
 from monai_gds.storage.blockmap.block_map import BlockMap

@@ -118,5 +118,5 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 
 
 def test_the_python_package_is_not_imported() -> None:
-    code = "import sys; from monai_gds.cache import blosc; print(blosc.why_not(), 'blosc2' in sys.modules)"
+    code = "import sys; from monai_gds.tiles import blosc; print(blosc.why_not(), 'blosc2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "None False\n"
