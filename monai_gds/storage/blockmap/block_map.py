@@ -410,6 +410,11 @@ class BlockMap(Mapping[str, FileBlocks]):
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             raise BlockMapError(f"{file} is not a block map: {type(e).__name__}: {e}") from e
 
+    @classmethod
+    def given(cls, blockmap: BlockMap | str | os.PathLike[str] | None) -> BlockMap | None:
+        """The map that an argument means: itself, the path of a saved one, or None. Raises as :meth:`load` does."""
+        return blockmap if isinstance(blockmap, BlockMap) or blockmap is None else cls.load(blockmap)
+
     # Verifying.
 
     def verify(

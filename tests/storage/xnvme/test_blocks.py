@@ -810,7 +810,7 @@ class TestUserSpace:
                 [Reads.of(f"set/{n}.bin", [(0, s)]) for n, s in (("file", 3_000_000), ("other", 70_000))]
             )
             storage.load(reads).wait()
-            (extent,) = storage._backend._blockmap["set/file.bin"].extents
+            (extent,) = storage._backend._setup.blockmap["set/file.bin"].extents
             _flip(disk.device, extent.start + 1_000_000)
             pending = storage.load(reads)
             assert list(pending.errors) == [0]
@@ -834,7 +834,7 @@ class TestUserSpace:
             with _unmounted(disk):
                 reads = Reads.join([Reads.of(f"set/{name}", [(0, nbytes)]) for name, nbytes in names.items()])
                 assert list(storage.load(reads).errors) == [2]
-                (extent,) = storage._backend._blockmap["set/damaged"].extents
+                (extent,) = storage._backend._setup.blockmap["set/damaged"].extents
                 _flip(disk.device, extent.start + 10_000)
                 pending = storage.load(reads)
                 assert sorted(pending.errors) == [1, 2]
