@@ -13,7 +13,6 @@ import torch
 
 from monai_gds import limits
 from monai_gds.base.file_systems import LOCAL, kind_of_folder
-from monai_gds.base.pooled_memory import pooled_scratch
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
 from monai_gds.folder.uses import Uses
 from monai_gds.records import bus_error
@@ -26,6 +25,7 @@ from monai_gds.records.problems import Problems
 from monai_gds.records.writing import check_name
 from monai_gds.storage import FileId, Pending, Reads, Storage
 from monai_gds.storage.files import check_identity
+from monai_gds.storage.memory import pooled_scratch
 from monai_gds.tiles import device
 from monai_gds.tiles.device import Unpacking
 from monai_gds.tiles.tiles import Selection, Tiles
