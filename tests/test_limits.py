@@ -26,7 +26,6 @@ ALLOWED = {
     ("records/header.py", "_MOST_HOLES"): "a ratio",
     ("items/types.py", "MAX_DEPTH"): "nesting that a record may have",
     ("folder/index.py", "_MOST"): "what a file system counts up to",
-    ("records/bus_error.py", "_SHARED_AT"): "a multiple of every page size",
     ("shared/leases.py", "_MOST_BYTES"): "more than a lease has",
     ("items/rounding.py", "ROUNDED_BYTES"): "decides values of items, so it belongs to the key",
     ("items/rounding.py", "_CHUNK"): "fits the processor's cache",
@@ -43,8 +42,8 @@ ALLOWED = {
     ("base/checksum.py", "_MASK"): "sums are modulo 2**64",
     ("keys/source_names.py", "_MOST_CHARACTERS"): "the kernel's PATH_MAX",
     # times, and patience
-    ("keys/source_clock.py", "_TICK"): "nanoseconds",
-    ("keys/source_clock.py", "_CLOCKS_DIFFER"): "nanoseconds",
+    ("keys/source_memo.py", "_TICK"): "nanoseconds",
+    ("keys/source_memo.py", "_CLOCKS_DIFFER"): "nanoseconds",
     ("dataset/engines.py", "_MONTH"): "seconds",
     ("dataset/populate.py", "_PATIENCE_ITEMS"): "a time, in mean times per item",
     # text
