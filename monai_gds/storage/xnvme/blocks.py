@@ -23,9 +23,10 @@ import torch
 from monai_gds.base.units import bytes_of
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.backend import Availability
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent, disk_of, extents_in, look, transfers
 from monai_gds.storage.blockmap.mapped import MappedFiles, WholeDisk, identity, lookup
+from monai_gds.storage.blockmap.saved import FileBlocks
 from monai_gds.storage.files import Buffer, Expected, FileId, ends_early, open_file
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.queue import Command, QueueBackend

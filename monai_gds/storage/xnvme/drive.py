@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from monai_gds.errors import StorageError
-from monai_gds.storage.blockmap.block_map import BlockMap, Origin
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
+from monai_gds.storage.blockmap.saved import Origin
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.xnvme.buffers import BounceBuffers, GpuBounceBuffers, GpuBuffers, HostBounceBuffers
 from monai_gds.storage.xnvme.libxnvme import PASSTHROUGH, Completion, Device, Library, Queue

@@ -27,9 +27,10 @@ from monai_gds import GDSDataset
 from monai_gds.errors import CacheWarning, FileChanged, NotMappable, StorageError
 from monai_gds.storage import FileId, Pending, Reads, Storage, open_storage
 from monai_gds.storage import queue as queue_module
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Extent
 from monai_gds.storage.blockmap.inodes import inode_table
+from monai_gds.storage.blockmap.saved import FileBlocks
 from monai_gds.storage.xnvme import libxnvme
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
 from monai_gds.testing import BackendContract, CudaBackendContract, FullContract, WriteContract
