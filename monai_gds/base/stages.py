@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measurements", "Watch", "count", "each", "enter", "measure", "measured", "read", "saved", "watching"]
+__all__ = ["Measurements", "Watch", "count", "each", "enter", "measured", "read", "saved", "watching"]
 
 
 #: Seconds and counts of a watch.
@@ -72,11 +72,6 @@ _watches: dict[int, Watch] = {}
 os.register_at_fork(after_in_child=_watches.clear)  # a child's first thread has the number of the one that forked
 
 
-def measure(watch: Watch) -> None:
-    """Measures the calling thread from here on."""
-    _watches[threading.get_ident()] = watch
-
-
 @contextmanager
 def measured(watch: Watch | None, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
     """Measures the stages that the calling thread enters within the block. Without a watch, it does nothing.
@@ -87,7 +82,7 @@ def measured(watch: Watch | None, stream: torch.cuda.Stream | None = None) -> It
         yield
         return
     watch.stream = stream
-    measure(watch)
+    _watches[threading.get_ident()] = watch
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from numbers import Integral
@@ -50,7 +50,7 @@ from monai_gds.loader.collate import collate
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.openmp import heed_load
 from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
-from monai_gds.loader.stats import Recorder, Stats, measure_workers
+from monai_gds.loader.stats import Recorder, Stats
 from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
 
 __all__ = ["GDSDataLoader"]
@@ -217,8 +217,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         if device is not None and (self.transforms_on or not self.num_workers):
             return Epoch(self, device, None, state, watch)
         if device is None or device.type == "cpu" or not all(part.caches for part in parts):
-            with nullcontext() if watch is None else measure_workers(self):
-                self._place, batches = begin_or_go_on(self, super().__iter__, state)
+            self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return Counted(batches, self._place)
         return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state, watch)
 
