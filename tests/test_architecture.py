@@ -212,7 +212,6 @@ KNOWN_LARGE: set[str] = {
     "bench/imagenet_cli.py:loaders",
     "command/cache.py:prune",
     "dataset/dataset.py:GDSDataset",
-    "dataset/dataset.py:__init__",
     "items/decoding.py:TreePlan",
     "items/decoding.py:_TreeParser",
     "items/encoding.py:_Encoder",

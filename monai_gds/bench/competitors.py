@@ -150,7 +150,7 @@ COMPETITORS: dict[str, Competitor] = {
     OURS_ZSTD_LOADER: Competitor(partial(GDSDataset, compression="zstd"), GDSDataLoader, missing=_needs_blosc2),
     OURS_BITCOMP_LOADER: Competitor(partial(GDSDataset, compression="bitcomp"), GDSDataLoader, cuda_only=True),
     OURS_KEPT_LOADER: Competitor(
-        partial(GDSDataset, compression="lz4", device_bytes="100GB"),
+        partial(GDSDataset, compression="lz4", options={"device_bytes": "100GB"}),
         GDSDataLoader,
         missing=_needs_blosc2,
         cuda_only=True,

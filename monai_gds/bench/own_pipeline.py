@@ -82,8 +82,8 @@ def beside_others(
 
     def make(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> GDSDataset:
         view = copy(dataset)
-        view.data, view.cache_dir = items, folder
-        view.local_dir = view.max_bytes = None
+        view.data = items
+        view.settings = replace(view.settings, cache_dir=folder, local_dir=None, max_bytes=None)
         return view
 
     ours = {name: replace(COMPETITORS[name], make=make) for name in (OURS, OURS_LOADER)}

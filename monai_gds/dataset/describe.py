@@ -35,7 +35,7 @@ def _name_of(transform: Callable[..., Any]) -> str:
 def describe(dataset: GDSDataset) -> str:
     """Target, backend, what is cached, where the split is and why, and the sources of the first item."""
     split = dataset.split()
-    below = f", relative to {dataset.root}" if dataset.cache_dir and dataset.root else ""
+    below = f", relative to {dataset.settings.form.root}" if dataset.cache_dir and dataset.settings.form.root else ""
     rows = [
         ("target", str(dataset.device)),
         ("backend", f"{dataset.backend} ({dataset.backend_reason})"),
@@ -50,8 +50,8 @@ def describe(dataset: GDSDataset) -> str:
     if dataset.caches:
         rows.append(("records", _records(dataset)))
         rows.append(("pipeline", _pipeline(dataset)))
-    if dataset.mantissa_bits is not None:
-        rows.append(("rounded", f"large float tensors, to {dataset.mantissa_bits} bits of mantissa"))
+    if dataset.settings.options.mantissa_bits is not None:
+        rows.append(("rounded", f"large float tensors, to {dataset.settings.options.mantissa_bits} bits of mantissa"))
     if len(dataset.data) and split.deterministic:
         rows.append(("sources", _sources(dataset)))
     head = f"{type(dataset).__name__} of {len(dataset.data)} items"
@@ -64,11 +64,11 @@ def _names(transforms: Sequence[Callable[..., Any]]) -> str:
 
 def _limits(dataset: GDSDataset) -> list[tuple[str, str]]:
     rows = []
-    if dataset.max_bytes is not None:
-        rows.append(("budget", shown(dataset.max_bytes)))
-    if dataset.local_dir is not None:
-        limit = "" if dataset.local_bytes is None else f", of up to {shown(dataset.local_bytes)}"
-        rows.append(("copies", f"{dataset.local_dir}{limit}"))
+    if dataset.settings.max_bytes is not None:
+        rows.append(("budget", shown(dataset.settings.max_bytes)))
+    if dataset.settings.local_dir is not None:
+        limit = "" if dataset.settings.local_bytes is None else f", of up to {shown(dataset.settings.local_bytes)}"
+        rows.append(("copies", f"{dataset.settings.local_dir}{limit}"))
     return rows
 
 
@@ -136,9 +136,10 @@ def _is_large(value: Any) -> bool:
 
 
 def _sources(dataset: GDSDataset) -> str:
-    if dataset.sources is None:
+    policy = dataset.settings.options.sources
+    if policy is None:
         return "files do not count (sources=None)"
-    by = dataset.sources if isinstance(dataset.sources, str) else _name_of(dataset.sources)
+    by = policy if isinstance(policy, str) else _name_of(policy)
     try:
         found = dataset.key(0).sources
     except Exception as e:  # print() must work on a broken dataset

@@ -50,7 +50,6 @@ __all__ = [
     "Here",
     "InWorkers",
     "OverExecutor",
-    "RayExecutor",
     "default_workers",
     "in_words",
     "path_of",
@@ -159,7 +158,7 @@ class OverExecutor:
         self._sent = sent = _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
         try:
             with opened(self._directory, create=True) as folder:
-                _create(folder, f"{name}.0", pickled, self._dataset.file_mode)
+                _create(folder, f"{name}.0", pickled, self._dataset.settings.file_mode)
                 os.utime(f"{name}.0", times=(time.time() + _MONTH,) * 2, dir_fd=folder)
         except OSError as e:
             raise NotSaved(f"nothing can be cached in {self._directory}: {e}") from e
@@ -175,17 +174,6 @@ class OverExecutor:
 
 
 Engine = Here | InWorkers | OverExecutor
-
-
-class RayExecutor(Executor):
-    """A ``concurrent.futures.Executor`` over Ray, which has none, as far as :meth:`GDSDataset.populate` needs it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Has ``fn(*args, **kwargs)`` run as a Ray task on one CPU."""
-        import ray
-
-        future: Future[Any] = ray.remote(max_retries=0)(fn).remote(*args, **kwargs).future()
-        return future
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -739,7 +740,7 @@ class OnItsWay(GDSDataset):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, device="cpu", **settings)
-        self.device = torch.device("cuda:0")
+        self.settings = replace(self.settings, device=torch.device("cuda:0"))
 
 
 def test_workers_of_a_cuda_target_load_to_the_cpu(tmp_path: Path) -> None:
@@ -747,7 +748,7 @@ def test_workers_of_a_cuda_target_load_to_the_cpu(tmp_path: Path) -> None:
     view = dataset.for_loading()
     assert view.target() == torch.device("cpu")
     assert type(view[0]["image"]) is MetaTensor and isinstance(view[0]["label"], torch.Tensor)
-    dataset.compression = "bitcomp"
+    dataset.settings = replace(dataset.settings, compression="bitcomp")
     with pytest.raises(ValueError, match="bitcomp"):
         dataset.for_loading()
 
