@@ -71,9 +71,9 @@ class CacheOptions:
             bypasses the file system), ``"always"`` or ``"never"``. Not part of the key.
         mmap: whether tensors of 64 KiB and more are mappings of the record, on a CPU target and once their checksums
             are compared. A page that cannot be read, because the disk fails or another program cut the file, then ends
-            the process (SIGBUS) with a message that names the record. False reads the tensors into memory instead, and
-            an error costs one record. ``"auto"`` maps them if ``cache_dir`` is on a local file system, and reads them
-            if it is on any other, such as NFS, SMB, Lustre or anything over FUSE. Not part of the key.
+            the process with a bus error. False reads the tensors into memory instead, and an error costs one record.
+            ``"auto"`` maps them if ``cache_dir`` is on a local file system, and reads them if it is on any other, such
+            as NFS, SMB, Lustre or anything over FUSE. Not part of the key.
         device_bytes: how much memory of the CUDA device compressed records may occupy, such as ``20e9`` or ``"20GB"``.
             The first ones that are read stay there, still compressed, and a hit on one of them only unpacks it, once
             the file's identity is compared. 0 keeps none. Not part of the key.
