@@ -45,7 +45,6 @@ ALLOWED = {
     # times, and patience
     ("keys/source_memo.py", "_TICK"): "nanoseconds",
     ("keys/source_memo.py", "_CLOCKS_DIFFER"): "nanoseconds",
-    ("engines.py", "_MONTH"): "seconds",
     ("populate.py", "_PATIENCE_ITEMS"): "a time, in mean times per item",
     # text
     ("naming.py", "_MOST_PATHS"): "of a message",

@@ -14,7 +14,7 @@ from monai.transforms import Transform
 from monai_gds.base.units import bytes_of
 from monai_gds.errors import CacheWarning
 from monai_gds.folder.directory import folder_named
-from monai_gds.shared.permissions import ANY
+from monai_gds.shared.temporary import ANY
 
 __all__ = [
     "Folders",
