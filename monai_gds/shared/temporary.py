@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from monai_gds.base.plain_read import read_at
+from monai_gds.base.file_systems import read_at
 from monai_gds.shared.owner import HOUR, PATTERN, gone, mark
 
 __all__ = [
