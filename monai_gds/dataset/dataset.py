@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -564,9 +563,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         stages.enter("keys")
         keys = self._state.keys(items)
-        if keys and (
-            keys[0].pipeline is not self._state.pipeline or time.monotonic() >= min(u.due for u in self._state.uses)
-        ):
+        if keys and keys[0].pipeline is not self._state.pipeline:
             self._note_use(keys[0].pipeline)
         stages.enter("reading")
         if split.drawable and not whole and self._may_draw():
@@ -597,8 +594,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """Notes for other processes what this one uses of the cache, so that they do not delete it."""
         for uses in self._uses():
             uses.open(pipeline.digest)
-            if time.monotonic() >= uses.due:
-                uses.flush()
         self._state.pipeline = pipeline
 
     def _uses(self) -> tuple[Uses, ...]:
