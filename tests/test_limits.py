@@ -43,8 +43,8 @@ ALLOWED = {
     ("checksum.py", "_MASK"): "sums are modulo 2**64",
     ("keys/source_names.py", "_MOST_CHARACTERS"): "the kernel's PATH_MAX",
     # times, and patience
-    ("keys/source_clock.py", "_TICK"): "nanoseconds",
-    ("keys/source_clock.py", "_CLOCKS_DIFFER"): "nanoseconds",
+    ("keys/source_memo.py", "_TICK"): "nanoseconds",
+    ("keys/source_memo.py", "_CLOCKS_DIFFER"): "nanoseconds",
     ("engines.py", "_MONTH"): "seconds",
     ("populate.py", "_PATIENCE_ITEMS"): "a time, in mean times per item",
     # text
