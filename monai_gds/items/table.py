@@ -169,10 +169,10 @@ def _describe(dtype: np.dtype[Any], value: Any, path: Path) -> str:
 
 
 def _dtype_of(descr: Any) -> np.dtype[Any]:
-    if type(descr) is list or np.dtype(descr).kind == "V":
+    if type(descr) is list or descr.startswith("|V"):
         _gone("an array of fields or raw bytes")
-    if np.dtype(descr).hasobject:
-        raise DamagedRecord("it holds an array of pointers")
+    if np.dtype(descr).kind in "OV":
+        raise DamagedRecord("it holds an array of pointers, or of fields named by text")
     return np.dtype(descr)  # type: ignore[no-any-return]
 
 

@@ -152,8 +152,8 @@ class UnknownHere(DamagedRecord):
 
 def codec_named(name: Any) -> Codec:
     """The codec registered under a name. Raises UnknownHere if there is none."""
-    if type(name) is not str:
-        raise DamagedRecord(f"it names a type by {name!r:.40}, which is not a string")
+    if type(name) is not str or name.startswith("$"):
+        raise DamagedRecord(f"it names a type by {name!r:.40}, which is not a name that anybody can register")
     if name not in _by_name:
         raise UnknownHere(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
     return _by_name[name]
