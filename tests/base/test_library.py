@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_the_first_that_loads_is_taken_with_its_functions_declared() -> None:
     ],
 )
 def test_a_library_that_cannot_be_used_has_its_reason_and_a_remedy(
-    name: str, where: dict[str, str], reason: str
+    name: str, where: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(MonaiGdsError, match=rf"^{name} cannot be loaded \(.*{reason}.*\): {HINT}$"):
         library(name, HINT, **where)
