@@ -204,9 +204,6 @@ MOST_FILES, MOST_FILES_AT_THE_TOP, MOST_METHODS, MOST_LINES = 14, 8, 20, 60
 KNOWN_LARGE: set[str] = {
     "command/cache.py:prune",
     "dataset/dataset.py:GDSDataset",
-    "items/decoding.py:TreePlan",
-    "items/decoding.py:_TreeParser",
-    "items/encoding.py:_Encoder",
     "keys/hashing.py:_Hasher",
     "records/reader.py:RecordReader",
     "testing/contract.py:BackendContract",
