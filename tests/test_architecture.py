@@ -25,8 +25,6 @@ KNOWN: set[tuple[str, str]] = {
     ("bench/imagenet_cli.py", "monai_gds.command.options"),
     ("bench/tensor_cli.py", "monai_gds.command.options"),
     ("items/passthrough.py", "monai_gds.keys.hashing"),
-    ("pipeline/random_states.py", "monai_gds.programs.ghosts"),
-    ("pipeline/split.py", "monai_gds.programs.ghosts"),
     ("records/reader.py", "monai_gds.folder.uses"),
 }
 

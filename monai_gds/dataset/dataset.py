@@ -55,6 +55,7 @@ from monai_gds.pipeline.settings import State, applied, apply, capture_all
 from monai_gds.pipeline.split import Split, before_cuda
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
+from monai_gds.programs.ghosts import drawn_ahead
 from monai_gds.programs.indices import takes_runs
 from monai_gds.records.compression import Codec, Compression
 from monai_gds.records.heads import Form
@@ -600,7 +601,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """
         if self._saves_in is not None:
             return self._saves_in
-        crops = self.split().drawable
+        crops = drawn_ahead(self.split())
         by_label = any(map(takes_runs, crops))
         return Compression.of(self.compression, self.tiles, self.target().type == "cuda", bool(crops), by_label)
 
@@ -651,7 +652,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         ):
             self._note_use(keys[0].pipeline)
         stages.enter("reading")
-        if split.drawable and not whole and self._may_draw():
+        if drawn_ahead(split) and not whole and self._may_draw():
             return self._begin_draws(cache, split, items, indices, keys, alone)
         pendings = cache.start_all([key.digest for key in keys])
         return [
