@@ -52,6 +52,7 @@ from monai_gds.pipeline.settings import applied, apply, capture_all
 from monai_gds.pipeline.split import Split, before_cuda
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
+from monai_gds.programs.ghosts import drawn_ahead
 from monai_gds.programs.indices import takes_runs
 from monai_gds.records.compression import Codec, Compression
 from monai_gds.records.pending_item import PendingItem
@@ -516,7 +517,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """
         if self.settings.saves_in is not None:
             return self.settings.saves_in
-        crops = self.split().drawable
+        crops = drawn_ahead(self.split())
         by_label = any(map(takes_runs, crops))
         on_cuda, settings = self.target().type == "cuda", self.settings
         return Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), by_label)
@@ -566,7 +567,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if keys and keys[0].pipeline is not self._state.pipeline:
             self._note_use(keys[0].pipeline)
         stages.enter("reading")
-        if split.drawable and not whole and self._may_draw():
+        if drawn_ahead(split) and not whole and self._may_draw():
             return self._begin_draws(cache, split, items, indices, keys, alone)
         pendings = cache.start_all([key.digest for key in keys])
         return [

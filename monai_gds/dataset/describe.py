@@ -18,8 +18,9 @@ from monai_gds.folder import maintenance
 from monai_gds.folder.explain import Nearest
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key
+from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import Split, cacheable_after
-from monai_gds.programs.ghosts import hazard, parts
+from monai_gds.programs.ghosts import drawn_ahead, hazard
 
 if TYPE_CHECKING:
     from monai_gds.dataset.dataset import GDSDataset
@@ -114,16 +115,16 @@ def drawn_first(dataset: GDSDataset) -> str:
     crops = [step for step in rest if any("Crop" in type(part).__name__ for part in parts(step))]
     if not crops or not dataset.caches:
         return ""
-    if not split.drawable:
+    if not drawn_ahead(split):
         name, why = next((_name_of(step), why) for step in rest if (why := hazard(step)))
         return f"none is drawn before items are read: {name} comes first, and {why}"
     notes = [f"{name} ran on values: {why}" for name, why in dataset.on_values.items()]
-    return "; ".join([f"{_names(split.drawable)} drawn before anything is read", *notes])
+    return "; ".join([f"{_names(drawn_ahead(split))} drawn before anything is read", *notes])
 
 
 def _arrays_read_whole(dataset: GDSDataset, index: int) -> list[str]:
     """The keys of an item under which crops get large NumPy arrays, which the cache reads whole."""
-    steps = dataset.split().drawable
+    steps = drawn_ahead(dataset.split())
     keys = {key for step in steps for part in parts(step) if isinstance(part, MapTransform) for key in part.keys}
     item = dataset.read(index) if keys else None
     if not isinstance(item, dict):

@@ -30,6 +30,7 @@ from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.loader import shared_memory, transform_workers
 from monai_gds.loader.collate import collate
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
+from monai_gds.programs.ghosts import drawn_ahead
 from tests.machines import in_child, python
 from tests.same import assert_same
 
@@ -189,7 +190,7 @@ def test_crops_that_are_drawn_before_anything_is_read_do_not_depend_on_it_either
     ]
     dataset = GDSDataset(list(range(5)), mt.Compose([Large(), *crops]), tmp_path, "cpu", compression="lz4")
     dataset.populate(progress=False)
-    assert dataset.split().drawable
+    assert drawn_ahead(dataset.split())
     assert_same(two_epochs(dataset, 2), two_epochs(dataset, 1))
 
 
