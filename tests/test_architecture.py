@@ -218,7 +218,6 @@ KNOWN_LARGE: set[str] = {
     "items/encoding.py:_Encoder",
     "keys/hashing.py:_Hasher",
     "records/reader.py:RecordReader",
-    "testing/contract.py:BackendContract",
 }
 
 
