@@ -24,7 +24,6 @@ KNOWN: set[tuple[str, str]] = {
     ("bench/dataset_cli.py", "monai_gds.command.options"),
     ("bench/imagenet_cli.py", "monai_gds.command.options"),
     ("bench/tensor_cli.py", "monai_gds.command.options"),
-    ("items/passthrough.py", "monai_gds.keys.hashing"),
     ("pipeline/random_states.py", "monai_gds.programs.ghosts"),
     ("pipeline/split.py", "monai_gds.programs.ghosts"),
     ("records/reader.py", "monai_gds.folder.uses"),
@@ -207,7 +206,6 @@ MOST_FILES, MOST_FILES_AT_THE_TOP, MOST_METHODS, MOST_LINES = 14, 8, 20, 60
 
 #: What is still larger. None may be added, and one that shrank must be removed here.
 KNOWN_LARGE: set[str] = {
-    "base",
     "bench",
     "bench/imagenet_cli.py:loaders",
     "command/cache.py:prune",
