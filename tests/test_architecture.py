@@ -204,7 +204,6 @@ KNOWN_LARGE: set[str] = {
     "dataset/dataset.py:GDSDataset",
     "keys/hashing.py:_Hasher",
     "records/reader.py:RecordReader",
-    "testing/contract.py:BackendContract",
 }
 
 

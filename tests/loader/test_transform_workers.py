@@ -631,6 +631,7 @@ def test_wrong_arguments_say_what_to_do(make: Make, arguments: dict[str, Any], m
         GDSDataLoader(**{"dataset": make(), "transforms_on": "workers", **arguments})
 
 
+@pytest.mark.long
 def test_spawned_workers_give_the_same(make: Make) -> None:
     def values(context: str) -> Any:  # the order of metadata is that of MONAI's sets, which differs between processes
         batches = two_epochs(make(*augment()), 1, multiprocessing_context=context)
@@ -643,6 +644,7 @@ def test_spawned_workers_give_the_same(make: Make) -> None:
     assert_same(values("spawn"), values("fork"))
 
 
+@pytest.mark.long
 def test_spawned_workers_warn_once_that_the_budget_is_used_up(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = make(data=range(12), max_bytes=200_000)
     for _ in range(2):

@@ -218,6 +218,7 @@ def is_proved(make: Callable[[], Any]) -> bool:
     return proved
 
 
+@pytest.mark.long
 def test_the_list_is_what_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ghosts, "_hazard_within", lambda transform: "")  # the list does not prove itself
     proved = {name for name, ways in WAYS.items() if sum(map(is_proved, ways))}
