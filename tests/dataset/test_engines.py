@@ -20,7 +20,7 @@ import monai.transforms as mt
 import pytest
 
 from monai_gds import CacheWarning, GDSDataset, PopulateError, WorkerDied
-from monai_gds.dataset import item_keys
+from monai_gds.dataset import engines, item_keys
 from monai_gds.dataset.populate import Populated
 from monai_gds.shared.temporary import tidy
 from tests.dataset.test_populate import MODULE, Make, log, made, make, processes, warm
