@@ -109,7 +109,7 @@ class Workers(Generic[T]):
             if isinstance(e, BrokenProcessPool):
                 raise WorkerDied(
                     f"a process started by {self.kind} ended before it began: the script that starts it must be a "
-                    "file, and do so behind `if __name__ == '__main__':`"
+                    "file, and do so under `if __name__ == '__main__':`"
                 ) from e
             raise
         if problem:

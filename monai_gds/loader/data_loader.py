@@ -11,7 +11,7 @@
     │ random transforms         │ with ``num_workers``, processes compute the items that are not cached
     │ collate                   │
     └─────────────┬─────────────┘
-                  │               1 batch, and the event behind the work that makes it
+                  │               1 batch, and the event after the work that makes it
     ┌─────────────▼─────────────┐
     │ consumer                  │ the user's thread and stream
     └───────────────────────────┘
@@ -76,7 +76,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     ``transforms_on="workers"`` is for random transforms that keep a processor busy. Worker processes then load items,
     run these transforms and collate, whatever the target. Batches come through shared memory, in order, and are copied
-    ahead to a CUDA target. The first transform that names a CUDA device, and all behind it, run in this process's
+    ahead to a CUDA target. The first transform that names a CUDA device, and all after it, run in this process's
     thread. The dataset must be picklable. Workers are forked from this process, or from a fork server if CUDA is
     initialised. They stay for the next epoch, and end with a loop that is left early. The random sequence differs from
     the one without workers, but is the same for any number of them: for each item, the generators that the transforms
@@ -168,13 +168,13 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         return self._recorder.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the loop that was begun last: behind the last batch that it gave.
+        """The position of the loop that was begun last: after the last batch that it gave.
 
         It holds plain values, and ``torch.load`` loads it with ``weights_only=True``. Each rank saves its own.
 
         Returns:
             The number of batches that were taken, the states that the order of the items was drawn from, those of the
-            random transforms behind the batch, by the place of each generator in the pipeline, and the current states
+            random transforms after the batch, by the place of each generator in the pipeline, and the current states
             of the global generators of torch (CPU), NumPy and Python.
         """
         if self._loaded is not None:

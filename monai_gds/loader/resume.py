@@ -1,7 +1,7 @@
 """The position of a loop in its epoch, so that the epoch can be continued later, also in another process.
 
 The loader's thread is ahead of the consumer: it has drawn random numbers for batches that nobody has taken. So each
-batch is handed over with the states that the generators of the random transforms had behind it. The states of the batch
+batch is handed over with the states that the generators of the random transforms had after it. The states of the batch
 taken last count: they are saved, and a loop that is left early restores them. The order of the items is not saved: it
 is drawn again, from the states that the epoch began with.
 """
@@ -51,7 +51,7 @@ class Place:
     # For the loader's thread
 
     def made(self) -> tuple[int, dict[str, Any]]:
-        """Returns the number of the batch that was just made, and the states behind it, for :meth:`taken`."""
+        """Returns the number of the batch that was just made, and the states after it, for :meth:`taken`."""
         self._made = states_at(self._transforms)
         self._batches_made += 1
         return self._batches_made, self._made
@@ -111,7 +111,7 @@ class Place:
 def begin_or_go_on(
     loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], state: Mapping[str, Any] | None
 ) -> tuple[Place, Iterator[Any]]:
-    """Begins an epoch, or continues one behind the batches that were taken. If none is left, begins a new epoch."""
+    """Begins an epoch, or continues one after the batches that were taken. If none is left, begins a new epoch."""
     place = Place(loader)
     if state is None:
         return place, begin()

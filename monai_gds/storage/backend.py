@@ -9,7 +9,7 @@ primitive:
 
 Memory is a two-way promise. Nothing is read before it has arrived: a backend calls ``Pending.finish`` only when every
 byte is there or its copy is queued on the copy stream. Nothing is overwritten before its last reader is done: every
-destination is ordered behind the copy stream when ``start`` is called, so a backend that fills device memory past that
+destination is ordered after the copy stream when ``start`` is called, so a backend that fills device memory past that
 stream first waits for an event recorded on it.
 
 The tests in :mod:`monai_gds.testing` check whether a backend keeps these promises.

@@ -67,7 +67,7 @@ def _decode(store: str, found: dict[Any, Any]) -> Any:
     if decoded is None or (isinstance(decoded, np.ndarray) and decoded.dtype.hasobject):
         raise ImageListError(
             f"a sample of the store {store} holds an array of Python objects, and reading it could run code that came "
-            "with the store: write the store anew with arrays of numbers; or, if you trust it, give "
+            "with the store: write the store again with arrays of numbers; or, if you trust it, give "
             "squirrel_source(driver.get_iter) in place of the driver"
         )
     return decoded

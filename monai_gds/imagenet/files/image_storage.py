@@ -74,7 +74,7 @@ class ImageStorage:
 
     def start_files(self, paths: Sequence[str], sizes: np.ndarray) -> Fetch:
         """Starts reading whole files, one image each. A file without its given size fails with FileChanged."""
-        pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte behind each file shows whether it has grown
+        pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte after each file shows whether it has grown
         ends = np.cumsum(pitch)
         reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
         return self._start(reads, reads.parts)

@@ -121,7 +121,7 @@ class Pool(BounceBuffers):
         self.give_back(bounce._replace(copied=stream.record_event()))
 
     def close(self) -> None:
-        """Frees the slots behind the copies from them. The queues whose commands name them must have been deleted."""
+        """Frees the slots after the copies from them. The queues whose commands name them must have been deleted."""
         for bounce in self._free:
             if bounce.copied is not None:
                 bounce.copied.synchronize()
