@@ -1,24 +1,25 @@
 """``GDSDataLoader``: MONAI's ``DataLoader`` over GDSDatasets, which reads the records of the coming batches ahead.
 
-               sampler            indices of a batch, drawn as torch's own loader draws them
+               sampler            indices of a batch, drawn as torch's own loader draws them: here, and resume.py
                   │
-    ┌─────────────▼─────────────┐
-    │ begin reads               │ loader's thread; the storage reads with threads of its own
+    ┌─────────────▼─────────────┐ loader's thread; the storage reads with threads of its own
+    │ begin reads               │ ahead.py: how many; dataset/session.py: key and record, or a miss; records/reader.py;
+    │                           │ programs/draws.py: crops that are drawn before anything is read
     └─────────────┬─────────────┘
                   │               in flight: up to ``prefetch`` records and ``prefetch_bytes``, in index order
-    ┌─────────────▼─────────────┐
-    │ finish items              │ loader's thread, on the loader's stream of a CUDA device;
-    │ random transforms         │ with ``num_workers``, processes compute the items that are not cached
-    │ collate                   │
+    ┌─────────────▼─────────────┐ loader's thread, on the loader's stream of a CUDA device
+    │ finish items              │ records/pending.py; with ``num_workers``, processes compute what is not cached
+    │ random transforms         │ pipeline/split.py
+    │ collate                   │ collate.py: the results of MONAI's ``list_data_collate``
     └─────────────┬─────────────┘
-                  │               1 batch, and the event after the work that makes it
+                  │               1 batch, and the event after the work that makes it: hand_over.py
     ┌─────────────▼─────────────┐
     │ consumer                  │ the user's thread and stream
     └───────────────────────────┘
 
-A record is in flight from the beginning of its read until the consumer takes its batch.
-
-With ``transforms_on="workers"`` processes do everything up to the batch: :mod:`monai_gds.loader.transform_workers`.
+A record is in flight from the beginning of its read until the consumer takes its batch. :class:`Epoch`, below, runs
+these stages. Not needed to follow a batch: stats.py (where the time goes), openmp.py (idle threads), and, for
+``transforms_on="workers"``, where processes do everything up to the batch, transform_workers.py and shared_memory.py.
 """
 
 from __future__ import annotations
