@@ -28,7 +28,7 @@ class Watch:
     """What a thread measures: the seconds of each stage, and counts.
 
     Attributes:
-        seconds: by the stage and a part of it, such as ``("random transforms", "RandFlipd")``.
+        seconds: the seconds of each stage and part of it, such as ``("random transforms", "RandFlipd")``.
         counts: ``"hits"``, ``"computed"`` (items), and ``"bytes"`` that were read of records.
         in_workers: whether other processes measured a part of this.
         stream: a CUDA stream, whose work counts to the stage that began it; None: no stage waits for a device.

@@ -50,7 +50,7 @@ from monai_gds.loader.ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.collate import collate
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.openmp import heed_load
-from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
+from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import Recorder, Stats
 from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
 
@@ -90,7 +90,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     Args:
         dataset: what to load.
-        num_workers: processes, see above.
+        num_workers: how many processes there are, see above.
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
         prefetch_bytes: how many bytes of records may be in flight, such as ``4e9`` or ``"4GB"``. One record always may,
@@ -99,7 +99,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             bytes need ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
         transforms_on: ``"workers"`` runs random transforms in the ``num_workers`` processes, see above.
-        kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
+        kwargs: arguments of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
 
     Raises:
         ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; ``transforms_on="workers"`` without workers or a
@@ -219,7 +219,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             return Epoch(self, device, None, state, watch)
         if device is None or device.type == "cpu" or not all(part.caches for part in parts):
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
-            return Counted(batches, self._place)
+            return map(self._place.counted, batches)
         return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state, watch)
 
     def records_in_flight(self, batch: int | None = None) -> int:

@@ -140,7 +140,7 @@ class Arenas:
     """The arenas of a loader. Their sizes follow the largest batch.
 
     Args:
-        most: bytes of all together.
+        most: most bytes of all together.
         count: how many batches there are at a time.
     """
 

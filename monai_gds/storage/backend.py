@@ -141,7 +141,7 @@ class Backend(ABC):
         """Maps the ranges of one file privately (copy-on-write), or returns None where this backend cannot.
 
         Args:
-            reads: of one file, each range into its own destination.
+            reads: reads of one file, each range into its own destination.
 
         Raises:
             OSError: the file is missing, not the expected one, or ends before a range does.

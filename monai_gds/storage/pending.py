@@ -35,7 +35,7 @@ class Pending:
 
     Args:
         tensors: the destinations.
-        device: the storage's.
+        device: the target device of the storage.
         files: how many files are read.
 
     Example:

@@ -200,10 +200,10 @@ def launch(function: int, blocks: int, threads: int, arguments: Sequence[int], s
 
     Args:
         function: its ``CUfunction``.
-        blocks: of the grid.
-        threads: per block.
-        arguments: in their order.
-        stream: raw handle.
+        blocks: how many blocks the grid has.
+        threads: how many threads a block has.
+        arguments: its arguments, in order.
+        stream: raw handle of the stream.
     """
     values = (ctypes.c_int64 * len(arguments))(*arguments)
     first = ctypes.addressof(values)

@@ -41,7 +41,7 @@ class DaliIterator:
         last_batch_policy: DALI's ``LastBatchPolicy``, or its name: what becomes of an epoch's last samples if they do
             not fill a batch. ``PARTIAL``, the default, makes a smaller batch, ``FILL`` repeats the last sample, and
             ``DROP`` drops them. Not with ``already_batched``: there the source decides.
-        seed: of random operators.
+        seed: seeds random operators.
         layouts: DALI's layouts by key, such as ``{"image": "CHW"}``, which many operators need.
 
     Raises:

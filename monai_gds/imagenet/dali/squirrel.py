@@ -27,7 +27,7 @@ def squirrel_source(source: Any, **options: Any) -> Items:
     Args:
         source: a driver (anything with ``get_iter``, which is called for every epoch), a function that returns a
             Composable, or a Composable. Many Composables can be iterated only once.
-        options: for the driver's ``get_iter``, such as ``shuffle_key_buffer=10``.
+        options: arguments of the driver's ``get_iter``, such as ``shuffle_key_buffer=10``.
 
     Raises:
         TypeError: ``options`` are given, and ``source`` is not a driver.

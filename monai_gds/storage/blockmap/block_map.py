@@ -214,7 +214,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         """Writes the map as JSON (see the module's docstring). The file appears whole or not at all.
 
         Args:
-            file: where to.
+            file: where the map is written to.
             plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes, and nothing of ``unmapped``.
 
         Raises:

@@ -263,7 +263,7 @@ class Device:
         mem: xNVMe's name of an allocator; None for the interface's own.
         gpu: index of the CUDA device for a driver with buffers on a GPU.
         nsid: namespace of a drive in user space; None for the first.
-        heap_bytes: of uPCIe's heaps; None for its own default.
+        heap_bytes: size of uPCIe's heaps; None for its own default.
 
     Raises:
         StorageError: it cannot be opened.
