@@ -70,11 +70,11 @@ class Layout:
     """How a tensor is cut and compressed.
 
     Attributes:
-        dtype: of the tensor.
-        shape: of the tensor.
-        tile: shape of a tile over the last three axes.
+        dtype: the tensor's dtype.
+        shape: its shape.
+        tile: the shape of a tile over the last three axes.
         codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
-        values: number of values in the palette; 0 without a palette.
+        values: how many values the palette has; 0 without a palette.
     """
 
     dtype: torch.dtype
@@ -266,10 +266,10 @@ class Selection(NamedTuple):
     """Some tiles of a tensor, and how their streams are read into a buffer.
 
     Attributes:
-        tiles: which, rising, int64 (n,).
+        tiles: which tiles these are, rising, int64 (n,).
         sizes: as in :class:`Tiles`, int64 (n,).
         starts: where each stream begins in the buffer, int64 (n,); anything for a tile without one.
-        nbytes: of the buffer. :func:`blosc.head_bytes` of all tiles are free at its front.
+        nbytes: how many bytes the buffer has. :func:`blosc.head_bytes` of all tiles are free at its front.
         offset: where each read begins in the entry, int64 (m,).
         length: bytes of each read, int64 (m,).
         dest: where each begins in the buffer, int64 (m,).
@@ -290,7 +290,7 @@ class Tiles:
     Args:
         layout: how the tensor is cut and compressed.
         table: the table's bytes, whose checksum has been compared.
-        nbytes: bytes of the streams.
+        nbytes: how many bytes the streams have.
 
     Attributes:
         table: a copy of that given.
@@ -300,7 +300,7 @@ class Tiles:
         values: the palette, or None.
         divisor: indices divided by it are the palette's values, bit for bit: those of labels that count from 0, divided
             by 1, and of integers that were scaled to 0..1. None if there is no such number.
-        nbytes: bytes of memory of these.
+        nbytes: how many bytes of memory these take.
 
     Raises:
         DamagedRecord: the table does not fit the layout or the streams.
@@ -365,7 +365,7 @@ class Tiles:
         Args:
             streams: 1-D uint8.
             starts: where each stream begins in these.
-            tiles: which they are.
+            tiles: which tiles they belong to.
 
         Raises:
             DamagedRecord: one differs.
