@@ -137,12 +137,13 @@ class Layout:
             NewerRecord: a field, filter or codec of a later version.
         """
         known = ("dtype", "shape", "tile", "filter", "codec", "palette")
+        malformed = DamagedRecord("the description of a tensor's tiles is malformed")
         if type(node) is not dict or not all(key in node for key in known):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
+            raise malformed
         if strange := set(node) - set(known):
             raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
         if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
+            raise malformed
         if node["codec"] not in CODECS or node["filter"] != CODECS[node["codec"]].filter:
             known_here = ", ".join(f"{codec.filter!r} with {name!r}" for name, codec in CODECS.items())
             raise NewerRecord(
@@ -153,7 +154,7 @@ class Layout:
         numbers = [*shape, *tile, values] if type(shape) is list and type(tile) is list else [None]
         sound = node["dtype"] in DTYPES and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
         if not sound or len(tile) != 3 or not all(tile) or not all(shape):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
+            raise malformed
         dtype = getattr(torch, DTYPES[node["dtype"]][0])
         layout = cls(dtype, tuple(shape), (tile[0], tile[1], tile[2]), node["codec"], values)
         if values > palettes.MOST_VALUES or dtype.itemsize not in PATTERNS or layout.tile_bytes > limits.TILE_BYTES:
