@@ -495,8 +495,7 @@ def _as_it_is(batch: Any) -> Any:
     ("context", "collate"),
     [
         *(("fork", collate) for collate in ("default", "list_data", "none", "list")),
-        ("spawn", "none"),
-        pytest.param("spawn", "list", marks=pytest.mark.long),
+        *(pytest.param("spawn", collate, marks=pytest.mark.long) for collate in ("none", "list")),
     ],
 )
 def test_a_worker_of_a_loader_sends_arrays(tmp_path: Path, context: str, collate: str) -> None:

@@ -194,7 +194,7 @@ def dataset(folder: Path, crops: bool = False) -> GDSDataset:
         steps.append(RandCropByPosNegLabeld(["image", "label"], "label", (16, 16, 16), num_samples=2))
     transform = Compose(steps)
     transform.set_random_state(1)
-    return GDSDataset([{"i": 0}, {"i": 1}], transform, folder, device="cpu", compression="lz4", tiles=32)
+    return GDSDataset([{"i": 0}, {"i": 1}], transform, folder, device="cpu", compression="lz4", options={"tiles": 32})
 
 
 def plain(item: Any) -> Any:
