@@ -208,7 +208,6 @@ MOST_FILES, MOST_FILES_AT_THE_TOP, MOST_METHODS, MOST_LINES = 14, 8, 20, 60
 KNOWN_LARGE: set[str] = {
     "bench",
     "bench/imagenet_cli.py:loaders",
-    "command/cache.py:prune",
     "dataset/dataset.py:GDSDataset",
     "dataset/dataset.py:__init__",
     "items/decoding.py:TreePlan",
