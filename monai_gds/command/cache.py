@@ -398,7 +398,7 @@ class _Pruned(NamedTuple):
 def _delete(
     useless: Sequence[Found], idle: Sequence[Found], used_meanwhile: Callable[[Found], bool], quiet: bool
 ) -> _Pruned:
-    """Deletes files, idle ones only if they still are. Prints each, so that an interrupted run shows what it deleted."""
+    """Deletes files, idle ones only if still idle; prints each, so that an interrupted run shows what it deleted."""
     done = _Pruned([], [])
     for found, is_idle in [*((found, False) for found in useless), *((found, True) for found in idle)]:
         outcome = found.problem
