@@ -30,10 +30,16 @@ __all__ = [
     "HeapOption",
     "JsonOption",
     "PlotOption",
+    "app",
     "dataset_from",
     "known_device",
     "one_of",
 ]
+
+
+def app(summary: str, example: str) -> typer.Typer:
+    """A group of commands, with its help and an example of one of them."""
+    return typer.Typer(no_args_is_help=True, help=summary, epilog=f"Example: monai-gds {example}")
 
 
 def known_device(name: str | None) -> str | None:

@@ -48,7 +48,6 @@ __all__ = [
     "Here",
     "InWorkers",
     "OverExecutor",
-    "RayExecutor",
     "default_workers",
     "in_words",
     "path_of",
@@ -151,7 +150,7 @@ class OverExecutor:
         self._sent = sent = _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
         try:
             with opened(self._directory, make=True) as folder:
-                create(folder, f"{name}.0", pickled, self._dataset.file_mode)
+                create(folder, f"{name}.0", pickled, self._dataset.settings.file_mode)
         except OSError as e:
             raise NotSaved(f"nothing can be cached in {self._directory}: {e}") from e
         return sent
@@ -166,17 +165,6 @@ class OverExecutor:
 
 
 Engine = Here | InWorkers | OverExecutor
-
-
-class RayExecutor(Executor):
-    """A ``concurrent.futures.Executor`` over Ray, which has none, as far as :meth:`GDSDataset.populate` needs it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Has ``fn(*args, **kwargs)`` run as a Ray task on one CPU."""
-        import ray
-
-        future: Future[Any] = ray.remote(max_retries=0)(fn).remote(*args, **kwargs).future()
-        return future
 
 
 # ---------------------------------------------------------------------------------------------------------------------

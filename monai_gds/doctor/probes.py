@@ -90,7 +90,6 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
     """GB/s of the drive (writes with fsync, reads with O_DIRECT), and of the default backend from the page cache."""
     import torch
 
-    from monai_gds.base.parallel_read import page_aligned, read_parallel
     from monai_gds.storage import Reads, choose_backend, open_storage, resolve_device
 
     free = os.statvfs(folder)
@@ -100,13 +99,14 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
     path, target = Path(folder) / "speed.bin", resolve_device(device)
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).to(target)
     name, _ = choose_backend("auto", target)
-    storage, room = open_storage(name, target), memoryview(page_aligned(nbytes))
+    storage, direct = open_storage(name, target), open_storage("posix", "cpu", direct_io=True)
+    reads, room = Reads.of(str(path), [(0, nbytes)]), direct.memory(nbytes)
 
     def cold() -> None:
-        read_parallel(path, nbytes, room)
+        direct.fill(reads, [room]).wait()
 
     def warm() -> None:
-        storage.fill(Reads.of(str(path), [(0, nbytes)]), [data]).wait()
+        storage.fill(reads, [data]).wait()
         if target.type == "cuda":
             torch.cuda.synchronize(target)
 
@@ -122,6 +122,7 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
                 answer[key], answer[f"{key}_problem"] = None, str(e)
     finally:
         storage.close()
+        direct.close()
     return answer
 
 

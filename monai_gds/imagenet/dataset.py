@@ -97,7 +97,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     Example:
         >>> from pathlib import Path
-        >>> from monai_gds.bench.jpegs import write_image_folder
+        >>> from monai_gds.bench.made_up import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> train = ImageNetDataset(folder, 2, device="cpu", crop=(224, 224), flip=True, normalize=True)
         >>> for batch in train:

@@ -25,6 +25,7 @@ from monai_gds.dataset.populate import Populated
 from monai_gds.shared.temporary import tidy
 from tests.dataset.test_populate import MODULE, Make, log, made, make, processes, warm
 from tests.machines import ROOT
+from tests.test_docs import examples
 
 __all__ = ["log", "make"]
 
@@ -398,10 +399,13 @@ def test_ray(make: Datasets, tmp_path: Path, log: Path) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     trap = tmp_path / "trap"
     trap.touch()
+    names: dict[str, Any] = {}
+    exec(examples(ROOT / "docs/howto/fill.md")[1], names)
+    executor = names["RayExecutor"]()
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
     try:
         with pytest.warns(CacheWarning), pytest.raises(PopulateError, match="1 of 8 items failed") as caught:
-            make(8, item3={"kill": str(trap)}).populate(executor=engines.RayExecutor())
+            make(8, item3={"kill": str(trap)}).populate(executor=executor)
     finally:
         ray.shutdown()
     assert caught.value.failures[0].path == str(trap)

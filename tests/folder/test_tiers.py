@@ -235,7 +235,7 @@ def test_a_budget_on_the_own_drive(far: Path, near: Path, monkeypatch: pytest.Mo
     with pytest.warns(
         CacheWarning, match=f"nothing more is cached in {near} while this lasts: its budget.*raise local_bytes"
     ) as caught:
-        made = dataset(far, near, items=8, local_bytes=limit)
+        made = dataset(far, near, items=8, options={"local_bytes": limit})
         for _ in range(3):
             assert same(epoch(made), items)
     assert len([w for w in caught if "budget" in str(w.message)]) == 1
@@ -246,7 +246,7 @@ def test_a_budget_on_the_own_drive(far: Path, near: Path, monkeypatch: pytest.Mo
     other = Compose([EnsureTyped("image"), ScaleIntensityd("image", minv=0, maxv=2)])
     with pytest.warns(CacheWarning, match="every item was computed anew"):
         filled(far, transform=other)
-    epoch(dataset(far, near, items=3, transform=other, local_bytes=limit))
+    epoch(dataset(far, near, items=3, transform=other, options={"local_bytes": limit}))
     assert len(names(near)) == 3
     assert size(near) <= limit
 
@@ -327,10 +327,10 @@ def test_two_folders_are_needed(tmp_path: Path, far: Path) -> None:
         ):
             GDSDataset([], Compose([]), cache_dir, "cpu", local_dir=tmp_path / "near")
     with pytest.raises(ValueError, match="local_bytes='1GB' limits the copies in a local_dir, and there is none"):
-        GDSDataset([], Compose([]), far, "cpu", local_bytes="1GB")
+        GDSDataset([], Compose([]), far, "cpu", options={"local_bytes": "1GB"})
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"local_dir='.*file' is a file"):
         GDSDataset([], Compose([]), far, "cpu", local_dir=tmp_path / "file")
-    made = dataset(far, tmp_path / "near", local_bytes="2GB", max_bytes=1e9)
+    made = dataset(far, tmp_path / "near", options={"local_bytes": "2GB"}, max_bytes=1e9)
     assert f"copies:     {tmp_path / 'near'}, of up to 2.0 GB" in str(made)
     assert "budget:     1.0 GB" in str(made)

@@ -77,7 +77,7 @@ def pack_folder(
     Example:
         >>> from pathlib import Path
         >>> from monai_gds.imagenet import open_images
-        >>> from monai_gds.bench.jpegs import write_image_folder
+        >>> from monai_gds.bench.made_up import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> packed = pack_folder(open_images(folder), "packed", max_side=256)
         >>> len(open_images("packed").images)

@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from monai_gds.base.units import bytes_of
-from monai_gds.bench.jpegs import jpeg
+from monai_gds.bench.made_up import jpeg
 from monai_gds.command.main import app
 from monai_gds.errors import BrokenImage, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder
