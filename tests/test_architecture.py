@@ -212,7 +212,6 @@ KNOWN_LARGE: set[str] = {
     "items/decoding.py:TreePlan",
     "items/decoding.py:_TreeParser",
     "items/encoding.py:_Encoder",
-    "keys/hashing.py:_Hasher",
     "records/reader.py:RecordReader",
     "testing/contract.py:BackendContract",
 }
