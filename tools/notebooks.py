@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError as e:
     sys.exit(f"{e.name} is missing: pip install nbclient ipykernel, or run `make notebooks`")
 
-from monai_gds.base.mounts import mounts
+from monai_gds.base.file_systems import mounts
 from monai_gds.bench.report import machine
 from monai_gds.storage import resolve_device
 

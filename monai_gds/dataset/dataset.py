@@ -201,7 +201,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             bypasses the file system), ``"always"`` or ``"never"``.
         mmap: whether tensors of 64 KiB and more are mappings of the record, on a CPU target and once their checksums
             are compared. A page that cannot be read, because the disk fails or another program cut the file, then ends
-            the process (SIGBUS) with a message that names the record. False reads the tensors into memory instead, and
+            the process with a bus error. False reads the tensors into memory instead, and
             an error costs one record. ``"auto"`` maps them if ``cache_dir`` is on a local file system, and reads them
             if it is on any other, such as NFS, SMB, Lustre or anything over FUSE.
         compression: how new records are compressed. ``"lz4"`` and ``"zstd"`` cut tensors of 1 MiB and more into tiles

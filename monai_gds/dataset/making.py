@@ -21,6 +21,7 @@ from monai_gds.folder.budget import OverBudget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items.rounding import rounded
 from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_item
+from monai_gds.keys.hashing import hash_item
 from monai_gds.keys.key import Key
 from monai_gds.pipeline.words import naming
 from monai_gds.records.heads import Form
@@ -80,7 +81,7 @@ class ItemMaker(NamedTuple):
         """
         began = time.perf_counter()
         with naming(index, item):
-            mine, given = copy_item(item)
+            mine, given = copy_item(item, hash_item)
             computed = self.transform(mine)
             stages.enter("encoding")
             try:

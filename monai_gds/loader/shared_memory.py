@@ -31,9 +31,9 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.base.notices import Notice
-from monai_gds.base.pooled_memory import tensor_at
 from monai_gds.base.process import Owner
 from monai_gds.errors import CacheWarning
+from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.staging import pin, unpin
 
 __all__ = ["Arena", "Arenas", "Mapped", "Packed", "Place", "pack", "unpack"]

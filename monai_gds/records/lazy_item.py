@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from monai_gds.base import stages
-from monai_gds.base.pooled_memory import pooled_volume
 from monai_gds.errors import DamagedRecord
 from monai_gds.records.heads import RecordHead, TensorForm, TensorTable
 from monai_gds.records.pending_item import Begun, Reader, is_of_record, tensors_of, verify_entries
 from monai_gds.storage import Pending, Reads
+from monai_gds.storage.memory import pooled_volume
 from monai_gds.tiles.boxes import Arrangement, Box, arrange, whole_box
 from monai_gds.tiles.device import Unpacking
 from monai_gds.tiles.runs import Runs, RunTable

@@ -13,10 +13,8 @@ import torch
 
 from monai_gds import limits
 from monai_gds.base.file_systems import LOCAL, kind_of_folder
-from monai_gds.base.pooled_memory import pooled_scratch
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
 from monai_gds.folder.uses import Uses
-from monai_gds.records import bus_error
 from monai_gds.records.header import SUFFIX, Header, check_holes, header_length, parse
 from monai_gds.records.heads import Form, HeadMemory, RecordHead, TensorTable
 from monai_gds.records.kept import KeptRecords
@@ -26,6 +24,7 @@ from monai_gds.records.problems import Problems
 from monai_gds.records.writing import check_name
 from monai_gds.storage import FileId, Pending, Reads, Storage
 from monai_gds.storage.files import check_identity
+from monai_gds.storage.memory import pooled_scratch
 from monai_gds.tiles import device
 from monai_gds.tiles.device import Unpacking
 from monai_gds.tiles.tiles import Selection, Tiles
@@ -157,8 +156,6 @@ class RecordReader:
         verify = self._must_verify(path, head.file, table is head.table)
         # A record to be verified is read, not mapped: on a failing disk a read raises, touching a mapping kills.
         maps = self._on_cpu and not verify and self._maps(path)
-        if maps:
-            bus_error.explain()
         begin = self._storage.map if maps else self._storage.load
         if not head.tiles or not self.unpacks_there():
             return begin(table.reads.at(path, head.file)), None, verify

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 from monai_gds import limits
-from monai_gds.base.plain_read import read_at
+from monai_gds.base.file_systems import read_at
 from monai_gds.base.process import PerProcess
 from monai_gds.shared.permissions import ANY, share_file, share_folder
 from monai_gds.shared.process_names import FOREIGN_SECONDS, PATTERN, still_runs, this_process

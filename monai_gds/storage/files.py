@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from monai_gds import limits
-from monai_gds.base import huge_pages
-from monai_gds.base.plain_read import read_at
+from monai_gds.base.file_systems import read_at
 from monai_gds.errors import FileChanged, StorageError
+from monai_gds.storage.memory import HUGE, prefer_huge_pages
 
 __all__ = [
     "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",
@@ -198,8 +198,8 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
     """
     raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
     start = -raw.data_ptr() % ALIGNMENT
-    if nbytes >= 2 * huge_pages.HUGE:
-        huge_pages.prefer(raw)
+    if nbytes >= 2 * HUGE:
+        prefer_huge_pages(raw)
     return raw[start : start + nbytes]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from monai_gds.base import huge_pages
 from monai_gds.base.process import PerProcess
+from monai_gds.storage.memory import prefer_huge_pages
 from monai_gds.storage.staging import new_stream
 
 __all__ = ["Snapshot", "snapshot"]
@@ -28,7 +28,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     with transforms and with saving earlier items (41 ms on two busy cores, and 15 in one thread).
     """
     copy = torch.empty_like(tensor, requires_grad=False)
-    huge_pages.prefer(copy)
+    prefer_huge_pages(copy)
     if tensor.nbytes:
         np.copyto(_bytes(copy), _bytes(tensor.detach()))
     return copy

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
-import os
 from typing import Any, NamedTuple
 
 import torch
 
+from monai_gds.base.library import library, problem_with
 from monai_gds.errors import MonaiGdsError
 
 __all__ = ["CODECS", "Blocks", "compress", "crc32", "decompress", "temp_bytes", "why_not"]
@@ -29,7 +28,7 @@ CODECS = {"lz4": "LZ4", "zstd": "Zstd", "bitcomp": "Bitcomp"}
 #: The library, by its soname. Another major version has other structures.
 _SONAME = "libnvcomp.so.6"
 
-_INSTALL = "pip install 'monai_gds[tiles-cuda13]' (or tiles-cuda12)"
+_HINT = "nvCOMP 6 decompresses tiles on a GPU: pip install 'monai_gds[tiles-cuda13]' (or tiles-cuda12)"
 
 #: Element size -> nvcompType_t of unsigned integers.
 _TYPES = {1: 1, 2: 3, 4: 5, 8: 7}
@@ -80,11 +79,7 @@ class Blocks(NamedTuple):
 
 def why_not() -> str | None:
     """Why nothing can be decompressed on a device here; None if it can."""
-    try:
-        _library()
-    except MonaiGdsError as e:
-        return str(e)
-    return None
+    return problem_with(_library)
 
 
 def crc32(count: int, addresses: int, sizes: int, most_bytes: int, out: int, stream: int) -> None:
@@ -174,48 +169,33 @@ def compress(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = _function(name)(*arguments)
+    status = getattr(_library(), name)(*arguments)
     if status:
         raise MonaiGdsError(f"nvCOMP refused {name}: status {status}")
 
 
 @functools.cache
-def _function(name: str) -> Any:
-    """A function of the library, with the types of its arguments: pointers and streams, sizes, options by value."""
-    function = getattr(_library(), name)
-    size, pointer, options = ctypes.c_size_t, ctypes.c_void_p, _Options
-    if name == "nvcompBatchedCRC32Async":
-        function.argtypes = [pointer, pointer, size, pointer, _CrcOptions, ctypes.c_int, pointer, pointer]
-    elif name == "nvcompBatchedCRC32GetHeuristicConf":
-        function.argtypes = [pointer, size, pointer, size, pointer]
-    elif name.endswith("DecompressAsync"):
-        function.argtypes = [*[pointer] * 4, size, pointer, size, pointer, options, pointer, pointer]
-    elif name.endswith("DecompressGetTempSize"):
-        function.argtypes = [size, size, options, pointer, size, pointer]
-    elif name.endswith("CompressGetMaxOutputChunkSize"):
-        function.argtypes = [size, options, pointer]
-    else:  # CompressAsync
-        function.argtypes = [pointer, pointer, size, size, pointer, size, pointer, pointer, options, pointer, pointer]
-    return function
-
-
-@functools.cache
 def _library() -> Any:
     """nvCOMP's library, version 6."""
-    try:
-        spec = importlib.util.find_spec("nvidia.libnvcomp")
-    except ModuleNotFoundError:  # no package nvidia at all
-        spec = None
-    path = _SONAME
-    if spec is not None and spec.origin is not None:
-        path = os.path.join(os.path.dirname(spec.origin), "lib64", _SONAME)
-    try:
-        lib = ctypes.PyDLL(path if os.path.exists(path) else _SONAME)
-        for function in (
-            "nvcompBatchedCRC32Async",
-            *(f"nvcompBatched{name}DecompressAsync" for name in CODECS.values()),
-        ):
-            getattr(lib, function)
-    except (OSError, AttributeError) as e:
-        raise MonaiGdsError(f"nvCOMP 6 decompresses tiles on a GPU, and {path} cannot be used ({e}): {_INSTALL}") from e
-    return lib
+    return library(
+        _SONAME, _HINT, functions=_functions(), package="nvidia.libnvcomp", folder="lib64", load=ctypes.PyDLL
+    )
+
+
+def _functions() -> dict[str, tuple[Any, ...]]:
+    """What each function returns, its status, and its arguments: pointers and streams, sizes, options by value."""
+    status, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+    functions: dict[str, tuple[Any, ...]] = {
+        "CRC32Async": (status, pointer, pointer, size, pointer, _CrcOptions, ctypes.c_int, pointer, pointer),
+        "CRC32GetHeuristicConf": (status, pointer, size, pointer, size, pointer),
+        "BitcompCompressGetMaxOutputChunkSize": (status, size, _Options, pointer),
+        "BitcompCompressAsync": (
+            status, pointer, pointer, size, size, pointer, size, pointer, pointer, _Options, pointer, pointer
+        ),
+    }  # fmt: skip
+    for name in CODECS.values():
+        functions[f"{name}DecompressAsync"] = (
+            status, *[pointer] * 4, size, pointer, size, pointer, _Options, pointer, pointer,
+        )  # fmt: skip
+        functions[f"{name}DecompressGetTempSize"] = status, size, size, _Options, pointer, size, pointer
+    return {f"nvcompBatched{name}": types for name, types in functions.items()}

@@ -51,7 +51,7 @@ from monai_gds.folder.writer import process_writer
 from monai_gds.records import compression
 from monai_gds.tiles import blosc
 from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
-from tests.machines import fork, in_child, mounted_tmpfs, python, read_only, shared_folder
+from tests.machines import ROOT, fork, in_child, mounted_tmpfs, python, read_only, shared_folder
 from tests.same import assert_same, mutable_parts
 
 Make = Callable[..., GDSDataset]
@@ -124,7 +124,7 @@ def records(cache_dir: Path) -> list[Path]:
 
 
 def test_imports_the_copy_under_test() -> None:
-    assert Path(monai_gds.__file__).parent == Path(__file__).parent.parent / "monai_gds"
+    assert Path(monai_gds.__file__).parent == ROOT / "monai_gds"
 
 
 @pytest.mark.parametrize("track_meta", [True, False])

@@ -35,6 +35,7 @@ from monai_gds.tiles import blosc
 from tests.caches import key
 from tests.machines import fork, in_child, mounted_tmpfs, read_only, shared_folder
 from tests.records.test_writing import header_of, with_header
+from tests.same import assert_same
 
 LARGE = 1 << 20  # bytes that are mapped once they were verified, and read by threads before
 
@@ -390,6 +391,34 @@ def test_verify_decides_when_bytes_are_compared(tmp_path: Path, verify: Any, not
             warnings.simplefilter("always")
             cache.start(key("a").digest).wait()  # type: ignore[union-attr]
         assert bool(caught) == (moment in noticed), (verify, moment)
+
+
+def test_a_replaced_record_is_verified_although_no_head_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a head in memory, only the identity of the file shows that it is another one."""
+    monkeypatch.setattr(limits, "HEADS_BYTES", 0)
+    cache = opened(tmp_path)
+    for value in (1, 2):
+        put(opened(tmp_path), "a", value)
+        assert [get(cache, "a"), get(cache, "a")] == [value, value]
+    put(opened(tmp_path), "a", 3)
+    flip(path_of(cache, "a"), path_of(cache, "a").stat().st_size - LARGE // 2)
+    with pytest.warns(CacheWarning, match="'image' do not match their checksum"):
+        assert get(cache, "a") is None
+
+
+def test_records_without_tensors_are_read_together_with_others(tmp_path: Path) -> None:
+    cache = opened(tmp_path, verify="always")
+    items: list[dict[str, Any]] = [{"n": 0}, {"x": torch.ones(3), "y": torch.zeros(2)}, {"n": 2}, {"x": torch.rand(4)}]
+    for i, made in enumerate(items):
+        assert cache.publish(key(str(i)), encode_item(made))
+    for _ in range(2):  # those whose heads are in memory are read together
+        started = cache.start_all([key(str(i)).digest for i in range(4)])
+        for pending, made in zip(started, items, strict=True):
+            found = None if pending is None else pending.wait()
+            assert found is not None
+            assert_same(found[0], made)
 
 
 def test_durable_syncs_the_file_before_and_the_directory_after_the_rename(

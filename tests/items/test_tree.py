@@ -42,7 +42,7 @@ from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items import decoding
 from monai_gds.items import types as item_types
 from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_item, register_type, tensor_of
-from monai_gds.keys.hashing import canonical_hash
+from monai_gds.keys.hashing import canonical_hash, hash_item
 from monai_gds.records import header
 from monai_gds.records.reader import read_record
 from monai_gds.storage import Reads, open_storage
@@ -837,7 +837,7 @@ class Reader:
 
 def through(item: Any, transform: Callable[[Any], Any], reader_item: Any = None) -> Any:
     """What a hit gives of what a transform made of an item."""
-    copied, given = copy_item(item)
+    copied, given = copy_item(item, hash_item)
     encoded = encode_item(transform(copied), given=given)
     recipe = compile_tree(as_json(encoded), encoded.arrays, encoded.tensors)
     return recipe(encoded.tensors, item if reader_item is None else reader_item)
@@ -929,7 +929,7 @@ def test_what_cannot_be_shown_to_be_unchanged_is_refused(value: Any) -> None:
 
 def test_a_container_that_is_taken_from_the_item_leaves_no_tensor_behind() -> None:
     odd = {"t": torch.ones(5), "m": MetaTensor(torch.ones(2)), Frozen(1): 1}
-    copied, given = copy_item({"v": odd, "x": torch.ones(1)})
+    copied, given = copy_item({"v": odd, "x": torch.ones(1)}, hash_item)
     encoded = encode_item(copied, given=given)
     assert list(encoded.tensors) == ["x"]
     assert encoded.tree["v"] == {"$item": ["v"]}
@@ -938,7 +938,9 @@ def test_a_container_that_is_taken_from_the_item_leaves_no_tensor_behind() -> No
 def test_the_copies_of_volumes_do_not_live_on_for_this() -> None:
     import weakref
 
-    copied, given = copy_item({"r": Reader(1), "volume": np.zeros(1000), "meta": MetaTensor(torch.zeros(1000))})
+    item = {"r": Reader(1), "volume": np.zeros(1000), "meta": MetaTensor(torch.zeros(1000))}
+    copied, given = copy_item(item, hash_item)
+    del item
     gone = [weakref.ref(copied["volume"]), weakref.ref(copied["meta"])]
     copied = {"r": copied["r"]}
     assert [ref() for ref in gone] == [None, None]
@@ -1018,7 +1020,7 @@ def test_text_among_other_fields_cannot_be_moved() -> None:
 
 
 def test_keys_of_the_item_are_relative_too() -> None:
-    copied, given = copy_item({"/data/x": Reader(3)})
+    copied, given = copy_item({"/data/x": Reader(3)}, hash_item)
     encoded = encode_item(copied, root="/data", given=given)
     assert "/data" not in json.dumps(encoded.tree)
     back = compile_tree(as_json(encoded), b"", (), root="/new")({}, {"/new/x": Reader(3)})

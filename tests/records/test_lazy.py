@@ -16,7 +16,6 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds import limits
-from monai_gds.base import pooled_memory
 from monai_gds.errors import CacheWarning
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items.tree import encode_item
@@ -24,6 +23,7 @@ from monai_gds.records.compression import Compression
 from monai_gds.records.heads import Form, TensorForm
 from monai_gds.records.lazy_item import LazyItem, Volume
 from monai_gds.records.pending_item import PendingItem
+from monai_gds.storage import memory as pools
 from monai_gds.storage import open_storage
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.tiles import blosc
@@ -134,6 +134,13 @@ def tile_at(cache: CacheDirectory, wanted: Box) -> int:
     return int(head.table.reads.offset[0] + selection.offset[0]) + 50
 
 
+def place_of(cache: CacheDirectory, name: str) -> int:
+    """Where in the file a byte of a tensor is that is not in tiles."""
+    head = cache._reader._head(cache.record_path(key().digest))
+    names = [name for name, _, _ in head.table.tensors]
+    return int(head.table.reads.offset[names.index(name)]) + 1000
+
+
 def corner(cache: CacheDirectory, wanted: Box = CORNER) -> bool | None:
     """Whether a box comes as it should; None if there is no usable record."""
     (found,) = cache.start_all_lazily([key().digest])
@@ -214,14 +221,27 @@ def test_an_input_output_error_is_reported(tmp_path: Path, monkeypatch: pytest.M
 def test_a_damaged_tensor_that_is_not_in_tiles_is_reported(tmp_path: Path) -> None:
     cache = opened(tmp_path, codec="lz4")
     assert cache.publish(key(), encode_item({"image": image(), "noise": torch.randn(200_000)}))
-    cache = opened(tmp_path)
-    head = cache._reader._head(cache.record_path(key().digest))
-    at = dict(zip([name for name, _, _ in head.table.tensors], head.table.reads.offset.tolist(), strict=True))
-    flip(path_of(cache, "a"), at["noise"] + 1000)
+    flip(path_of(cache, "a"), place_of(opened(tmp_path), "noise"))
     cache = opened(tmp_path)
     found = lazily(cache)
     with pytest.warns(CacheWarning, match="'noise' do not match"):
         assert found.assemble({"image": torch.empty(1, 80, 90, 100, device="meta")}) is None
+
+
+def test_a_replaced_record_is_verified_although_no_head_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEADS_BYTES", 0)
+    writer, cache = opened(tmp_path, codec="lz4"), opened(tmp_path)
+    given = {"image": torch.empty(1, 80, 90, 100, device="meta")}
+    for damaged in (False, True):
+        assert writer.publish(key(), encode_item({"image": image(), "noise": torch.randn(200_000)}))
+        if not damaged:
+            assert lazily(cache).assemble(given) is not None
+    flip(path_of(cache, "a"), place_of(cache, "noise"))
+    found = lazily(cache)
+    with pytest.warns(CacheWarning, match="'noise' do not match"):
+        assert found.assemble(given) is None
 
 
 def test_a_damaged_table_makes_no_item(tmp_path: Path) -> None:
@@ -268,7 +288,7 @@ def test_only_what_the_boxes_touch_is_read(tmp_path: Path, monkeypatch: pytest.M
 def test_memory_is_used_again_once_nothing_shares_it(tmp_path: Path) -> None:
     published(tmp_path)
     cache = opened(tmp_path)
-    pooled_memory._volumes.blocks.clear()
+    pools._volumes.blocks.clear()
     view = crop(read(lazily(cache), {"image": [CORNER]})["image"], image(), CORNER)
     taken = view.untyped_storage().data_ptr()
     other = crop(read(lazily(cache), {"image": [CORNER]})["image"], image(), CORNER)
@@ -278,16 +298,16 @@ def test_memory_is_used_again_once_nothing_shares_it(tmp_path: Path) -> None:
     del view
     again = [read(lazily(cache), {"image": [CORNER]})["image"].data.data_ptr() for _ in range(3)]
     assert taken in again
-    pooled_memory._volumes.blocks.clear()
+    pools._volumes.blocks.clear()
 
 
 def test_volumes_larger_than_the_pool_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(tmp_path)
     monkeypatch.setattr(limits, "VOLUME_POOL_BYTES", 1 << 20)
-    pooled_memory._volumes.blocks.clear()
+    pools._volumes.blocks.clear()
     assert corner(opened(tmp_path), WHOLE)
-    assert not [block for block in pooled_memory._volumes.blocks if block.nbytes > 1 << 21]
-    pooled_memory._volumes.blocks.clear()
+    assert not [block for block in pools._volumes.blocks if block.nbytes > 1 << 21]
+    pools._volumes.blocks.clear()
 
 
 def test_many_threads_read_one_record(tmp_path: Path) -> None:

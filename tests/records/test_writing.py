@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -106,6 +107,26 @@ def test_everything_lies_where_the_format_says(sizes: Any, arrays: int, text: st
         assert entry.offset % alignment == 0, name
         assert entry.offset >= start
     assert len(safetensors.deserialize(blob)) == len(header_of(blob)) - 1  # the reference takes it for a valid file
+
+
+def test_small_arrays_begin_at_multiples_of_their_element_size() -> None:
+    """Where a hit finds them without a copy, and libraries want them."""
+    dtypes = ("u1", "<u2", "<u4", "<f8", "<c16")
+    meta = {f"{n} {dtype}": np.arange(n, dtype=dtype) for n in (1, 3) for dtype in dtypes}
+    tree = encode_item(MetaTensor(torch.zeros(3), meta=meta)).tree
+    found = re.findall(r'"\$array": \["([^"]+)", \[\d\], (\d+)\]', json.dumps(tree))
+    assert len(found) == 2 * len(dtypes)
+    for dtype, offset in found:
+        assert int(offset) % np.dtype(dtype).itemsize == 0, (dtype, offset)
+
+
+@pytest.mark.parametrize("shape", [[4], [2, 2], []], ids=str)
+def test_a_small_array_at_an_odd_offset_has_its_values(shape: list[int]) -> None:
+    """Another writer may put it there."""
+    values = np.arange(1, 5, dtype="<f4")[: 4 if shape else 1].reshape(shape)
+    recipe = compile_tree({"x": {"$array": ["<f4", shape, 3]}, "n": 1}, b"\xff" * 3 + values.tobytes(), {})
+    for _ in range(2):
+        assert np.array_equal(recipe({})["x"], values)
 
 
 def test_padding_is_zeros_and_the_file_hardly_larger_than_its_data() -> None:

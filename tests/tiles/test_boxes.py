@@ -102,6 +102,14 @@ def test_equal_crops_lie_side_by_side() -> None:
     assert side_by_side(arrange((1, 256, 256, 300), 4, shared), shared) == [boxes[:2], boxes[2:], shared[3:]]
 
 
+def test_boxes_are_merged_until_none_meet() -> None:
+    """The last box meets only the first, and the box around these two meets the second."""
+    boxes = [box((0, 20), (0, 20), (0, 20)), box((30, 40), (0, 10), (0, 10)), box((10, 50), (15, 25), (0, 20))]
+    found = arrange((100, 100, 100), 4, boxes)
+    assert found.groups == (((0, 0, 0), (50, 25, 20)),)
+    assert arrange((100, 100, 100), 4, boxes[:2]).groups == (((0, 0, 0), (20, 20, 20)), ((30, 0, 0), (40, 10, 10)))
+
+
 def test_a_box_of_all_is_the_tensor_itself() -> None:
     for shape in ((5,), (3, 4, 5), (2, 3, 4, 5, 6)):
         found = arrange(shape, 4, [whole_box(shape)])

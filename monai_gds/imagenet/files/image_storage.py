@@ -18,7 +18,6 @@ import torch
 
 from monai_gds import limits
 from monai_gds.base.checksum import checksum
-from monai_gds.base.pooled_memory import tensor_at
 from monai_gds.base.process import PerProcess
 from monai_gds.errors import DamagedRecord
 from monai_gds.items.tree import compile_tree, encode_item, tensor_of
@@ -26,6 +25,7 @@ from monai_gds.records.header import ARRAYS, Header
 from monai_gds.records.reader import read_record
 from monai_gds.records.writing import pack_record
 from monai_gds.storage import ALIGNMENT, FileId, Pending, Reads, Storage, open_storage
+from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.pending import Then
 
 __all__ = ["Fetch", "ImageRecord", "ImageStorage", "load_item", "read_files", "read_layout", "save_item"]

@@ -47,7 +47,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from monai_gds.base.plain_read import read_at
+from monai_gds.base.file_systems import read_at
 from monai_gds.errors import BlockMapError, FileChanged, NotMappable, StorageError
 from monai_gds.storage.blockmap.extents import (
     Disk,

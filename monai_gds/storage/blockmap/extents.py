@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monai_gds import limits
-from monai_gds.base.mounts import Mount, mounts
+from monai_gds.base.file_systems import Mount, mounts
 from monai_gds.errors import NotMappable, StorageError
 
 __all__ = [

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from monai_gds.base.pooled_memory import tensor_at
 from monai_gds.base.process import Owner
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
 from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.xnvme.libxnvme import Device, Library
 
 __all__ = [

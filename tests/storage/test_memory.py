@@ -1,29 +1,33 @@
-"""Pooled memory: returned once, when nothing shares it any more; given out once at a time; bounded."""
+"""Host memory: on huge pages where the kernel has them; pooled, returned once, given out once at a time, bounded."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
+import mmap
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from monai_gds import limits
-from monai_gds.base import pooled_memory
-from monai_gds.base.huge_pages import HUGE
-from monai_gds.base.pooled_memory import pooled_empty, pooled_volume, tensor_at
+from monai_gds.storage import Reads, open_storage
+from monai_gds.storage import memory as pools
+from monai_gds.storage.files import aligned_empty
+from monai_gds.storage.memory import HUGE, collapse_to_huge_pages, pooled_empty, pooled_volume, tensor_at
 
 
 @pytest.fixture(autouse=True)
 def empty_pool() -> Iterator[None]:
-    pooled_memory._pool.blocks.clear()
+    pools._pool.blocks.clear()
     yield
-    pooled_memory._pool.blocks.clear()
+    pools._pool.blocks.clear()
 
 
 @pytest.mark.parametrize("nbytes", [1, HUGE - 1, HUGE, 5 * HUGE + 3])
@@ -69,10 +73,10 @@ def test_a_block_serves_its_own_size_only() -> None:
 def test_the_pool_has_bounds() -> None:
     kept = [pooled_empty(size * HUGE) for size in (3, 8, 16, 9, 30)]
     del kept[:]
-    assert sum(block.nbytes for block in pooled_memory._pool.blocks) <= 32 << 20
+    assert sum(block.nbytes for block in pools._pool.blocks) <= 32 << 20
     del kept
     pooled_empty((32 << 20) + 1)
-    assert all(block.nbytes <= 32 << 20 for block in pooled_memory._pool.blocks)
+    assert all(block.nbytes <= 32 << 20 for block in pools._pool.blocks)
 
 
 def test_threads_never_get_the_same() -> None:
@@ -91,8 +95,7 @@ def test_the_collector_may_come_by_while_memory_is_asked_for() -> None:
     """It may run within any allocation, and gives back what lay in a cycle. In a process of its own: it crashed."""
     script = """
 import gc
-from monai_gds.base.huge_pages import HUGE
-from monai_gds.base.pooled_memory import _pool, pooled_empty
+from monai_gds.storage.memory import HUGE, _pool, pooled_empty
 
 class Cycle:
     def __init__(self):
@@ -144,9 +147,9 @@ def test_the_memory_lives_as_long_as_the_tensor() -> None:
 
 @pytest.fixture
 def empty_volumes() -> Iterator[list[object]]:
-    pooled_memory._volumes.blocks.clear()
-    yield pooled_memory._volumes.blocks
-    pooled_memory._volumes.blocks.clear()
+    pools._volumes.blocks.clear()
+    yield pools._volumes.blocks
+    pools._volumes.blocks.clear()
 
 
 def test_volumes_of_similar_sizes_share_memory(empty_volumes: list[object]) -> None:
@@ -170,3 +173,60 @@ def test_the_volumes_kept_are_bounded_and_leave_batches_alone(empty_volumes: lis
     del held, large
     assert len(empty_volumes) == 2
     assert pooled_empty(3 * HUGE).data_ptr() == address
+
+
+def _smaps(tensor: torch.Tensor) -> list[str]:
+    """The kernel's description of the mappings that a tensor's memory lies in."""
+    found, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, _, end = first.partition("-")
+            inside = int(begin, 16) < tensor.data_ptr() + tensor.nbytes and int(end, 16) > tensor.data_ptr()
+        elif inside:
+            found.append(line)
+    return found
+
+
+def _huge_bytes(tensor: torch.Tensor) -> int:
+    """How much of a tensor's memory lies on huge pages."""
+    return sum(int(line.split()[1]) << 10 for line in _smaps(tensor) if line.startswith("AnonHugePages:"))
+
+
+def test_the_kernel_is_asked_for_huge_pages() -> None:
+    memory = aligned_empty(64 << 20).fill_(7)
+    flags = [line.split()[1:] for line in _smaps(memory) if line.startswith("VmFlags:")]
+    if not flags or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this machine's kernel has no huge pages, or does not tell")
+    assert any("hg" in of_one for of_one in flags)
+    assert bool((memory == 7).all())
+
+
+@pytest.mark.parametrize(("nbytes", "asked"), [(3 << 20, True), (65 << 20, False)])
+def test_mappings_of_records_are_on_huge_pages_unless_crops_would_read_too_much(
+    tmp_path: Path, nbytes: int, asked: bool
+) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(bytes(4096 + nbytes))
+    with contextlib.closing(open_storage("posix", "cpu")) as storage:
+        mapped = storage.map(Reads.of(str(path), [(4096, nbytes)])).wait()
+        flags = [line.split()[1:] for line in _smaps(mapped[0]) if line.startswith("VmFlags:")]
+        if not flags or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+            pytest.skip("this machine's kernel has no huge pages, or does not tell")
+        assert ["hg" in of_one for of_one in flags] == [asked]  # all of it, wherever it lies, as one mapping
+        assert not mapped[0].any()
+
+
+def test_memory_in_use_is_moved_onto_huge_pages() -> None:
+    given = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(given, dtype=torch.uint8).fill_(7)
+    before = _huge_bytes(memory)
+    collapse_to_huge_pages(memory)
+    after = _huge_bytes(memory)  # how much more depends on what else lives on the machine
+    if after == before:
+        with contextlib.suppress(OSError):
+            given.madvise(25)  # MADV_COLLAPSE
+        if _huge_bytes(memory) == before:
+            pytest.skip("this kernel gives huge pages unasked, has none left, or is too old")
+    assert after > before
+    assert bool((memory == 7).all())

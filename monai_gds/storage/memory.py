@@ -1,12 +1,19 @@
-"""Host memory that is given back when the last tensor over it is gone: to a pool, for instance.
+"""Host memory: on huge pages, and given back when the last tensor over it is gone, to a pool for instance.
 
-The kernel zeroes fresh memory page by page, which can take longer than filling it. Used by
-:mod:`monai_gds.loader.collate` for large batches, by the cache for what it reads of tensors in tiles, and by the
-images for their buffers.
+Huge pages mean fewer page faults, and fewer and larger requests to a drive. A read with O_DIRECT is cut where its
+memory is not physically contiguous. Measured on a virtual disk: into page-locked buffers of 16 MiB, DeepSpeed's handle
+read 1.3 GB/s with pages of 4 KiB and 2.7 GB/s with pages of 2 MiB; into fresh memory of 64 MiB and more, ``preadv``
+read 0.7 to 1.1 and 2.5 GB/s. Where /sys/kernel/mm/transparent_hugepage/enabled is ``madvise``, the default of most
+distributions, the kernel gives huge pages only on request. No function here fails: a kernel without huge pages keeps
+its usual pages.
+
+The kernel zeroes fresh memory page by page, which can take longer than filling it. So large batches
+(:mod:`monai_gds.loader.collate`), what is read of tensors in tiles, and the buffers of images come from pools.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 
@@ -14,9 +21,46 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base import huge_pages
 
-__all__ = ["pooled_empty", "pooled_scratch", "pooled_volume", "tensor_at"]
+__all__ = [
+    "HUGE", "collapse_to_huge_pages", "pooled_empty", "pooled_scratch", "pooled_volume", "prefer_huge_pages",
+    "prefer_huge_pages_for_mapping", "tensor_at",
+]  # fmt: skip
+
+#: Bytes of a huge page on x86-64, and on ARM with base pages of 4 KiB.
+HUGE = 2 << 20
+
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25  # Linux 6.1
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def prefer_huge_pages(memory: torch.Tensor) -> None:
+    """Requests huge pages for memory that is not in use yet."""
+    _advise(memory, _MADV_HUGEPAGE)
+
+
+def prefer_huge_pages_for_mapping(start: int, nbytes: int) -> None:
+    """As :func:`prefer_huge_pages`, for a whole mapping of a file, whatever its alignment.
+
+    Advice for a part would split the mapping in the kernel, which allows 65,530 per process.
+    """
+    _libc.madvise(start, nbytes, _MADV_HUGEPAGE)
+
+
+def collapse_to_huge_pages(memory: torch.Tensor) -> None:
+    """Replaces the pages of memory in use, page-locked or not, by huge ones: 10 to 50 ms for 16 MiB."""
+    _advise(memory, _MADV_COLLAPSE)
+
+
+def _advise(memory: torch.Tensor, advice: int) -> None:
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    start += -start % HUGE
+    end -= end % HUGE
+    if start < end:
+        _libc.madvise(start, end - start, advice)
 
 
 def tensor_at(address: int, nbytes: int, release: Callable[[], object]) -> torch.Tensor:
@@ -24,7 +68,7 @@ def tensor_at(address: int, nbytes: int, release: Callable[[], object]) -> torch
 
     Args:
         address: of CPU memory, which lasts until ``release``.
-        nbytes: how many bytes the tensor covers. A tensor is pickled with its whole storage, and the bytes behind these
+        nbytes: how many bytes the tensor covers. A tensor is pickled with its whole storage, and the bytes after these
             may be those of an earlier batch.
         release: called when the tensor and everything that shares its memory is gone. It may be called in any thread,
             by the garbage collector too, so it must take no lock; and after the interpreter's modules are gone.
@@ -56,7 +100,7 @@ class _Block:
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.nbytes = nbytes
-        huge_pages.prefer(self.memory)
+        prefer_huge_pages(self.memory)
 
 
 class _Pool:
@@ -107,7 +151,7 @@ def pooled_empty(nbytes: int) -> torch.Tensor:
     Returns:
         A 1-D uint8 CPU tensor on huge pages. Its memory returns to the pool when nothing shares it any more.
     """
-    size = nbytes + -nbytes % huge_pages.HUGE
+    size = nbytes + -nbytes % HUGE
     return _tensor(_pool, _pool.take(size, size), nbytes)
 
 
@@ -124,7 +168,7 @@ def pooled_scratch(nbytes: int) -> torch.Tensor:
 def _power_of_two(pool: _Pool, max_bytes: int, nbytes: int) -> torch.Tensor:
     if nbytes > max_bytes:  # it would not be kept
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    size = max(huge_pages.HUGE, 1 << (nbytes - 1).bit_length())
+    size = max(HUGE, 1 << (nbytes - 1).bit_length())
     return _tensor(pool, pool.take(size, 2 * size), nbytes)
 
 
