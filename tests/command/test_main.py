@@ -361,7 +361,7 @@ finally:
 
 
 def complete(line: str, shell: str) -> str:
-    """What the shell receives when the user presses the tabulator key behind ``line``."""
+    """What the shell receives when the user presses the tabulator key after ``line``."""
     environment = {
         "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)},
         "zsh": {"_TYPER_COMPLETE_ARGS": line},
