@@ -220,10 +220,11 @@ def _read(study: Study) -> Outcome:
 def _uncached(study: Study, dataset: GDSDataset) -> Any:
     """What MONAI alone makes of the item, in this process as it is now, by new transforms."""
     whole = _living["script"].transform()
-    values = {"track_meta", "arrays", "reset_ops_id", "mantissa_bits"} & study.settings.keys()
-    if values:  # of which MONAI's Compose knows nothing
-        settings = {name: study.settings[name] for name in values}
-        return GDSDataset(deepcopy(dataset.data), whole, None, device="cpu", **settings)[study.index]
+    settings = {name: study.settings[name] for name in {"track_meta", "reset_ops_id"} & study.settings.keys()}
+    given = study.settings.get("options", {})
+    options = {name: given[name] for name in {"arrays", "mantissa_bits"} & given.keys()}
+    if settings or options:  # of which MONAI's Compose knows nothing
+        return GDSDataset(deepcopy(dataset.data), whole, None, device="cpu", options=options, **settings)[study.index]
     out = whole(deepcopy(dataset.data[study.index]))
     mt.utils.reset_ops_id(out)
     return out

@@ -674,21 +674,21 @@ def another_item_below_another_root(s: Study) -> Change:
 
 @misses(either=True)
 def another_time_where_times_count(s: Study) -> Change:
-    s.settings = {"sources": "stat"}
+    s.settings = {"options": {"sources": "stat"}}
     yield
     write_volume(s.data / "ct_0.nii", seed=70, mtime=TIME + 1)
 
 
 @misses(either=True, other_item=False)
 def data_touched_where_times_count(s: Study) -> Change:
-    s.settings = {"sources": "stat"}
+    s.settings = {"options": {"sources": "stat"}}
     yield
     (s.data / "ct_0.nii").touch()
 
 
 @misses()
 def a_source_hashed_once_in_each_process(s: Study) -> Change:
-    s.settings = {"sources": "once"}
+    s.settings = {"options": {"sources": "once"}}
     other = other_content(s).read_bytes()
     yield
     overwritten(s.data / "ct_0.nii", other)
@@ -698,7 +698,7 @@ def a_source_hashed_once_in_each_process(s: Study) -> Change:
 def what_a_function_gives_for_a_source(s: Study) -> Change:
     version = s.data / "VERSION"
     version.write_text("1")
-    s.settings = {"sources": version_beside}
+    s.settings = {"options": {"sources": version_beside}}
     other = other_content(s).read_bytes()
     yield
     overwritten(s.data / "ct_0.nii", other)
@@ -1640,7 +1640,7 @@ def another_patch_of_monai(s: Study) -> Change:
 
 @misses(other_item=False)
 def another_minor_version_of_monai(s: Study) -> Change:
-    s.settings = {"monai_version": "minor"}
+    s.settings = {"options": {"monai_version": "minor"}}
     s.code = VERSION.format("1.6.1")
     yield
     s.code = VERSION.format("1.7.0")
@@ -1648,9 +1648,9 @@ def another_minor_version_of_monai(s: Study) -> Change:
 
 @misses(other_item=False)
 def another_word_on_the_version_of_monai(s: Study) -> Change:
-    s.settings = {"monai_version": "minor"}
+    s.settings = {"options": {"monai_version": "minor"}}
     yield
-    s.settings = {"monai_version": "exact"}
+    s.settings = {"options": {"monai_version": "exact"}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1918,22 +1918,22 @@ def another_backend(s: Study) -> Change:
 @hits()
 def how_records_are_checked_and_kept(s: Study) -> Change:
     yield
-    s.settings = {"verify": "always", "durable": True}
+    s.settings = {"options": {"verify": "always", "durable": True}}
 
 
 @hits()
 def what_happens_to_unsupported_values(s: Study) -> Change:
-    s.settings = {"unsupported": "error"}
+    s.settings = {"options": {"unsupported": "error"}}
     yield
-    s.settings = {"unsupported": "warn"}
+    s.settings = {"options": {"unsupported": "warn"}}
 
 
 @hits()
 def arrays_as_tensors(s: Study) -> Change:
     s.item('"weights": np.array([1.0, 2.0])')
-    s.settings = {"arrays": "numpy"}
+    s.settings = {"options": {"arrays": "numpy"}}
     yield
-    s.settings = {"arrays": "torch"}
+    s.settings = {"options": {"arrays": "torch"}}
 
 
 @hits()
@@ -1956,9 +1956,9 @@ def metadata_wanted_after_all(s: Study) -> Change:
 @hits()
 def tensors_as_arrays(s: Study) -> Change:
     s.item('"weights": np.array([1.0, 2.0])')
-    s.settings = {"arrays": "torch"}
+    s.settings = {"options": {"arrays": "torch"}}
     yield
-    s.settings = {"arrays": "numpy"}
+    s.settings = {"options": {"arrays": "numpy"}}
 
 
 @hits()
@@ -2003,7 +2003,7 @@ def with_paths(s: Study) -> None:
 
 def now_at(s: Study, folder: Path) -> None:
     s.data = folder
-    s.settings = {**s.settings, "root": folder}
+    s.settings = {"root": folder}
 
 
 @hits()
@@ -2145,7 +2145,7 @@ def other_files_beside_the_data(s: Study) -> Change:
 
 @hits()
 def a_source_that_does_not_count(s: Study) -> Change:
-    s.settings = {"sources": None}
+    s.settings = {"options": {"sources": None}}
     report = s.data / "report.txt"
     report.write_text("nothing found")
     s.item(f'"report": {str(report)!r}')
@@ -2155,7 +2155,7 @@ def a_source_that_does_not_count(s: Study) -> Change:
 
 @hits(either=True)
 def data_made_readable_where_times_count(s: Study) -> Change:
-    s.settings = {"sources": "stat"}
+    s.settings = {"options": {"sources": "stat"}}
     yield
     (s.data / "ct_0.nii").chmod(0o640)
 
@@ -2316,7 +2316,7 @@ def a_further_reader_that_nobody_asked_for(s: Study) -> Change:
 
 @hits()
 def another_patch_of_monai_where_minor_versions_count(s: Study) -> Change:
-    s.settings = {"monai_version": "minor"}
+    s.settings = {"options": {"monai_version": "minor"}}
     s.code = VERSION.format("1.6.1")
     yield
     s.code = VERSION.format("1.6.2")
@@ -2324,7 +2324,7 @@ def another_patch_of_monai_where_minor_versions_count(s: Study) -> Change:
 
 @hits()
 def another_monai_where_it_does_not_count(s: Study) -> Change:
-    s.settings = {"monai_version": None}
+    s.settings = {"options": {"monai_version": None}}
     yield
     s.code = VERSION.format("2.0.0")
 
@@ -2368,22 +2368,22 @@ def the_size_of_tiles(s: Study) -> Change:
     with_large_array(s)
     s.settings = {"compression": "lz4"}
     yield
-    s.settings = {"compression": "lz4", "tiles": 16}
+    s.settings = {"compression": "lz4", "options": {"tiles": 16}}
 
 
 @misses()
 def bits_of_mantissa(s: Study) -> Change:
     with_large_array(s)
     yield
-    s.settings = {"mantissa_bits": 13}
+    s.settings = {"options": {"mantissa_bits": 13}}
 
 
 @misses()
 def other_bits_of_mantissa(s: Study) -> Change:
     with_large_array(s)
-    s.settings = {"mantissa_bits": 13}
+    s.settings = {"options": {"mantissa_bits": 13}}
     yield
-    s.settings = {"mantissa_bits": 12}
+    s.settings = {"options": {"mantissa_bits": 12}}
 
 
 @misses()
@@ -2391,21 +2391,21 @@ def bits_of_mantissa_where_transforms_do_not_count(s: Study) -> Change:
     with_large_array(s)
     s.settings = {"hash_transform": None}
     yield
-    s.settings = {"hash_transform": None, "mantissa_bits": 13}
+    s.settings = {"hash_transform": None, "options": {"mantissa_bits": 13}}
 
 
 @hits()
 def bits_of_mantissa_in_another_form(s: Study) -> Change:
     pytest.importorskip("blosc2")
     with_large_array(s)
-    s.settings = {"mantissa_bits": 13, "compression": "zstd"}
+    s.settings = {"compression": "zstd", "options": {"mantissa_bits": 13}}
     yield
-    s.settings = {"mantissa_bits": 13, "compression": None}
+    s.settings = {"compression": None, "options": {"mantissa_bits": 13}}
 
 
 @misses()
 def no_bits_of_mantissa(s: Study) -> Change:
     with_large_array(s)
-    s.settings = {"mantissa_bits": 13}
+    s.settings = {"options": {"mantissa_bits": 13}}
     yield
     s.settings = {}

@@ -183,7 +183,8 @@ def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys
 
 def test_fill(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     pytest.importorskip("isal", reason="this machine has no python-isal")
-    populate, code = examples(DOCS / "howto/fill.md")
+    populate, ray, code = examples(DOCS / "howto/fill.md")
+    assert run(ray, tmp_path)["RayExecutor"]()
     load = run(code, tmp_path)["load"]
     dataset = monai_gds.GDSDataset(volumes, load, tmp_path / "cache", "cpu")
     run(populate, tmp_path, dataset=dataset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,8 +79,8 @@ def beside_others(
 
     def make(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> GDSDataset:
         view = copy(dataset)
-        view.data, view.cache_dir = items, folder
-        view.local_dir = view.max_bytes = None
+        view.data = items
+        view.settings = replace(view.settings, cache_dir=folder, local_dir=None, max_bytes=None)
         return view
 
     ours = {OURS: Competitor(make), OURS_LOADER: Competitor(make, GDSDataLoader)}

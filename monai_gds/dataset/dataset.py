@@ -6,14 +6,14 @@ import logging
 import multiprocessing
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self
 
 import torch
 from monai.data import PersistentDataset
@@ -22,46 +22,41 @@ from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds.base import stages
 from monai_gds.base.process import Owner
-from monai_gds.base.units import bytes_of, shown
+from monai_gds.base.units import shown
 from monai_gds.dataset.describe import describe, explain_item, uncached
-from monai_gds.dataset.item_keys import HashTransform, ItemKeys, MonaiVersion
+from monai_gds.dataset.item_keys import HashTransform, ItemKeys
 from monai_gds.dataset.making import ItemMaker, RecordMaker, Saved, look
 from monai_gds.dataset.misses import Misses, warn_of_misses, why_missed
 from monai_gds.dataset.populate import Populated, populate
 from monai_gds.dataset.ranks import Ranks
 from monai_gds.dataset.settings import (
-    Folders,
-    OfCacheDataset,
-    check_choices,
+    DEFAULTS,
+    CacheOptions,
+    Settings,
     check_data,
     check_hash,
     check_transforms,
-    check_unused,
-    mode_given,
-    root_given,
+    refuse,
 )
 from monai_gds.errors import CacheWarning
 from monai_gds.folder.budget import Budget
-from monai_gds.folder.directory import CacheDirectory, prepare, tidy
+from monai_gds.folder.directory import CacheDirectory, tidy
 from monai_gds.folder.index import Index
 from monai_gds.folder.tiers import TwoTiers
 from monai_gds.folder.uses import Uses
 from monai_gds.folder.writer import process_writer
-from monai_gds.items.rounding import check_bits
 from monai_gds.keys.hashing import canonical_hash
 from monai_gds.keys.key import Key, Pipeline
-from monai_gds.keys.sources import Policy, Sources
-from monai_gds.pipeline.settings import State, applied, apply, capture_all
+from monai_gds.keys.sources import Sources
+from monai_gds.pipeline.settings import applied, apply, capture_all
 from monai_gds.pipeline.split import Split, before_cuda
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
+from monai_gds.programs.ghosts import drawn_ahead
 from monai_gds.programs.indices import takes_runs
 from monai_gds.records.compression import Codec, Compression
-from monai_gds.records.heads import Form
 from monai_gds.records.pending_item import PendingItem
-from monai_gds.records.reader import Mmap, Verify
-from monai_gds.storage import choose_backend, open_storage, resolve_device
-from monai_gds.storage.registry import check_options
+from monai_gds.storage import open_storage
 
 __all__ = ["GDSDataset"]
 
@@ -182,28 +177,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         backend: how bytes are moved. ``"auto"`` takes the first that works for the device. A name means that backend
             or an error. See :func:`monai_gds.available_backends`.
         backend_options: keyword arguments of the backend, see its class.
-        sources: how the identity of files that an item or a transform names is determined. A string of an item names
-            a file if a transform whose name begins with ``Load`` reads its key, or if it looks like a path, and a
-            folder with everything in it only if its path is absolute or has a separator. ``"content"``: by size and
-            content, which is remembered in ``cache_dir`` while inode and times stay the same. ``"once"``: the same,
-            but each file is looked at once per process. ``"stat"``: by size and mtime, which misses a file that was
-            replaced with its mtime kept. A function path -> str, bytes or None (not a source). None: files do not
-            count.
         root: a folder that keys and records are relative to, so that a cache still serves data that were moved or
             copied. Paths below it, in items, transforms, metadata and applied operations, are stored without it and
             come back below the root of the reader.
-        monai_version: how much of MONAI's version is part of the key: ``"exact"``, ``"minor"`` or None.
-        arrays: how numeric arrays of items are returned: ``"numpy"`` (CPU targets only), ``"torch"``, or ``"auto"``,
-            which is ``"numpy"`` on a CPU target.
-        unsupported: what happens to an item with a value that a record cannot store: ``"warn"`` computes it in
-            every epoch, with one warning; ``"error"`` raises UnsupportedType.
-        verify: when checksums are compared: ``"first"`` (once per file and process; at every read with a backend that
-            bypasses the file system), ``"always"`` or ``"never"``.
-        mmap: whether tensors of 64 KiB and more are mappings of the record, on a CPU target and once their checksums
-            are compared. A page that cannot be read, because the disk fails or another program cut the file, then ends
-            the process with a bus error. False reads the tensors into memory instead, and
-            an error costs one record. ``"auto"`` maps them if ``cache_dir`` is on a local file system, and reads them
-            if it is on any other, such as NFS, SMB, Lustre or anything over FUSE.
+        version: your own word for what the key cannot see, such as the release of a network that a transform asks over
+            HTTP: any value with a stable hash. It is added to the key, so another value means other records. None adds
+            nothing.
         compression: how new records are compressed. ``"lz4"`` and ``"zstd"`` cut tensors of 1 MiB and more into tiles
             and compress these without loss, if the tensor gets at least 15 % smaller. Images on their native grid and
             labels hold few different values and get several times smaller, resampled images less. ``"bitcomp"`` is
@@ -213,16 +192,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             target, tensors of up to 64 MiB stay whole too, unless crops follow a label. None of this is part of the
             key: a record is read in whatever form it has, and only ``populate(convert=True)`` and
             ``monai-gds cache warm`` write an existing one anew.
-        tiles: voxels along each edge of a tile: 16, 32 or 64. With smaller tiles a crop reads fewer bytes, and records
-            compress less. ``"auto"`` is 32. None is for whole tensors, and goes with ``compression="auto"`` or None.
-        mantissa_bits: rounds the values of float32 and float64 tensors of 1 MiB and more to this many bits of mantissa,
-            1 to 22, so that they compress better. This is lossy: the relative error is at most ``2 ** -(bits + 1)``, so
-            13 bits keep about four decimal digits. It is part of the key, holds for hits, misses and items that are not
-            cached, and does not depend on ``compression``. NaN, infinities, integers, smaller tensors and all metadata,
-            such as affines, stay as they are.
-        device_bytes: how much memory of the CUDA device compressed records may occupy, such as ``20e9`` or ``"20GB"``.
-            The first ones that are read stay there, still compressed, and a hit on one of them only unpacks it, once
-            the file's identity is compared. 0 keeps none.
         max_bytes: how much the records in ``cache_dir`` may occupy, such as ``"500GB"``. When a new one does not fit,
             others are deleted, the longest unused ones first: not those of pipelines that a dataset of a running
             process has, and not those that were made or first read since this dataset was made. If that gives too
@@ -231,19 +200,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
             Lustre. Records that are read from there are copied here, in the background except in a loader's worker. All
             processes of this machine then read the copy. New records go to ``cache_dir``.
-        local_bytes: as ``max_bytes``, for the records in ``local_dir``. What does not fit is read from ``cache_dir``.
-        durable: whether a record survives a power cut from the moment its item is returned. It is then written before
-            that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
-            computed anew.
-        file_mode: the most permissions that records may have, such as ``0o600`` for yourself alone. By default they
-            have the group and mode of ``cache_dir``, so that a folder shared by a group is a shared cache:
-            ``mkdir /nvme/cache; chgrp lab /nvme/cache; chmod 2775 /nvme/cache``.
-        of_cache_dataset: arguments of MONAI's ``CacheDataset``, such as ``cache_rate``. They have no effect, and one
-            warning is given.
+
+        options: further settings, as :class:`CacheOptions` or a dict of them.
 
     Raises:
         TypeError: ``data`` is not a sequence; a transform cannot be called; ``cache_dir`` is not a path; the backend
-            takes no such option.
+            takes no such option; there is no such argument.
         ValueError: no such device, backend or choice; choices that contradict each other; a value of
             ``backend_options`` that cannot work; ``cache_dir`` is a file, empty, or holds a variable of the shell;
             ``root`` is not a folder.
@@ -278,30 +240,16 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         *,
         backend: str = "auto",
         backend_options: Mapping[str, Any] | None = None,
-        sources: Policy = "content",
         root: str | os.PathLike[str] | None = None,
-        monai_version: MonaiVersion = "exact",
-        arrays: Literal["auto", "numpy", "torch"] = "auto",
-        unsupported: Literal["warn", "error"] = "warn",
-        verify: Verify = "first",
-        mmap: Mmap = "auto",
+        version: Any = None,
         compression: Literal["auto"] | Codec | None = "auto",
-        tiles: Literal["auto"] | int | None = "auto",
-        mantissa_bits: int | None = None,
-        device_bytes: float | str = 0,
         max_bytes: float | str | None = None,
         local_dir: Path | str | None = None,
-        local_bytes: float | str | None = None,
-        durable: bool = False,
-        file_mode: int | None = None,
-        **of_cache_dataset: Unpack[OfCacheDataset],
+        options: CacheOptions | Mapping[str, Any] = DEFAULTS,
+        **others: Any,
     ) -> None:
         """Makes the dataset, and hashes its transforms. See the class for the arguments."""
-        check_unused(of_cache_dataset)
-        check_choices(verify=verify, mmap=mmap, monai_version=monai_version, arrays=arrays, unsupported=unsupported)
-        if not callable(sources):
-            check_choices(sources=sources)
-        check_bits(mantissa_bits)
+        refuse(others)
         check_hash("hash_func", hash_func)
         if hash_transform is not None:
             check_hash("hash_transform", hash_transform)
@@ -319,46 +267,16 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             weights_only=weights_only,
         )
         check_transforms(self.transform.transforms)
-        self.device = resolve_device(device)
-        self.backend, self.backend_reason = choose_backend(backend, self.device)
-        if not isinstance(backend_options, Mapping | None):
-            raise TypeError(f"backend_options={backend_options!r}: give a dict of them by name, as {{'threads': 8}}")
-        self.backend_options = dict(backend_options or {})
-        check_options(self.backend, self.backend_options, self.device)
         self.hash_transform = hash_transform
-        self.sources: Policy = sources
-        self.root = root_given(root)
-        self.monai_version: MonaiVersion = monai_version
-        self.arrays, self.unsupported = arrays, unsupported
-        self.verify: Verify = verify
-        self.mmap: Mmap = mmap
-        self.compression, self.tiles, self.mantissa_bits = compression, tiles, mantissa_bits
-        self.device_bytes = bytes_of(device_bytes, "device_bytes")
-        self.durable, self.file_mode = durable, mode_given(file_mode)
-        self._check_device()
-        self._take_folders(Folders.given(cache_dir, max_bytes, local_dir, local_bytes))
-        self._began = time.time()
-        self._saves_in: Compression | None = None  # of a copy that makes records for another process
-        self._converts = False
-        self._computes_under: State | None = None  # of a copy that computes in another process
+        self.settings = Settings.of(
+            device, backend, backend_options, root, version, compression, cache_dir, max_bytes, local_dir, options,
+            track_meta,
+        )  # fmt: skip
+        self.cache_dir, self.device = self.settings.cache_dir, self.settings.device
+        self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
         self._state = _Runtime()
         self.split()
         _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
-
-    def _check_device(self) -> None:
-        """Raises ValueError or CodecMissing for arguments that contradict each other or the device."""
-        Compression.of(self.compression, self.tiles, self.device.type == "cuda", crops=False)  # only to check
-        if self.arrays == "numpy" and self.device.type != "cpu":
-            raise ValueError(f"arrays='numpy' needs device='cpu': on {self.device} use 'auto' or 'torch'")
-        if self.device_bytes and self.device.type != "cuda":
-            raise ValueError(
-                f"device_bytes={self.device_bytes} is memory of a CUDA device, and items come on {self.device}"
-            )
-
-    def _take_folders(self, folders: Folders) -> None:
-        self.cache_dir, self.max_bytes, self.local_dir, self.local_bytes = folders
-        self._unmade = self.cache_dir is not None and not prepare(self.cache_dir)
-        self._local_unmade = self.local_dir is not None and not prepare(self.local_dir, "local_dir")
 
     # What MONAI's datasets offer
 
@@ -381,10 +299,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         split = self._state.split
         if split is None:
             return
-        sources = Sources(self.sources, None if self.cache_dir is None else os.fspath(self.cache_dir))
+        settings, options = self.settings, self.settings.options
+        sources = Sources(options.sources, None if settings.cache_dir is None else os.fspath(settings.cache_dir))
         self._state.keys = ItemKeys(
-            split, self.hash_func, hash_xform_func, sources, self.root, self.monai_version, self.reset_ops_id,
-            self.mantissa_bits,
+            split, self.hash_func, hash_xform_func, sources, settings.form.root, options.monai_version,
+            self.reset_ops_id, options.mantissa_bits, settings.version,
         )  # fmt: skip
         self.transform_hash = self._state.keys.transform_hash
 
@@ -429,7 +348,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     @property
     def caches(self) -> bool:
         """Whether there is a cache directory, and a deterministic transform in front."""
-        return self.cache_dir is not None and bool(self.split().deterministic)
+        return self.settings.cache_dir is not None and bool(self.split().deterministic)
 
     # Filling the cache ahead of training
 
@@ -452,9 +371,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         dataset cannot be pickled for that, they are threads, with a warning. Transforms that use CUDA themselves need
         ``num_workers=0`` or an initialised CUDA.
 
-        An executor may have its workers on other hosts, such as Dask's ``client.get_executor()``, mpi4py's
-        ``MPIPoolExecutor`` or :class:`monai_gds.dataset.engines.RayExecutor`. They must see ``cache_dir`` and the
-        source files under the same paths, and be able to import what the dataset is made of.
+        An executor may have its workers on other hosts, such as Dask's ``client.get_executor()`` or mpi4py's
+        ``MPIPoolExecutor``. They must see ``cache_dir`` and the source files under the same paths, and be able to
+        import what the dataset is made of.
 
         Under torch.distributed every rank must call this. The ranks share the items, each waits until all have done
         theirs, however long that takes, and a failure on one rank is raised on all. For cache directories that are
@@ -493,11 +412,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         finally:
             self.tidy()
         if not done.cached and not done.converted:
-            warn_of_misses(str(self.cache_dir), why, stacklevel=3)
+            warn_of_misses(str(self.settings.cache_dir), why, stacklevel=3)
         if done.left_out and ranks.rank == 0:
             warnings.warn(
-                f"{done.left_out} items are computed in every epoch: the {shown(self.max_bytes or 0)} of max_bytes "
-                f"leave no room beside the records in {self.cache_dir} that are in use, or were since this run began",
+                f"{done.left_out} items are computed in every epoch: the {shown(self.settings.max_bytes or 0)} of "
+                f"max_bytes leave no room beside the records in {self.settings.cache_dir} that are in use, or were "
+                "since this run began",
                 CacheWarning,
                 stacklevel=2,
             )
@@ -505,7 +425,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def tidy(self) -> None:
         """Removes the half-written files of killed processes from the cache directory."""
-        for folder in (self.cache_dir, self.local_dir):
+        for folder in (self.settings.cache_dir, self.settings.local_dir):
             if folder is not None:
                 tidy(folder)
 
@@ -515,10 +435,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         With ``convert``, records in another form count as missing, and are converted.
         """
         view = copy(self)
-        view._computes_under = self._keys().capture()
-        view._saves_in, view._converts = self.record_form(), convert
-        if self.device.type != "cpu":
-            view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
+        view.settings = replace(
+            self.settings, saves_in=self.record_form(), converts=convert, computes_under=self._keys().capture()
+        ).on_cpu()
         return view
 
     def for_loading(self) -> GDSDataset:
@@ -532,11 +451,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         steps = split.steps()
         if (count := before_cuda(steps)) < len(steps):
             view.transform = split.first(count)
-        if self.device.type != "cpu":
-            Compression.of(self.compression, self.tiles, False, crops=False)  # only to check
-            view._saves_in = self.record_form()
-            view.device, view.backend, view.backend_options = torch.device("cpu"), "auto", {}
-            view.arrays = "torch" if self.arrays == "auto" else self.arrays
+        if self.settings.device.type != "cpu":
+            Compression.of(self.settings.compression, self.settings.options.tiles, False, crops=False)  # only to check
+            view.settings = replace(self.settings, saves_in=self.record_form()).on_cpu()
         return view
 
     def is_cached(self, index: int) -> bool:
@@ -577,7 +494,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def holds(self, key: Key) -> bool:
         """Whether there is a record of a key; in a copy that converts, one that may stay as it is."""
         cache = self._cache()
-        return cache is not None and cache.holds(key.digest, self._converts)
+        return cache is not None and cache.holds(key.digest, self.settings.converts)
 
     def why_unusable(self, key: Key) -> str | None:
         """Why the record of a key cannot be used here; None if it can, as far as its header shows."""
@@ -598,11 +515,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             ValueError: items come on the CPU in this process, and ``compression`` names a codec for GPUs.
             CodecMissing: the codec's library is not installed.
         """
-        if self._saves_in is not None:
-            return self._saves_in
-        crops = self.split().drawable
+        if self.settings.saves_in is not None:
+            return self.settings.saves_in
+        crops = drawn_ahead(self.split())
         by_label = any(map(takes_runs, crops))
-        return Compression.of(self.compression, self.tiles, self.target().type == "cuda", bool(crops), by_label)
+        on_cuda, settings = self.target().type == "cuda", self.settings
+        return Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), by_label)
 
     def read(self, index: int) -> Any:
         """An item up to its random transforms, as its record holds it; None if it has no usable record."""
@@ -628,11 +546,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             FileChanged: a file that the item names changed while it was computed.
             Exception: whatever the transforms raise.
         """
-        with nullcontext() if self._computes_under is None else applied(self._computes_under):
+        with nullcontext() if self.settings.computes_under is None else applied(self.settings.computes_under):
             cache = self._cache()
             assert cache is not None, "the caller has checked that items are cached"
             maker = RecordMaker(self._items(), self._keys(), cache)
-            return maker.save(self.data[index], index, anyway=anyway, convert=self._converts)
+            return maker.save(self.data[index], index, anyway=anyway, convert=self.settings.converts)
 
     # The cache
 
@@ -646,12 +564,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         stages.enter("keys")
         keys = self._state.keys(items)
-        if keys and (
-            keys[0].pipeline is not self._state.pipeline or time.monotonic() >= min(u.due for u in self._state.uses)
-        ):
+        if keys and keys[0].pipeline is not self._state.pipeline:
             self._note_use(keys[0].pipeline)
         stages.enter("reading")
-        if split.drawable and not whole and self._may_draw():
+        if drawn_ahead(split) and not whole and self._may_draw():
             return self._begin_draws(cache, split, items, indices, keys, alone)
         pendings = cache.start_all([key.digest for key in keys])
         return [
@@ -679,14 +595,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """Notes for other processes what this one uses of the cache, so that they do not delete it."""
         for uses in self._uses():
             uses.open(pipeline.digest)
-            if time.monotonic() >= uses.due:
-                uses.flush()
         self._state.pipeline = pipeline
 
     def _uses(self) -> tuple[Uses, ...]:
-        if self.cache_dir is not None and not self._state.uses:
-            folders = [folder for folder in (self.cache_dir, self.local_dir) if folder is not None]
-            self._state.uses = tuple(Uses(folder, self._began, self.file_mode) for folder in folders)
+        if self.settings.cache_dir is not None and not self._state.uses:
+            folders = [folder for folder in (self.settings.cache_dir, self.settings.local_dir) if folder is not None]
+            self._state.uses = tuple(Uses(folder, self.settings.began, self.settings.file_mode) for folder in folders)
         return self._state.uses
 
     def _may_draw(self) -> bool:
@@ -702,16 +616,15 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return queue
 
     def _items(self) -> ItemMaker:
-        return ItemMaker(self._pre_transform, self.target(), self._form(), self.mantissa_bits, self._state.misses)
+        settings = self.settings
+        bits = settings.options.mantissa_bits
+        return ItemMaker(self._pre_transform, self.target(), settings.form, bits, self._state.misses)
 
     def _fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
         maker = RecordMaker(self._items(), self._keys(), cache)
-        behind = self._saves_behind() and not self.durable
-        return maker.fill(key, item, index, of=len(self.data), unsupported=self.unsupported, behind=behind)
-
-    def _form(self) -> Form:
-        numpy = self.arrays == "numpy" or (self.arrays == "auto" and self.device.type == "cpu")
-        return Form(self.track_meta, numpy, self.root)
+        options = self.settings.options
+        behind = self._saves_behind() and not options.durable
+        return maker.fill(key, item, index, of=len(self.data), unsupported=options.unsupported, behind=behind)
 
     def _why_to_populate(self) -> list[str]:
         """Why the first item has no record; empty if it has one."""
@@ -738,38 +651,39 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def _cache(self) -> CacheDirectory | None:
         """This process's view of the cache directory: threads, streams and pinned memory do not survive a fork."""
-        if self.cache_dir is None:
+        if self.settings.cache_dir is None:
             return None
         state = self._state
         if state.cache is None or not state.cache_owner.is_this_process():
             device = self.target()
-            backend = self.backend if device == self.device else "auto"
-            options = self.backend_options if device == self.device else {}
+            backend = self.settings.backend if device == self.settings.device else "auto"
+            options = self.settings.backend_options if device == self.settings.device else {}
             storage = open_storage(backend, device, **options)
-            device_bytes = self.device_bytes if device.type == "cuda" else 0
+            device_bytes = self.settings.device_bytes if device.type == "cuda" else 0
             settings: dict[str, Any] = {
-                "durable": self.durable,
-                "verify": self.verify,
-                "mmap": self.mmap,
-                "form": self._form(),
-                "index": Index(self.cache_dir, self.file_mode),
+                "durable": self.settings.options.durable,
+                "verify": self.settings.options.verify,
+                "mmap": self.settings.options.mmap,
+                "form": self.settings.form,
+                "index": Index(self.settings.cache_dir, self.settings.file_mode),
                 "compression": self.record_form(),
-                "file_mode": self.file_mode,
-                "unmade": self._unmade,
-                "run": self._began,
-                **self._limited(0, self.cache_dir, self.max_bytes),
+                "file_mode": self.settings.file_mode,
+                "unmade": self.settings.unmade,
+                "run": self.settings.began,
+                **self._limited(0, self.settings.cache_dir, self.settings.max_bytes),
             }
-            if self.local_dir is None:
-                state.cache = CacheDirectory(self.cache_dir, storage, device_bytes=device_bytes, **settings)
+            if self.settings.local_dir is None:
+                state.cache = CacheDirectory(self.settings.cache_dir, storage, device_bytes=device_bytes, **settings)
             else:
                 of_copies = {
                     "index": None,
                     "copies": True,
-                    "unmade": self._local_unmade,
-                    **self._limited(1, self.local_dir, self.local_bytes, "local_bytes"),
+                    "unmade": self.settings.local_unmade,
+                    **self._limited(1, self.settings.local_dir, self.settings.local_bytes, "local_bytes"),
                 }
-                near = CacheDirectory(self.local_dir, storage, device_bytes=device_bytes, **{**settings, **of_copies})
-                state.cache = TwoTiers(near, self._saves_behind(), self.cache_dir, storage, **settings)
+                settings_here = {**settings, **of_copies}
+                near = CacheDirectory(self.settings.local_dir, storage, device_bytes=device_bytes, **settings_here)
+                state.cache = TwoTiers(near, self._saves_behind(), self.settings.cache_dir, storage, **settings)
             state.cache_owner = Owner()
         return state.cache
 
@@ -778,7 +692,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         uses = self._uses()[: which + 1]
         budget = None
         if nbytes is not None:
-            budget = Budget(str(folder), nbytes, uses[which], self._began, self.file_mode, argument)
+            budget = Budget(str(folder), nbytes, uses[which], self.settings.began, self.settings.file_mode, argument)
         return {"uses": uses, "budget": budget}
 
     def _saves_behind(self) -> bool:
@@ -795,12 +709,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         back ("sharing CUDA metatensor across processes not implemented", raised in a thread where it is lost).
         """
         worker = torch.utils.data.get_worker_info()
-        if self.device.type == "cpu" or (worker is None and self._state.owner.is_this_process()):
-            return self.device
+        if self.settings.device.type == "cpu" or (worker is None and self._state.owner.is_this_process()):
+            return self.settings.device
         if not self._state.warned_of_cpu and (worker is None or worker.id == 0):
             warnings.warn(
                 f"CUDA cannot be used in a worker or forked process: items come as CPU tensors instead of on "
-                f"{self.device}. Use num_workers=0 with ThreadDataLoader.",
+                f"{self.settings.device}. Use num_workers=0 with ThreadDataLoader.",
                 stacklevel=2,
             )
         self._state.warned_of_cpu = True
@@ -818,7 +732,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             except BaseException:
                 state.split = None  # or the next access would use the key of the old transforms
                 raise
-            if self.cache_dir is not None and (why := uncached(state.split)):
+            if self.settings.cache_dir is not None and (why := uncached(state.split)):
                 warnings.warn(why, CacheWarning, stacklevel=3)
             if self.caches:
                 self._note_use(self._keys().pipeline())

@@ -18,8 +18,9 @@ from monai_gds.folder import maintenance
 from monai_gds.folder.explain import Nearest
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key
+from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import Split, cacheable_after
-from monai_gds.programs.ghosts import hazard, parts
+from monai_gds.programs.ghosts import drawn_ahead, hazard
 
 if TYPE_CHECKING:
     from monai_gds.dataset.dataset import GDSDataset
@@ -35,7 +36,7 @@ def _name_of(transform: Callable[..., Any]) -> str:
 def describe(dataset: GDSDataset) -> str:
     """Target, backend, what is cached, where the split is and why, and the sources of the first item."""
     split = dataset.split()
-    below = f", relative to {dataset.root}" if dataset.cache_dir and dataset.root else ""
+    below = f", relative to {dataset.settings.form.root}" if dataset.cache_dir and dataset.settings.form.root else ""
     rows = [
         ("target", str(dataset.device)),
         ("backend", f"{dataset.backend} ({dataset.backend_reason})"),
@@ -50,8 +51,8 @@ def describe(dataset: GDSDataset) -> str:
     if dataset.caches:
         rows.append(("records", _records(dataset)))
         rows.append(("pipeline", _pipeline(dataset)))
-    if dataset.mantissa_bits is not None:
-        rows.append(("rounded", f"large float tensors, to {dataset.mantissa_bits} bits of mantissa"))
+    if dataset.settings.options.mantissa_bits is not None:
+        rows.append(("rounded", f"large float tensors, to {dataset.settings.options.mantissa_bits} bits of mantissa"))
     if len(dataset.data) and split.deterministic:
         rows.append(("sources", _sources(dataset)))
     head = f"{type(dataset).__name__} of {len(dataset.data)} items"
@@ -64,11 +65,11 @@ def _names(transforms: Sequence[Callable[..., Any]]) -> str:
 
 def _limits(dataset: GDSDataset) -> list[tuple[str, str]]:
     rows = []
-    if dataset.max_bytes is not None:
-        rows.append(("budget", shown(dataset.max_bytes)))
-    if dataset.local_dir is not None:
-        limit = "" if dataset.local_bytes is None else f", of up to {shown(dataset.local_bytes)}"
-        rows.append(("copies", f"{dataset.local_dir}{limit}"))
+    if dataset.settings.max_bytes is not None:
+        rows.append(("budget", shown(dataset.settings.max_bytes)))
+    if dataset.settings.local_dir is not None:
+        limit = "" if dataset.settings.local_bytes is None else f", of up to {shown(dataset.settings.local_bytes)}"
+        rows.append(("copies", f"{dataset.settings.local_dir}{limit}"))
     return rows
 
 
@@ -114,16 +115,16 @@ def drawn_first(dataset: GDSDataset) -> str:
     crops = [step for step in rest if any("Crop" in type(part).__name__ for part in parts(step))]
     if not crops or not dataset.caches:
         return ""
-    if not split.drawable:
+    if not drawn_ahead(split):
         name, why = next((_name_of(step), why) for step in rest if (why := hazard(step)))
         return f"none is drawn before items are read: {name} comes first, and {why}"
     notes = [f"{name} ran on values: {why}" for name, why in dataset.on_values.items()]
-    return "; ".join([f"{_names(split.drawable)} drawn before anything is read", *notes])
+    return "; ".join([f"{_names(drawn_ahead(split))} drawn before anything is read", *notes])
 
 
 def _arrays_read_whole(dataset: GDSDataset, index: int) -> list[str]:
     """The keys of an item under which crops get large NumPy arrays, which the cache reads whole."""
-    steps = dataset.split().drawable
+    steps = drawn_ahead(dataset.split())
     keys = {key for step in steps for part in parts(step) if isinstance(part, MapTransform) for key in part.keys}
     item = dataset.read(index) if keys else None
     if not isinstance(item, dict):
@@ -136,9 +137,10 @@ def _is_large(value: Any) -> bool:
 
 
 def _sources(dataset: GDSDataset) -> str:
-    if dataset.sources is None:
+    policy = dataset.settings.options.sources
+    if policy is None:
         return "files do not count (sources=None)"
-    by = dataset.sources if isinstance(dataset.sources, str) else _name_of(dataset.sources)
+    by = policy if isinstance(policy, str) else _name_of(policy)
     try:
         found = dataset.key(0).sources
     except Exception as e:  # print() must work on a broken dataset

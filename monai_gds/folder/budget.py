@@ -29,7 +29,7 @@ from monai_gds.folder.index import Index
 from monai_gds.folder.maintenance import Found
 from monai_gds.folder.uses import Used, Uses
 from monai_gds.records import header
-from monai_gds.shared.permissions import ANY
+from monai_gds.shared.temporary import ANY
 
 __all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget", "idle", "unused"]
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset
 
-from monai_gds.pipeline.generators import Slot, is_generator, put_back, slots, states_at
+from monai_gds.pipeline.randomness import Slot, is_generator, put_back, slots, states_at
 
 __all__ = ["Counted", "Later", "Place", "begin_or_go_on", "check"]
 

@@ -32,7 +32,7 @@ from monai_gds.base.stages import Measurements, Watch, enter, measured
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Packed, Place, pack, unpack
-from monai_gds.pipeline.random_states import seed_everything, seed_transforms
+from monai_gds.pipeline.randomness import seed_everything, seed_transforms
 from monai_gds.pipeline.settings import State, apply, capture_all
 from monai_gds.pipeline.words import naming
 

@@ -100,6 +100,9 @@ class Backend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    #: Whether it serves CUDA targets only. Then it is not probed for others.
+    needs_cuda: ClassVar[bool] = False
+
     @classmethod
     @abstractmethod
     def probe(cls, device: torch.device) -> Availability:

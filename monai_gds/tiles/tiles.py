@@ -29,19 +29,15 @@ from monai_gds.storage import ALIGNMENT
 from monai_gds.tiles import blosc, nvcomp
 from monai_gds.tiles import palette as palettes
 from monai_gds.tiles.boxes import Box, last_three
+from monai_gds.tiles.codecs import CODECS, ON_CPU
 
-__all__ = ["BITCOMP", "CODECS", "EDGE", "Layout", "Packed", "Tiles", "pack", "tile_shape"]
+__all__ = ["EDGE", "Layout", "Packed", "Tiles", "pack", "tile_shape"]
 
 #: Voxels along each edge of a tile.
 EDGE = 32
 
 #: Streams begin at multiples of this, at least 4 bytes after the end of the one before (see :func:`blosc.decompress`).
 _STREAM_ALIGNMENT = 16
-
-#: nvCOMP's codec, for CUDA devices only.
-BITCOMP = "bitcomp"
-
-CODECS = (*blosc.CODECS, BITCOMP)
 
 #: A tensor that gets less than 15 % smaller is left as it is: then it needs no decoding.
 _LEAST_GAIN = 1.15
@@ -77,7 +73,7 @@ class Layout:
         dtype: of the tensor.
         shape: of the tensor.
         tile: shape of a tile over the last three axes.
-        codec: one of :data:`blosc.CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
         values: number of values in the palette; 0 without a palette.
     """
 
@@ -107,8 +103,8 @@ class Layout:
 
     @property
     def shuffled(self) -> bool:
-        """Whether tiles go through the byte shuffle before the codec. Bitcomp works on elements of any size itself."""
-        return self.codec in blosc.CODECS
+        """Whether tiles go through the byte shuffle before the codec."""
+        return CODECS[self.codec].filter == "shuffle"
 
     @property
     def tile_bytes(self) -> int:
@@ -129,7 +125,7 @@ class Layout:
         """The layout as JSON, for the item tree."""
         return {
             "dtype": name_of(self.dtype), "shape": list(self.shape), "tile": list(self.tile),
-            "filter": _filter(self.codec), "codec": self.codec, "palette": self.values,
+            "filter": CODECS[self.codec].filter, "codec": self.codec, "palette": self.values,
         }  # fmt: skip
 
     @classmethod
@@ -147,10 +143,11 @@ class Layout:
             raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
         if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
             raise DamagedRecord("the description of a tensor's tiles is malformed")
-        if node["codec"] not in CODECS or node["filter"] != _filter(node["codec"]):
+        if node["codec"] not in CODECS or node["filter"] != CODECS[node["codec"]].filter:
+            known_here = ", ".join(f"{codec.filter!r} with {name!r}" for name, codec in CODECS.items())
             raise NewerRecord(
                 f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version knows "
-                f"'shuffle' with {' or '.join(map(repr, blosc.CODECS))}, and 'none' with {BITCOMP!r}"
+                f"{known_here}"
             )
         shape, tile, values = node["shape"], node["tile"], node["palette"]
         numbers = [*shape, *tile, values] if type(shape) is list and type(tile) is list else [None]
@@ -166,10 +163,6 @@ class Layout:
         return layout
 
 
-def _filter(codec: str) -> str:
-    return "shuffle" if codec in blosc.CODECS else "none"
-
-
 class Packed(NamedTuple):
     """A packed tensor; its table and its streams are 1-D uint8 CPU tensors."""
 
@@ -183,7 +176,7 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
 
     Args:
         tensor: contiguous CPU tensor.
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
         edge: voxels along each edge of a tile.
 
     Returns:
@@ -224,10 +217,11 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
 
 def _compress(tiles: torch.Tensor, codec: str) -> blosc.Blocks:
     """The streams of tiles, one per row."""
-    if codec != BITCOMP:
+    if codec in ON_CPU:
         return blosc.compress(tiles, codec)
     if not torch.cuda.is_available():
-        raise MonaiGdsError(f"{BITCOMP!r} compresses on a CUDA device, and this process has none: use 'lz4' or 'zstd'")
+        others = " or ".join(map(repr, ON_CPU))
+        raise MonaiGdsError(f"{codec!r} compresses on a CUDA device, and this process has none: use {others}")
     rows, compressed = nvcomp.compress(tiles.cuda())
     plain, sizes = tiles.view(torch.uint8), compressed.cpu()
     constant = (plain == plain[:, :1]).all(1)

@@ -23,9 +23,15 @@ from monai_gds.errors import DamagedRecord
 from monai_gds.storage.memory import pooled_scratch, prefer_huge_pages
 from monai_gds.tiles import blosc
 from monai_gds.tiles.boxes import Arrangement, Box, arrange, last_three, side_by_side, whole_box
+from monai_gds.tiles.codecs import ON_CPU
 from monai_gds.tiles.tiles import PATTERNS, Layout, Selection, Tiles
 
-__all__ = ["unpack", "unpack_boxes"]
+__all__ = ["unpack", "unpack_boxes", "why_not"]
+
+
+def why_not(codec: str) -> str | None:
+    """Why the CPU cannot unpack tiles of a codec here; None if it can."""
+    return blosc.why_not() if codec in ON_CPU else f"{codec} is unpacked by GPUs only"
 
 
 def unpack(tiles: Tiles, streams: np.ndarray) -> torch.Tensor:

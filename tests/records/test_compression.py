@@ -12,10 +12,11 @@ from monai_gds import limits
 from monai_gds.errors import CodecMissing
 from monai_gds.items.tree import encode_item
 from monai_gds.records import compression
-from monai_gds.records.compression import CODECS, EDGES, WHOLE, Compression
+from monai_gds.records.compression import EDGES, WHOLE, Compression
 from monai_gds.records.header import Header, parse
 from monai_gds.records.writing import pack_record
 from monai_gds.tiles import blosc
+from monai_gds.tiles.codecs import CODECS
 
 needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
 

@@ -33,7 +33,8 @@ from monai_gds.records.header import bytes_of, digest_in, parse
 from monai_gds.records.heads import Form
 from monai_gds.records.reader import LazyItem
 from monai_gds.storage import open_storage
-from monai_gds.storage.blockmap.block_map import HEADER, BlockMap
+from monai_gds.storage.blockmap.block_map import BlockMap
+from monai_gds.storage.blockmap.saved import HEADER
 from tests import commands
 from tests.soak.damage import put, record_in
 from tests.soak.grammar import Parts, dumps, mutated, records

@@ -64,7 +64,7 @@ def fill(folder: Path, cache: Path, form: str, crops: bool, durable: bool) -> No
     """Reads one item after another, and notes each that has been returned."""
     enter()
     items = [{"source": str(folder / f"source_{i}.txt"), "index": i} for i in range(COUNT)]
-    reader = Reader(items, cache, form, crops, TINY, durable=durable)
+    reader = Reader(items, cache, form, crops, TINY, options={"durable": durable})
     with (folder / "saved").open("a", buffering=1) as log:
         for index in range(COUNT):
             reader.dataset[index]

@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "whole": {"compression": None},
     "whole, registered": {"compression": None, "backend": "posix", "backend_options": {"pinned_bytes": 1 << 30}},
     "lz4": {"compression": "lz4"},
-    "lz4, kept": {"compression": "lz4", "device_bytes": 1 << 30},
+    "lz4, kept": {"compression": "lz4", "options": {"device_bytes": 1 << 30}},
     "zstd": {"compression": "zstd"},
     "bitcomp": {"compression": "bitcomp"},
 }

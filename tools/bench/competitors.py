@@ -160,7 +160,7 @@ COMPETITORS: dict[str, Competitor] = {
     OURS_LZ4_LOADER: _tiles(GDSDataLoader, compression="lz4"),
     OURS_ZSTD_LOADER: _tiles(GDSDataLoader, compression="zstd"),
     OURS_BITCOMP_LOADER: Competitor(partial(GDSDataset, compression="bitcomp"), GDSDataLoader),
-    OURS_KEPT_LOADER: _tiles(GDSDataLoader, compression="lz4", device_bytes="100GB"),
+    OURS_KEPT_LOADER: _tiles(GDSDataLoader, compression="lz4", options={"device_bytes": "100GB"}),
     OURS_PINNED_LOADER: Competitor(
         partial(GDSDataset, compression=None, backend="posix", backend_options={"pinned_bytes": 100e9}), GDSDataLoader
     ),

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from monai_gds.pipeline import generators
-from monai_gds.pipeline.generators import put_back, put_state, slots, state_of, states_at
+from monai_gds.pipeline import randomness
+from monai_gds.pipeline.randomness import put_back, put_state, slots, state_of, states_at
 
 MAKE: dict[str, Any] = {
     "RandomState": lambda: np.random.RandomState(3),
@@ -54,14 +54,14 @@ def test_a_generator_goes_on_from_a_saved_state(kind: str) -> None:
 
 
 def test_what_is_read_from_memory_is_what_numpy_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert generators._kept_at() is not None, "it is read from memory here"
+    assert randomness._kept_at() is not None, "it is read from memory here"
     generator = np.random.RandomState(5)
     for i in range(2000):
         generator.normal(size=i % 3)
         generator.rand(i % 5)
         read = state_of(generator)
         with monkeypatch.context() as patch:
-            patch.setattr(generators, "_kept_at", lambda: None)
+            patch.setattr(randomness, "_kept_at", lambda: None)
             assert state_of(generator) == read
 
 

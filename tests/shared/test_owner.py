@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from monai_gds.shared.process_names import still_runs, this_process
+from monai_gds.shared.owner import still_runs, this_process
 from tests.machines import in_child
 
 
