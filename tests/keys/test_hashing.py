@@ -307,10 +307,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
     written: set[str] = set()
 
     def write(name: str, **files: str) -> Any:
-        for file, code in files.items():
+        for file, text in files.items():
             path = tmp_path / name / f"{file}.py"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(textwrap.dedent(code))
+            path.write_text(textwrap.dedent(text))
         for known in [m for m in sys.modules if m.partition(".")[0] == name]:
             monkeypatch.delitem(sys.modules, known)
         written.add(name)
