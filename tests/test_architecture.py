@@ -201,7 +201,6 @@ MOST_FILES, MOST_FILES_AT_THE_TOP, MOST_METHODS, MOST_LINES = 14, 8, 20, 60
 #: What is still larger. None may be added, and one that shrank must be removed here.
 KNOWN_LARGE: set[str] = {
     "dataset/dataset.py:GDSDataset",
-    "keys/hashing.py:_Hasher",
     "records/reader.py:RecordReader",
 }
 

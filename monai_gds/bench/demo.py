@@ -60,7 +60,7 @@ def run(
         items: pairs of NIfTI files.
         cache: an empty folder for all caches.
         size: see :func:`pipeline`.
-        epochs: of each dataset, at least 2: the first one fills the cache.
+        epochs: how many epochs of each dataset run, at least 2: the first one fills the cache.
         device, backend: see :class:`GDSDataset`.
 
     Returns:

@@ -59,7 +59,7 @@ def write_volumes(folder: str | Path, count: int, size: Sequence[int]) -> list[d
 
     Args:
         folder: made if it is missing.
-        count: how many pairs.
+        count: how many pairs to write.
         size: voxels along x, y, z; each has 1.5 x 1.5 x 2 mm.
 
     Returns:
@@ -139,9 +139,9 @@ def write_image_folder(
 
     Args:
         root: a new folder.
-        count: number of images; the same files every time.
-        per_class: images per class.
-        progress: called with the number of images written so far.
+        count: how many images to write; the same files every time.
+        per_class: how many of them a class gets.
+        progress: is called with the number of images written so far.
 
     Raises:
         FileExistsError: ``root`` exists.

@@ -89,7 +89,7 @@ def _plot(path: Path | None) -> Path | None:
 
 
 def _heap(size: str | None) -> str | None:
-    """Refuses what is no size. The backend takes it as it is."""
+    """Refuses a value that is not a size. The backend takes it as it is."""
     if size is not None:
         try:
             bytes_of(size, "--heap-bytes", least=1)
@@ -161,5 +161,5 @@ def dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
 
     if not isinstance(dataset, GDSDataset):
         kind = type(dataset).__name__
-        raise typer.BadParameter(f"{function} returned no GDSDataset but a value of type {kind}", param_hint="FUNCTION")
+        raise typer.BadParameter(f"{function} returned a value of type {kind}, not a GDSDataset", param_hint="FUNCTION")
     return dataset

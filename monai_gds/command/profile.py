@@ -32,7 +32,7 @@ def profile(
     Items that are not cached are computed and saved, so the first epoch shows
     what filling the cache takes. The next one compares checksums, which later
     ones do not. The epochs do nothing but load. `GDSDataLoader(stats=True)`
-    measures the same beside your training. The last line shows the drive's speed,
+    measures the same beside your training. The last line is the drive's speed,
     measured with a file in the cache directory, as `doctor --measure` does.
     """
     if transforms_on and not num_workers:

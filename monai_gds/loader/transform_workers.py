@@ -111,7 +111,7 @@ def _unpickled(pickled: bytes) -> Work:
     except Exception as e:
         raise ValueError(
             f"a worker process cannot load the dataset: {e}. Define transforms and functions in a module that it can "
-            "import, not in a notebook or behind `if __name__ == '__main__':`"
+            "import, not in a notebook or under `if __name__ == '__main__':`"
         ) from e
     attach(work.told)
     apply(work.state)
@@ -272,7 +272,7 @@ class WorkerBatches:
         self._processes = self._idle.pop() if self._idle else Processes(order)
         self._running: deque[_Running] = deque()
         self._news: queue.SimpleQueue[object] = queue.SimpleQueue()  # the next batch is ready, or the loop was left
-        self._error: Exception | None = None  # behind the running batches
+        self._error: Exception | None = None  # raised after the running batches
         self._complete = False
 
     def taken(self, finished: tuple[int, int]) -> None:

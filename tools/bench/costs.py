@@ -42,8 +42,8 @@ def per_item(costs: Sequence[Costs], items: int, cold: bool) -> dict[str, str]:
     """The medians of some epochs' costs, by headings of a table.
 
     Args:
-        costs: of each epoch.
-        items: in an epoch.
+        costs: what each epoch used.
+        items: how many items an epoch has.
         cold: whether the page cache was empty before each, so that something must have come from the disk.
     """
     notes = {"CPU ms per item": f"{1e3 * statistics.median(cost.cpu for cost in costs) / items:.1f}"}
@@ -58,9 +58,9 @@ def sizes(files: Iterable[Path], keys: Sequence[str], nbytes: int) -> dict[str, 
     """How much smaller a cache is than its results, by headings of a table.
 
     Args:
-        files: of the cache.
-        keys: of tensors of equal sizes. Each is also shown alone, if the files' names or headers name it.
-        nbytes: of all results.
+        files: the files of the cache.
+        keys: name tensors of equal sizes. Each is also shown alone, if the files' names or headers name it.
+        nbytes: bytes of all results together.
     """
     files = list(files)
     notes = {"size": f"÷ {nbytes / sum(path.stat().st_size for path in files):.1f}"}
