@@ -367,7 +367,7 @@ def pipeline_of(records: Iterable[Found], prefix: str) -> str:
 def prunable(
     directory: str | os.PathLike[str],
     records: Iterable[Found],
-    unwanted: Unwanted = Unwanted(),  # noqa: B008 (immutable)
+    unwanted: Unwanted = Unwanted(),
 ) -> Iterator[Found]:
     """Files that are no longer of use, each with the reason in ``problem``.
 
