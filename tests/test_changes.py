@@ -1,8 +1,9 @@
 """What must give a new item, and what must not: one change between two runs of a study, in fresh processes.
 
-A row of the table tells what is before and after a change (:func:`row`), or is a generator. That sets the study up; the
-study runs at every ``yield``, and once more at the end of a row with only one; what comes between is the change. The last run must compute the item (:func:`misses`) or must
-not (:func:`hits`), and either way must give what MONAI computes without a cache in that process.
+A row of the table has what is before and after a change (:func:`row`), or is a generator. A generator sets the study
+up; the study runs at every ``yield``, and once more at the end of a row with only one; what comes between is the
+change. The last run must compute the item (:func:`misses`) or must not (:func:`hits`), and either way must give what
+MONAI computes without a cache in that process.
 """
 
 from __future__ import annotations
@@ -1350,7 +1351,7 @@ PyMODINIT_FUNC PyInit_extension(void) { return PyModule_Create(&module); }
 
 
 def changes_an_extension(folder: Path) -> Change:
-    """A module in C, in a folder, that is compiled anew."""
+    """A module in C, in a folder, that is compiled again."""
     compiler = shutil.which("cc") or pytest.skip("this machine has no C compiler")
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
