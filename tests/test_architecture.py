@@ -30,7 +30,7 @@ KNOWN: set[tuple[str, str]] = {
 }
 
 #: Files of circles that are still there.
-KNOWN_CIRCLES = {f"dataset/{name}.py" for name in ("dataset", "describe", "engines", "populate")}
+KNOWN_CIRCLES: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,6 @@ KNOWN_LARGE: set[str] = {
     "bench",
     "bench/imagenet_cli.py:loaders",
     "command/cache.py:prune",
-    "dataset/dataset.py:GDSDataset",
     "items/decoding.py:TreePlan",
     "items/decoding.py:_TreeParser",
     "items/encoding.py:_Encoder",

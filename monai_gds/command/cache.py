@@ -350,7 +350,7 @@ def prune(
         "unused_for": _parsed(seconds_of, unused_for, math.inf, "--unused-for"),
     }
     max_bytes = _parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size")
-    kept = {_dataset_to_keep(words).pipeline_digest(): words for words in keep or []}
+    kept = {_dataset_to_keep(words).session.pipeline_digest(): words for words in keep or []}
     records = maintenance.survey(directory)
     for missing in kept.keys() - {found.pipeline for found in records}:
         say(f"--keep: no record here is of the pipeline of {kept[missing]} ({missing[:SHOWN]})", stderr)
@@ -508,7 +508,7 @@ def warm(
     except KeyboardInterrupt:
         held = len(maintenance.record_files(dataset.cache_dir))
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
-    converted = f", {done.converted} converted to {dataset.record_form()}" if done.converted else ""
+    converted = f", {done.converted} converted to {dataset.session.record_form()}" if done.converted else ""
     left_out = f", {done.left_out} left out by max_bytes" if done.left_out else ""
     say(f"{done.computed} items computed, {done.cached} were cached already{converted}{left_out}")
 

@@ -228,6 +228,11 @@ class Settings:
         return replace(self, device=torch.device("cpu"), backend="auto", backend_options={})
 
     @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where records are: ``cache_dir``, and ``local_dir`` after it."""
+        return tuple(folder for folder in (self.cache_dir, self.local_dir) if folder is not None)
+
+    @property
     def local_bytes(self) -> int | None:
         """How much the records in ``local_dir`` may occupy."""
         return bytes_or_none(self.options.local_bytes, "local_bytes")

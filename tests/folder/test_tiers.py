@@ -219,7 +219,7 @@ def test_reading_a_copy_counts_as_using_the_record(far: Path, near: Path) -> Non
 def test_in_both_directories_it_is_noted_in_time_that_a_pipeline_is_in_use(far: Path, near: Path) -> None:
     made = dataset(far, near)
     _ = made[0]
-    for uses in made._state.uses:
+    for uses in made.session.runtime.uses:
         uses.due = 0
         _ = made[0]
         assert uses.due > 0
@@ -253,7 +253,7 @@ def test_a_budget_on_the_own_drive(far: Path, near: Path, monkeypatch: pytest.Mo
     assert len(names(far)) == 8
     del made
     other = Compose([EnsureTyped("image"), ScaleIntensityd("image", minv=0, maxv=2)])
-    with pytest.warns(CacheWarning, match="every item was computed anew"):
+    with pytest.warns(CacheWarning, match="every item was computed again"):
         filled(far, transform=other)
     epoch(dataset(far, near, items=3, transform=other, options={"local_bytes": limit}))
     assert len(names(near)) == 3
