@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +17,13 @@ from monai_gds.dataset import words
 from monai_gds.dataset.item_keys import HashTransform
 from monai_gds.dataset.populate import populate
 from monai_gds.dataset.session import Runtime, Session
-from monai_gds.dataset.settings import (
-    DEFAULTS,
-    CacheOptions,
-    Settings,
-    check_data,
-    check_hash,
-    check_transforms,
-    refuse,
-)
+from monai_gds.dataset.settings import DEFAULTS, CacheOptions, Settings, check_data, check_transforms, refuse
 from monai_gds.keys.hashing import canonical_hash
 from monai_gds.keys.key import Key
 from monai_gds.pipeline.settings import apply, capture_all
 from monai_gds.records.compression import Codec
 
 __all__ = ["GDSDataset", "changes_items"]
-
-_log = logging.getLogger("monai_gds")
 
 
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
@@ -53,11 +42,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     Any number of processes, runs and experiments may share one ``cache_dir``. An item gets a new record when anything
     changes that it was computed from: the item itself, the transforms with their parameters and code, files that the
     item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's version. Transforms are
-    hashed when the dataset is made: after changing one in place, assign ``transform`` anew or call
+    hashed when the dataset is made: after changing one in place, assign ``transform`` again or call
     :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is. A damaged record is
-    reported, computed anew and replaced. A full or read-only disk costs the cache and not the epoch.
-
-    In the workers of a DataLoader (``num_workers > 0``) and in forked processes, items come as CPU tensors.
+    reported, computed again and replaced. A full or read-only disk costs the cache and not the epoch. In the workers of
+    a DataLoader (``num_workers > 0``) and in forked processes, items come as CPU tensors.
 
     Args:
         data: items, usually dicts of file names.
@@ -70,8 +58,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             stale. None leaves transforms out of the key.
         reset_ops_id: removes the identity of transform objects from applied operations, so that other instances of the
             same transforms can invert cached items.
-        pickle_module: accepted for compatibility with MONAI, without effect: nothing is pickled.
-        pickle_protocol: without effect.
+        pickle_module, pickle_protocol: accepted for compatibility with MONAI, without effect: nothing is pickled.
         track_meta: False turns MetaTensors into plain tensors, on a miss and a hit alike.
         weights_only: without effect: reading a record cannot run code.
         backend: how bytes are moved. ``"auto"`` takes the first that works for the device. A name means that backend
@@ -91,7 +78,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             Blosc2 is installed; otherwise tensors stay whole, and a CPU maps them without reading them. On a CPU
             target, tensors of up to 64 MiB stay whole too, unless crops follow a label. None of this is part of the
             key: a record is read in whatever form it has, and only ``populate(convert=True)`` and
-            ``monai-gds cache warm`` write an existing one anew.
+            ``monai-gds cache warm`` rewrite an existing one.
         max_bytes: how much the records in ``cache_dir`` may occupy, such as ``"500GB"``. When a new one does not fit,
             others are deleted, the longest unused ones first: not those of pipelines that a dataset of a running
             process has, and not those that were made or first read since this dataset was made. If that gives too
@@ -100,7 +87,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
             Lustre. Records that are read from there are copied here, in the background except in a loader's worker. All
             processes of this machine then read the copy. New records go to ``cache_dir``.
-
         options: further settings, as :class:`CacheOptions` or a dict of them.
 
     Raises:
@@ -137,10 +123,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     ) -> None:  # fmt: skip
         """Makes the dataset, and hashes its transforms. See the class for the arguments."""
         refuse(others)
-        check_hash("hash_func", hash_func)
-        if hash_transform is not None:
-            check_hash("hash_transform", hash_transform)
-        check_data(data)
+        check_data(data, hash_func, hash_transform)
         # Without cache_dir: the base class would raise where ours only warns, and hash transforms its own way.
         super().__init__(
             data, transform, None, hash_func, pickle_module, pickle_protocol, reset_ops_id=reset_ops_id,
@@ -156,15 +139,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
         self._runtime = Runtime()
         self.session.split()
-        _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
 
     @property
     def session(self) -> Session:
         """What this dataset does in this process, for loaders and for filling the cache."""
         own_end = type(self)._post_transform is not GDSDataset._post_transform
         return Session(self, self.settings, self._runtime, own_end)
-
-    # What MONAI's datasets offer
 
     def set_data(self, data: Sequence[Any]) -> None:
         """Takes new data. No record is deleted, since others may use it.
@@ -181,8 +161,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             HashingError: a transform has no stable hash.
         """
-        self.hash_transform = hash_xform_func
-        self._runtime.keys = None
+        self.hash_transform, self._runtime.keys = hash_xform_func, None
         self.session.keys()
 
     def _pre_transform(self, item_transformed: Any) -> Any:
@@ -207,8 +186,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         if changes_items(type(self)):
             return [self[i] for i in indices]
         return [begun.end() for begun in self.session.begin(indices)]
-
-    # The cache
 
     populate = populate  # a function of its own file, with this dataset as its first argument
 
@@ -256,8 +233,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def __exit__(self, *exc_info: object) -> None:
         self.flush()
-
-    # Going to another process
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_runtime": capture_all()}

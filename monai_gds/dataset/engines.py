@@ -91,7 +91,7 @@ class Here:
 
 
 class InWorkers:
-    """Computes items in :class:`Workers`, which start with the first item, and anew after one of them died."""
+    """Computes items in :class:`Workers`, which start with the first item, and again after one of them died."""
 
     def __init__(self, session: Session, num_workers: int) -> None:
         self.kind = self._name = f"{num_workers} workers"
@@ -116,7 +116,7 @@ class InWorkers:
 def default_workers(items: int) -> int:
     """How many workers compute items by default: as many as this process has cores, within limits.
 
-    0 if they cannot be forked. A spawned worker imports torch and MONAI for seconds, and runs the user's script anew
+    0 if they cannot be forked. A spawned worker imports torch and MONAI for seconds, and runs the user's script again
     unless that guards its main part.
     """
     if items < 2 or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ class Populated:
     Attributes:
         cached: items whose record stayed as it was.
         computed: items whose record was made.
-        converted: items whose record was written anew in the form asked for, with ``convert=True``.
+        converted: items whose record was rewritten in the form asked for, with ``convert=True``.
         left_out: items whose record does not fit into ``max_bytes``.
     """
 
@@ -98,7 +98,7 @@ def populate(
         world_size: how many processes share the items; default: torch.distributed's if it is initialised, else 1.
             With 1 the process waits for no other.
         executor: computes the items in place of ``num_workers``. It is not shut down.
-        convert: writes records anew that are in another form than ``compression`` and ``tiles`` ask for, from their
+        convert: rewrites records that are in another form than ``compression`` and ``tiles`` ask for, from their
             own bytes. With ``compression="auto"`` only records of whole tensors that nobody has tried to compress
             are converted, so machines that share a cache do not undo each other's work. A damaged record is
             computed; one that cannot be unpacked here stays as it is.
