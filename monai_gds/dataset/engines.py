@@ -21,7 +21,6 @@ import pickle
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -37,9 +36,8 @@ from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Session
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.pipeline.words import paths_of
-from monai_gds.shared.permissions import ANY
-from monai_gds.shared.process_names import this_process
-from monai_gds.shared.temporary import opened
+from monai_gds.shared.owner import this_process
+from monai_gds.shared.temporary import JOB, create, opened
 
 __all__ = [
     "AHEAD",
@@ -59,14 +57,8 @@ AHEAD = 2
 #: How many workers an executor is assumed to have until more have answered: executors do not report it.
 _AT_LEAST = 4
 
-#: How far ahead the file of the dataset is dated. Other hosts remove temporary files that are an hour old.
-_MONTH = 30 * 24 * 3600
-
 #: Characters of an error's message that are kept.
 _WORDS = 500
-
-_CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-
 
 #: What became of an item, or how it failed; and which worker computed it (thread, process and host).
 Answer = tuple[Saved | FailedItem, str]
@@ -151,13 +143,12 @@ class OverExecutor:
             pickled = dumps(self._session)
         except Exception as e:
             raise ValueError(f"{self.kind} cannot send the dataset to its workers: {in_words(e)}") from e
-        name = f"{uuid.uuid4().hex}.{this_process()}"
+        name = f"{JOB}{uuid.uuid4().hex}.{this_process()}"
         # Noted before the file is created, so that close() removes it after an interrupt too.
         self._sent = sent = _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
         try:
-            with opened(self._directory, create=True) as folder:
-                _create(folder, f"{name}.0", pickled, self._session.settings.file_mode)
-                os.utime(f"{name}.0", times=(time.time() + _MONTH,) * 2, dir_fd=folder)
+            with opened(self._directory, make=True) as folder:
+                create(folder, f"{name}.0", pickled, self._session.settings.file_mode)
         except OSError as e:
             raise NotSaved(f"nothing can be cached in {self._directory}: {e}") from e
         return sent
@@ -223,7 +214,7 @@ def _begun(sent: _Sent, number: int) -> Iterator[None]:
     name = f"{sent.name}.{number}"
     with opened(sent.directory) as folder:
         try:
-            _create(folder, name)
+            create(folder, name)
         except FileExistsError:
             raise WorkerDied("the worker that was computing the item died") from None
         except OSError:  # such as a full disk, which saving the record will report
@@ -233,11 +224,6 @@ def _begun(sent: _Sent, number: int) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 os.unlink(name, dir_fd=folder)
-
-
-def _create(folder: int, name: str, content: bytes = b"", mode: int = ANY) -> None:
-    with open(os.open(name, _CREATE, mode, dir_fd=folder), "wb") as file:
-        file.write(content)
 
 
 def _attempt(session: Session, what: tuple[int, bool]) -> Answer:

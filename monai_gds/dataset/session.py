@@ -8,7 +8,6 @@ that a subclass may override.
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -38,6 +37,7 @@ from monai_gds.pipeline.settings import applied
 from monai_gds.pipeline.split import Split, before_cuda, uncached
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
+from monai_gds.programs.ghosts import drawn_ahead
 from monai_gds.programs.indices import takes_runs
 from monai_gds.records.compression import Compression
 from monai_gds.records.pending_item import PendingItem
@@ -196,14 +196,12 @@ class Session(NamedTuple):
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         stages.enter("keys")
         keys = self.keys()(items)
-        if keys and (
-            keys[0].pipeline is not runtime.pipeline or time.monotonic() >= min(uses.due for uses in runtime.uses)
-        ):
+        if keys and keys[0].pipeline is not runtime.pipeline:
             self.note_use(keys[0].pipeline)
         stages.enter("reading")
         digests = [key.digest for key in keys]
         # Not in inference mode, where writes into ghosts go unnoticed.
-        if whole or self.own_end or not split.drawable or torch.is_inference_mode_enabled():
+        if whole or self.own_end or not drawn_ahead(split) or torch.is_inference_mode_enabled():
             started: Sequence[Any] = cache.start_all(digests)
             queue = None
         else:
@@ -273,7 +271,7 @@ class Session(NamedTuple):
         settings = self.settings
         if settings.saves_in is not None:
             return settings.saves_in
-        crops = self.split().drawable
+        crops = drawn_ahead(self.split())
         on_cuda, by_label = self.target().type == "cuda", any(map(takes_runs, crops))
         return Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), by_label)
 
@@ -288,8 +286,6 @@ class Session(NamedTuple):
         """Notes for other processes what this one uses of the cache, so that they do not delete it."""
         for uses in _uses(self):
             uses.open(pipeline.digest)
-            if time.monotonic() >= uses.due:
-                uses.flush()
         self.runtime.pipeline = pipeline
 
     def flush(self) -> None:

@@ -23,7 +23,7 @@ from monai_gds.pipeline.settings import State
 from monai_gds.records.compression import Codec, Compression
 from monai_gds.records.heads import Form
 from monai_gds.records.reader import Mmap, Verify
-from monai_gds.shared.permissions import ANY
+from monai_gds.shared.temporary import ANY
 from monai_gds.storage import choose_backend, resolve_device
 from monai_gds.storage.registry import check_options
 

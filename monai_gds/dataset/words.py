@@ -19,8 +19,9 @@ from monai_gds.folder import maintenance
 from monai_gds.folder.explain import Nearest
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key
+from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import cacheable_after, name_of
-from monai_gds.programs.ghosts import hazard, parts
+from monai_gds.programs.ghosts import drawn_ahead, hazard
 
 __all__ = ["describe", "explain"]
 
@@ -107,16 +108,16 @@ def drawn_first(session: Session) -> str:
     crops = [step for step in rest if any("Crop" in type(part).__name__ for part in parts(step))]
     if not crops or not session.caches:
         return ""
-    if not split.drawable:
+    if not drawn_ahead(split):
         name, why = next((name_of(step), why) for step in rest if (why := hazard(step)))
         return f"none is drawn before items are read: {name} comes first, and {why}"
     notes = [f"{name} ran on values: {why}" for name, why in session.runtime.on_values.items()]
-    return "; ".join([f"{_names(split.drawable)} drawn before anything is read", *notes])
+    return "; ".join([f"{_names(drawn_ahead(split))} drawn before anything is read", *notes])
 
 
 def _arrays_read_whole(session: Session, index: int) -> list[str]:
     """The keys of an item under which crops get large NumPy arrays, which the cache reads whole."""
-    steps = session.split().drawable
+    steps = drawn_ahead(session.split())
     keys = {key for step in steps for part in parts(step) if isinstance(part, MapTransform) for key in part.keys}
     item = session.read(index) if keys else None
     if not isinstance(item, dict):

@@ -45,7 +45,7 @@ from monai_gds.records.reader import Mmap, RecordReader, Verify
 from monai_gds.records.writing import pack_record
 from monai_gds.shared import temporary
 from monai_gds.shared.leases import Leases
-from monai_gds.shared.permissions import ANY
+from monai_gds.shared.temporary import ANY
 from monai_gds.storage import Buffer, FileId, Storage
 from monai_gds.storage.files import total_bytes
 

@@ -1,8 +1,24 @@
 """The key of an item: the name of its record, and what went into that name.
 
-A key covers the item, the deterministic transforms, the process settings that change results, MONAI's version, and the
-content of every source file. The dataset supplies the pipeline and its state. The item and its files are examined here
-on every access, so that an edited volume is never served stale.
+A key is the digest of these ingredients. Everything that changes an item is one of them; each is found in one place:
+
+=============== ======================================================================= =========================
+ingredient      what it is                                                              where it comes from
+=============== ======================================================================= =========================
+item            hash of the item's values                                               :mod:`keys.hashing`
+transforms      hash of the deterministic transforms, with the settings of their        :mod:`keys.hashing`;
+                ``Compose`` and ``reset_ops_id``: values, and code                      code: :mod:`keys.code`
+sources         name, size and content of each file that the item or a transform names  :mod:`keys.sources`
+                which texts name files                                                  :mod:`keys.source_names`
+state           settings of the process that differ from their defaults                 :mod:`pipeline.settings`
+                ``mantissa_bits``                                                       :mod:`dataset.item_keys`
+monai           MONAI's version, as far as it counts                                    :mod:`dataset.item_keys`
+root            whether a root was given, below which paths count by what follows it    here
+format          changes whenever the meaning of the others does                         here
+=============== ======================================================================= =========================
+
+The dataset supplies the :class:`Pipeline`, which all of its keys share. :class:`KeyMaker` examines the item and its
+files on every access, so that an edited volume is never served stale.
 
 :meth:`Key.parts` is exactly what is digested. The record stores it, and readers digest it again, so a record under the
 wrong name is refused.

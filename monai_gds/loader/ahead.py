@@ -110,10 +110,10 @@ class ReadAhead:
         self._workers = workers
         self._limit = inf  # of records in flight, once a device had no memory for more
         self._current: deque[_Upcoming] = deque()  # the rest of the batch that is being finished
-        self._drawn: deque[list[_Upcoming]] = deque()  # the batches behind it
+        self._drawn: deque[list[_Upcoming]] = deque()  # the batches after it
         self._waiting: deque[_Upcoming] = deque()  # drawn items that are not begun
         self._unsized: list[_Upcoming] = []  # begun items whose bytes are not known yet
-        self._error: Exception | None = None  # behind the drawn batches
+        self._error: Exception | None = None  # raised after the drawn batches
         # Records and bytes: begun, finished, taken by the consumer. Those begun and not taken are in flight. No lock is
         # needed: each is written by one thread.
         self._records = self._nbytes = 0
@@ -125,7 +125,7 @@ class ReadAhead:
         self._taken = finished
 
     def next_batch(self) -> list[Any] | None:
-        """The items of the next batch, after their random transforms. None behind the last."""
+        """The items of the next batch, after their random transforms. None after the last."""
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error

@@ -33,7 +33,7 @@ from monai_gds.base.workers import Workers
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.session import Session
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Packed, Place, pack, unpack
-from monai_gds.pipeline.random_states import seed_everything, seed_transforms
+from monai_gds.pipeline.randomness import seed_everything, seed_transforms
 from monai_gds.pipeline.settings import State, apply, capture_all
 from monai_gds.pipeline.words import naming
 
@@ -112,7 +112,7 @@ def _unpickled(pickled: bytes) -> Work:
     except Exception as e:
         raise ValueError(
             f"a worker process cannot load the dataset: {e}. Define transforms and functions in a module that it can "
-            "import, not in a notebook or behind `if __name__ == '__main__':`"
+            "import, not in a notebook or under `if __name__ == '__main__':`"
         ) from e
     attach(work.told)
     apply(work.state)
@@ -276,7 +276,7 @@ class WorkerBatches:
         self._processes = self._idle.pop() if self._idle else Processes(order)
         self._running: deque[_Running] = deque()
         self._news: queue.SimpleQueue[object] = queue.SimpleQueue()  # the next batch is ready, or the loop was left
-        self._error: Exception | None = None  # behind the running batches
+        self._error: Exception | None = None  # raised after the running batches
         self._complete = False
 
     def taken(self, finished: tuple[int, int]) -> None:

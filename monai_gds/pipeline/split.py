@@ -19,7 +19,7 @@ from monai.transforms.compose import execute_compose
 from monai.transforms.traits import RandomizableTrait
 
 from monai_gds.base import stages
-from monai_gds.programs.ghosts import drawable, parts
+from monai_gds.pipeline.parts import parts
 
 __all__ = ["Split", "before_cuda", "cacheable_after", "loaded_keys"]
 
@@ -31,7 +31,6 @@ class Split:
         compose: the pipeline.
         deterministic: the transforms before the first random one, flattened.
         rest: what runs in every epoch.
-        drawable: the first steps of ``rest``, if they can be drawn before anything is read.
     """
 
     def __init__(self, compose: Compose) -> None:
@@ -39,7 +38,6 @@ class Split:
         names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
         self._settings = {name: getattr(compose, name) for name in names}
         self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
-        self.drawable = drawable(self.steps()) if self.deterministic else []
 
     def settings(self) -> dict[str, Any]:
         """The settings of the pipeline that change the result of the deterministic half."""

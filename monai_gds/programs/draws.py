@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from monai_gds.pipeline.random_states import States, generators
+from monai_gds.pipeline.randomness import States, generators
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.ghosts import Ghosts, NotOnGhosts
+from monai_gds.programs.ghosts import Ghosts, NotOnGhosts, drawn_ahead
 from monai_gds.programs.indices import standing_in
 from monai_gds.tiles.boxes import whole_box
 
@@ -101,7 +101,7 @@ class Draws:
     def __init__(self, split: Split, device: torch.device, notes: dict[str, str]) -> None:
         self.split = split
         self._device, self._notes = device, notes
-        self._steps = split.drawable
+        self._steps = drawn_ahead(split)
         self._on_ghosts = len(self._steps)  # how many steps run on ghosts in this loop
         self._never_ahead = False  # a draw ahead was wrong: items are drawn when their turn comes
         self._turns: deque[weakref.ref[Turn]] = deque()

@@ -741,7 +741,7 @@ def test_cache_warm_stopped_by_ctrl_c_says_how_far_it_came(tmp_path: Path, log: 
         ("trainin:good", "no module 'trainin'"),
         ("training:goood", "has no function 'goood'"),
         ("training:needs", "missing a required argument: 'folder'"),
-        ("training:wrong", "returned no GDSDataset but a value of type int"),
+        ("training:wrong", "returned a value of type int, not a GDSDataset"),
     ],
 )
 def test_cache_warm_used_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, message: str) -> None:

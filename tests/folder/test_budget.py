@@ -391,6 +391,7 @@ def killed(n: int, work: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("how", ["interrupted", "killed"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it strikes where the end is noted
 def test_deleting_may_be_stopped_at_any_step(crowded: Path, tmp_path: Path, how: str) -> None:
     for n in itertools.count(1):
         folder = shutil.copytree(crowded, tmp_path / "copy", copy_function=shutil.copy2)

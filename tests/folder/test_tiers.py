@@ -216,15 +216,6 @@ def test_reading_a_copy_counts_as_using_the_record(far: Path, near: Path) -> Non
         assert min(used.values()) >= since - 0.001
 
 
-def test_in_both_directories_it_is_noted_in_time_that_a_pipeline_is_in_use(far: Path, near: Path) -> None:
-    made = dataset(far, near)
-    _ = made[0]
-    for uses in made.session.runtime.uses:
-        uses.due = 0
-        _ = made[0]
-        assert uses.due > 0
-
-
 def test_a_record_deleted_in_either_directory_is_served_by_the_other(far: Path, near: Path) -> None:
     items = filled(far)
     made = dataset(far, near)
@@ -303,7 +294,7 @@ def test_a_copy_that_is_stopped_at_any_step_leaves_no_half_record(far: Path, nea
     (record,) = far.glob("*.safetensors")
     digest = record.name[:32]
     for n in range(1, 1000):
-        tier = CacheDirectory(near, made._cache()._storage)  # type: ignore[union-attr]
+        tier = CacheDirectory(near, made.session.cache()._storage)  # type: ignore[union-attr]
 
         def copy(tier: CacheDirectory = tier) -> None:
             tier.adopt(digest, str(record))

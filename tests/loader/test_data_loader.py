@@ -240,7 +240,7 @@ def with_workers(dataset: GDSDataset, context: str = "fork", **settings: Any) ->
     return data_loader.Epoch(loader, torch.device("cpu"), CacheWorkers([dataset], 2, context))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_compute_what_is_not_cached_and_nothing_else(make: Make, context: str) -> None:
     transform = mt.Compose([mt.LoadImaged(KEYS), Pid(), ParentPid()])
     dataset = make(transform=transform)

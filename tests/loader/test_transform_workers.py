@@ -30,6 +30,7 @@ from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.loader import shared_memory, transform_workers
 from monai_gds.loader.collate import collate
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
+from monai_gds.programs.ghosts import drawn_ahead
 from tests.machines import in_child, python
 from tests.same import assert_same
 
@@ -189,7 +190,7 @@ def test_crops_that_are_drawn_before_anything_is_read_do_not_depend_on_it_either
     ]
     dataset = GDSDataset(list(range(5)), mt.Compose([Large(), *crops]), tmp_path, "cpu", compression="lz4")
     dataset.populate(progress=False)
-    assert dataset.session.split().drawable
+    assert drawn_ahead(dataset.session.split())
     assert_same(two_epochs(dataset, 2), two_epochs(dataset, 1))
 
 
@@ -630,6 +631,7 @@ def test_wrong_arguments_say_what_to_do(make: Make, arguments: dict[str, Any], m
         GDSDataLoader(**{"dataset": make(), "transforms_on": "workers", **arguments})
 
 
+@pytest.mark.long
 def test_spawned_workers_give_the_same(make: Make) -> None:
     def values(context: str) -> Any:  # the order of metadata is that of MONAI's sets, which differs between processes
         batches = two_epochs(make(*augment()), 1, multiprocessing_context=context)
@@ -642,6 +644,7 @@ def test_spawned_workers_give_the_same(make: Make) -> None:
     assert_same(values("spawn"), values("fork"))
 
 
+@pytest.mark.long
 def test_spawned_workers_warn_once_that_the_budget_is_used_up(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = make(data=range(12), max_bytes=200_000)
     for _ in range(2):

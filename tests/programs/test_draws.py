@@ -22,9 +22,9 @@ from torch.utils.data import ConcatDataset
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.dataset.session import Begun
-from monai_gds.pipeline.generators import put_state
-from monai_gds.pipeline.random_states import States
-from monai_gds.programs.ghosts import Ghosts, parts
+from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.randomness import States, put_state
+from monai_gds.programs.ghosts import Ghosts
 from monai_gds.records.lazy_item import LazyItem, Volumes
 from tests.global_states import GlobalStates
 from tests.same import assert_same, strides

@@ -18,8 +18,9 @@ from monai.data import Dataset, MetaTensor, ThreadDataLoader
 from monai.transforms.traits import RandomizableTrait
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
-from monai_gds.pipeline.random_states import States
+from monai_gds.pipeline.randomness import States
 from monai_gds.pipeline.split import Split
+from monai_gds.programs.ghosts import drawn_ahead
 from tests.recipes import RECIPES, loaded, volumes
 from tests.roundtrip import without_ids
 from tests.same import assert_same, strides
@@ -251,7 +252,7 @@ def test_drawn_first_is_drawn_late(number: int, seeds: int, files: list[dict[str
         warnings.simplefilter("ignore")
         with GDSDataset(files, drawn.pipeline(0), tmp_path, device="cpu", compression="lz4") as mine:
             mine.populate(0, progress=False)
-            print(drawn.name, "|", [type(step).__name__ for step in mine.session.split().drawable])
+            print(drawn.name, "|", [type(step).__name__ for step in drawn_ahead(mine.session.split())])
         for seed in range(seeds):
             mine = GDSDataset(files, drawn.pipeline(seed), tmp_path, device="cpu", compression="lz4")
             expected = outcome(Dataset(copy.deepcopy(files), drawn.pipeline(seed)), ThreadDataLoader)

@@ -120,9 +120,9 @@ ELSEWHERE = {
     f"tree: {what}"
     for what in (
         "a named tuple of os", "a named tuple of os.path", "a named tuple that is an instance",
-        "a named tuple of an unimported module", "a named tuple of other fields", "a registered type that is none",
-        "a path below a root", "a value of the item", "$registered of text", "$root of text", "$item of text",
-        "$item of an object",
+        "a named tuple of an unimported module", "a type of an earlier version", "a named tuple of other fields",
+        "a registered type that is none", "a path below a root", "a value of the item", "$registered of text",
+        "$root of text", "$item of text", "$item of an object", "$dtype of a list of lists",
     )
 } | {"tiles: bitcomp without a filter"}  # fmt: skip
 

@@ -21,7 +21,7 @@ from monai_gds.folder import maintenance
 from monai_gds.folder.index import Index
 from monai_gds.folder.writer import process_writer
 from monai_gds.shared import notes
-from monai_gds.shared.permissions import share_file
+from monai_gds.shared.temporary import share_file
 from tests.commands import run
 from tests.machines import in_child, shared_folder
 

@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BlockMapError, ImageListError, MonaiGdsError, RecordError
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.maintenance import check, prunable, survey
@@ -33,7 +33,8 @@ from monai_gds.records.header import bytes_of, digest_in, parse
 from monai_gds.records.heads import Form
 from monai_gds.records.reader import LazyItem
 from monai_gds.storage import open_storage
-from monai_gds.storage.blockmap.block_map import HEADER, BlockMap
+from monai_gds.storage.blockmap.block_map import BlockMap
+from monai_gds.storage.blockmap.saved import HEADER
 from tests import commands
 from tests.soak.damage import put, record_in
 from tests.soak.grammar import Parts, dumps, mutated, records

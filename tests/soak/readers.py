@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from monai_gds.base.digest import digest_of
-from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BlockMapError, CacheWarning, ImageListError, MonaiGdsError
 from monai_gds.folder.index import Index
 from monai_gds.folder.maintenance import check, prunable, survey

@@ -20,8 +20,8 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds import GDSDataLoader, GDSDataset
-from monai_gds.bench.kinds import KINDS, MakeKind
-from monai_gds.bench.workloads import KEYS
+from tools.bench.kinds import KINDS, MakeKind
+from tools.bench.workloads import KEYS
 
 #: Four tiles along each edge, of which the last is cut.
 SIDE = 104

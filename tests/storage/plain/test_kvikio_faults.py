@@ -45,6 +45,8 @@ SHORT = [0, 1, 4096]
 class OnTheHost(KvikioBackend):
     """Hands everything to KvikIO, in small pieces, and fills host memory."""
 
+    needs_cuda = False
+
     def __init__(self, device: torch.device, **options: Any) -> None:
         super().__init__(device, **options)
         self.piece_bytes = 512 << 10
