@@ -350,7 +350,7 @@ def prune(
     are left alone. Exit code 1 if a file cannot be deleted, or if the records
     that are left are larger than --max-size.
     """
-    kept = {_dataset_to_keep(words).pipeline_digest(): words for words in keep or []}
+    kept = {_dataset_to_keep(words).session.pipeline_digest(): words for words in keep or []}
     unwanted = Unwanted(
         missing_sources=missing_sources,
         identify=_identify(directory) if check_sources else None,
@@ -503,7 +503,7 @@ def warm(
     except KeyboardInterrupt:
         held = len(maintenance.record_files(dataset.cache_dir))
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
-    converted = f", {done.converted} converted to {dataset.record_form()}" if done.converted else ""
+    converted = f", {done.converted} converted to {dataset.session.record_form()}" if done.converted else ""
     left_out = f", {done.left_out} left out by max_bytes" if done.left_out else ""
     say(f"{done.computed} items computed, {done.cached} were cached already{converted}{left_out}")
 

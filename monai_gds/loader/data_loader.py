@@ -45,7 +45,7 @@ from monai_gds import limits
 from monai_gds.base.process import Owner, start_undisturbed
 from monai_gds.base.stages import Watch, enter, measured
 from monai_gds.base.units import bytes_of
-from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.dataset import GDSDataset, changes_items
 from monai_gds.loader.ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.collate import collate
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
@@ -138,7 +138,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise ValueError("transforms_on='workers' needs workers: give num_workers")
         if parts := gds_datasets(dataset):
             kwargs.setdefault("collate_fn", collate)
-        if transforms_on and len({part.target() for part in parts}) != 1:
+        if transforms_on and len({part.session.target() for part in parts}) != 1:
             raise ValueError("transforms_on='workers' needs a GDSDataset, or several with one device")
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
@@ -213,11 +213,11 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def _begin_at(self, state: Mapping[str, Any] | None, watch: Watch | None) -> Iterator[Any]:
         parts = gds_datasets(self.dataset)
-        devices = {part.target() for part in parts}
+        devices = {part.session.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
         if device is not None and (self.transforms_on or not self.num_workers):
             return Epoch(self, device, None, state, watch)
-        if device is None or device.type == "cpu" or not all(part.caches for part in parts):
+        if device is None or device.type == "cpu" or not all(part.session.caches for part in parts):
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return map(self._place.counted, batches)
         return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state, watch)
@@ -288,7 +288,7 @@ class _Indices(Dataset[int]):
 def gds_datasets(dataset: Dataset[Any]) -> list[GDSDataset]:
     """The GDSDatasets that a dataset consists of, each once; empty if it contains anything else."""
     if isinstance(dataset, GDSDataset):
-        return [] if dataset.changes_items() else [dataset]
+        return [] if changes_items(type(dataset)) else [dataset]
     if type(dataset) is Subset:
         return gds_datasets(dataset.dataset)
     if type(dataset) is ConcatDataset:

@@ -228,7 +228,7 @@ def test_records_that_differ_by_more_than_that_stay(tmp_path: Path, source: Path
 # Pipelines
 
 
-@pytest.mark.filterwarnings("ignore:every item was computed anew")
+@pytest.mark.filterwarnings("ignore:every item was computed again")
 def test_a_pipeline_that_was_given_up_goes_when_it_is_named(tmp_path: Path) -> None:
     fill(tmp_path, EARLIER, 2)
     earlier = records(tmp_path)

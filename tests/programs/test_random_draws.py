@@ -252,7 +252,7 @@ def test_drawn_first_is_drawn_late(number: int, seeds: int, files: list[dict[str
         warnings.simplefilter("ignore")
         with GDSDataset(files, drawn.pipeline(0), tmp_path, device="cpu", compression="lz4") as mine:
             mine.populate(0, progress=False)
-            print(drawn.name, "|", [type(step).__name__ for step in drawn_ahead(mine.split())])
+            print(drawn.name, "|", [type(step).__name__ for step in drawn_ahead(mine.session.split())])
         for seed in range(seeds):
             mine = GDSDataset(files, drawn.pipeline(seed), tmp_path, device="cpu", compression="lz4")
             expected = outcome(Dataset(copy.deepcopy(files), drawn.pipeline(seed)), ThreadDataLoader)
