@@ -2293,7 +2293,7 @@ row(
 def bits_of_mantissa_in_another_form(s: Study) -> Change:
     pytest.importorskip("blosc2")
     with_array(s, LARGE)
-    s.settings = {"options": {"mantissa_bits": 13, "compression": "zstd"}}
+    s.settings = {"compression": "zstd", "options": {"mantissa_bits": 13}}
     yield
     s.settings = {"compression": None, "options": {"mantissa_bits": 13}}
 
