@@ -44,7 +44,6 @@ ALLOWED = {
     # times, and patience
     ("keys/source_memo.py", "_TICK"): "nanoseconds",
     ("keys/source_memo.py", "_CLOCKS_DIFFER"): "nanoseconds",
-    ("dataset/engines.py", "_MONTH"): "seconds",
     ("dataset/populate.py", "_PATIENCE_ITEMS"): "a time, in mean times per item",
     # text
     ("pipeline/words.py", "_MOST_PATHS"): "of a message",

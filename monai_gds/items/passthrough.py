@@ -19,7 +19,7 @@ __all__ = ["ANYTHING", "ItemValues", "Path", "copy_item", "value_at"]
 #: Keys and indices from the item to a value in it.
 Path: TypeAlias = "tuple[str | int, ...]"
 
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MISSING = object()
 
 #: Stands for an item where there is none: every value taken from it is None.
@@ -118,7 +118,7 @@ def value_at(item: Any, path: Sequence[Any]) -> Any:
 def _is_plain(value: Any) -> bool:
     """Whether this is an array or tensor that any record can hold."""
     if type(value) is np.ndarray:
-        return not value.dtype.hasobject
+        return value.dtype.kind not in "OV"
     return type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
 
 

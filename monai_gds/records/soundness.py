@@ -22,8 +22,8 @@ from monai_gds.records.conversion import read_entry
 from monai_gds.records.header import ARRAYS, BLOCKS, RUNS, TABLE, Header
 from monai_gds.tiles import blosc
 from monai_gds.tiles.runs import RunTable
-from monai_gds.tiles.tiles import BITCOMP, Layout, Tiles
-from monai_gds.tiles.unpacking import unpack
+from monai_gds.tiles.tiles import Layout, Tiles
+from monai_gds.tiles.unpacking import unpack, why_not
 
 __all__ = ["check_record"]
 
@@ -67,7 +67,7 @@ def _unpacked(record: Header, name: str, table: torch.Tensor, streams: torch.Ten
     """A tensor in tiles; None if it cannot be unpacked here, and only its checksums were compared."""
     tiles = Tiles(Layout.of_node(record.tiles[name].layout), table.numpy(), len(streams))
     tiles.check(streams.numpy(), tiles.starts, np.arange(len(tiles.sizes)))
-    if tiles.layout.codec == BITCOMP or blosc.why_not() is not None:
+    if why_not(tiles.layout.codec) is not None:
         return None
     return unpack(tiles, streams.numpy())
 

@@ -30,11 +30,9 @@ import torch
 
 from monai_gds.base.library import library, problem_with
 from monai_gds.errors import DamagedRecord, MonaiGdsError
+from monai_gds.tiles.codecs import ON_CPU
 
-__all__ = ["CODECS", "HEADER_BYTES", "MOST_BYTES", "Blocks", "compress", "decompress", "head_bytes", "why_not"]
-
-#: Codec -> Blosc2's code, compression level, and format code in the header's flags.
-CODECS = {"lz4": (1, 5, 1), "zstd": (5, 1, 4)}
+__all__ = ["HEADER_BYTES", "MOST_BYTES", "Blocks", "compress", "decompress", "head_bytes", "why_not"]
 
 HEADER_BYTES = 32
 
@@ -108,7 +106,7 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
 
     Args:
         blocks: contiguous CPU tensor of at most :data:`MOST_BYTES`, a block per row. Its element size is the shuffle's.
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.ON_CPU`.
 
     Raises:
         ValueError: there are more bytes than that.
@@ -117,10 +115,10 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
     if blocks.nbytes > MOST_BYTES:
         raise ValueError(f"{blocks.nbytes} bytes are more than Blosc2 takes at once")
     lib = _library()
-    codec_id, level, _ = CODECS[codec]
+    ours = ON_CPU[codec]
     count, block_bytes = len(blocks), blocks[0].nbytes
     settings = _CompressionSettings(
-        compcode=codec_id, clevel=level, typesize=blocks.element_size(), nthreads=1, blocksize=block_bytes,
+        compcode=ours.code, clevel=ours.level, typesize=blocks.element_size(), nthreads=1, blocksize=block_bytes,
         splitmode=_NEVER_SPLIT,
     )  # fmt: skip
     settings.filters[-1] = _shuffle(blocks)
@@ -153,7 +151,7 @@ def decompress(buffer: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codec:
             stream, which are overwritten.
         starts: where each stream begins in the buffer, int64; anything for a block without one.
         sizes: as in :class:`Blocks`.
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.ON_CPU`.
         out: contiguous CPU tensor, a row per block.
 
     Raises:
@@ -169,10 +167,10 @@ def decompress(buffer: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codec:
     in_range = sizes.max(initial=0) <= block_bytes and sizes.min(initial=0) >= -255
     if max(len(buffer), out.nbytes) > MOST_BYTES or not fits or not in_range:
         raise DamagedRecord("the sizes of its tiles do not fit its bytes")
-    codec_id, _, flag = CODECS[codec]
+    ours = ON_CPU[codec]
     struct.pack_into(
-        "<4B3i5x2B9x", buffer.data, 0, _FORMAT, 1, _FLAGS | flag << 5, out.element_size(), out.nbytes, block_bytes,
-        len(buffer), _shuffle(out), codec_id,
+        "<4B3i5x2B9x", buffer.data, 0, _FORMAT, 1, _FLAGS | ours.format << 5, out.element_size(), out.nbytes,
+        block_bytes, len(buffer), _shuffle(out), ours.code,
     )  # fmt: skip
     buffer[first : first + len(_CONSTANTS)] = _CONSTANTS
     # A block without a stream begins at its value in the table of constants.

@@ -19,11 +19,9 @@ import torch
 
 from monai_gds.base.library import library, problem_with
 from monai_gds.errors import MonaiGdsError
+from monai_gds.tiles.codecs import CODECS
 
-__all__ = ["CODECS", "Blocks", "compress", "crc32", "decompress", "temp_bytes", "why_not"]
-
-#: Codec -> the middle of its functions' names.
-CODECS = {"lz4": "LZ4", "zstd": "Zstd", "bitcomp": "Bitcomp"}
+__all__ = ["Blocks", "compress", "crc32", "decompress", "temp_bytes", "why_not"]
 
 #: The library, by its soname. Another major version has other structures.
 _SONAME = "libnvcomp.so.6"
@@ -59,11 +57,11 @@ class Blocks(NamedTuple):
     """Where blocks lie on a device: the addresses of int64 arrays there, with an element per block.
 
     Attributes:
-        number: how many.
-        addresses: of the compressed blocks, multiples of 16.
-        sizes: bytes of each.
+        number: how many blocks there are.
+        addresses: where the compressed blocks begin, multiples of 16.
+        sizes: how many bytes each has.
         out_addresses: where each is decompressed to.
-        out_sizes: bytes there.
+        out_sizes: how many bytes it has there.
         most_out: the largest of these.
         total_out: the sum of these.
     """
@@ -109,7 +107,7 @@ def _crc_options(count: int, most_bytes: int) -> _CrcOptions:
 def temp_bytes(codec: str, count: int, most_out: int, total_out: int) -> int:
     """Bytes of memory on the device that :func:`decompress` needs. Raises MonaiGdsError as it does."""
     found = ctypes.c_size_t()
-    name = f"nvcompBatched{CODECS[codec]}DecompressGetTempSize"
+    name = f"nvcompBatched{CODECS[codec].nvcomp}DecompressGetTempSize"
     _call(name, count, most_out, _DEFAULTS, ctypes.byref(found), total_out, None)
     return found.value
 
@@ -118,10 +116,10 @@ def decompress(codec: str, blocks: Blocks, temp: int, temp_nbytes: int, statuses
     """Decompresses blocks. Those of Zstd and Bitcomp must be sound: nvCOMP does not validate them.
 
     Args:
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
         blocks: where they are.
         temp: address of memory for nvCOMP's own use, see :func:`temp_bytes`.
-        temp_nbytes: its bytes.
+        temp_nbytes: how many bytes that has.
         statuses: address of an int32 per block, which becomes 0 if it is sound.
         got: address of an int64 per block, which becomes its bytes after decompressing.
         stream: raw handle of the stream.
@@ -130,7 +128,7 @@ def decompress(codec: str, blocks: Blocks, temp: int, temp_nbytes: int, statuses
         MonaiGdsError: nvCOMP is missing or refuses to launch.
     """
     _call(
-        f"nvcompBatched{CODECS[codec]}DecompressAsync", blocks.addresses, blocks.sizes, blocks.out_sizes, got,
+        f"nvcompBatched{CODECS[codec].nvcomp}DecompressAsync", blocks.addresses, blocks.sizes, blocks.out_sizes, got,
         blocks.number, temp, temp_nbytes, blocks.out_addresses, _DEFAULTS, statuses, stream,
     )  # fmt: skip
 
@@ -193,7 +191,7 @@ def _functions() -> dict[str, tuple[Any, ...]]:
             status, pointer, pointer, size, size, pointer, size, pointer, pointer, _Options, pointer, pointer
         ),
     }  # fmt: skip
-    for name in CODECS.values():
+    for name in (codec.nvcomp for codec in CODECS.values()):
         functions[f"{name}DecompressAsync"] = (
             status, *[pointer] * 4, size, pointer, size, pointer, _Options, pointer, pointer,
         )  # fmt: skip

@@ -179,5 +179,7 @@ def test_a_worker_does_not_lose_notes() -> None:
 
 def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     transform = mt.Compose([mt.Lambda(lambda d: {"x": object()})])
-    dataset = GDSDataset([{"file": "/data/a"}], transform, tmp_path / "cache", device="cpu", unsupported="error")
+    dataset = GDSDataset(
+        [{"file": "/data/a"}], transform, tmp_path / "cache", device="cpu", options={"unsupported": "error"}
+    )
     assert raised(lambda: dataset[0]).endswith("item 0 of the dataset: file=/data/a")

@@ -14,7 +14,7 @@ import torch
 from monai.data import MetaTensor
 from monai.transforms import apply_transform
 
-from monai_gds.pipeline.random_states import States
+from monai_gds.pipeline.randomness import States
 from monai_gds.programs import ghosts
 from monai_gds.programs.ghosts import SEES_GHOSTS, Ghosts, NotOnGhosts, drawable, hazard
 from tests.global_states import GlobalStates

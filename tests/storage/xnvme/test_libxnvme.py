@@ -13,8 +13,9 @@ import torch
 
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage import available_backends, open_storage
-from monai_gds.storage.blockmap.block_map import BlockMap, Origin
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk
+from monai_gds.storage.blockmap.saved import Origin
 from monai_gds.storage.xnvme import libxnvme
 from tests.storage.xnvme import libraries
 
