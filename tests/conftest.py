@@ -1,4 +1,4 @@
-"""What every test module shares: the ``gpu`` marker, hypothesis's profiles, Ctrl-C everywhere, and a budget of seconds."""
+"""What every test module shares: the ``gpu`` marker, hypothesis's profiles, Ctrl-C everywhere, and a budget of time."""
 
 from __future__ import annotations
 
