@@ -207,9 +207,9 @@ def test_a_volume_without_voxels_is_wrong_usage(option: str, voxels: tuple[int, 
 
 
 def test_the_reason_for_a_backend_is_shown_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
-    from monai_gds.dataset import dataset
+    from monai_gds.dataset import settings
 
-    monkeypatch.setattr(dataset, "choose_backend", lambda *_: ("posix", "not kvikio: monai_gds[cuda12] is missing"))
+    monkeypatch.setattr(settings, "choose_backend", lambda *_: ("posix", "not kvikio: monai_gds[cuda12] is missing"))
     done = run(*SMALL_DEMO, "--device", "cpu")
     assert done.exit_code == 0
     assert "(not kvikio: monai_gds[cuda12] is missing)" in done.stdout
