@@ -53,7 +53,7 @@ class Mount(NamedTuple):
         point: where it is mounted.
         kind: ``ext4``, ``xfs``, ``tmpfs``…
         source: what is mounted, often a device node.
-        options: of the mount and of the file system, separated by commas.
+        options: options of the mount and of the file system, separated by commas.
     """
 
     id: str

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
-import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
-from contextlib import nullcontext
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,121 +13,17 @@ from monai.data import PersistentDataset
 from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
-from monai_gds.base import stages
-from monai_gds.base.process import Owner
-from monai_gds.base.units import shown
-from monai_gds.dataset.describe import describe, explain_item, uncached
-from monai_gds.dataset.item_keys import HashTransform, ItemKeys
-from monai_gds.dataset.making import ItemMaker, RecordMaker, Saved, look
-from monai_gds.dataset.misses import Misses, warn_of_misses, why_missed
-from monai_gds.dataset.populate import Populated, populate
-from monai_gds.dataset.ranks import Ranks
-from monai_gds.dataset.settings import (
-    DEFAULTS,
-    CacheOptions,
-    Settings,
-    check_data,
-    check_hash,
-    check_transforms,
-    refuse,
-)
-from monai_gds.errors import CacheWarning
-from monai_gds.folder.budget import Budget
-from monai_gds.folder.directory import CacheDirectory, tidy
-from monai_gds.folder.index import Index
-from monai_gds.folder.tiers import TwoTiers
-from monai_gds.folder.uses import Uses
-from monai_gds.folder.writer import process_writer
+from monai_gds.dataset import words
+from monai_gds.dataset.item_keys import HashTransform
+from monai_gds.dataset.populate import populate
+from monai_gds.dataset.session import Runtime, Session
+from monai_gds.dataset.settings import DEFAULTS, CacheOptions, Settings, check_data, check_transforms, refuse
 from monai_gds.keys.hashing import canonical_hash
-from monai_gds.keys.key import Key, Pipeline
-from monai_gds.keys.sources import Sources
-from monai_gds.pipeline.settings import applied, apply, capture_all
-from monai_gds.pipeline.split import Split, before_cuda
-from monai_gds.pipeline.words import naming
-from monai_gds.programs.draws import Draws, Turn
-from monai_gds.programs.ghosts import drawn_ahead
-from monai_gds.programs.indices import takes_runs
-from monai_gds.records.compression import Codec, Compression
-from monai_gds.records.pending_item import PendingItem
-from monai_gds.storage import open_storage
+from monai_gds.keys.key import Key
+from monai_gds.pipeline.settings import apply, capture_all
+from monai_gds.records.compression import Codec
 
-__all__ = ["GDSDataset"]
-
-_log = logging.getLogger("monai_gds")
-
-#: Methods through which an item is made. A subclass that overrides one of them changes its items.
-_ITEM_METHODS = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
-
-
-class Begun:
-    """An item that :meth:`GDSDataset.begin` began. Hundreds are in flight."""
-
-    __slots__ = ("_arrived", "_cache", "_dataset", "_index", "_item", "_key", "_pending", "_turn")
-
-    def __init__(
-        self, dataset: GDSDataset, item: Any, index: Any,
-        cache: CacheDirectory | None = None, key: Key | None = None, pending: PendingItem | None = None,
-        turn: Turn | None = None,
-    ) -> None:  # fmt: skip
-        self._dataset, self._item, self._index = dataset, item, index
-        self._cache, self._key, self._pending, self._turn = cache, key, pending, turn
-        self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
-
-    @property
-    def cached(self) -> bool:
-        """Whether the item has a record."""
-        return self._pending is not None or (self._turn is not None and self._turn.lazy is not None)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of what is being read, and of what is unpacked from it; 0 if there is no record.
-
-        While the item :attr:`waits` to be drawn, this is the size of all its tensors.
-        """
-        if self._pending is not None:
-            return self._pending.nbytes
-        return 0 if self._turn is None else self._turn.nbytes
-
-    @property
-    def waits(self) -> bool:
-        """Whether the item is still to be drawn. Afterwards ``nbytes`` may be less."""
-        return self._turn is not None and self._turn.waits
-
-    def arrive(self) -> None:
-        """Waits for the item, or computes it, up to its random transforms. If it fails, the item may be begun again."""
-        turn, drawn = self._turn, None
-        if turn is not None and turn.queue.split is self._dataset.split():
-            drawn = turn.queue.take(turn)
-        if drawn is not None:
-            self._dataset._state.misses.hit()
-        self._arrived = (self.finish(), 0) if drawn is None else drawn
-
-    def end(self) -> Any:
-        """The item after its random transforms."""
-        turn = self._turn
-        try:
-            if self._arrived is None:
-                self.arrive()
-            assert self._arrived is not None, "the line above has set it"
-            (item, done), self._arrived = self._arrived, None
-            with naming(self._index, self._item):
-                return self._dataset._post_transform(item) if turn is None else self._dataset.split().after(item, done)
-        finally:
-            if turn is not None:
-                turn.queue.go_on()
-
-    def finish(self) -> Any:
-        """The item up to its random transforms. If it was not cached, it is computed here and saved."""
-        cache, key = self._cache, self._key
-        if cache is None or key is None:
-            return self._dataset._items().make(self._item, self._index)
-        pending = self._pending
-        # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
-        found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
-        if found is None:
-            return self._dataset._fill(cache, key, self._item, self._index)
-        self._dataset._state.misses.hit()
-        return found[0]
+__all__ = ["GDSDataset", "changes_items"]
 
 
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
@@ -153,11 +42,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     Any number of processes, runs and experiments may share one ``cache_dir``. An item gets a new record when anything
     changes that it was computed from: the item itself, the transforms with their parameters and code, files that the
     item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's version. Transforms are
-    hashed when the dataset is made: after changing one in place, assign ``transform`` anew or call
+    hashed when the dataset is made: after changing one in place, assign ``transform`` again or call
     :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is. A damaged record is
-    reported, computed anew and replaced. A full or read-only disk costs the cache and not the epoch.
-
-    In the workers of a DataLoader (``num_workers > 0``) and in forked processes, items come as CPU tensors.
+    reported, computed again and replaced. A full or read-only disk costs the cache and not the epoch. In the workers of
+    a DataLoader (``num_workers > 0``) and in forked processes, items come as CPU tensors.
 
     Args:
         data: items, usually dicts of file names.
@@ -170,8 +58,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             stale. None leaves transforms out of the key.
         reset_ops_id: removes the identity of transform objects from applied operations, so that other instances of the
             same transforms can invert cached items.
-        pickle_module: accepted for compatibility with MONAI, without effect: nothing is pickled.
-        pickle_protocol: without effect.
+        pickle_module, pickle_protocol: accepted for compatibility with MONAI, without effect: nothing is pickled.
         track_meta: False turns MetaTensors into plain tensors, on a miss and a hit alike.
         weights_only: without effect: reading a record cannot run code.
         backend: how bytes are moved. ``"auto"`` takes the first that works for the device. A name means that backend
@@ -191,7 +78,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             Blosc2 is installed; otherwise tensors stay whole, and a CPU maps them without reading them. On a CPU
             target, tensors of up to 64 MiB stay whole too, unless crops follow a label. None of this is part of the
             key: a record is read in whatever form it has, and only ``populate(convert=True)`` and
-            ``monai-gds cache warm`` write an existing one anew.
+            ``monai-gds cache warm`` rewrite an existing one.
         max_bytes: how much the records in ``cache_dir`` may occupy, such as ``"500GB"``. When a new one does not fit,
             others are deleted, the longest unused ones first: not those of pipelines that a dataset of a running
             process has, and not those that were made or first read since this dataset was made. If that gives too
@@ -200,7 +87,6 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
             Lustre. Records that are read from there are copied here, in the background except in a loader's worker. All
             processes of this machine then read the copy. New records go to ``cache_dir``.
-
         options: further settings, as :class:`CacheOptions` or a dict of them.
 
     Raises:
@@ -225,47 +111,24 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     """
 
     def __init__(
-        self,
-        data: Sequence[Any],
-        transform: Sequence[Callable[..., Any]] | Callable[..., Any],
-        cache_dir: Path | str | None,
-        device: int | str | torch.device | None = None,
-        hash_func: Callable[..., bytes] = canonical_hash,
-        hash_transform: HashTransform = canonical_hash,
-        reset_ops_id: bool = True,
-        pickle_module: str = "pickle",
-        pickle_protocol: int = DEFAULT_PROTOCOL,
-        track_meta: bool = True,
-        weights_only: bool = True,
-        *,
-        backend: str = "auto",
-        backend_options: Mapping[str, Any] | None = None,
-        root: str | os.PathLike[str] | None = None,
-        version: Any = None,
-        compression: Literal["auto"] | Codec | None = "auto",
-        max_bytes: float | str | None = None,
-        local_dir: Path | str | None = None,
-        options: CacheOptions | Mapping[str, Any] = DEFAULTS,
-        **others: Any,
-    ) -> None:
+        self, data: Sequence[Any], transform: Sequence[Callable[..., Any]] | Callable[..., Any],
+        cache_dir: Path | str | None, device: int | str | torch.device | None = None,
+        hash_func: Callable[..., bytes] = canonical_hash, hash_transform: HashTransform = canonical_hash,
+        reset_ops_id: bool = True, pickle_module: str = "pickle", pickle_protocol: int = DEFAULT_PROTOCOL,
+        track_meta: bool = True, weights_only: bool = True, *,
+        backend: str = "auto", backend_options: Mapping[str, Any] | None = None,
+        root: str | os.PathLike[str] | None = None, version: Any = None,
+        compression: Literal["auto"] | Codec | None = "auto", max_bytes: float | str | None = None,
+        local_dir: Path | str | None = None, options: CacheOptions | Mapping[str, Any] = DEFAULTS, **others: Any,
+    ) -> None:  # fmt: skip
         """Makes the dataset, and hashes its transforms. See the class for the arguments."""
         refuse(others)
-        check_hash("hash_func", hash_func)
-        if hash_transform is not None:
-            check_hash("hash_transform", hash_transform)
-        check_data(data)
+        check_data(data, hash_func, hash_transform)
         # Without cache_dir: the base class would raise where ours only warns, and hash transforms its own way.
         super().__init__(
-            data=data,
-            transform=transform,
-            cache_dir=None,
-            hash_func=hash_func,
-            pickle_module=pickle_module,
-            pickle_protocol=pickle_protocol,
-            reset_ops_id=reset_ops_id,
-            track_meta=track_meta,
-            weights_only=weights_only,
-        )
+            data, transform, None, hash_func, pickle_module, pickle_protocol, reset_ops_id=reset_ops_id,
+            track_meta=track_meta, weights_only=weights_only,
+        )  # fmt: skip
         check_transforms(self.transform.transforms)
         self.hash_transform = hash_transform
         self.settings = Settings.of(
@@ -274,11 +137,14 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         )  # fmt: skip
         self.cache_dir, self.device = self.settings.cache_dir, self.settings.device
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
-        self._state = _Runtime()
-        self.split()
-        _log.info("GDSDataset on %s uses backend %s (%s)", self.device, self.backend, self.backend_reason)
+        self._runtime = Runtime()
+        self.session.split()
 
-    # What MONAI's datasets offer
+    @property
+    def session(self) -> Session:
+        """What this dataset does in this process, for loaders and for filling the cache."""
+        own_end = type(self)._post_transform is not GDSDataset._post_transform
+        return Session(self, self.settings, self._runtime, own_end)
 
     def set_data(self, data: Sequence[Any]) -> None:
         """Takes new data. No record is deleted, since others may use it.
@@ -295,166 +161,33 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             HashingError: a transform has no stable hash.
         """
-        self.hash_transform = hash_xform_func
-        split = self._state.split
-        if split is None:
-            return
-        settings, options = self.settings, self.settings.options
-        sources = Sources(options.sources, None if settings.cache_dir is None else os.fspath(settings.cache_dir))
-        self._state.keys = ItemKeys(
-            split, self.hash_func, hash_xform_func, sources, settings.form.root, options.monai_version,
-            self.reset_ops_id, options.mantissa_bits, settings.version,
-        )  # fmt: skip
-        self.transform_hash = self._state.keys.transform_hash
+        self.hash_transform, self._runtime.keys = hash_xform_func, None
+        self.session.keys()
 
     def _pre_transform(self, item_transformed: Any) -> Any:
-        out = self.split().before(item_transformed)
+        out = self.session.split().before(item_transformed)
         if self.reset_ops_id:
             _reset_ops_id(out)
         return out
 
     def _post_transform(self, item_transformed: Any) -> Any:
-        return self.split().after(item_transformed)
+        return self.session.split().after(item_transformed)
 
     def _transform(self, index: int) -> Any:
         if type(self)._cachecheck is not GDSDataset._cachecheck:  # a subclass's own way from an item to its transforms
             return super()._transform(index)
-        return self._begin([self.data[index]], [index], alone=True)[0].end()
+        return self.session.begin([index], alone=True)[0].end()
 
     def _cachecheck(self, item_transformed: Any) -> Any:
-        return self._begin([item_transformed], [None], whole=True)[0].finish()
+        return self.session.begin([None], [item_transformed], whole=True)[0].finish()
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A batch for torch's and MONAI's loaders: all reads begin before the first is waited for."""
-        if self.changes_items():
+        if changes_items(type(self)):
             return [self[i] for i in indices]
-        return [self.end(begun) for begun in self.begin(indices)]
+        return [begun.end() for begun in self.session.begin(indices)]
 
-    @classmethod
-    def changes_items(cls) -> bool:
-        """Whether a subclass overrides a method that makes items, so that loaders must call it."""
-        return any(getattr(cls, name) is not getattr(GDSDataset, name) for name in _ITEM_METHODS)
-
-    # For loaders that read ahead
-
-    def begin(self, indices: Sequence[int]) -> list[Begun]:
-        """Begins to read the items that are cached: one object per index, for :meth:`end` in the same thread."""
-        return self._begin([self.data[i] for i in indices], indices)
-
-    def end(self, begun: Begun) -> Any:
-        """The item on the device, after its random transforms. If it was not cached, it is computed and saved."""
-        return begun.end()
-
-    @property
-    def caches(self) -> bool:
-        """Whether there is a cache directory, and a deterministic transform in front."""
-        return self.settings.cache_dir is not None and bool(self.split().deterministic)
-
-    # Filling the cache ahead of training
-
-    def populate(
-        self,
-        num_workers: int | None = None,
-        progress: bool = True,
-        rank: int | None = None,
-        world_size: int | None = None,
-        *,
-        executor: Executor | None = None,
-        convert: bool = False,
-    ) -> Populated:
-        """Runs the deterministic transforms over every item that is not cached yet.
-
-        Records are published one by one, so after a kill another call continues where the first one stopped. An item
-        that fails, or kills the workers that compute it, does not stop the others: it is reported at the end.
-
-        Workers are forked from this process while CUDA is not initialised, and from a fork server afterwards. If the
-        dataset cannot be pickled for that, they are threads, with a warning. Transforms that use CUDA themselves need
-        ``num_workers=0`` or an initialised CUDA.
-
-        An executor may have its workers on other hosts, such as Dask's ``client.get_executor()`` or mpi4py's
-        ``MPIPoolExecutor``. They must see ``cache_dir`` and the source files under the same paths, and be able to
-        import what the dataset is made of.
-
-        Under torch.distributed every rank must call this. The ranks share the items, each waits until all have done
-        theirs, however long that takes, and a failure on one rank is raised on all. For cache directories that are
-        local to a node, give its local rank and world size.
-
-        Args:
-            num_workers: processes that compute items; 0 computes in this one. Default: one per core, 8 at most, where
-                they can be forked; an item that fails in them is tried once more in this process.
-            progress: shows a bar on rank 0, where there is a terminal or a notebook.
-            rank: the rank of this process; default: torch.distributed's if it is initialised, else 0.
-            world_size: how many processes share the items; default: torch.distributed's if it is initialised, else 1.
-                With 1 the process waits for no other.
-            executor: computes the items in place of ``num_workers``. It is not shut down.
-            convert: writes records anew that are in another form than ``compression`` and ``tiles`` ask for, from their
-                own bytes. With ``compression="auto"`` only records of whole tensors that nobody has tried to compress
-                are converted, so machines that share a cache do not undo each other's work. A damaged record is
-                computed; one that cannot be unpacked here stays as it is.
-
-        Returns:
-            How many items were cached already, how many were computed and how many converted, on all ranks together.
-
-        Raises:
-            PopulateError: items failed, another rank did, or the workers of ``executor`` cannot do the work; all items
-                that did not fail are cached.
-            NotSaved: nothing more can be written to the cache directory.
-            WorkerDied: a worker of ``executor`` died and took it along, or all workers die; what was finished is
-                cached.
-            ValueError: an argument is out of range, or the dataset cannot be pickled for the workers of ``executor``.
-        """
-        ranks = Ranks(rank, world_size)
-        if not self.caches:
-            return Populated(0, 0)  # by cache_dir=None, or the user has been warned of it
-        why = self._why_to_populate() if ranks.rank == 0 else []  # before records of this run are in the index
-        try:
-            done = populate(self.for_saving(convert), num_workers, executor, progress, ranks)
-        finally:
-            self.tidy()
-        if not done.cached and not done.converted:
-            warn_of_misses(str(self.settings.cache_dir), why, stacklevel=3)
-        if done.left_out and ranks.rank == 0:
-            warnings.warn(
-                f"{done.left_out} items are computed in every epoch: the {shown(self.settings.max_bytes or 0)} of "
-                f"max_bytes leave no room beside the records in {self.settings.cache_dir} that are in use, or were "
-                "since this run began",
-                CacheWarning,
-                stacklevel=2,
-            )
-        return done
-
-    def tidy(self) -> None:
-        """Removes the half-written files of killed processes from the cache directory."""
-        for folder in (self.settings.cache_dir, self.settings.local_dir):
-            if folder is not None:
-                tidy(folder)
-
-    def for_saving(self, convert: bool = False) -> GDSDataset:
-        """A copy for a process that only makes records, in the form that this dataset asks for.
-
-        With ``convert``, records in another form count as missing, and are converted.
-        """
-        view = copy(self)
-        view.settings = replace(
-            self.settings, saves_in=self.record_form(), converts=convert, computes_under=self._keys().capture()
-        ).on_cpu()
-        return view
-
-    def for_loading(self) -> GDSDataset:
-        """A copy for a process that loads items on the CPU, up to the first transform that names a CUDA device.
-
-        Raises:
-            ValueError: ``compression`` names a codec for GPUs.
-        """
-        view = copy(self)
-        split = self.split()
-        steps = split.steps()
-        if (count := before_cuda(steps)) < len(steps):
-            view.transform = split.first(count)
-        if self.settings.device.type != "cpu":
-            Compression.of(self.settings.compression, self.settings.options.tiles, False, crops=False)  # only to check
-            view.settings = replace(self.settings, saves_in=self.record_form()).on_cpu()
-        return view
+    populate = populate  # a function of its own file, with this dataset as its first argument
 
     def is_cached(self, index: int) -> bool:
         """Whether an item has a record; only its header is read.
@@ -462,7 +195,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             HashingError: the item has no stable hash.
         """
-        return self.caches and self.holds(self.key(index))
+        session = self.session
+        return session.caches and session.holds(session.key(index))
 
     def explain(self, index: int) -> str:
         """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record, in words.
@@ -470,10 +204,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             HashingError: the item has no stable hash.
         """
-        return explain_item(self, index)
+        return words.explain(self.session, index)
 
     def __str__(self) -> str:
-        return describe(self)
+        return words.describe(self.session)
 
     def key(self, index: int) -> Key:
         """The key of an item, made now.
@@ -481,167 +215,18 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             HashingError: the item has no stable hash.
         """
-        return self._key(self.data[index])
-
-    def _key(self, item: Any) -> Key:
-        return self._keys()([item])[0]
-
-    def _keys(self) -> ItemKeys:
-        self.split()
-        assert self._state.keys is not None, "made with the split"
-        return self._state.keys
-
-    def holds(self, key: Key) -> bool:
-        """Whether there is a record of a key; in a copy that converts, one that may stay as it is."""
-        cache = self._cache()
-        return cache is not None and cache.holds(key.digest, self.settings.converts)
-
-    def why_unusable(self, key: Key) -> str | None:
-        """Why the record of a key cannot be used here; None if it can, as far as its header shows."""
-        cache = self._cache()
-        return None if cache is None else cache.why_unusable(key.digest)
-
-    def pipeline_digest(self) -> str:
-        """Hex digits that identify the deterministic transforms and the settings of this process; empty without a hash.
-
-        ``monai-gds cache ls`` shows the first of them, and ``prune --pipeline`` takes them.
-        """
-        return self._keys().pipeline().digest
-
-    def record_form(self) -> Compression:
-        """The form in which records are saved.
-
-        Raises:
-            ValueError: items come on the CPU in this process, and ``compression`` names a codec for GPUs.
-            CodecMissing: the codec's library is not installed.
-        """
-        if self.settings.saves_in is not None:
-            return self.settings.saves_in
-        crops = drawn_ahead(self.split())
-        by_label = any(map(takes_runs, crops))
-        on_cuda, settings = self.target().type == "cuda", self.settings
-        return Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), by_label)
-
-    def read(self, index: int) -> Any:
-        """An item up to its random transforms, as its record holds it; None if it has no usable record."""
-        cache, item = self._cache(), self.data[index]
-        found = None if cache is None else look(cache, self._key(item), item)
-        return None if found is None else found[0]
-
-    @property
-    def on_values(self) -> Mapping[str, str]:
-        """The random transforms that could not be drawn before anything was read, by name, and why."""
-        return self._state.on_values
-
-    def record_path(self, key: Key) -> str:
-        """The path of a key's record, which need not exist; empty without a cache."""
-        cache = self._cache()
-        return "" if cache is None else cache.record_path(key.digest)
-
-    def save(self, index: int, anyway: bool = False) -> Saved:
-        """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
-
-        Raises:
-            NotSaved: the record cannot be written.
-            FileChanged: a file that the item names changed while it was computed.
-            Exception: whatever the transforms raise.
-        """
-        with nullcontext() if self.settings.computes_under is None else applied(self.settings.computes_under):
-            cache = self._cache()
-            assert cache is not None, "the caller has checked that items are cached"
-            maker = RecordMaker(self._items(), self._keys(), cache)
-            return maker.save(self.data[index], index, anyway=anyway, convert=self.settings.converts)
-
-    # The cache
-
-    def _begin(
-        self, items: Sequence[Any], indices: Sequence[Any], whole: bool = False, alone: bool = False
-    ) -> list[Begun]:
-        """Begins items: ``whole`` if no random transforms follow, ``alone`` if it is one item that is ended at once."""
-        split = self.split()
-        cache = self._cache() if split.deterministic else None
-        if cache is None or self._state.keys is None:
-            return [Begun(self, *one) for one in zip(items, indices, strict=True)]
-        stages.enter("keys")
-        keys = self._state.keys(items)
-        if keys and keys[0].pipeline is not self._state.pipeline:
-            self._note_use(keys[0].pipeline)
-        stages.enter("reading")
-        if drawn_ahead(split) and not whole and self._may_draw():
-            return self._begin_draws(cache, split, items, indices, keys, alone)
-        pendings = cache.start_all([key.digest for key in keys])
-        return [
-            Begun(self, item, index, cache, key, pending)
-            for item, index, key, pending in zip(items, indices, keys, pendings, strict=True)
-        ]
-
-    def _begin_draws(
-        self, cache: CacheDirectory, split: Split, items: Sequence[Any], indices: Sequence[Any], keys: Sequence[Key],
-        alone: bool,
-    ) -> list[Begun]:  # fmt: skip
-        reading = cache.start_all_lazily([key.digest for key in keys])
-        # An item without draws needs a turn only if later items are begun before it is finished.
-        queue = None if alone and isinstance(reading[0], PendingItem) else self._queue(split)
-        found: list[Begun] = []
-        for item, index, key, started in zip(items, indices, keys, reading, strict=True):
-            pending, lazy = (started, None) if isinstance(started, PendingItem) else (None, started)
-            turn = None if queue is None else Turn(queue, lazy, item)
-            found.append(Begun(self, item, index, cache, key, pending, turn))
-        if queue is not None:
-            queue.begin([begun._turn for begun in found if begun._turn is not None])
-        return found
-
-    def _note_use(self, pipeline: Pipeline) -> None:
-        """Notes for other processes what this one uses of the cache, so that they do not delete it."""
-        for uses in self._uses():
-            uses.open(pipeline.digest)
-        self._state.pipeline = pipeline
-
-    def _uses(self) -> tuple[Uses, ...]:
-        if self.settings.cache_dir is not None and not self._state.uses:
-            folders = [folder for folder in (self.settings.cache_dir, self.settings.local_dir) if folder is not None]
-            self._state.uses = tuple(Uses(folder, self.settings.began, self.settings.file_mode) for folder in folders)
-        return self._state.uses
-
-    def _may_draw(self) -> bool:
-        """Whether random transforms may run on ghosts. Not in inference mode, where writes into them go unnoticed."""
-        return not torch.is_inference_mode_enabled() and type(self)._post_transform is GDSDataset._post_transform
-
-    def _queue(self, split: Split) -> Draws:
-        """The queue of this thread's loop. A loop ends when nothing is begun; a loader's has a thread of its own."""
-        local = self._state.local
-        queue: Draws | None = getattr(local, "queue", None)
-        if queue is None or queue.split is not split or queue.idle:
-            queue = local.queue = Draws(split, self.target(), self._state.on_values)
-        return queue
-
-    def _items(self) -> ItemMaker:
-        settings = self.settings
-        bits = settings.options.mantissa_bits
-        return ItemMaker(self._pre_transform, self.target(), settings.form, bits, self._state.misses)
-
-    def _fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
-        maker = RecordMaker(self._items(), self._keys(), cache)
-        options = self.settings.options
-        behind = self._saves_behind() and not options.durable
-        return maker.fill(key, item, index, of=len(self.data), unsupported=options.unsupported, behind=behind)
-
-    def _why_to_populate(self) -> list[str]:
-        """Why the first item has no record; empty if it has one."""
-        try:
-            key, cache = self.key(0), self._cache()
-            return [] if cache is None else why_missed(cache, key)
-        except Exception:  # populating raises it again, and notes it
-            return []
+        return self.session.key(index)
 
     def flush(self) -> None:
         """Waits until every item computed so far is saved, or a warning has given the reason why not.
 
         The end of a ``with dataset:`` block does the same, and so does the end of the interpreter.
         """
-        process_writer().flush()
-        for uses in self._state.uses:
-            uses.flush()
+        self.session.flush()
+
+    def tidy(self) -> None:
+        """Removes the half-written files of killed processes from the cache directory."""
+        self.session.tidy()
 
     def __enter__(self) -> Self:
         return self
@@ -649,130 +234,16 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     def __exit__(self, *exc_info: object) -> None:
         self.flush()
 
-    def _cache(self) -> CacheDirectory | None:
-        """This process's view of the cache directory: threads, streams and pinned memory do not survive a fork."""
-        if self.settings.cache_dir is None:
-            return None
-        state = self._state
-        if state.cache is None or not state.cache_owner.is_this_process():
-            device = self.target()
-            backend = self.settings.backend if device == self.settings.device else "auto"
-            options = self.settings.backend_options if device == self.settings.device else {}
-            storage = open_storage(backend, device, **options)
-            device_bytes = self.settings.device_bytes if device.type == "cuda" else 0
-            settings: dict[str, Any] = {
-                "durable": self.settings.options.durable,
-                "verify": self.settings.options.verify,
-                "mmap": self.settings.options.mmap,
-                "form": self.settings.form,
-                "index": Index(self.settings.cache_dir, self.settings.file_mode),
-                "compression": self.record_form(),
-                "file_mode": self.settings.file_mode,
-                "unmade": self.settings.unmade,
-                "run": self.settings.began,
-                **self._limited(0, self.settings.cache_dir, self.settings.max_bytes),
-            }
-            if self.settings.local_dir is None:
-                state.cache = CacheDirectory(self.settings.cache_dir, storage, device_bytes=device_bytes, **settings)
-            else:
-                of_copies = {
-                    "index": None,
-                    "copies": True,
-                    "unmade": self.settings.local_unmade,
-                    **self._limited(1, self.settings.local_dir, self.settings.local_bytes, "local_bytes"),
-                }
-                settings_here = {**settings, **of_copies}
-                near = CacheDirectory(self.settings.local_dir, storage, device_bytes=device_bytes, **settings_here)
-                state.cache = TwoTiers(near, self._saves_behind(), self.settings.cache_dir, storage, **settings)
-            state.cache_owner = Owner()
-        return state.cache
-
-    def _limited(self, which: int, folder: Path, nbytes: int | None, argument: str = "max_bytes") -> dict[str, Any]:
-        """A directory's settings ``uses`` and ``budget``. Using a copy is noted as using the shared record too."""
-        uses = self._uses()[: which + 1]
-        budget = None
-        if nbytes is not None:
-            budget = Budget(str(folder), nbytes, uses[which], self.settings.began, self.settings.file_mode, argument)
-        return {"uses": uses, "budget": budget}
-
-    def _saves_behind(self) -> bool:
-        """Whether this process may write after it has gone on.
-
-        A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
-        """
-        return torch.utils.data.get_worker_info() is None and self._state.owner.is_this_process()
-
-    def target(self) -> torch.device:
-        """Where items come in this process: the device, or the CPU in a worker of a DataLoader or a forked process.
-
-        CUDA does not work in a forked process. In a spawned worker it does, but MONAI cannot send a CUDA MetaTensor
-        back ("sharing CUDA metatensor across processes not implemented", raised in a thread where it is lost).
-        """
-        worker = torch.utils.data.get_worker_info()
-        if self.settings.device.type == "cpu" or (worker is None and self._state.owner.is_this_process()):
-            return self.settings.device
-        if not self._state.warned_of_cpu and (worker is None or worker.id == 0):
-            warnings.warn(
-                f"CUDA cannot be used in a worker or forked process: items come as CPU tensors instead of on "
-                f"{self.settings.device}. Use num_workers=0 with ThreadDataLoader.",
-                stacklevel=2,
-            )
-        self._state.warned_of_cpu = True
-        return torch.device("cpu")
-
-    def split(self) -> Split:
-        """The pipeline in two halves: what is cached, and what runs in every epoch."""
-        state = self._state
-        if state.split is None or state.split.compose is not self.transform:  # the first time, or it was replaced
-            state.split = Split(self.transform)
-            state.on_values = {}  # of the transforms before
-            state.misses.warn_anew()
-            try:
-                self.set_transform_hash(self.hash_transform)
-            except BaseException:
-                state.split = None  # or the next access would use the key of the old transforms
-                raise
-            if self.settings.cache_dir is not None and (why := uncached(state.split)):
-                warnings.warn(why, CacheWarning, stacklevel=3)
-            if self.caches:
-                self._note_use(self._keys().pipeline())
-            if state.cache is not None:
-                state.cache.compression = self.record_form()
-        return state.split
-
-    # Going to another process
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_state": None, "_settings": capture_all()}
+        return {**self.__dict__, "_runtime": capture_all()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = state.pop("_settings")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            apply(settings)  # a process that is just being spawned starts with the defaults
-        self.__dict__.update(state)
-        self._state = _Runtime()
+            apply(state["_runtime"])  # a process that is just being spawned starts with the defaults
+        self.__dict__.update(state, _runtime=Runtime())
 
 
-class _Runtime:
-    """What a dataset makes on demand, and does not send to another process.
-
-    It has slots because MONAI's ``set_rnd`` walks every ``__dict__`` that it can reach from a dataset, and would seed
-    the transforms that are reachable from here a second time.
-    """
-
-    __slots__ = (
-        "cache", "cache_owner", "keys", "local", "misses", "on_values", "owner", "pipeline", "split", "uses",
-        "warned_of_cpu",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.owner = self.cache_owner = Owner()
-        self.split: Split | None = None
-        self.keys: ItemKeys | None = None
-        self.cache: CacheDirectory | None = None
-        self.uses: tuple[Uses, ...] = ()
-        self.pipeline: Pipeline | None = None  # whose use was noted last
-        self.local = threading.local()
-        self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
-        self.misses = Misses()
-        self.warned_of_cpu = False
+def changes_items(kind: type[GDSDataset]) -> bool:
+    """Whether a subclass overrides a method that makes items, so that loaders must call it."""
+    names = ("__getitem__", "__getitems__", "_transform", "_cachecheck")
+    return any(getattr(kind, name) is not getattr(GDSDataset, name) for name in names)

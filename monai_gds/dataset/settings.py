@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import time
@@ -26,7 +27,9 @@ from monai_gds.shared.temporary import ANY
 from monai_gds.storage import choose_backend, resolve_device
 from monai_gds.storage.registry import check_options
 
-__all__ = ["DEFAULTS", "CacheOptions", "Settings", "check_data", "check_hash", "check_transforms", "refuse"]
+__all__ = ["DEFAULTS", "CacheOptions", "Settings", "check_data", "check_transforms", "refuse"]
+
+_log = logging.getLogger("monai_gds")
 
 #: Options that name one of a few choices. ``sources`` may be a function as well.
 _CHOICES: Mapping[str, tuple[str | bool | None, ...]] = {
@@ -191,6 +194,7 @@ class Settings:
         """
         options, target = CacheOptions.of(options), resolve_device(device)
         backend, reason = choose_backend(backend, target)
+        _log.info("a dataset on %s uses backend %s (%s)", target, backend, reason)
         if not isinstance(backend_options, Mapping | None):
             raise TypeError(f"backend_options={backend_options!r}: give a dict of them by name, as {{'threads': 8}}")
         check_options(backend, backend_options or {}, target)
@@ -228,6 +232,11 @@ class Settings:
         return replace(self, device=torch.device("cpu"), backend="auto", backend_options={})
 
     @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where records are: ``cache_dir``, and ``local_dir`` after it."""
+        return tuple(folder for folder in (self.cache_dir, self.local_dir) if folder is not None)
+
+    @property
     def local_bytes(self) -> int | None:
         """How much the records in ``local_dir`` may occupy."""
         return bytes_or_none(self.options.local_bytes, "local_bytes")
@@ -243,12 +252,6 @@ class Settings:
         return mode_given(self.options.file_mode)
 
 
-def check_hash(name: str, function: Any) -> None:
-    """Raises TypeError for a hash that cannot be called, such as its name."""
-    if not callable(function):
-        raise TypeError(f"{name}={function!r} cannot be called: give a function that returns the hash as bytes")
-
-
 def check_transforms(transforms: Sequence[Any]) -> None:
     """Raises TypeError for a transform that cannot be called, such as its name, and for a class of transforms."""
     for step in transforms:
@@ -258,8 +261,14 @@ def check_transforms(transforms: Sequence[Any]) -> None:
             raise TypeError(f"transform holds {step!r}, which cannot be called: give transforms, such as Flip()")
 
 
-def check_data(data: Any) -> None:
-    """Raises TypeError unless ``data`` is a sequence of items. A string is refused too: its items are its letters."""
+def check_data(data: Any, hash_func: Any = repr, hash_transform: Any = None) -> None:
+    """Raises TypeError unless ``data`` is a sequence of items, and both hashes can be called, unlike their names.
+
+    A string is refused too: its items are its letters. The hash of transforms may be None.
+    """
+    for name, function in (("hash_func", hash_func), ("hash_transform", hash_transform)):
+        if not callable(function) and (function is not None or name == "hash_func"):
+            raise TypeError(f"{name}={function!r} cannot be called: give a function that returns the hash as bytes")
     if type(data).__name__ == "DataFrame":  # of pandas or polars: [i] is a column there
         raise TypeError("data is a DataFrame: give its rows as dicts, such as data.to_dict('records') in pandas")
     by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")

@@ -93,7 +93,7 @@ class Index:
         ):
             if not _description(folder, pipeline):
                 text = json.dumps(dict(description), indent=0).encode()
-                publish(self.directory, folder, f"{pipeline}.json", text, self._notes.file_mode)
+                publish(self.directory, f"{pipeline}.json", text, self._notes.file_mode, into=folder)
 
     # Reading
 

@@ -102,7 +102,7 @@ def open_reader(
     """Opens one of :data:`READERS`.
 
     Args:
-        name: the reader's.
+        name: the reader's name.
         images: what to read.
         device: where encoded images go.
         pinned: host buffers are pinned, for a decoder on a GPU.

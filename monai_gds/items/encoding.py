@@ -12,19 +12,9 @@ import torch
 from monai_gds.base import data_root
 from monai_gds.errors import UnsupportedType
 from monai_gds.items.passthrough import ItemValues
-from monai_gds.items.types import MAX_DEPTH, Codec, Encode, codec_for
+from monai_gds.items.types import MAX_DEPTH, Codec, codec_for
 
-__all__ = [
-    "ARRAY_ALIGNMENT",
-    "SLACK",
-    "Encode",
-    "EncodedItem",
-    "Encoder",
-    "Opaque",
-    "Path",
-    "tensor_bytes",
-    "unsupported",
-]
+__all__ = ["ARRAY_ALIGNMENT", "SLACK", "EncodedItem", "Encoder", "Opaque", "Path", "tensor_bytes", "unsupported"]
 
 #: Alignment of small arrays in the packed block. Arrays whose element size divides it are aligned to that size instead.
 ARRAY_ALIGNMENT = 16
@@ -34,6 +24,8 @@ SLACK = 4096
 
 #: Keys and indices that lead to a value, for messages and the names of tensors.
 Path: TypeAlias = "tuple[Any, ...]"
+
+_Encoders: TypeAlias = "Mapping[type, Callable[[Encoder, Any, Path], Any]]"
 
 
 @dataclass(slots=True)
@@ -67,12 +59,7 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        fixed: Mapping[type, Encode],
-        others: Mapping[type, Encode],
-        strict: bool,
-        root: str | None,
-        given: ItemValues | None,
+        self, fixed: _Encoders, others: _Encoders, strict: bool, root: str | None, given: ItemValues | None
     ) -> None:
         self.out = EncodedItem()
         self.on_host = 0

@@ -26,8 +26,6 @@ from monai_gds.items.passthrough import value_at
 from monai_gds.items.types import (
     NUMERIC,
     STORED_AS_REAL,
-    Encode,
-    Parse,
     Type,
     UnknownHere,
     codec_named,
@@ -37,7 +35,7 @@ from monai_gds.items.types import (
     is_named_tuple,
     named_tuple,
     torch_dtype,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from monai.data import MetaTensor
@@ -49,7 +47,7 @@ def _gone(what: str, payload: Any = None) -> Any:
     raise UnknownHere(f"it holds {what}, which this version stores only by monai_gds.register_type")
 
 
-def _value(decode: Callable[[Any], Any]) -> Parse:
+def _value(decode: Callable[[Any], Any]) -> Callable[[Parser, Any], Form]:
     """Parses what follows a tag as an immutable value."""
     return lambda parser, payload: parser.value(decode(payload))
 
@@ -197,7 +195,12 @@ def _opaque_of(payload: Any) -> Any:
 
 
 def _container(
-    tag: str, cls: type, make: Callable[[Any], Any], encode: Encode | None = None, *, immutable: bool = False
+    tag: str,
+    cls: type,
+    make: Callable[[Any], Any],
+    encode: Callable[..., Any] | None = None,
+    *,
+    immutable: bool = False,
 ) -> Type:
     """A container made from the list of its members. If all of them are values, they become one value."""
 

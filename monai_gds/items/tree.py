@@ -37,17 +37,9 @@ from monai_gds.items.table import FIXED, OTHERS, ROWS
 from monai_gds.items.types import register_type
 
 __all__ = [
-    "EncodedItem",
-    "ItemValues",
-    "Recipe",
-    "TreePlan",
-    "compile_tree",
-    "copy_item",
-    "encode_item",
-    "register_type",
-    "tensor_bytes",
-    "tensor_of",
-]
+    "EncodedItem", "ItemValues", "Recipe", "TreePlan", "compile_tree", "copy_item", "encode_item", "register_type",
+    "tensor_bytes", "tensor_of",
+]  # fmt: skip
 
 
 def encode_item(
@@ -92,7 +84,7 @@ def compile_tree(
     Args:
         tree: as :func:`encode_item` returned it.
         arrays: the packed block of small arrays.
-        names: of the tensors in the record.
+        names: the names of the tensors in the record.
         track_meta: False drops the attributes of MetaTensors and returns plain tensors.
         numpy: True returns what was a NumPy array as a writable one over the memory of its tensor, which must be on the
             CPU. False returns that tensor.

@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,25 +24,9 @@ from monai_gds.base.dtypes import has_name
 from monai_gds.errors import DamagedRecord
 
 __all__ = [
-    "MAX_DEPTH",
-    "NUMERIC",
-    "STORED_AS_REAL",
-    "Codec",
-    "Encode",
-    "Parse",
-    "Plan",
-    "Type",
-    "UnknownHere",
-    "codec_for",
-    "codec_named",
-    "dtype_name",
-    "enum_member",
-    "is_monai_enum",
-    "is_named_tuple",
-    "named_tuple",
-    "register_type",
-    "torch_dtype",
-]
+    "MAX_DEPTH", "NUMERIC", "STORED_AS_REAL", "Codec", "Type", "UnknownHere", "codec_for", "codec_named", "dtype_name",
+    "enum_member", "is_monai_enum", "is_named_tuple", "named_tuple", "register_type", "torch_dtype",
+]  # fmt: skip
 
 #: How deep containers may be nested. Python's recursion limit allows about half as much again.
 MAX_DEPTH = 100
@@ -58,32 +42,25 @@ NUMERIC = {
 
 _T = TypeVar("_T")
 
-#: Makes the node of a value: called with the encoder, the value, and its path.
-Encode: TypeAlias = "Callable[..., Any]"
-
-#: Makes the form of what follows a tag, and hands its values to the parser: called with the parser and that.
-Parse: TypeAlias = "Callable[..., Any]"
-
-#: Compiles a form: called with the plan and what follows the tag in the form.
-Plan: TypeAlias = "Callable[..., Any]"
-
 
 class Type(NamedTuple):
     """How the values of a type become nodes of a tree, and nodes become values.
 
     Attributes:
         tag: marks the nodes.
-        types: those whose values ``encode`` takes.
-        encode: None if the nodes are made elsewhere.
-        parse: see :mod:`monai_gds.items.decoding`.
-        plan: None if ``parse`` makes a value.
+        types: those whose values this row encodes.
+        encode: makes the node of a value; called with the encoder, the value and its path. None if nodes with this tag
+            are made elsewhere.
+        parse: makes the form of what follows the tag, and hands its values to the parser; called with these two.
+        plan: compiles what follows the tag in a form into what builds a value; called with the plan and that. None if
+            ``parse`` always makes a value.
     """
 
     tag: str
     types: tuple[type, ...]
-    encode: Encode | None
-    parse: Parse
-    plan: Plan | None = None
+    encode: Callable[..., Any] | None
+    parse: Callable[..., Any]
+    plan: Callable[..., Any] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class Arenas:
     """The arenas of a loader. Their sizes follow the largest batch.
 
     Args:
-        most: bytes of all together.
+        most: most bytes of all together.
         count: how many batches there are at a time.
     """
 
@@ -182,7 +182,7 @@ class Arenas:
         self._free.append(arena)
 
     def give_back_behind(self, copies: torch.cuda.Event, arena: Arena) -> None:
-        """Takes back an arena, to be reused behind the event of the copies from it."""
+        """Takes back an arena, to be reused after the event of the copies from it."""
         self._copied.append((copies, arena))
 
     def note(self, packed: Packed) -> None:

@@ -109,6 +109,30 @@ def cacheable_after(rest: Sequence[Callable[..., Any]]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda t: not _is_random(t), rest[1:]))
 
 
+def name_of(transform: Callable[..., Any]) -> str:
+    """The name of a function, or of an object's type."""
+    return str(getattr(transform, "__qualname__", type(transform).__name__)).rpartition("<locals>.")[2]
+
+
+def uncached(split: Split) -> str:
+    """A warning if nothing of a pipeline is cached, or less than could be; else empty."""
+    rest = split.rest
+    if not split.deterministic:
+        why = "there is no transform" if not rest else (
+            f"the pipeline begins with {name_of(rest[0])}, and only what comes before the first random transform (or "
+            "callable that is not a MONAI Transform) is"
+        )  # fmt: skip
+        return f"nothing is cached: {why}"
+    later = cacheable_after(rest)
+    if not later:
+        return ""
+    return (
+        f"{name_of(rest[0])} is not a Transform of MONAI's and counts as random, so what comes after it runs in "
+        f"every epoch, though the next {later} could be cached: use Lambda or Lambdad, or derive it from "
+        "monai.transforms.Transform"
+    )
+
+
 def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     done: list[Callable[..., Any]] = []
     for i, transform in enumerate(compose.transforms):

@@ -145,7 +145,7 @@ class Notes:
                     file_mode &= st.st_mode  # what one user keeps from others stays so
         notes = merge(list(merged.values()))
         if notes:
-            temporary.publish(self.directory, folder, f"{mark()}.{self._kind}", notes, file_mode)
+            temporary.publish(self.directory, f"{mark()}.{self._kind}", notes, file_mode, into=folder)
         for name, data in merged.items():
             with contextlib.suppress(OSError):
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size == len(data):  # else it was appended to

@@ -235,10 +235,10 @@ def _share_named(folder: int, name: str, above: os.stat_result, at_most: int) ->
         os.close(file)
 
 
-def publish(directory: str, into: int, name: str, content: bytes, at_most: int = ANY) -> None:
-    """Writes a file of a folder in the cache directory: all of it becomes visible, or nothing."""
+def publish(directory: str, target: str, content: bytes, at_most: int = ANY, into: int | None = None) -> None:
+    """Writes a file as :func:`being_written` does: all of it becomes visible, and survives a power cut, or nothing."""
     with (
-        being_written(directory, "0" * 32, name, at_most, into) as path,
+        being_written(directory, "0" * 32, target, at_most, into) as path,
         open(path, "xb", opener=partial(os.open, mode=at_most)) as file,
     ):
         file.write(content)

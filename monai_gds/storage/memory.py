@@ -67,7 +67,7 @@ def tensor_at(address: int, nbytes: int, release: Callable[[], object]) -> torch
     """A tensor over memory that somebody else owns, as ``torch::from_blob`` with a deleter.
 
     Args:
-        address: of CPU memory, which lasts until ``release``.
+        address: where the CPU memory begins, which lasts until ``release``.
         nbytes: how many bytes the tensor covers. A tensor is pickled with its whole storage, and the bytes after these
             may be those of an earlier batch.
         release: called when the tensor and everything that shares its memory is gone. It may be called in any thread,

@@ -157,7 +157,7 @@ def probe_backend(name: str, device: int | str | torch.device | None = None) -> 
     """What :func:`available_backends` returns for one backend.
 
     Args:
-        name: the backend's.
+        name: the backend's name.
         device: see :func:`resolve_device`.
 
     Raises:

@@ -30,7 +30,7 @@ import torch
 
 from monai_gds.base.library import library, problem_with
 from monai_gds.errors import DamagedRecord, MonaiGdsError
-from monai_gds.tiles.codecs import CODECS, Blosc2
+from monai_gds.tiles.codecs import ON_CPU
 
 __all__ = ["HEADER_BYTES", "MOST_BYTES", "Blocks", "compress", "decompress", "head_bytes", "why_not"]
 
@@ -115,7 +115,7 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
     if blocks.nbytes > MOST_BYTES:
         raise ValueError(f"{blocks.nbytes} bytes are more than Blosc2 takes at once")
     lib = _library()
-    ours = _codec(codec)
+    ours = ON_CPU[codec]
     count, block_bytes = len(blocks), blocks[0].nbytes
     settings = _CompressionSettings(
         compcode=ours.code, clevel=ours.level, typesize=blocks.element_size(), nthreads=1, blocksize=block_bytes,
@@ -167,7 +167,7 @@ def decompress(buffer: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codec:
     in_range = sizes.max(initial=0) <= block_bytes and sizes.min(initial=0) >= -255
     if max(len(buffer), out.nbytes) > MOST_BYTES or not fits or not in_range:
         raise DamagedRecord("the sizes of its tiles do not fit its bytes")
-    ours = _codec(codec)
+    ours = ON_CPU[codec]
     struct.pack_into(
         "<4B3i5x2B9x", buffer.data, 0, _FORMAT, 1, _FLAGS | ours.format << 5, out.element_size(), out.nbytes,
         block_bytes, len(buffer), _shuffle(out), ours.code,
@@ -181,12 +181,6 @@ def decompress(buffer: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codec:
     got = lib.blosc2_decompress_ctx(_context(), buffer.ctypes.data, len(buffer), out.data_ptr(), out.nbytes)
     if got != out.nbytes:
         raise DamagedRecord(f"its tiles cannot be decompressed ({codec}, error {got})")
-
-
-def _codec(name: str) -> Blosc2:
-    found = CODECS[name].blosc2
-    assert found is not None, f"Blosc2 has no {name}"
-    return found
 
 
 def _shuffle(blocks: torch.Tensor) -> int:

@@ -50,8 +50,8 @@ CODECS = {
     )
 }
 
-#: Codecs that the CPU can decompress too.
-ON_CPU = tuple(name for name, codec in CODECS.items() if codec.blosc2 is not None)
+#: Codecs that the CPU can decompress too, and what C-Blosc2 calls them.
+ON_CPU = {name: codec.blosc2 for name, codec in CODECS.items() if codec.blosc2 is not None}
 
 #: What ``compression="auto"`` writes. On one core, synthetic CT with noise was unpacked at 0.95 GB/s by lz4 and 0.9 by
 #: zstd on its native grid, and at 1.6 and 1.0 resampled; there lz4 took 1/3.1 of the bytes, and zstd 1/3.6.

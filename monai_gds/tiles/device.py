@@ -356,9 +356,9 @@ class _Workspace:
     stream.
 
     Attributes:
-        total: tiles of all parts.
-        table_bytes: bytes from ``tables`` on: the parts' descriptors, and what they refer to.
-        scratch_bytes: bytes of the decompressed tiles.
+        total: how many tiles all parts have.
+        table_bytes: how many bytes there are from ``tables`` on: the parts' descriptors, and what they refer to.
+        scratch_bytes: how many bytes the decompressed tiles take.
         tables, columns, crcs, statuses, got, temp, scratch: what the kernels and nvCOMP use.
     """
 

@@ -57,11 +57,11 @@ class Blocks(NamedTuple):
     """Where blocks lie on a device: the addresses of int64 arrays there, with an element per block.
 
     Attributes:
-        number: how many.
-        addresses: of the compressed blocks, multiples of 16.
-        sizes: bytes of each.
+        number: how many blocks there are.
+        addresses: where the compressed blocks begin, multiples of 16.
+        sizes: how many bytes each has.
         out_addresses: where each is decompressed to.
-        out_sizes: bytes there.
+        out_sizes: how many bytes it has there.
         most_out: the largest of these.
         total_out: the sum of these.
     """
@@ -119,7 +119,7 @@ def decompress(codec: str, blocks: Blocks, temp: int, temp_nbytes: int, statuses
         codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
         blocks: where they are.
         temp: address of memory for nvCOMP's own use, see :func:`temp_bytes`.
-        temp_nbytes: its bytes.
+        temp_nbytes: how many bytes that has.
         statuses: address of an int32 per block, which becomes 0 if it is sound.
         got: address of an int64 per block, which becomes its bytes after decompressing.
         stream: raw handle of the stream.

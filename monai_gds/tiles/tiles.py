@@ -70,11 +70,11 @@ class Layout:
     """How a tensor is cut and compressed.
 
     Attributes:
-        dtype: of the tensor.
-        shape: of the tensor.
-        tile: shape of a tile over the last three axes.
+        dtype: the tensor's dtype.
+        shape: its shape.
+        tile: the shape of a tile over the last three axes.
         codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
-        values: number of values in the palette; 0 without a palette.
+        values: how many values the palette has; 0 without a palette.
     """
 
     dtype: torch.dtype
@@ -137,12 +137,13 @@ class Layout:
             NewerRecord: a field, filter or codec of a later version.
         """
         known = ("dtype", "shape", "tile", "filter", "codec", "palette")
+        malformed = DamagedRecord("the description of a tensor's tiles is malformed")
         if type(node) is not dict or not all(key in node for key in known):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
+            raise malformed
         if strange := set(node) - set(known):
             raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
         if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
+            raise malformed
         if node["codec"] not in CODECS or node["filter"] != CODECS[node["codec"]].filter:
             known_here = ", ".join(f"{codec.filter!r} with {name!r}" for name, codec in CODECS.items())
             raise NewerRecord(
@@ -153,7 +154,7 @@ class Layout:
         numbers = [*shape, *tile, values] if type(shape) is list and type(tile) is list else [None]
         sound = node["dtype"] in DTYPES and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
         if not sound or len(tile) != 3 or not all(tile) or not all(shape):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
+            raise malformed
         dtype = getattr(torch, DTYPES[node["dtype"]][0])
         layout = cls(dtype, tuple(shape), (tile[0], tile[1], tile[2]), node["codec"], values)
         if values > palettes.MOST_VALUES or dtype.itemsize not in PATTERNS or layout.tile_bytes > limits.TILE_BYTES:
@@ -266,10 +267,10 @@ class Selection(NamedTuple):
     """Some tiles of a tensor, and how their streams are read into a buffer.
 
     Attributes:
-        tiles: which, rising, int64 (n,).
+        tiles: which tiles these are, rising, int64 (n,).
         sizes: as in :class:`Tiles`, int64 (n,).
         starts: where each stream begins in the buffer, int64 (n,); anything for a tile without one.
-        nbytes: of the buffer. :func:`blosc.head_bytes` of all tiles are free at its front.
+        nbytes: how many bytes the buffer has. :func:`blosc.head_bytes` of all tiles are free at its front.
         offset: where each read begins in the entry, int64 (m,).
         length: bytes of each read, int64 (m,).
         dest: where each begins in the buffer, int64 (m,).
@@ -290,7 +291,7 @@ class Tiles:
     Args:
         layout: how the tensor is cut and compressed.
         table: the table's bytes, whose checksum has been compared.
-        nbytes: bytes of the streams.
+        nbytes: how many bytes the streams have.
 
     Attributes:
         table: a copy of that given.
@@ -300,7 +301,7 @@ class Tiles:
         values: the palette, or None.
         divisor: indices divided by it are the palette's values, bit for bit: those of labels that count from 0, divided
             by 1, and of integers that were scaled to 0..1. None if there is no such number.
-        nbytes: bytes of memory of these.
+        nbytes: how many bytes of memory these take.
 
     Raises:
         DamagedRecord: the table does not fit the layout or the streams.
@@ -365,7 +366,7 @@ class Tiles:
         Args:
             streams: 1-D uint8.
             starts: where each stream begins in these.
-            tiles: which they are.
+            tiles: which tiles they belong to.
 
         Raises:
             DamagedRecord: one differs.

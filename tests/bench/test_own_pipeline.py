@@ -59,7 +59,7 @@ def test_epochs_in_words(module: str) -> None:
 
 
 def test_epochs_as_json(module: str) -> None:
-    done = run("profile", module, "--json", "--epochs", "1", "--num-workers", "1")
+    done = run("profile", module, "--json", "--epochs", "1")
     found = json.loads(done.stdout)
     assert found["epochs"][0]["computed"] == 3 and found["epochs"][0]["stages"]["random transforms"] > 0
     assert found["limits"]["backend"] == "posix" and found["limits"]["warm"] > 0

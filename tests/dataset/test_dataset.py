@@ -318,7 +318,7 @@ def test_why_every_item_missed_is_said_once_and_only_where_every_item_did(make: 
     for i in range(4):
         _ = make(scaled[0], data)[i]
     process_writer().flush()
-    with pytest.warns(CacheWarning, match="(?i)every item was computed anew.*what differs: .*0 → 1") as told:
+    with pytest.warns(CacheWarning, match="(?i)every item was computed again.*what differs: .*0 → 1") as told:
         dataset = make(scaled[1], data)
         for i in (0, 1, 2, 3, 0, 1):
             _ = dataset[i]
@@ -363,11 +363,11 @@ def test_changed_source_changed_transform_changed_item(make: Make, tmp_path: Pat
     assert dataset[0]["age"] == 99
     other = counted()
     other.transforms[5].scaler.b_max = 2.0
-    with pytest.warns(CacheWarning, match=r"every item was computed anew.*ScaleIntensityRanged.*b_max 1.0 → 2.0"):
+    with pytest.warns(CacheWarning, match=r"every item was computed again.*ScaleIntensityRanged.*b_max 1.0 → 2.0"):
         changed = make(other, data)
         assert float(changed[0]["image"].median()) == 1.0
     assert Count.calls == 4
-    cache = changed._cache()
+    cache = changed.session.cache()
     assert cache is not None and cache.index is not None
     assert not cache.index._entries, "what was compared with takes no memory afterwards"
 
@@ -464,14 +464,14 @@ def test_a_transform_changed_in_place_is_looked_at_again_when_asked(make: Make) 
     dataset = make(transform, [{"x": torch.arange(4.0)}])
     assert float(dataset[0]["x"].max()) == 1
     transform.transforms[0].scaler.maxv = 5.0
-    warnings.filterwarnings("ignore", "every item was computed anew")  # if the first one is on the disk by then
+    warnings.filterwarnings("ignore", "every item was computed again")  # if the first one is on the disk by then
     dataset.set_transform_hash(dataset.hash_transform)
     assert float(dataset[0]["x"].max()) == 5
 
 
 @pytest.mark.parametrize("hash_transform", [pickle_hashing, json_hashing, None])
 def test_hash_transform(make: Make, hash_transform: Any) -> None:
-    warnings.filterwarnings("ignore", "every item was computed anew")  # if the first one is on the disk by then
+    warnings.filterwarnings("ignore", "every item was computed again")  # if the first one is on the disk by then
     transforms = [mt.Compose([mt.Lambdad("x", func=np.exp)]), mt.Compose([mt.Lambdad("x", func=np.log)])]
     items = [make(t, [{"x": np.ones(2)}], hash_transform=hash_transform)[0]["x"] for t in transforms]
     assert torch.equal(*items) == (hash_transform is not pickle_hashing), "json_hashing hashes names, None nothing"
@@ -639,7 +639,7 @@ def test_a_backend_that_cannot_serve_the_device(tmp_path: Path) -> None:
 def test_backend_options_reach_the_backend(make: Make) -> None:
     dataset = make(backend="posix", backend_options={"threads": 3})
     _ = dataset[0]
-    assert dataset._cache()._storage.describe()["threads"] == 3  # type: ignore[union-attr]
+    assert dataset.session.cache()._storage.describe()["threads"] == 3  # type: ignore[union-attr]
     with pytest.raises(TypeError, match="warp"):
         _ = make(backend_options={"warp": 9})[0]
 
@@ -1347,9 +1347,9 @@ def test_the_form_is_told(make: Make) -> None:
 def test_workers_make_the_records_that_the_gpu_asks_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "why_not_on_gpu", lambda: None)
     dataset = make(mt.Compose([mt.Lambda(_volume)]), VOLUMES)
-    assert dataset.for_saving().record_form().codec is None
+    assert dataset.session.for_worker().record_form().codec is None
     dataset.settings = replace(dataset.settings, device=torch.device("cuda", 0))
-    view = dataset.for_saving()
+    view = dataset.session.for_worker()
     assert (view.target().type, view.record_form().codec) == ("cpu", "lz4")
     assert pickle.loads(pickle.dumps(view)).record_form() == view.record_form()
 
@@ -1561,7 +1561,7 @@ def test_a_dataset_names_its_pipeline_as_ls_does(tmp_path: Path) -> None:
     with GDSDataset(items, pipeline(), tmp_path / "cache", device="cpu") as dataset:
         _ = dataset[0]
     (found,) = survey(tmp_path / "cache")
-    assert dataset.pipeline_digest() == found.pipeline
+    assert dataset.session.pipeline_digest() == found.pipeline
     assert f"pipeline:   {found.pipeline[:8]}" in str(dataset)
 
 

@@ -201,7 +201,7 @@ def test_why_everything_is_computed_anew_is_said(make: Any, tmp_path: Path, log:
     make().populate()
     other = make()
     other.transform = mt.Compose([Make(log), mt.Lambda(lambda item: {"x": item["x"] + 1})])
-    with pytest.warns(CacheWarning, match=r"every item was computed anew.*Lambda inserted"):
+    with pytest.warns(CacheWarning, match=r"every item was computed again.*Lambda inserted"):
         other.populate()
 
 

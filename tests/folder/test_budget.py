@@ -39,7 +39,7 @@ NBYTES = 1 << 16
 
 
 #: Each test has several pipelines, and items that are all new.
-pytestmark = pytest.mark.filterwarnings("ignore:every item was computed anew")
+pytestmark = pytest.mark.filterwarnings("ignore:every item was computed again")
 
 
 def pipeline(number: int) -> Compose:

@@ -244,7 +244,7 @@ def test_a_budget_on_the_own_drive(far: Path, near: Path, monkeypatch: pytest.Mo
     assert len(names(far)) == 8
     del made
     other = Compose([EnsureTyped("image"), ScaleIntensityd("image", minv=0, maxv=2)])
-    with pytest.warns(CacheWarning, match="every item was computed anew"):
+    with pytest.warns(CacheWarning, match="every item was computed again"):
         filled(far, transform=other)
     epoch(dataset(far, near, items=3, transform=other, options={"local_bytes": limit}))
     assert len(names(near)) == 3
@@ -294,7 +294,7 @@ def test_a_copy_that_is_stopped_at_any_step_leaves_no_half_record(far: Path, nea
     (record,) = far.glob("*.safetensors")
     digest = record.name[:32]
     for n in range(1, 1000):
-        tier = CacheDirectory(near, made._cache()._storage)  # type: ignore[union-attr]
+        tier = CacheDirectory(near, made.session.cache()._storage)  # type: ignore[union-attr]
 
         def copy(tier: CacheDirectory = tier) -> None:
             tier.adopt(digest, str(record))

@@ -190,7 +190,7 @@ def test_crops_that_are_drawn_before_anything_is_read_do_not_depend_on_it_either
     ]
     dataset = GDSDataset(list(range(5)), mt.Compose([Large(), *crops]), tmp_path, "cpu", compression="lz4")
     dataset.populate(progress=False)
-    assert drawn_ahead(dataset.split())
+    assert drawn_ahead(dataset.session.split())
     assert_same(two_epochs(dataset, 2), two_epochs(dataset, 1))
 
 
@@ -748,12 +748,12 @@ class OnItsWay(GDSDataset):
 
 def test_workers_of_a_cuda_target_load_to_the_cpu(tmp_path: Path) -> None:
     dataset = OnItsWay(list(range(3)), mt.Compose([Volume()]), tmp_path / "cache")
-    view = dataset.for_loading()
+    view = dataset.session.for_worker(loads=True)
     assert view.target() == torch.device("cpu")
-    assert type(view[0]["image"]) is MetaTensor and isinstance(view[0]["label"], torch.Tensor)
+    assert type(view.dataset[0]["image"]) is MetaTensor and isinstance(view.dataset[0]["label"], torch.Tensor)
     dataset.settings = replace(dataset.settings, compression="bitcomp")
     with pytest.raises(ValueError, match="bitcomp"):
-        dataset.for_loading()
+        dataset.session.for_worker(loads=True)
 
 
 def test_a_child_keeps_the_batch_that_it_was_forked_with(make: Make) -> None:

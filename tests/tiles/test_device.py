@@ -222,7 +222,7 @@ def test_hits_are_equal_to_misses(tmp_path: Path, codec: str) -> None:
 def test_a_damaged_tile_is_computed_anew(tmp_path: Path, verify: str) -> None:
     with _dataset(tmp_path, "zstd") as dataset:
         missed = dataset[0]
-    record = Path(dataset.record_path(dataset.key(0)))
+    record = Path(dataset.session.record_path(dataset.key(0)))
     data = bytearray(record.read_bytes())
     data[len(data) // 2] ^= 0x40
     record.write_bytes(data)
@@ -248,12 +248,12 @@ def test_records_that_stay_on_the_device(tmp_path: Path, room: float | str) -> N
             for key, value in missed[n].items():
                 assert torch.equal(hit[key].as_tensor(), value.as_tensor())
                 hit[key].as_tensor().fill_(1)  # what was handed out is the user's own
-    cache = again._cache()
+    cache = again.session.cache()
     assert cache is not None
     kept = cache._reader._kept
     assert kept is not None
     assert 0 < kept.nbytes <= bytes_of(room, "device_bytes")
-    Path(again.record_path(again.key(1))).unlink()
+    Path(again.session.record_path(again.key(1))).unlink()
     assert torch.equal(again[1]["image"], missed[1]["image"])  # computed anew
 
 
@@ -287,7 +287,7 @@ def test_crops_read_only_their_tiles(tmp_path: Path, codec: str, device_bytes: f
 def test_bitcomp_is_for_gpus_only(tmp_path: Path) -> None:
     with _dataset(tmp_path, "bitcomp") as dataset:
         missed = dataset[0]
-    record = Path(dataset.record_path(dataset.key(0)))
+    record = Path(dataset.session.record_path(dataset.key(0)))
     assert 3 * record.stat().st_size < sum(missed[key].nbytes for key in ("image", "label"))
     assert torch.equal(_dataset(tmp_path)[0]["image"], missed["image"])
     with pytest.raises(ValueError, match="bitcomp"):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from monai_gds import limits
 from monai_gds.errors import DamagedRecord, NewerRecord
 from monai_gds.tiles import blosc
-from monai_gds.tiles.codecs import ON_CPU
+from monai_gds.tiles.codecs import CODECS, ON_CPU, Blosc2, Codec
 from monai_gds.tiles.tiles import Layout, Packed, Tiles, pack, tile_shape
-from monai_gds.tiles.unpacking import unpack
+from monai_gds.tiles.unpacking import unpack, why_not
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("blosc2") is None, reason="blosc2 is not installed")
 
@@ -94,6 +94,17 @@ def test_all_dtypes_are_packed(dtype: torch.dtype, codec: str) -> None:
     tensor = (ct((2, 33, 40, 10)) * 5).repeat_interleave(8, -1).to(dtype)
     packed = packed_of(tensor, codec)
     assert same_bits(unpack(read(packed), packed.streams.numpy()), tensor)
+
+
+def test_a_codec_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    zlib = Codec("zlib", Blosc2(code=4, level=1, format=3), "Deflate", b"any")
+    monkeypatch.setitem(CODECS, "zlib", zlib)
+    monkeypatch.setitem(ON_CPU, "zlib", zlib.blosc2)
+    packed = packed_of(ct(), "zlib")
+    assert packed.layout.to_node()["codec"] == "zlib"
+    assert len(packed.streams) != len(packed_of(ct(), "zstd").streams)
+    assert why_not("zlib") is None
+    assert same_bits(unpack(read(packed), packed.streams.numpy()), ct())
 
 
 def test_tensors_that_do_not_get_smaller_are_left_alone() -> None:

@@ -59,7 +59,7 @@ class ImageStorage:
     allocator already reuses them in the order of the streams.
 
     Args:
-        backend, device, options: as for :func:`monai_gds.open_storage`, which may raise.
+        backend, device, options: passed to :func:`monai_gds.open_storage`, which may raise.
         pinned: host buffers are pinned, for a decoder on a GPU.
     """
 
@@ -74,7 +74,7 @@ class ImageStorage:
 
     def start_files(self, paths: Sequence[str], sizes: np.ndarray) -> Fetch:
         """Starts reading whole files, one image each. A file without its given size fails with FileChanged."""
-        pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte behind each file shows whether it has grown
+        pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte after each file shows whether it has grown
         ends = np.cumsum(pitch)
         reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
         return self._start(reads, reads.parts)
@@ -90,9 +90,9 @@ class ImageStorage:
         """Starts reading images of the given sizes that lie back to back in a large file, from ``offset`` on.
 
         Args:
-            path: of the file.
-            offset: of the first image.
-            sizes: of the images.
+            path: path of the file.
+            offset: where the first image begins.
+            sizes: bytes of each image.
             file: the file's identity; a different one fails with FileChanged.
             verify: called with the bytes of all the images once they have arrived, in the thread that read them. If it
                 raises, the read fails.

@@ -214,7 +214,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         """Writes the map as JSON (see the module's docstring). The file appears whole or not at all.
 
         Args:
-            file: where to.
+            file: where the map is written to.
             plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes, and nothing of ``unmapped``.
 
         Raises:
@@ -435,7 +435,7 @@ def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:
     """Raises StorageError where the disk, or a hole, does not hold the bytes that are read through the file."""
     device = disk.open()
     try:
-        # Aligned, as O_DIRECT demands. Closing it would fail behind a Ctrl-C that leaves a part of it in use.
+        # Aligned, as O_DIRECT demands. Closing it would fail after a Ctrl-C that leaves a part of it in use.
         aligned = memoryview(mmap.mmap(-1, _COMPARE_BYTES))
         for offset, start, nbytes in _pieces(blocks):
             expected = read_at(fd, min(nbytes, blocks.size - offset), offset)

@@ -61,10 +61,10 @@ class FileBlocks(NamedTuple):
 
     Attributes:
         size: its bytes; in a plain map, those of its blocks.
-        extents: in order. Ranges that none covers are zeros.
+        extents: where its bytes lie, in order. Ranges that none covers are zeros.
         inode: its inode number; None in a plain map.
         mtime_ns: time of its last change; None in a plain map.
-        checksum: of its bytes, see :mod:`monai_gds.base.checksum`; None in a map that was built without checksums.
+        checksum: the checksum of its bytes, see :mod:`monai_gds.base.checksum`; None if the map was built without.
     """
 
     size: int

@@ -7,7 +7,7 @@ page cache of a machine where KvikIO's threads reached 20.
 
 Without cuFile, KvikIO's threads fill this package's pinned slots, and the copy stream copies them to the device,
 without waiting for what training has queued. KvikIO's own copies would run on streams that wait for the legacy default
-stream: a read behind 300 ms of queued work took 305 ms. Python threads reached only 18 GB/s with pieces of 4 MiB,
+stream: a read after 300 ms of queued work took 305 ms. Python threads reached only 18 GB/s with pieces of 4 MiB,
 because after each piece a thread has to get the interpreter's lock. Small reads, and reads into host memory, go through
 the ``posix`` backend.
 
@@ -157,7 +157,7 @@ class KvikioBackend(QueueBackend):
         if all(on_device) and large.all():
             return super().start(reads, into)
         large &= np.array(on_device)[reads.dest]
-        reads = reads.with_room(into)  # only all reads together show the room behind each
+        reads = reads.with_room(into)  # only all reads together show the room after each
         parts = [super().start(reads[large], into), self._posix.start(reads[~large], into)]
         return Pending.joined(parts, list(into), self.device)
 

@@ -263,7 +263,7 @@ class Device:
         mem: xNVMe's name of an allocator; None for the interface's own.
         gpu: index of the CUDA device for a driver with buffers on a GPU.
         nsid: namespace of a drive in user space; None for the first.
-        heap_bytes: of uPCIe's heaps; None for its own default.
+        heap_bytes: size of uPCIe's heaps; None for its own default.
 
     Raises:
         StorageError: it cannot be opened.
@@ -403,7 +403,7 @@ class Queue:
         Raises:
             StorageError: the queue is broken, or a drive without the kernel's time limit does not answer.
         """
-        now = time.monotonic()  # first: this process may be stopped behind any line, and the drive answers meanwhile
+        now = time.monotonic()  # first: this process may be stopped after any line, and the drive answers meanwhile
         code = self._api.xnvme_queue_poke(self._queue, 0)
         if code < 0 and code not in (-errno.EBUSY, -errno.EAGAIN, -errno.EINTR):
             raise StorageError(-code, f"xnvme_queue_poke: {os.strerror(-code)}", self._device.uri)

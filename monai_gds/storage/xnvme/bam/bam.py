@@ -1,6 +1,6 @@
 """The ``xnvme-bam`` backend: a file's blocks by NVMe commands that CUDA threads submit themselves.
 
-As ``xnvme-block`` it knows from the kernel, or from a saved :class:`~monai_gds.BlockMap`, where a file's bytes lie. The
+As with ``xnvme-block``, the kernel or a saved :class:`~monai_gds.BlockMap` shows where a file's bytes lie. The
 commands are built, submitted and polled by a kernel (``bam.cu``), as in BaM (Qureshi et al., 2023)::
 
     reads ─plan─▶ extents ─▶ commands ─▶ kernel: entries, doorbells, completions ─▶ pool ─copy stream─▶ destination
