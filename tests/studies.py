@@ -21,7 +21,7 @@ import torch
 from monai_gds import GDSDataset
 from tests.same import assert_same
 
-__all__ = ["Log", "Outcome", "Study", "run", "run_on", "version_beside", "write_volume"]
+__all__ = ["Log", "Outcome", "Study", "run", "run_among_others", "run_on", "version_beside", "write_volume"]
 
 #: What every script begins as. Rows replace parts of it.
 SCRIPT = '''"""How this study loads its volumes."""
@@ -127,6 +127,11 @@ class Study:
         """Adds an entry to every item."""
         self.edit('"age": 40 + i', f'"age": 40 + i, {entry}')
 
+    @property
+    def changes_its_process(self) -> bool:
+        """Whether a run leaves a process that others cannot run in."""
+        return bool(self.code or self.environment or self.cwd) or self.user is not None or self.hash_seed != "0"
+
     def records(self) -> list[Path]:
         """The records in the cache folder."""
         return sorted(self.cache.glob("*.safetensors"))
@@ -172,6 +177,18 @@ def run(study: Study) -> Outcome:
     dataset = GDSDataset(script.items(), script.transform(), study.cache, **{"device": "cpu", **study.settings})
     _living.update(dataset=dataset, script=script)
     return _read(study)
+
+
+def run_among_others(study: Study) -> Outcome:
+    """Runs a study in a process where others run before and after it."""
+    try:
+        return run(study)
+    finally:
+        _living.clear()
+        sys.path.remove(str(study.folder))
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(study.folder)):
+                del sys.modules[name]
 
 
 def run_on(study: Study) -> Outcome:

@@ -245,7 +245,7 @@ def verify(
         say(_summary(directory, f"{len(records)} records, {damaged} damaged{not_checked}"))
         if damaged:
             say(
-                "Damaged records are computed anew when they are next used. "
+                "Damaged records are computed again when they are next used. "
                 f"To delete them now: monai-gds cache prune --damaged {shlex.quote(str(directory))}"
             )
     raise typer.Exit(1 if damaged or unread else 0)

@@ -22,6 +22,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +65,7 @@ class CacheDirectory:
         form: the form in which items come out of records.
         index: where published records are noted, or None.
         device_bytes: budget for packed records that stay in the memory of a CUDA device.
-        compression: the form of new records; may be assigned anew.
+        compression: the form of new records; may be assigned at any time.
         mmap: see :data:`~monai_gds.records.reader.Mmap`.
         file_mode: permissions that records have at most. They have those of the directory otherwise.
         uses: where it is noted which records are read.
@@ -193,7 +194,7 @@ class CacheDirectory:
             _note(self.index, path, key, item, head)
 
     def convert(self, key: Key) -> Literal["converted", "cached"] | None:
-        """Writes a record anew in the form asked for, from its own bytes, and makes it visible whole.
+        """Writes a record again in the form asked for, from its own bytes, and makes it visible whole.
 
         Readers are served by the old file or by the new one. A record that another process replaced meanwhile stays,
         whatever its form, so two processes never take turns at replacing one.
@@ -241,7 +242,8 @@ class CacheDirectory:
                 if self._budget is not None:
                     self._budget.take(os.fstat(record.fileno()).st_size - _size(path))
                 being_written = temporary.being_written(self.path, digest, path, self._file_mode)
-                with being_written as unfinished, open(unfinished, "xb", opener=self._opener) as copy:
+                opener = partial(os.open, mode=self._file_mode)
+                with being_written as unfinished, open(unfinished, "xb", opener=opener) as copy:
                     shutil.copyfileobj(record, copy, limits.COPIED_BYTES)
         except OSError as e:
             if os.path.exists(source):  # else it was deleted meanwhile
@@ -250,9 +252,6 @@ class CacheDirectory:
                 self._problems.unwritable(e)
         finally:
             self._reader.forget(path)
-
-    def _opener(self, path: str, flags: int) -> int:
-        return os.open(path, flags, self._file_mode)
 
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background. Waits only while the queue is full.

@@ -246,8 +246,9 @@ class Unwanted:
     """Which records are to be deleted besides those that are no longer of use."""
 
     pipeline: str = ""  # all records of this pipeline, see :func:`pipeline_of`
-    missing_sources: bool = False  # records with a missing source file; see :func:`prunable`
-    identify: Identify | None = None  # compares sources by identity
+    missing_sources: bool = False  # records with a missing source file; not by default, since a disk may be unmounted
+    # Compares sources by identity. By default only sizes are compared, because hashing takes long.
+    identify: Identify | None = None
     # These leave out what is in use.
     older_than: float = math.inf  # seconds since a record was made
     unused_for: float = math.inf  # seconds since a record was last used or made
@@ -275,10 +276,7 @@ def choose(
     Returns:
         Files that nobody can use or that were named, and idle records, which stay if they are used meanwhile.
     """
-    chosen = list(prunable(
-        directory, records, missing_sources=unwanted.missing_sources, pipeline=unwanted.pipeline,
-        identify=unwanted.identify,
-    ))  # fmt: skip
+    chosen = list(prunable(directory, records, unwanted))
     if checked is not None:
         files = [found.file for found in without(chosen, records)]
         chosen += [found for found in checked(files) if found.damaged]
@@ -369,10 +367,7 @@ def pipeline_of(records: Iterable[Found], prefix: str) -> str:
 def prunable(
     directory: str | os.PathLike[str],
     records: Iterable[Found],
-    *,
-    missing_sources: bool = False,
-    pipeline: str = "",
-    identify: Identify | None = None,
+    unwanted: Unwanted = Unwanted(),
 ) -> Iterator[Found]:
     """Files that are no longer of use, each with the reason in ``problem``.
 
@@ -383,22 +378,20 @@ def prunable(
     Args:
         directory: the cache directory.
         records: what :func:`survey` found in it, without an index: that may be wrong.
-        missing_sources: also records with a missing source file. Not by default, since a disk may be unmounted.
-        pipeline: also all records of this pipeline, see :func:`pipeline_of`.
-        identify: also compares sources by identity. By default only sizes are compared, because hashing takes long.
+        unwanted: whether sources are compared, and what else is of no use.
     """
     for path, nbytes in temporary.abandoned(directory):
         yield Found(path, nbytes, "left behind by a writer that is gone")
-    identify = identify and functools.cache(identify)  # many records share a source
+    identify = unwanted.identify and functools.cache(unwanted.identify)  # many records share a source
     newest: dict[str, Found] = {}
     for found in records:
         if found.problem:
             if found.damaged:
                 yield found
             continue
-        reason = _outdated(found, missing_sources, identify)
-        if pipeline and found.pipeline == pipeline:
-            reason = f"of the pipeline {pipeline[:SHOWN]}"
+        reason = _outdated(found, unwanted.missing_sources, identify)
+        if unwanted.pipeline and found.pipeline == unwanted.pipeline:
+            reason = f"of the pipeline {found.pipeline[:SHOWN]}"
         if reason:
             yield replace(found, problem=reason)
             continue
@@ -452,7 +445,7 @@ def _has_changed(path: str, source: SourceState, identify: Identify | None) -> b
 def remove(found: Found) -> bool:
     """Deletes a file that :func:`prunable` or :func:`check` returned, unless it was replaced meanwhile.
 
-    A process that reads a damaged record computes it anew and replaces it with a sound one.
+    A process that reads a damaged record computes it again and replaces it with a sound one.
 
     Returns whether it was deleted. Raises OSError: no permission, read-only.
     """

@@ -26,8 +26,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
@@ -78,10 +78,14 @@ class _File:
             else:
                 self.ended = max(self.ended, seconds)
 
-    def last(self, now: float = 0.0) -> dict[str, float]:
-        """When the records were last used. While the dataset is in use, all that it has read are in use ``now``."""
-        at = max(self.ended, now)
-        return {digest: max(seconds, at) for digest, seconds in self.read.items()}
+
+def _last(files: Iterable[_File]) -> dict[str, float]:
+    """When records were last used. What a dataset has read is in use until it ends."""
+    last: dict[str, float] = {}
+    for file in files:
+        for digest, seconds in file.read.items():
+            last[digest] = max(seconds, file.ended, last.get(digest, 0.0))
+    return last
 
 
 class _Own:
@@ -151,15 +155,10 @@ class Uses:
             if time.monotonic() < self._seen[0] + age:
                 return self._seen[1]
             self._read()
-            now, last, opened = time.time(), dict[str, float](), set(self._opened)
             running = self._notes.running()
-            for name, file in self._files.items():
-                in_use = bool(file.opened) and not file.ended and name in running
-                if in_use:
-                    opened |= file.opened
-                for digest, seconds in file.last(now if in_use else 0.0).items():
-                    last[digest] = max(seconds, last.get(digest, 0.0))
-            used = Used(last, frozenset(opened))
+            in_use = [f for name, f in self._files.items() if f.opened and not f.ended and name in running]
+            last = _last([*self._files.values(), *(replace(file, ended=time.time()) for file in in_use)])
+            used = Used(last, frozenset(self._opened).union(*(file.opened for file in in_use)))
             self._seen = time.monotonic(), used
             return used
 
@@ -178,15 +177,12 @@ class Uses:
 
     def _merged(self, files: list[bytes]) -> bytes:
         """When each record that still exists was last used."""
-        last: dict[str, float] = {}
-        for notes in files:
-            file = _File()
+        read = [_File() for _ in files]
+        for file, notes in zip(read, files, strict=True):
             file.add(notes)
-            for digest, seconds in file.last().items():
-                last[digest] = max(seconds, last.get(digest, 0.0))
         there = {name[:_DIGITS] for name in os.listdir(self._notes.directory)}
         by_time: dict[float, list[str]] = {}
-        for digest, seconds in last.items():
+        for digest, seconds in _last(read).items():
             if digest in there:
                 by_time.setdefault(seconds, []).append(digest)
         return b"".join(_line("read", "".join(digests), seconds) for seconds, digests in by_time.items())

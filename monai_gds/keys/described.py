@@ -1,6 +1,6 @@
 """What a walk over values notes beside their hash: a description, the texts and the devices it meets.
 
-Used by :mod:`monai_gds.keys.hashing` and :mod:`monai_gds.keys.code`.
+Used by :mod:`monai_gds.keys.hashing` and :mod:`monai_gds.keys.code`. Does not import torch, which sources do not need.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
-
-import torch
 
 __all__ = ["Described", "join"]
 
@@ -79,6 +77,6 @@ def _names_device(value: Any) -> bool:
     """Whether a value names torch devices. Anything else called ``device``, such as a scanner, counts."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(map(_names_device, value))
-    if value is None or isinstance(value, torch.device):
+    if value is None or (type(value).__module__, type(value).__name__) == ("torch", "device"):
         return True
     return isinstance(value, str) and re.fullmatch(rf"({_DEVICE})(:\d+)?", value) is not None

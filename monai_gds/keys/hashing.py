@@ -116,9 +116,6 @@ _EXACT: dict[type, Callable[[Any], bytes]] = {
     bytearray: bytes,
 }
 
-#: The base of DataFrame and Series.
-_OF_PANDAS = ("pandas.core.generic", "NDFrame")
-
 #: What torch keeps in a module under keys that count all hooks of a process.
 _HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 
@@ -176,13 +173,8 @@ def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None =
         name = own_attribute(transform, "__qualname__") or type(transform).__qualname__
         digests.append(hasher.digest(transform, f"transforms[{i}] {name}"))
     digest = join([*digests, *hasher.definitions()]).hex()
-    return HashedTransforms(
-        digest,
-        hasher.description or {},
-        frozenset(hasher.strings),
-        frozenset(hasher.devices),
-        hasher.requires_grad,
-    )
+    strings, devices = frozenset(hasher.strings), frozenset(hasher.devices)
+    return HashedTransforms(digest, hasher.description or {}, strings, devices, hasher.requires_grad)
 
 
 class Values(Code):
@@ -343,7 +335,7 @@ class Values(Code):
         own = own_attribute(value, "__cache_key__")
         if own is not None:
             return [*head, self.digest(own(), f"{where}.__cache_key__()")]
-        if any((cls.__module__, cls.__name__) == _OF_PANDAS for cls in type(value).__mro__):
+        if any((cls.__module__, cls.__name__) == ("pandas.core.generic", "NDFrame") for cls in type(value).__mro__):
             why = "it keeps references to itself: hold its values, as frame.to_dict('list') or frame.to_numpy()"
             raise HashingError(_refusal(value, where, why))
         writes = any(known.writes_files(cls) for known in _libraries.values() for cls in type(value).__mro__)

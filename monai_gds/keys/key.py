@@ -138,7 +138,7 @@ class KeyMaker:
     """Makes keys for the items of one dataset.
 
     Args:
-        hash_func: item -> hash as bytes, as MONAI's ``hash_func``.
+        hash_func: returns the hash of an item as bytes, as MONAI's ``hash_func``.
         sources: identifies files.
         loaded: keys of an item under which a transform loads files, so that any string there names a source; ``"all"``
             if transforms load whole items.
@@ -161,7 +161,8 @@ class KeyMaker:
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
         """The key of an item. Raises HashingError if the item holds something without a stable content."""
-        given = self._given(item)
+        by_default = self._hash_func is canonical_hash  # a user's function is called every time: it may read files
+        given = None if by_default else hash_text(self._hash_func(item), "hash_func")
         try:
             seen = self._look(item) if given is None else _KnownItem(given, candidates(item, self._loaded))
         except RecursionError as e:
@@ -205,10 +206,6 @@ class KeyMaker:
     def flush(self) -> None:
         """Saves what was learned about sources for other processes."""
         self._sources.flush()
-
-    def _given(self, item: Any) -> str | None:
-        """The hash by the user's function, which is called every time, since it may read files; None without one."""
-        return None if self._hash_func is canonical_hash else hash_text(self._hash_func(item), "hash_func")
 
     def _look(self, item: Any) -> _KnownItem:
         """What does not depend on the content of the files that an item names.

@@ -35,7 +35,6 @@ __all__ = ["Identity", "Policy", "Sources"]
 #: How sources are identified; :class:`Sources` explains each policy.
 Policy = Literal["content", "stat", "once"] | Callable[[str], str | bytes | None] | None
 
-
 #: Changes with the meaning of a hash in the memo, so that entries of another format are never found.
 _FORMAT = 1
 
@@ -310,7 +309,6 @@ def _memo_key(path: str, state: bytes) -> bytes:
 
 
 # Reading
-
 
 _buffers: deque[bytearray] = deque()  # as many as threads ever read at the same time
 

@@ -9,7 +9,7 @@ other.
 Drawing ahead assumes that nothing else draws from the same generators before the item's turn. So after each draw the
 random states are put back to those of the last finished item. When a turn comes, they are compared with those that the
 draw began with. If they are equal, the states move to where the draw left them; if not, the draw is discarded and the
-item is drawn anew. So the random states are always those of a loop that reads nothing ahead, also for a transform that
+item is drawn again. So the random states are always those of a loop that reads nothing ahead, also for a transform that
 shares a generator, after a loop that was left early, and after a seed that was set in between.
 
 The generators of Python, NumPy and torch are neither read nor put back here: the training draws from them meanwhile.
@@ -222,7 +222,7 @@ class Draws:
             except NotOnGhosts as e:
                 self._notes[type(self._steps[done]).__name__] = str(e)
                 self._on_ghosts = count = min(done, self._on_ghosts)
-                if ghosts.spoilt():  # what is not in tiles is read anew
+                if ghosts.spoilt():  # what is not in tiles is read again
                     turn.lazy = None
             before.put_back()
         return None

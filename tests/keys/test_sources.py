@@ -110,7 +110,7 @@ def _moved(volume: Path) -> Path:
         pytest.param(lambda p: os.utime(p), id="touch"),
         pytest.param(lambda p: os.utime(p, ns=(0, 0)), id="an old mtime"),
         pytest.param(lambda p: p.chmod(0o400), id="chmod"),
-        pytest.param(lambda p: p.write_bytes(p.read_bytes()), id="written anew"),
+        pytest.param(lambda p: p.write_bytes(p.read_bytes()), id="written again"),
         pytest.param(_hard_link, id="hard link"),
         pytest.param(_moved, id="mv"),
         pytest.param(lambda p: shutil.copy(p, p.parent / "copy.nii"), id="cp"),

@@ -61,7 +61,7 @@ def _small_volumes_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of all items behind EnsureTyped."""
+    """A cache of all items after EnsureTyped."""
     path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "TILED_BYTES", 1000)
@@ -371,7 +371,7 @@ def test_a_loop_left_early_leaves_no_draws_behind(folder: Path) -> None:
     loop.close()
     left = states(mine)[0]
     theirs[0]
-    assert_same(left, states(theirs)[0], "behind the batch that was taken")
+    assert_same(left, states(theirs)[0], "after the batch that was taken")
     old = monais(lambda: [crop()])
     for owner, state in zip(_randomizables(old.transform), left, strict=True):
         put_state(owner.R, state)

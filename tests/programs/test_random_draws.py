@@ -53,7 +53,7 @@ CROPS: dict[str, Callable[[Any], Any]] = {
     "Compose": lambda size: mt.Compose([mt.RandSpatialCropd(BOTH, (32, 32, 32)), mt.RandFlipd(BOTH, prob=0.5)]),
 }
 
-#: What a pipeline begins with behind its cached half, which is contiguous.
+#: What a pipeline begins with after its cached half, which is contiguous.
 RANDOM_CROPS = [name for name in CROPS if name.startswith(("Rand", "OneOf", "Compose"))]
 
 RANDOM: dict[str, Callable[[], Any]] = {
@@ -192,7 +192,7 @@ class Drawn:
         return ", ".join([*self._front, "|", *(name for _, name in self._rest), "lazy" * self._lazy])
 
     def pipeline(self, seed: int) -> mt.Compose:
-        """The pipeline, made anew."""
+        """The pipeline, made again."""
         front = [t for name in self._front for t in RECIPES[name].make()]
         rest: list[Any] = []
         for (kind, name), size in zip(self._rest, self._sizes, strict=True):

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BlockMapError, ImageListError, MonaiGdsError, RecordError
 from monai_gds.folder.directory import CacheDirectory
-from monai_gds.folder.maintenance import check, prunable, survey
+from monai_gds.folder.maintenance import Unwanted, check, prunable, survey
 from monai_gds.imagenet.files.packed import INDEX, PackedImages
 from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.imagenet.source import ImageSource, open_images
@@ -331,7 +331,7 @@ def hostile_folders(
             except Exception:
                 tally.found("lost", f"{arguments}: {traceback.format_exc()[-1200:]}")
         try:
-            list(prunable(folder / "cache", survey(folder / "cache"), missing_sources=True))
+            list(prunable(folder / "cache", survey(folder / "cache"), Unwanted(missing_sources=True)))
         except Exception:
             tally.found("lost", f"prunable: {traceback.format_exc()[-1200:]}")
         if tally.bad > before:
