@@ -27,7 +27,6 @@ KNOWN: set[tuple[str, str]] = {
     ("items/passthrough.py", "monai_gds.keys.hashing"),
     ("pipeline/random_states.py", "monai_gds.programs.ghosts"),
     ("pipeline/split.py", "monai_gds.programs.ghosts"),
-    ("records/reader.py", "monai_gds.folder.uses"),
 }
 
 #: Files of circles that are still there.
@@ -217,7 +216,6 @@ KNOWN_LARGE: set[str] = {
     "items/decoding.py:_TreeParser",
     "items/encoding.py:_Encoder",
     "keys/hashing.py:_Hasher",
-    "records/reader.py:RecordReader",
     "testing/contract.py:BackendContract",
 }
 

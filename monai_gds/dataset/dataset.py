@@ -58,7 +58,7 @@ from monai_gds.programs.draws import Draws, Turn
 from monai_gds.programs.indices import takes_runs
 from monai_gds.records.compression import Codec, Compression
 from monai_gds.records.heads import Form
-from monai_gds.records.pending_item import PendingItem
+from monai_gds.records.pending import PendingItem
 from monai_gds.records.reader import Mmap, Verify
 from monai_gds.storage import choose_backend, open_storage, resolve_device
 from monai_gds.storage.registry import check_options
@@ -653,7 +653,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         stages.enter("reading")
         if split.drawable and not whole and self._may_draw():
             return self._begin_draws(cache, split, items, indices, keys, alone)
-        pendings = cache.start_all([key.digest for key in keys])
+        pendings = cache.start([key.digest for key in keys])
         return [
             Begun(self, item, index, cache, key, pending)
             for item, index, key, pending in zip(items, indices, keys, pendings, strict=True)
@@ -663,12 +663,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self, cache: CacheDirectory, split: Split, items: Sequence[Any], indices: Sequence[Any], keys: Sequence[Key],
         alone: bool,
     ) -> list[Begun]:  # fmt: skip
-        reading = cache.start_all_lazily([key.digest for key in keys])
+        reading = cache.start([key.digest for key in keys], lazily=True)
         # An item without draws needs a turn only if later items are begun before it is finished.
-        queue = None if alone and isinstance(reading[0], PendingItem) else self._queue(split)
+        queue = None if alone and reading[0] is not None and not reading[0].tiled else self._queue(split)
         found: list[Begun] = []
         for item, index, key, started in zip(items, indices, keys, reading, strict=True):
-            pending, lazy = (started, None) if isinstance(started, PendingItem) else (None, started)
+            pending, lazy = (None, started) if started is not None and started.tiled else (started, None)
             turn = None if queue is None else Turn(queue, lazy, item)
             found.append(Begun(self, item, index, cache, key, pending, turn))
         if queue is not None:

@@ -27,7 +27,7 @@ import torch
 from monai.data import MetaTensor
 
 if TYPE_CHECKING:
-    from monai_gds.records.lazy_item import Volume
+    from monai_gds.records.volumes import Volume
     from monai_gds.tiles.boxes import Box
 
 __all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "hazard", "parts"]
