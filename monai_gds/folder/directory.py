@@ -22,6 +22,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -101,8 +102,8 @@ class CacheDirectory:
         self._problems = Problems(self.path, unmade, copies, run)
         self._budget = budget
         self._failed = -math.inf  # when a record could not be copied
-        self._uses = uses
-        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, self._note_use, copies)
+        note = partial(_note_use, uses)  # not a method: a circle would outlive the dataset, and with it what it uses
+        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, note, copies)
 
     def record_path(self, digest: str) -> str:
         """The path of a key's record, which need not exist."""
@@ -122,10 +123,6 @@ class CacheDirectory:
             been reported.
         """
         return start(self._reader, self._saved(digests), lazily)
-
-    def _note_use(self, digest: str) -> None:
-        for uses in self._uses:
-            uses.read(digest)
 
     def _saved(self, digests: Sequence[str]) -> list[str]:
         """The paths of records. Waits for those that this process is saving."""
@@ -258,6 +255,11 @@ class CacheDirectory:
             process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
         elif done is not None:
             done()
+
+
+def _note_use(folders: Sequence[Uses], digest: str) -> None:
+    for uses in folders:
+        uses.read(digest)
 
 
 def _size(path: str) -> int:
