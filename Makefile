@@ -1,6 +1,7 @@
 # make demo   sets up and runs the main job on the CPU (or on a GPU: make demo EXTRAS=cuda12 CONSTRAINTS=)
 # make test   sets up and runs the tests, in TEST_PROCESSES processes (2), but for the long ones
 # make test-long  the long tests, and those of hypothesis with many more examples
+# make mutants  one-line faults that the tests have to notice, each in a copy of this tree (MUTANTS="records keys": only in these files)
 # make soak   campaigns of faults against the cache, MINUTES (10) in all, and a tally (CAMPAIGNS="kills hostile": only these)
 # make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too, in user space where it has upcie)
 # make test-package  sdist and wheel, built, installed into an environment of their own, and tried there
@@ -20,6 +21,7 @@ PYTEST ?=
 TEST_PROCESSES ?= 2
 NOTEBOOKS ?=
 MINUTES ?= 10
+MUTANTS ?=
 CAMPAIGNS ?=
 
 # DeepNVMe's operators are compiled once, into the ignored folder of builds.
@@ -29,7 +31,7 @@ comma := ,
 bin := $(VENV)/bin
 pip_install := $(bin)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: demo test test-long soak test-nvme test-package notebooks docs release lint clean
+.PHONY: demo test test-long mutants soak test-nvme test-package notebooks docs release lint clean
 
 demo: $(VENV)/.core
 	$(bin)/monai-gds demo $(DEMO)
@@ -39,6 +41,9 @@ test: $(VENV)/.test
 
 test-long: $(VENV)/.test $(VENV)/.deepnvme
 	$(bin)/python -m pytest -m "long or hypothesis" --hypothesis-profile=long $(PYTEST)
+
+mutants: $(VENV)/.test
+	$(bin)/python -m tests.mutants --processes $(TEST_PROCESSES) $(MUTANTS)
 
 soak: $(VENV)/.test
 	$(bin)/python -W ignore -m tests.soak --minutes $(MINUTES) $(CAMPAIGNS)

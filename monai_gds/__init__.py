@@ -16,6 +16,7 @@ from monai_gds.errors import *  # noqa: F403
 if TYPE_CHECKING:
     from monai_gds.dataset.dataset import GDSDataset
     from monai_gds.dataset.patching import patch
+    from monai_gds.dataset.settings import CacheOptions
     from monai_gds.imagenet import ImageNetDataset
     from monai_gds.items.tree import register_type
     from monai_gds.loader import GDSDataLoader
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockMap",
+    "CacheOptions",
     "GDSDataLoader",
     "GDSDataset",
     "IgzipReader",
@@ -42,6 +44,7 @@ __all__ += errors.__all__
 #: Modules of the names that are imported on first use.
 _HOMES = {
     "BlockMap": "storage.blockmap.block_map",
+    "CacheOptions": "dataset.settings",
     "GDSDataLoader": "loader",
     "GDSDataset": "dataset.dataset",
     "IgzipReader": "pipeline.readers",

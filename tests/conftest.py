@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import platform
+import re
 import signal
 from collections.abc import Iterator
 
@@ -30,14 +31,18 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a CUDA device where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what needs a CUDA device where there is none; ``-m gpu`` brings it, skipped, with the reason."""
     if torch.cuda.is_available():
         return
-    reason = f"no CUDA device on this machine ({platform.node()}, torch {torch.__version__})"
-    for item in items:
-        if item.get_closest_marker("gpu"):
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if re.search(r"\bgpu\b", config.option.markexpr):
+        reason = f"no CUDA device on this machine ({platform.node()}, torch {torch.__version__})"
+        for item in gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+        return
+    config.hook.pytest_deselected(items=gpu)
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def pytest_collection_finish() -> None:

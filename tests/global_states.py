@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from monai_gds.pipeline.generators import state_of
+from monai_gds.pipeline.randomness import state_of
 
 __all__ = ["GlobalStates"]
 

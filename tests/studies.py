@@ -21,7 +21,7 @@ import torch
 from monai_gds import GDSDataset
 from tests.same import assert_same
 
-__all__ = ["Log", "Outcome", "Study", "run", "run_on", "version_beside", "write_volume"]
+__all__ = ["Log", "Outcome", "Study", "run", "run_among_others", "run_on", "version_beside", "write_volume"]
 
 #: What every script begins as. Rows replace parts of it.
 SCRIPT = '''"""How this study loads its volumes."""
@@ -127,6 +127,11 @@ class Study:
         """Adds an entry to every item."""
         self.edit('"age": 40 + i', f'"age": 40 + i, {entry}')
 
+    @property
+    def changes_its_process(self) -> bool:
+        """Whether a run leaves a process that others cannot run in."""
+        return bool(self.code or self.environment or self.cwd) or self.user is not None or self.hash_seed != "0"
+
     def records(self) -> list[Path]:
         """The records in the cache folder."""
         return sorted(self.cache.glob("*.safetensors"))
@@ -172,6 +177,18 @@ def run(study: Study) -> Outcome:
     dataset = GDSDataset(script.items(), script.transform(), study.cache, **{"device": "cpu", **study.settings})
     _living.update(dataset=dataset, script=script)
     return _read(study)
+
+
+def run_among_others(study: Study) -> Outcome:
+    """Runs a study in a process where others run before and after it."""
+    try:
+        return run(study)
+    finally:
+        _living.clear()
+        sys.path.remove(str(study.folder))
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(study.folder)):
+                del sys.modules[name]
 
 
 def run_on(study: Study) -> Outcome:
@@ -220,10 +237,11 @@ def _read(study: Study) -> Outcome:
 def _uncached(study: Study, dataset: GDSDataset) -> Any:
     """What MONAI alone makes of the item, in this process as it is now, by new transforms."""
     whole = _living["script"].transform()
-    values = {"track_meta", "arrays", "reset_ops_id", "mantissa_bits"} & study.settings.keys()
-    if values:  # of which MONAI's Compose knows nothing
-        settings = {name: study.settings[name] for name in values}
-        return GDSDataset(deepcopy(dataset.data), whole, None, device="cpu", **settings)[study.index]
+    settings = {name: study.settings[name] for name in {"track_meta", "reset_ops_id"} & study.settings.keys()}
+    given = study.settings.get("options", {})
+    options = {name: given[name] for name in {"arrays", "mantissa_bits"} & given.keys()}
+    if settings or options:  # of which MONAI's Compose knows nothing
+        return GDSDataset(deepcopy(dataset.data), whole, None, device="cpu", options=options, **settings)[study.index]
     out = whole(deepcopy(dataset.data[study.index]))
     mt.utils.reset_ops_id(out)
     return out

@@ -1,8 +1,9 @@
 """What must give a new item, and what must not: one change between two runs of a study, in fresh processes.
 
-A row of the table is a generator. It sets the study up; the study runs at every ``yield``, and once more at the end
-of a row with only one; what comes between is the change. The last run must compute the item (:func:`misses`) or must
-not (:func:`hits`), and either way must give what MONAI computes without a cache in that process.
+A row of the table has what is before and after a change (:func:`row`), or is a generator. A generator sets the study
+up; the study runs at every ``yield``, and once more at the end of a row with only one; what comes between is the
+change. The last run must compute the item (:func:`misses`) or must not (:func:`hits`), and either way must give what
+MONAI computes without a cache in that process.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 
-from tests.fresh import Interpreter
+from tests.fresh import Interpreter, Process
 from tests.loopdisk import loop_disk, needs_root
 from tests.machines import NOBODY, shared_folder
 from tests.same import same
-from tests.studies import TIME, Outcome, Study, run, run_on, version_beside, write_volume
+from tests.studies import TIME, Outcome, Study, run, run_among_others, run_on, version_beside, write_volume
 
 Change = Generator[None, None, None]
 Changes = Callable[[Study], Change]
@@ -78,19 +79,99 @@ def _register(miss: bool, one_process: bool, either: bool, other_item: bool | No
     return register
 
 
+#: What a row of the table must lead to.
+MISS, HIT = True, False
+
+
+def row(
+    miss: bool,
+    name: str,
+    *,
+    script: tuple[str, str] | None = None,
+    settings: tuple[dict[str, Any], dict[str, Any]] | None = None,
+    code: tuple[str, str] = ("", ""),
+    define: str = "",
+    item: str = "",
+    array: str = "",
+    add: str | tuple[str, ...] = (),
+    edit: tuple[str, str] | None = None,
+    **options: Any,
+) -> None:
+    """Registers a row in which one thing is as in the first of a pair, and then as in the second.
+
+    Args:
+        miss: :data:`MISS` or :data:`HIT`.
+        name: what changes.
+        script: a part of the script.
+        settings: arguments of ``GDSDataset``.
+        code: what the process runs first.
+        define: added to the script before the first run, as by :meth:`Study.define`.
+        item: likewise, as by :meth:`Study.item`.
+        array: likewise, an expression, as by :func:`with_array`.
+        add: likewise, as by :meth:`Study.add`, one transform or several.
+        edit: likewise, as by :meth:`Study.edit`, after the others.
+        options: see :func:`misses`.
+    """
+
+    def change(s: Study) -> Change:
+        if define:
+            s.define(define)
+        if item:
+            s.item(item)
+        if array:
+            with_array(s, array)
+        for transform in (add,) if isinstance(add, str) else add:
+            s.add(transform)
+        if edit is not None:
+            s.edit(*edit)
+        before, after = settings or ({}, {})
+        s.settings, s.code = before, code[0]
+        yield
+        s.settings, s.code = after, code[1]
+        if script is not None:
+            s.edit(*script)
+
+    change.__name__ = name
+    (misses if miss else hits)(**options)(change)
+
+
 class Interpreters:
     """Interpreters by PYTHONHASHSEED, started when they are needed."""
 
+    #: How many studies run in a process that they share.
+    _MOST_TOGETHER = 10
+
     def __init__(self) -> None:
         self._running: dict[str, Interpreter] = {}
+        self._shared: dict[bool, tuple[Process, int]] = {}  # for first runs and for later ones, with the studies so far
 
     def __getitem__(self, hash_seed: str) -> Interpreter:
         if hash_seed not in self._running:
             self._running[hash_seed] = Interpreter("tests.studies", hash_seed=hash_seed)
         return self._running[hash_seed]
 
+    def run(self, study: Study, *, miss: bool, later: bool) -> Outcome:
+        """Runs a study in a fresh process.
+
+        One that must hit may have run others, if they leave no trace: first runs with first runs, later with later
+        ones, so that no process has seen the study before.
+        """
+        if miss or study.changes_its_process:
+            return cast(Outcome, self[study.hash_seed].call(run, study))
+        process, count = self._shared.pop(later, (None, 0))
+        if process is None:
+            process = self["0"].process()
+        found = process.call(run_among_others, study)
+        if count + 1 < self._MOST_TOGETHER:
+            self._shared[later] = process, count + 1
+        else:
+            process.close()
+        return cast(Outcome, found)
+
     def close(self) -> None:
         """Ends them."""
+        for process, _ in self._shared.values():
+            process.close()
         for interpreter in self._running.values():
             interpreter.close()
 
@@ -113,7 +194,7 @@ def run_row(row: Row, interpreters: Interpreters) -> list[Outcome]:
             if process is not None:
                 found.append(process.call(run_on if found else run, study))
             else:
-                found.append(interpreters[study.hash_seed].call(run, study))
+                found.append(interpreters.run(study, miss=row.miss, later=bool(found)))
     return found
 
 
@@ -137,22 +218,9 @@ def test_change(name: str, interpreters: Interpreters) -> None:
 # Items
 
 
-@misses()
-def a_value_of_the_item(s: Study) -> Change:
-    yield
-    s.edit("40 + i", "41 + i")
-
-
-@misses()
-def the_type_of_a_value(s: Study) -> Change:
-    yield
-    s.edit("40 + i", "40.0 + i")
-
-
-@misses()
-def a_key_of_the_item(s: Study) -> Change:
-    yield
-    s.edit('"age": 40', '"years": 40')
+row(MISS, "a_value_of_the_item", script=("40 + i", "41 + i"))
+row(MISS, "the_type_of_a_value", script=("40 + i", "40.0 + i"))
+row(MISS, "a_key_of_the_item", script=('"age": 40', '"years": 40'))
 
 
 @misses()
@@ -166,68 +234,41 @@ def with_array(s: Study, values: str) -> None:
     s.add('mt.EnsureTyped("weights", dtype=torch.float64)')
 
 
-@misses()
-def one_element_of_an_array(s: Study) -> Change:
-    with_array(s, "np.array([1.0, 2.0, 3.0])")
-    yield
-    s.edit("2.0, 3.0", "2.0, 3.5")
+row(MISS, "one_element_of_an_array", script=("2.0, 3.0", "2.0, 3.5"), array="np.array([1.0, 2.0, 3.0])")
 
 
-@misses()
-def one_element_of_a_large_array(s: Study) -> Change:
-    with_array(s, "np.where(np.arange(1 << 20) == 700_001, 1.0, 0.0)")
-    yield
-    s.edit("700_001", "700_002")
+row(
+    MISS,
+    "one_element_of_a_large_array",
+    script=("700_001", "700_002"),
+    array="np.where(np.arange(1 << 20) == 700_001, 1.0, 0.0)",
+)
 
 
-@misses()
-def the_dtype_of_an_array(s: Study) -> Change:
-    s.item('"weights": np.array([1, 2], np.int32)')
-    s.add('mt.EnsureTyped("weights")')
-    yield
-    s.edit("np.int32", "np.int64")
+row(
+    MISS,
+    "the_dtype_of_an_array",
+    script=("np.int32", "np.int64"),
+    item='"weights": np.array([1, 2], np.int32)',
+    add='mt.EnsureTyped("weights")',
+)
 
 
-@misses()
-def the_shape_of_an_array(s: Study) -> Change:
-    with_array(s, "np.ones((2, 3))")
-    yield
-    s.edit("(2, 3)", "(3, 2)")
+row(MISS, "the_shape_of_an_array", script=("(2, 3)", "(3, 2)"), array="np.ones((2, 3))")
 
 
-@misses()
-def an_element_of_a_tensor(s: Study) -> Change:
-    s.item('"weights": torch.tensor([1.0, 2.0])')
-    yield
-    s.edit("[1.0, 2.0]", "[1.0, 2.5]")
-
-
-@misses()
-def a_tuple_in_place_of_a_list(s: Study) -> Change:
-    s.item('"spacing": [1.0, 2.0]')
-    yield
-    s.edit("[1.0, 2.0]", "(1.0, 2.0)")
-
-
-@misses()
-def a_path_in_place_of_a_string(s: Study) -> Change:
-    s.item('"report": "report"')
-    yield
-    s.edit('"report": "report"', '"report": Path("report")')
-
-
-@misses()
-def a_scalar_of_numpy_in_place_of_a_float(s: Study) -> Change:
-    s.item('"dose": 1.5')
-    yield
-    s.edit('"dose": 1.5', '"dose": np.float64(1.5)')
-
-
-@misses()
-def the_sign_of_zero(s: Study) -> Change:
-    s.item('"dose": 0.0')
-    yield
-    s.edit('"dose": 0.0', '"dose": -0.0')
+row(MISS, "an_element_of_a_tensor", script=("[1.0, 2.0]", "[1.0, 2.5]"), item='"weights": torch.tensor([1.0, 2.0])')
+row(MISS, "a_tuple_in_place_of_a_list", script=("[1.0, 2.0]", "(1.0, 2.0)"), item='"spacing": [1.0, 2.0]')
+row(
+    MISS,
+    "a_path_in_place_of_a_string",
+    script=('"report": "report"', '"report": Path("report")'),
+    item='"report": "report"',
+)
+row(
+    MISS, "a_scalar_of_numpy_in_place_of_a_float", script=('"dose": 1.5', '"dose": np.float64(1.5)'), item='"dose": 1.5'
+)
+row(MISS, "the_sign_of_zero", script=('"dose": 0.0', '"dose": -0.0'), item='"dose": 0.0')
 
 
 @misses(one_process=True)
@@ -237,18 +278,21 @@ def an_array_changed_in_place(s: Study) -> Change:
     s.code = "dataset.data[0]['weights'][70_000] = 1.0"
 
 
-@misses(one_process=True)
-def a_tensor_changed_in_place(s: Study) -> Change:
-    s.item('"weights": torch.zeros(1 << 17)')
-    yield
-    s.code = "dataset.data[0]['weights'][70_000] = 1.0"
-
-
-@misses(one_process=True)
-def a_tensor_changed_through_numpy(s: Study) -> Change:  # which its version counter does not see
-    s.item('"weights": torch.zeros(1 << 17)')
-    yield
-    s.code = "dataset.data[0]['weights'].numpy()[70_000] = 1.0"
+row(
+    MISS,
+    "a_tensor_changed_in_place",
+    code=("", "dataset.data[0]['weights'][70_000] = 1.0"),
+    item='"weights": torch.zeros(1 << 17)',
+    one_process=True,
+)
+# which its version counter does not see
+row(
+    MISS,
+    "a_tensor_changed_through_numpy",
+    code=("", "dataset.data[0]['weights'].numpy()[70_000] = 1.0"),
+    item='"weights": torch.zeros(1 << 17)',
+    one_process=True,
+)
 
 
 @misses(one_process=True)
@@ -272,10 +316,7 @@ def an_array_mapped_from_a_file(s: Study) -> Change:
     os.utime(path, (TIME, TIME))
 
 
-@misses(one_process=True)
-def an_item_changed_in_place(s: Study) -> Change:
-    yield
-    s.code = "dataset.data[0]['age'] = 7"
+row(MISS, "an_item_changed_in_place", code=("", "dataset.data[0]['age'] = 7"), one_process=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -674,21 +715,21 @@ def another_item_below_another_root(s: Study) -> Change:
 
 @misses(either=True)
 def another_time_where_times_count(s: Study) -> Change:
-    s.settings = {"sources": "stat"}
+    s.settings = {"options": {"sources": "stat"}}
     yield
     write_volume(s.data / "ct_0.nii", seed=70, mtime=TIME + 1)
 
 
 @misses(either=True, other_item=False)
 def data_touched_where_times_count(s: Study) -> Change:
-    s.settings = {"sources": "stat"}
+    s.settings = {"options": {"sources": "stat"}}
     yield
     (s.data / "ct_0.nii").touch()
 
 
 @misses()
 def a_source_hashed_once_in_each_process(s: Study) -> Change:
-    s.settings = {"sources": "once"}
+    s.settings = {"options": {"sources": "once"}}
     other = other_content(s).read_bytes()
     yield
     overwritten(s.data / "ct_0.nii", other)
@@ -698,7 +739,7 @@ def a_source_hashed_once_in_each_process(s: Study) -> Change:
 def what_a_function_gives_for_a_source(s: Study) -> Change:
     version = s.data / "VERSION"
     version.write_text("1")
-    s.settings = {"sources": version_beside}
+    s.settings = {"options": {"sources": version_beside}}
     other = other_content(s).read_bytes()
     yield
     overwritten(s.data / "ct_0.nii", other)
@@ -823,10 +864,7 @@ def a_table_given_to_a_constructor(s: Study) -> Change:
 # Transforms
 
 
-@misses()
-def a_parameter(s: Study) -> Change:
-    yield
-    s.edit("maxv=1.5", "maxv=2.0")
+row(MISS, "a_parameter", script=("maxv=1.5", "maxv=2.0"))
 
 
 @misses()
@@ -845,19 +883,13 @@ def a_transform_added(s: Study) -> Change:
     s.add('mt.Flipd("image", 0)')
 
 
-@misses()
-def a_transform_removed(s: Study) -> Change:
-    s.add('mt.Flipd("image", 0)')
-    yield
-    s.edit('            mt.Flipd("image", 0),\n', "")
-
-
-@misses()
-def a_lazy_pipeline(s: Study) -> Change:
-    s.add('mt.Rotated("image", 0.3)')
-    s.add('mt.Zoomd("image", 1.5)')
-    yield
-    s.edit("        ]\n    )", "        ],\n        lazy=True,\n    )")
+row(MISS, "a_transform_removed", script=('            mt.Flipd("image", 0),\n', ""), add='mt.Flipd("image", 0)')
+row(
+    MISS,
+    "a_lazy_pipeline",
+    script=("        ]\n    )", "        ],\n        lazy=True,\n    )"),
+    add=('mt.Rotated("image", 0.3)', 'mt.Zoomd("image", 1.5)'),
+)
 
 
 @misses()
@@ -870,14 +902,16 @@ def a_lazy_transform(s: Study) -> Change:
     s.edit('"image", 1.5', '"image", 1.5, lazy=True')
 
 
-@misses()
-def overrides_of_a_lazy_pipeline(s: Study) -> Change:
-    s.add('mt.Rotated("image", 0.3)')
-    s.edit(
-        "        ]\n    )", '        ],\n        lazy=True,\n        overrides={"image": {"mode": "bilinear"}},\n    )'
-    )
-    yield
-    s.edit('"mode": "bilinear"', '"mode": "nearest"')
+row(
+    MISS,
+    "overrides_of_a_lazy_pipeline",
+    script=('"mode": "bilinear"', '"mode": "nearest"'),
+    add='mt.Rotated("image", 0.3)',
+    edit=(
+        "        ]\n    )",
+        '        ],\n        lazy=True,\n        overrides={"image": {"mode": "bilinear"}},\n    )',
+    ),
+)
 
 
 @misses()
@@ -890,49 +924,30 @@ def map_items(s: Study) -> Change:
     s.edit("        ]\n    )", "        ],\n        map_items=False,\n    )")
 
 
-@misses()
-def the_code_of_a_lambda(s: Study) -> Change:
-    s.add('mt.Lambdad("image", lambda x: x + 1)')
-    yield
-    s.edit("x + 1", "x - 1")
-
-
-@misses()
-def a_constant_of_a_lambda(s: Study) -> Change:
-    s.add('mt.Lambdad("image", lambda x: x + 1)')
-    yield
-    s.edit("x + 1", "x + 2")
-
-
-@misses()
-def a_method_that_a_lambda_calls(s: Study) -> Change:
-    s.add('mt.Lambdad("image", lambda x: x.floor())')
-    yield
-    s.edit("floor", "ceil")
-
-
-@misses()
-def the_value_of_a_closure(s: Study) -> Change:
-    s.define("def plus(offset):\n    return lambda x: x + offset")
-    s.add('mt.Lambdad("image", plus(1.0))')
-    yield
-    s.edit("plus(1.0)", "plus(1.5)")
-
-
-@misses()
-def a_global_that_a_function_reads(s: Study) -> Change:
-    s.define("OFFSET = 1.0\n\n\ndef plus(x):\n    return x + OFFSET")
-    s.add('mt.Lambdad("image", plus)')
-    yield
-    s.edit("OFFSET = 1.0", "OFFSET = 1.5")
-
-
-@misses()
-def a_function_that_a_function_calls(s: Study) -> Change:
-    s.define("def offset():\n    return 1.0\n\n\ndef plus(x):\n    return x + offset()")
-    s.add('mt.Lambdad("image", plus)')
-    yield
-    s.edit("return 1.0", "return 1.5")
+row(MISS, "the_code_of_a_lambda", script=("x + 1", "x - 1"), add='mt.Lambdad("image", lambda x: x + 1)')
+row(MISS, "a_constant_of_a_lambda", script=("x + 1", "x + 2"), add='mt.Lambdad("image", lambda x: x + 1)')
+row(MISS, "a_method_that_a_lambda_calls", script=("floor", "ceil"), add='mt.Lambdad("image", lambda x: x.floor())')
+row(
+    MISS,
+    "the_value_of_a_closure",
+    script=("plus(1.0)", "plus(1.5)"),
+    define="def plus(offset):\n    return lambda x: x + offset",
+    add='mt.Lambdad("image", plus(1.0))',
+)
+row(
+    MISS,
+    "a_global_that_a_function_reads",
+    script=("OFFSET = 1.0", "OFFSET = 1.5"),
+    define="OFFSET = 1.0\n\n\ndef plus(x):\n    return x + OFFSET",
+    add='mt.Lambdad("image", plus)',
+)
+row(
+    MISS,
+    "a_function_that_a_function_calls",
+    script=("return 1.0", "return 1.5"),
+    define="def offset():\n    return 1.0\n\n\ndef plus(x):\n    return x + offset()",
+    add='mt.Lambdad("image", plus)',
+)
 
 
 @misses()
@@ -945,36 +960,34 @@ def a_function_of_another_file(s: Study) -> Change:
     helpers.write_text("def plus(x):\n    return x + 1.5\n")
 
 
-@misses()
-def a_default_argument(s: Study) -> Change:
-    s.define("def plus(x, offset=1.0):\n    return x + offset")
-    s.add('mt.Lambdad("image", plus)')
-    yield
-    s.edit("offset=1.0", "offset=1.5")
-
-
-@misses()
-def a_default_of_a_keyword(s: Study) -> Change:
-    s.define("def plus(x, *, offset=1.0):\n    return x + offset")
-    s.add('mt.Lambdad("image", plus)')
-    yield
-    s.edit("offset=1.0", "offset=1.5")
-
-
-@misses()
-def an_argument_of_a_partial(s: Study) -> Change:
-    s.define("from functools import partial\n\n\ndef plus(offset, x):\n    return x + offset")
-    s.add('mt.Lambdad("image", partial(plus, 1.0))')
-    yield
-    s.edit("plus, 1.0", "plus, 1.5")
-
-
-@misses()
-def a_keyword_of_a_partial(s: Study) -> Change:
-    s.define("from functools import partial\n\n\ndef plus(x, offset):\n    return x + offset")
-    s.add('mt.Lambdad("image", partial(plus, offset=1.0))')
-    yield
-    s.edit("offset=1.0", "offset=1.5")
+row(
+    MISS,
+    "a_default_argument",
+    script=("offset=1.0", "offset=1.5"),
+    define="def plus(x, offset=1.0):\n    return x + offset",
+    add='mt.Lambdad("image", plus)',
+)
+row(
+    MISS,
+    "a_default_of_a_keyword",
+    script=("offset=1.0", "offset=1.5"),
+    define="def plus(x, *, offset=1.0):\n    return x + offset",
+    add='mt.Lambdad("image", plus)',
+)
+row(
+    MISS,
+    "an_argument_of_a_partial",
+    script=("plus, 1.0", "plus, 1.5"),
+    define="from functools import partial\n\n\ndef plus(offset, x):\n    return x + offset",
+    add='mt.Lambdad("image", partial(plus, 1.0))',
+)
+row(
+    MISS,
+    "a_keyword_of_a_partial",
+    script=("offset=1.0", "offset=1.5"),
+    define="from functools import partial\n\n\ndef plus(x, offset):\n    return x + offset",
+    add='mt.Lambdad("image", partial(plus, offset=1.0))',
+)
 
 
 PLUS = """
@@ -994,56 +1007,50 @@ class Plus(Base):
 """
 
 
-@misses()
-def an_attribute_of_a_callable(s: Study) -> Change:
-    s.define(PLUS)
-    s.add('mt.Lambdad("image", Plus(0.0))')
-    yield
-    s.edit("Plus(0.0)", "Plus(0.5)")
-
-
-@misses()
-def a_class_edited_in_its_file(s: Study) -> Change:
-    s.define(PLUS)
-    s.add('mt.Lambdad("image", Plus(0.0))')
-    yield
-    s.edit("x * self.scale", "x / 2 * self.scale")
-
-
-@misses()
-def a_method_of_a_base_class(s: Study) -> Change:
-    s.define(PLUS)
-    s.add('mt.Lambdad("image", Plus(0.0))')
-    yield
-    s.edit("return 1.0", "return 1.5")
-
-
-@misses()
-def an_attribute_of_a_class(s: Study) -> Change:
-    s.define(PLUS)
-    s.add('mt.Lambdad("image", Plus(0.0))')
-    yield
-    s.edit("scale = 1.0", "scale = 1.5")
-
-
-@misses()
-def what_a_class_says_of_itself(s: Study) -> Change:
-    s.define(
-        "class Model:\n    def __init__(self, version):\n        self.net = lambda x: x * version\n"
-        "        self.version = version\n\n    def __cache_key__(self):\n        return self.version\n\n"
-        "    def __call__(self, x):\n        return self.net(x)"
-    )
-    s.add('mt.Lambdad("image", Model(2))')
-    yield
-    s.edit("Model(2)", "Model(3)")
-
-
-@misses()
-def the_value_of_an_enum(s: Study) -> Change:
-    s.define("import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0")
-    s.add('mt.Lambdad("image", lambda x: x * Scale.LARGE.value)')
-    yield
-    s.edit("LARGE = 2.0", "LARGE = 3.0")
+row(
+    MISS,
+    "an_attribute_of_a_callable",
+    script=("Plus(0.0)", "Plus(0.5)"),
+    define=PLUS,
+    add='mt.Lambdad("image", Plus(0.0))',
+)
+row(
+    MISS,
+    "a_class_edited_in_its_file",
+    script=("x * self.scale", "x / 2 * self.scale"),
+    define=PLUS,
+    add='mt.Lambdad("image", Plus(0.0))',
+)
+row(
+    MISS,
+    "a_method_of_a_base_class",
+    script=("return 1.0", "return 1.5"),
+    define=PLUS,
+    add='mt.Lambdad("image", Plus(0.0))',
+)
+row(
+    MISS,
+    "an_attribute_of_a_class",
+    script=("scale = 1.0", "scale = 1.5"),
+    define=PLUS,
+    add='mt.Lambdad("image", Plus(0.0))',
+)
+row(
+    MISS,
+    "what_a_class_says_of_itself",
+    script=("Model(2)", "Model(3)"),
+    define="class Model:\n    def __init__(self, version):\n        self.net = lambda x: x * version\n"
+    "        self.version = version\n\n    def __cache_key__(self):\n        return self.version\n\n"
+    "    def __call__(self, x):\n        return self.net(x)",
+    add='mt.Lambdad("image", Model(2))',
+)
+row(
+    MISS,
+    "the_value_of_an_enum",
+    script=("LARGE = 2.0", "LARGE = 3.0"),
+    define="import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0",
+    add='mt.Lambdad("image", lambda x: x * Scale.LARGE.value)',
+)
 
 
 @misses()
@@ -1056,113 +1063,93 @@ def an_enum_that_a_transform_holds(s: Study) -> Change:
     s.edit("LARGE = 2.0", "LARGE = 3.0")
 
 
-@misses()
-def a_decorator(s: Study) -> Change:
-    s.define(
-        "import functools\n\n\ndef logged(f):\n    @functools.wraps(f)\n    def g(x):\n        return f(x) + 0.0\n\n"
-        "    return g\n\n\n@logged\ndef plus(x):\n    return x + 1.0"
-    )
-    s.add('mt.Lambdad("image", plus)')
-    yield
-    s.edit("f(x) + 0.0", "f(x) + 0.5")
-
-
-@misses()
-def a_decorator_of_a_librarys_function(s: Study) -> Change:  # whose module and name it takes over
-    s.define(
-        "import functools\n\n\ndef logged(f):\n    @functools.wraps(f)\n    def g(x):\n        return f(x) + 0.0\n\n"
-        "    return g\n\n\npositive = logged(torch.nn.functional.relu)"
-    )
-    s.add('mt.Lambdad("image", positive)')
-    yield
-    s.edit("f(x) + 0.0", "f(x) + 0.5")
-
-
-@misses()
-def what_a_decorator_holds(s: Study) -> Change:
-    s.define(
-        "import functools\n\n\nclass Times:\n    def __init__(self, f, k):\n        functools.update_wrapper(self, f)\n"
-        "        self.f, self.k = f, k\n\n    def __call__(self, x):\n        return self.k * self.f(x)\n\n\n"
-        "def plus(x):\n    return x + 1.0\n\n\ntimes = Times(plus, 1.0)"
-    )
-    s.add('mt.Lambdad("image", times)')
-    yield
-    s.edit("Times(plus, 1.0)", "Times(plus, 1.5)")
-
-
-@misses()
-def what_an_expression_of_a_bundle_refers_to(s: Study) -> Change:
-    s.define(
-        "from monai.bundle import ConfigParser\n\nparser = ConfigParser({'k': 1.0, 'f': '$lambda x: x * @k'})\n"
-        "scaled = parser.get_parsed_content('f')"
-    )
-    s.add('mt.Lambdad("image", scaled)')
-    yield
-    s.edit("'k': 1.0", "'k': 1.5")
-
-
-@misses()
-def a_method_of_an_enum(s: Study) -> Change:
-    s.define(
-        "import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n\n    def of(self, x):\n        return x * 1.0"
-    )
-    s.add('mt.Lambdad("image", lambda x: Scale.LARGE.of(x))')
-    yield
-    s.edit("x * 1.0", "x * 1.5")
-
-
-@misses()
-def what_is_no_member_of_an_enum(s: Study) -> Change:
-    s.define("import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n    by = enum.nonmember(1.0)")
-    s.add('mt.Lambdad("image", lambda x: x * Scale.by)')
-    yield
-    s.edit("nonmember(1.0)", "nonmember(1.5)")
-
-
-@misses()
-def a_property_of_an_enum(s: Study) -> Change:
-    s.define(
-        "import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n\n    @enum.property\n    def half(self):\n"
-        "        return self.value / 2.0"
-    )
-    s.add('mt.Lambdad("image", lambda x: x * Scale.LARGE.half)')
-    yield
-    s.edit("/ 2.0", "/ 4.0")
-
-
-@misses()
-def a_function_that_remembers(s: Study) -> Change:
-    s.define("import functools\n\n\n@functools.lru_cache\ndef offset(i):\n    return i + 1.0")
-    s.add('mt.Lambdad("image", lambda x: x + offset(1))')
-    yield
-    s.edit("i + 1.0", "i + 1.5")
-
-
-@misses()
-def a_value_in_a_global_dictionary(s: Study) -> Change:
-    s.define("CONFIG = {'scale': {'ct': 1.0}}")
-    s.add('mt.Lambdad("image", lambda x: x * CONFIG["scale"]["ct"])')
-    yield
-    s.edit("'ct': 1.0", "'ct': 1.5")
-
-
-@misses()
-def the_order_of_a_dictionary(s: Study) -> Change:  # each of whose windows becomes a channel
-    s.define(
-        "class Windows:\n    def __init__(self, windows):\n        self.windows = windows\n\n"
-        "    def __call__(self, x):\n        return torch.cat([x.clip(*window) for window in self.windows.values()])"
-    )
-    s.add('mt.Lambdad("image", Windows({"low": (0.0, 0.5), "high": (0.5, 1.0)}))')
-    yield
-    s.edit('"low": (0.0, 0.5), "high": (0.5, 1.0)', '"high": (0.5, 1.0), "low": (0.0, 0.5)')
-
-
-@misses()
-def the_order_of_an_enum(s: Study) -> Change:
-    s.define("import enum\n\n\nclass Scale(enum.Enum):\n    ONE = 1.0\n    TWO = 2.0")
-    s.add('mt.Lambdad("image", lambda x: torch.cat([x * scale.value for scale in Scale]))')
-    yield
-    s.edit("    ONE = 1.0\n    TWO = 2.0", "    TWO = 2.0\n    ONE = 1.0")
+row(
+    MISS,
+    "a_decorator",
+    script=("f(x) + 0.0", "f(x) + 0.5"),
+    define="import functools\n\n\ndef logged(f):\n    @functools.wraps(f)\n    def g(x):\n        return f(x) + 0.0\n\n"
+    "    return g\n\n\n@logged\ndef plus(x):\n    return x + 1.0",
+    add='mt.Lambdad("image", plus)',
+)
+# whose module and name it takes over
+row(
+    MISS,
+    "a_decorator_of_a_librarys_function",
+    script=("f(x) + 0.0", "f(x) + 0.5"),
+    define="import functools\n\n\ndef logged(f):\n    @functools.wraps(f)\n    def g(x):\n        return f(x) + 0.0\n\n"
+    "    return g\n\n\npositive = logged(torch.nn.functional.relu)",
+    add='mt.Lambdad("image", positive)',
+)
+row(
+    MISS,
+    "what_a_decorator_holds",
+    script=("Times(plus, 1.0)", "Times(plus, 1.5)"),
+    define="import functools\n\n\nclass Times:\n    def __init__(self, f, k):\n"
+    "        functools.update_wrapper(self, f)\n"
+    "        self.f, self.k = f, k\n\n    def __call__(self, x):\n        return self.k * self.f(x)\n\n\n"
+    "def plus(x):\n    return x + 1.0\n\n\ntimes = Times(plus, 1.0)",
+    add='mt.Lambdad("image", times)',
+)
+row(
+    MISS,
+    "what_an_expression_of_a_bundle_refers_to",
+    script=("'k': 1.0", "'k': 1.5"),
+    define="from monai.bundle import ConfigParser\n\nparser = ConfigParser({'k': 1.0, 'f': '$lambda x: x * @k'})\n"
+    "scaled = parser.get_parsed_content('f')",
+    add='mt.Lambdad("image", scaled)',
+)
+row(
+    MISS,
+    "a_method_of_an_enum",
+    script=("x * 1.0", "x * 1.5"),
+    define="import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n\n    def of(self, x):\n        return x * 1.0",
+    add='mt.Lambdad("image", lambda x: Scale.LARGE.of(x))',
+)
+row(
+    MISS,
+    "what_is_no_member_of_an_enum",
+    script=("nonmember(1.0)", "nonmember(1.5)"),
+    define="import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n    by = enum.nonmember(1.0)",
+    add='mt.Lambdad("image", lambda x: x * Scale.by)',
+)
+row(
+    MISS,
+    "a_property_of_an_enum",
+    script=("/ 2.0", "/ 4.0"),
+    define="import enum\n\n\nclass Scale(enum.Enum):\n    LARGE = 2.0\n\n    @enum.property\n    def half(self):\n"
+    "        return self.value / 2.0",
+    add='mt.Lambdad("image", lambda x: x * Scale.LARGE.half)',
+)
+row(
+    MISS,
+    "a_function_that_remembers",
+    script=("i + 1.0", "i + 1.5"),
+    define="import functools\n\n\n@functools.lru_cache\ndef offset(i):\n    return i + 1.0",
+    add='mt.Lambdad("image", lambda x: x + offset(1))',
+)
+row(
+    MISS,
+    "a_value_in_a_global_dictionary",
+    script=("'ct': 1.0", "'ct': 1.5"),
+    define="CONFIG = {'scale': {'ct': 1.0}}",
+    add='mt.Lambdad("image", lambda x: x * CONFIG["scale"]["ct"])',
+)
+# each of whose windows becomes a channel
+row(
+    MISS,
+    "the_order_of_a_dictionary",
+    script=('"low": (0.0, 0.5), "high": (0.5, 1.0)', '"high": (0.5, 1.0), "low": (0.0, 0.5)'),
+    define="class Windows:\n    def __init__(self, windows):\n        self.windows = windows\n\n"
+    "    def __call__(self, x):\n        return torch.cat([x.clip(*window) for window in self.windows.values()])",
+    add='mt.Lambdad("image", Windows({"low": (0.0, 0.5), "high": (0.5, 1.0)}))',
+)
+row(
+    MISS,
+    "the_order_of_an_enum",
+    script=("    ONE = 1.0\n    TWO = 2.0", "    TWO = 2.0\n    ONE = 1.0"),
+    define="import enum\n\n\nclass Scale(enum.Enum):\n    ONE = 1.0\n    TWO = 2.0",
+    add='mt.Lambdad("image", lambda x: torch.cat([x * scale.value for scale in Scale]))',
+)
 
 
 @misses()
@@ -1364,7 +1351,7 @@ PyMODINIT_FUNC PyInit_extension(void) { return PyModule_Create(&module); }
 
 
 def changes_an_extension(folder: Path) -> Change:
-    """A module in C, in a folder, that is compiled anew."""
+    """A module in C, in a folder, that is compiled again."""
     compiler = shutil.which("cc") or pytest.skip("this machine has no C compiler")
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
@@ -1390,37 +1377,31 @@ def an_extension_in_a_folder_without_init(s: Study) -> Change:
     yield from changes_an_extension(s.folder / "native")
 
 
-@misses()
-def a_function_made_a_ufunc(s: Study) -> Change:
-    s.define("def plus(x):\n    return x + 1.0\n\n\npluses = np.frompyfunc(plus, 1, 1)")
-    s.add('mt.Lambdad("image", lambda x: torch.as_tensor(pluses(x.numpy()).astype(np.float32)))')
-    yield
-    s.edit("x + 1.0", "x + 1.5")
-
-
-@misses()
-def a_kind_of_property(s: Study) -> Change:
-    s.define(
-        "class Doubled(property):\n    def __get__(self, owner, cls=None):\n"
-        "        return 2.0 * super().__get__(owner, cls)\n\n\n"
-        "class Plus:\n    @Doubled\n    def offset(self):\n        return 1.0\n\n"
-        "    def __call__(self, x):\n        return x + self.offset"
-    )
-    s.add('mt.Lambdad("image", Plus())')
-    yield
-    s.edit("2.0 * super()", "3.0 * super()")
-
-
-@misses()
-def which_of_two_classes_of_one_name(s: Study) -> Change:
-    s.define(
-        "def made(call):\n    return type('Step', (), {'__call__': call, '__module__': __name__})\n\n\n"
-        "first, second = made(lambda self, x: x + 1.0), made(lambda self, x: x * 2.0)"
-    )
-    s.add('mt.Lambdad("image", first())')
-    s.add('mt.Lambdad("image", second())')
-    yield
-    s.edit("first, second =", "second, first =")
+row(
+    MISS,
+    "a_function_made_a_ufunc",
+    script=("x + 1.0", "x + 1.5"),
+    define="def plus(x):\n    return x + 1.0\n\n\npluses = np.frompyfunc(plus, 1, 1)",
+    add='mt.Lambdad("image", lambda x: torch.as_tensor(pluses(x.numpy()).astype(np.float32)))',
+)
+row(
+    MISS,
+    "a_kind_of_property",
+    script=("2.0 * super()", "3.0 * super()"),
+    define="class Doubled(property):\n    def __get__(self, owner, cls=None):\n"
+    "        return 2.0 * super().__get__(owner, cls)\n\n\n"
+    "class Plus:\n    @Doubled\n    def offset(self):\n        return 1.0\n\n"
+    "    def __call__(self, x):\n        return x + self.offset",
+    add='mt.Lambdad("image", Plus())',
+)
+row(
+    MISS,
+    "which_of_two_classes_of_one_name",
+    script=("first, second =", "second, first ="),
+    define="def made(call):\n    return type('Step', (), {'__call__': call, '__module__': __name__})\n\n\n"
+    "first, second = made(lambda self, x: x + 1.0), made(lambda self, x: x * 2.0)",
+    add=('mt.Lambdad("image", first())', 'mt.Lambdad("image", second())'),
+)
 
 
 QUANTITY = """
@@ -1439,53 +1420,46 @@ def quantity(values, unit):
 """
 
 
-@misses()
-def an_attribute_of_a_kind_of_array(s: Study) -> Change:
-    s.define(QUANTITY)
-    s.item('"dose": quantity([1.0, 2.0], 0.5)')
-    s.add('mt.Lambda(lambda d: {**d, "dose": float(d["dose"].max()) * d["dose"].unit})')
-    yield
-    s.edit("[1.0, 2.0], 0.5", "[1.0, 2.0], 0.25")
-
-
-@misses()
-def an_attribute_of_a_tensor(s: Study) -> Change:
-    s.define("def with_unit(values, unit):\n    values.unit = unit\n    return values")
-    s.item('"dose": with_unit(torch.tensor([1.0, 2.0]), 0.5)')
-    s.add('mt.Lambda(lambda d: {**d, "dose": d["dose"] * d["dose"].unit})')
-    yield
-    s.edit("2.0]), 0.5", "2.0]), 0.25")
-
-
-@misses()
-def an_argument_of_an_operator(s: Study) -> Change:
-    s.define("import operator")
-    s.add('mt.Lambdad("image", operator.methodcaller("add", 1.0))')
-    yield
-    s.edit('"add", 1.0', '"add", 1.5')
-
-
-@misses()
-def a_function_of_torch(s: Study) -> Change:
-    s.add('mt.Lambdad("image", torch.sin)')
-    yield
-    s.edit("torch.sin", "torch.cos")
-
-
-@misses()
-def a_function_of_numpy(s: Study) -> Change:
-    s.add('mt.Lambdad("image", lambda x: torch.as_tensor(np.square(x.numpy())))')
-    s.add('mt.Lambda(lambda d: {**d, "age": float(np.sqrt(d["age"]))})')
-    yield
-    s.edit("np.sqrt", "np.cbrt")
-
-
-@misses()
-def a_method_that_overrides_one_of_monais(s: Study) -> Change:
-    s.define("class Flip(mt.Flipd):\n    def __call__(self, d, lazy=None):\n        return {**d, 'age': 1}")
-    s.add('Flip("image", 0)')
-    yield
-    s.edit("'age': 1", "'age': 2")
+row(
+    MISS,
+    "an_attribute_of_a_kind_of_array",
+    script=("[1.0, 2.0], 0.5", "[1.0, 2.0], 0.25"),
+    define=QUANTITY,
+    item='"dose": quantity([1.0, 2.0], 0.5)',
+    add='mt.Lambda(lambda d: {**d, "dose": float(d["dose"].max()) * d["dose"].unit})',
+)
+row(
+    MISS,
+    "an_attribute_of_a_tensor",
+    script=("2.0]), 0.5", "2.0]), 0.25"),
+    define="def with_unit(values, unit):\n    values.unit = unit\n    return values",
+    item='"dose": with_unit(torch.tensor([1.0, 2.0]), 0.5)',
+    add='mt.Lambda(lambda d: {**d, "dose": d["dose"] * d["dose"].unit})',
+)
+row(
+    MISS,
+    "an_argument_of_an_operator",
+    script=('"add", 1.0', '"add", 1.5'),
+    define="import operator",
+    add='mt.Lambdad("image", operator.methodcaller("add", 1.0))',
+)
+row(MISS, "a_function_of_torch", script=("torch.sin", "torch.cos"), add='mt.Lambdad("image", torch.sin)')
+row(
+    MISS,
+    "a_function_of_numpy",
+    script=("np.sqrt", "np.cbrt"),
+    add=(
+        'mt.Lambdad("image", lambda x: torch.as_tensor(np.square(x.numpy())))',
+        'mt.Lambda(lambda d: {**d, "age": float(np.sqrt(d["age"]))})',
+    ),
+)
+row(
+    MISS,
+    "a_method_that_overrides_one_of_monais",
+    script=("'age': 1", "'age': 2"),
+    define="class Flip(mt.Flipd):\n    def __call__(self, d, lazy=None):\n        return {**d, 'age': 1}",
+    add='Flip("image", 0)',
+)
 
 
 NET = """
@@ -1496,27 +1470,26 @@ class Net:
 """
 
 
-@misses()
-def the_weights_of_a_model(s: Study) -> Change:
-    s.define(f"net = torch.nn.Conv3d(1, 1, 1, bias=False)\ntorch.nn.init.constant_(net.weight, 0.5)\n\n{NET}")
-    s.add('mt.Lambdad("image", Net())')
-    yield
-    s.edit("net.weight, 0.5", "net.weight, 0.75")
-
-
-@misses()
-def a_model_in_training(s: Study) -> Change:
-    s.define(f"net = torch.nn.BatchNorm3d(1).eval()\n\n{NET}")
-    s.add('mt.Lambdad("image", Net())')
-    yield
-    s.edit(".eval()", ".train()")
-
-
-@misses()
-def an_array_that_a_transform_holds(s: Study) -> Change:
-    s.add('mt.NormalizeIntensityd("image", np.array([0.25]), np.array([2.0]))')
-    yield
-    s.edit("[0.25]", "[0.5]")
+row(
+    MISS,
+    "the_weights_of_a_model",
+    script=("net.weight, 0.5", "net.weight, 0.75"),
+    define=f"net = torch.nn.Conv3d(1, 1, 1, bias=False)\ntorch.nn.init.constant_(net.weight, 0.5)\n\n{NET}",
+    add='mt.Lambdad("image", Net())',
+)
+row(
+    MISS,
+    "a_model_in_training",
+    script=(".eval()", ".train()"),
+    define=f"net = torch.nn.BatchNorm3d(1).eval()\n\n{NET}",
+    add='mt.Lambdad("image", Net())',
+)
+row(
+    MISS,
+    "an_array_that_a_transform_holds",
+    script=("[0.25]", "[0.5]"),
+    add='mt.NormalizeIntensityd("image", np.array([0.25]), np.array([2.0]))',
+)
 
 
 @misses()
@@ -1531,76 +1504,79 @@ def an_option_of_a_reader(s: Study) -> Change:
     s.edit("as_closest_canonical=False", "as_closest_canonical=True")
 
 
-@misses()
-def another_reader(s: Study) -> Change:
-    s.define(
-        "from monai.data import NibabelReader\n\n\nclass Mirrored(NibabelReader):\n    def get_data(self, image):\n"
-        "        values, header = super().get_data(image)\n        return values[::-1].copy(), header"
-    )
-    yield
-    s.edit('reader="NibabelReader"', "reader=Mirrored")
+row(
+    MISS,
+    "another_reader",
+    script=('reader="NibabelReader"', "reader=Mirrored"),
+    define="from monai.data import NibabelReader\n\n\nclass Mirrored(NibabelReader):\n    def get_data(self, image):\n"
+    "        values, header = super().get_data(image)\n        return values[::-1].copy(), header",
+)
 
 
-@misses()
-def the_readers_one_would_get_without_asking(s: Study) -> Change:
-    s.edit('reader="NibabelReader", ', "")
-    yield
-    s.code = FURTHER_READER
+FURTHER_READER = """
+from monai.data import NibabelReader
+from monai.transforms.io import array
 
+class ITKReader(NibabelReader):
+    def get_data(self, image):
+        values, header = super().get_data(image)
+        return values[::-1].copy(), header
 
-@misses()
-def the_dtype_of_a_transform(s: Study) -> Change:
-    s.add('mt.EnsureTyped("image", dtype=torch.float32)')
-    yield
-    s.edit("torch.float32", "torch.float64")
+array.SUPPORTED_READERS = {**array.SUPPORTED_READERS, "further": ITKReader}
+old = array.get_default_reader_registration_order
+array.get_default_reader_registration_order = lambda: [*old(), "further"]
+"""
 
-
-@misses()
-def tracing_of_one_transform(s: Study) -> Change:
-    s.define("flip = mt.Flip(0)\n\n\ndef flipped(x):\n    return flip(x)")
-    s.add('mt.Lambdad("image", flipped)')
-    yield
-    s.edit("flip = mt.Flip(0)\n", "flip = mt.Flip(0)\nflip.tracing = False\n")
+row(MISS, "the_readers_one_would_get_without_asking", code=("", FURTHER_READER), edit=('reader="NibabelReader", ', ""))
+row(
+    MISS,
+    "the_dtype_of_a_transform",
+    script=("torch.float32", "torch.float64"),
+    add='mt.EnsureTyped("image", dtype=torch.float32)',
+)
+row(
+    MISS,
+    "tracing_of_one_transform",
+    script=("flip = mt.Flip(0)\n", "flip = mt.Flip(0)\nflip.tracing = False\n"),
+    define="flip = mt.Flip(0)\n\n\ndef flipped(x):\n    return flip(x)",
+    add='mt.Lambdad("image", flipped)',
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The state of the process
 
 
-@misses(either=True)
-def tracking_of_metadata(s: Study) -> Change:
-    s.add('mt.Spacingd("image", (3.0, 3.0, 3.0))')
-    yield
-    s.code = "import monai; monai.data.set_track_meta(False)"
-
-
-@misses(either=True)
-def tracking_of_metadata_on_again(s: Study) -> Change:
-    s.add('mt.Spacingd("image", (3.0, 3.0, 3.0))')
-    s.code = "import monai; monai.data.set_track_meta(False)"
-    yield
-    s.code = "import monai; monai.data.set_track_meta(True)"
-
-
-@misses(either=True)
-def the_default_dtype(s: Study) -> Change:
-    s.define("def thirds(d):\n    return {**d, 'thirds': torch.tensor([1 / 3, 2 / 3])}")
-    s.add("mt.Lambda(thirds)")
-    yield
-    s.code = "import torch; torch.set_default_dtype(torch.float64)"
-
-
-@misses(either=True)
-def small_numbers_set_to_zero(s: Study) -> Change:
-    s.add('mt.Lambdad("image", lambda x: x * 1e-20 * 1e-20)')
-    yield
-    s.code = "import torch; assert torch.set_flush_denormal(True)"
-
-
-@misses()
-def metadata_beside_arrays(s: Study) -> Change:
-    yield
-    s.code = "import monai.config; monai.config.USE_META_DICT = True"
+row(
+    MISS,
+    "tracking_of_metadata",
+    code=("", "import monai; monai.data.set_track_meta(False)"),
+    add='mt.Spacingd("image", (3.0, 3.0, 3.0))',
+    either=True,
+)
+row(
+    MISS,
+    "tracking_of_metadata_on_again",
+    code=("import monai; monai.data.set_track_meta(False)", "import monai; monai.data.set_track_meta(True)"),
+    add='mt.Spacingd("image", (3.0, 3.0, 3.0))',
+    either=True,
+)
+row(
+    MISS,
+    "the_default_dtype",
+    code=("", "import torch; torch.set_default_dtype(torch.float64)"),
+    define="def thirds(d):\n    return {**d, 'thirds': torch.tensor([1 / 3, 2 / 3])}",
+    add="mt.Lambda(thirds)",
+    either=True,
+)
+row(
+    MISS,
+    "small_numbers_set_to_zero",
+    code=("", "import torch; assert torch.set_flush_denormal(True)"),
+    add='mt.Lambdad("image", lambda x: x * 1e-20 * 1e-20)',
+    either=True,
+)
+row(MISS, "metadata_beside_arrays", code=("", "import monai.config; monai.config.USE_META_DICT = True"))
 
 
 @misses()
@@ -1631,26 +1607,20 @@ def identities_of_transforms_reset(s: Study) -> Change:  # with those of another
 VERSION = "import monai; monai.__version__ = {!r}"
 
 
-@misses(other_item=False)
-def another_patch_of_monai(s: Study) -> Change:
-    s.code = VERSION.format("1.6.1")
-    yield
-    s.code = VERSION.format("1.6.2")
-
-
-@misses(other_item=False)
-def another_minor_version_of_monai(s: Study) -> Change:
-    s.settings = {"monai_version": "minor"}
-    s.code = VERSION.format("1.6.1")
-    yield
-    s.code = VERSION.format("1.7.0")
-
-
-@misses(other_item=False)
-def another_word_on_the_version_of_monai(s: Study) -> Change:
-    s.settings = {"monai_version": "minor"}
-    yield
-    s.settings = {"monai_version": "exact"}
+row(MISS, "another_patch_of_monai", code=(VERSION.format("1.6.1"), VERSION.format("1.6.2")), other_item=False)
+row(
+    MISS,
+    "another_minor_version_of_monai",
+    settings=({"options": {"monai_version": "minor"}}, {"options": {"monai_version": "minor"}}),
+    code=(VERSION.format("1.6.1"), VERSION.format("1.7.0")),
+    other_item=False,
+)
+row(
+    MISS,
+    "another_word_on_the_version_of_monai",
+    settings=({"options": {"monai_version": "minor"}}, {"options": {"monai_version": "exact"}}),
+    other_item=False,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1786,57 +1756,41 @@ def the_environment_that_code_has_a_name_of(s: Study) -> Change:
     s.environment = {"SLURM_JOB_ID": "17"}
 
 
-@hits()
-def another_patch_of_python(s: Study) -> Change:
-    yield
-    s.code = (
+row(
+    HIT,
+    "another_patch_of_python",
+    code=(
+        "",
         "import sys, platform\nfrom collections import namedtuple\n"
         "V = namedtuple('V', 'major minor micro releaselevel serial')\n"
         "sys.version_info = V(*sys.version_info[:2], 99, 'final', 0)\nsys.version = sys.version.replace('.', '.9', 1)\n"
-        "sys.hexversion += 0x100\nplatform.python_version = lambda: '3.11.99'"
-    )
-
-
-@hits(either=True)
-def seeds_set(s: Study) -> Change:
-    yield
-    s.code = "import monai; monai.utils.set_determinism(0)"
-
-
-@hits(either=True)
-def deterministic_algorithms(s: Study) -> Change:
-    yield
-    s.code = "import torch; torch.use_deterministic_algorithms(True)"
-
-
-@hits(either=True)
-def settings_of_cudnn_and_tf32(s: Study) -> Change:
-    yield
-    s.code = (
+        "sys.hexversion += 0x100\nplatform.python_version = lambda: '3.11.99'",
+    ),
+)
+row(HIT, "seeds_set", code=("", "import monai; monai.utils.set_determinism(0)"), either=True)
+row(HIT, "deterministic_algorithms", code=("", "import torch; torch.use_deterministic_algorithms(True)"), either=True)
+row(
+    HIT,
+    "settings_of_cudnn_and_tf32",
+    code=(
+        "",
         "import torch\nb = torch.backends\nb.cudnn.benchmark = True\nb.cudnn.deterministic = True\n"
-        "b.cudnn.enabled = False\nb.cuda.matmul.allow_tf32 = True\nb.cudnn.allow_tf32 = False"
-    )
-
-
-@hits(either=True)
-def another_number_of_threads(s: Study) -> Change:
-    yield
-    s.code = "import torch; torch.set_num_threads(2)"
-
-
-@hits(either=True)
-def logging_and_warnings_configured(s: Study) -> Change:
-    yield
-    s.code = (
+        "b.cudnn.enabled = False\nb.cuda.matmul.allow_tf32 = True\nb.cudnn.allow_tf32 = False",
+    ),
+    either=True,
+)
+row(HIT, "another_number_of_threads", code=("", "import torch; torch.set_num_threads(2)"), either=True)
+row(
+    HIT,
+    "logging_and_warnings_configured",
+    code=(
+        "",
         "import logging, warnings\nlogging.basicConfig(level=logging.DEBUG, filename='run.log')\n"
-        "warnings.simplefilter('ignore')"
-    )
-
-
-@hits(either=True)
-def gradients_off(s: Study) -> Change:
-    yield
-    s.code = "import torch; torch.set_grad_enabled(False)"
+        "warnings.simplefilter('ignore')",
+    ),
+    either=True,
+)
+row(HIT, "gradients_off", code=("", "import torch; torch.set_grad_enabled(False)"), either=True)
 
 
 #: Settings that a spawned worker starts without.
@@ -1909,56 +1863,33 @@ def another_device(s: Study) -> Change:
     s.settings = {"device": None}
 
 
-@hits()
-def another_backend(s: Study) -> Change:
-    yield
-    s.settings = {"backend": "posix"}
-
-
-@hits()
-def how_records_are_checked_and_kept(s: Study) -> Change:
-    yield
-    s.settings = {"verify": "always", "durable": True}
-
-
-@hits()
-def what_happens_to_unsupported_values(s: Study) -> Change:
-    s.settings = {"unsupported": "error"}
-    yield
-    s.settings = {"unsupported": "warn"}
-
-
-@hits()
-def arrays_as_tensors(s: Study) -> Change:
-    s.item('"weights": np.array([1.0, 2.0])')
-    s.settings = {"arrays": "numpy"}
-    yield
-    s.settings = {"arrays": "torch"}
-
-
-@hits()
-def metadata_wanted_or_not(s: Study) -> Change:
-    yield
-    s.settings = {"track_meta": False}
+row(HIT, "another_backend", settings=({}, {"backend": "posix"}))
+row(HIT, "how_records_are_checked_and_kept", settings=({}, {"options": {"verify": "always", "durable": True}}))
+row(
+    HIT,
+    "what_happens_to_unsupported_values",
+    settings=({"options": {"unsupported": "error"}}, {"options": {"unsupported": "warn"}}),
+)
+row(
+    HIT,
+    "arrays_as_tensors",
+    settings=({"options": {"arrays": "numpy"}}, {"options": {"arrays": "torch"}}),
+    item='"weights": np.array([1.0, 2.0])',
+)
+row(HIT, "metadata_wanted_or_not", settings=({}, {"track_meta": False}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The cache folder
 
 
-@hits()
-def metadata_wanted_after_all(s: Study) -> Change:
-    s.settings = {"track_meta": False}
-    yield
-    s.settings = {}
-
-
-@hits()
-def tensors_as_arrays(s: Study) -> Change:
-    s.item('"weights": np.array([1.0, 2.0])')
-    s.settings = {"arrays": "torch"}
-    yield
-    s.settings = {"arrays": "numpy"}
+row(HIT, "metadata_wanted_after_all", settings=({"track_meta": False}, {}))
+row(
+    HIT,
+    "tensors_as_arrays",
+    settings=({"options": {"arrays": "torch"}}, {"options": {"arrays": "numpy"}}),
+    item='"weights": np.array([1.0, 2.0])',
+)
 
 
 @hits()
@@ -2003,7 +1934,7 @@ def with_paths(s: Study) -> None:
 
 def now_at(s: Study, folder: Path) -> None:
     s.data = folder
-    s.settings = {**s.settings, "root": folder}
+    s.settings = {"root": folder}
 
 
 @hits()
@@ -2145,7 +2076,7 @@ def other_files_beside_the_data(s: Study) -> Change:
 
 @hits()
 def a_source_that_does_not_count(s: Study) -> Change:
-    s.settings = {"sources": None}
+    s.settings = {"options": {"sources": None}}
     report = s.data / "report.txt"
     report.write_text("nothing found")
     s.item(f'"report": {str(report)!r}')
@@ -2155,7 +2086,7 @@ def a_source_that_does_not_count(s: Study) -> Change:
 
 @hits(either=True)
 def data_made_readable_where_times_count(s: Study) -> Change:
-    s.settings = {"sources": "stat"}
+    s.settings = {"options": {"sources": "stat"}}
     yield
     (s.data / "ct_0.nii").chmod(0o640)
 
@@ -2204,12 +2135,13 @@ def a_word_in_a_transform_that_is_a_folder_too(s: Study) -> Change:
 # Code that means the same
 
 
-@hits()
-def a_comment(s: Study) -> Change:
-    s.define(PLUS)
-    s.add('mt.Lambdad("image", Plus(0.0))')
-    yield
-    s.edit("    def offset(self):\n", "    def offset(self):\n        # as in the paper\n")
+row(
+    HIT,
+    "a_comment",
+    script=("    def offset(self):\n", "    def offset(self):\n        # as in the paper\n"),
+    define=PLUS,
+    add='mt.Lambdad("image", Plus(0.0))',
+)
 
 
 @hits()
@@ -2224,20 +2156,20 @@ def its_formatting(s: Study) -> Change:
     s.edit("lambda x: Plus(0.0)(x) + 1", "lambda x: (\n    Plus( 0.0 )(x)\n    + 1\n)")
 
 
-@hits()
-def a_docstring_of_a_class(s: Study) -> Change:
-    s.define(PLUS)
-    s.add('mt.Lambdad("image", Plus(0.0))')
-    yield
-    s.edit("class Plus(Base):\n", 'class Plus(Base):\n    """Adds."""\n\n')
-
-
-@hits()
-def an_unrelated_global(s: Study) -> Change:
-    s.define("RATE = 1\nOFFSET = 1.0\n\n\ndef plus(x):\n    return x + OFFSET")
-    s.add('mt.Lambdad("image", plus)')
-    yield
-    s.edit("RATE = 1", "RATE = 2")
+row(
+    HIT,
+    "a_docstring_of_a_class",
+    script=("class Plus(Base):\n", 'class Plus(Base):\n    """Adds."""\n\n'),
+    define=PLUS,
+    add='mt.Lambdad("image", Plus(0.0))',
+)
+row(
+    HIT,
+    "an_unrelated_global",
+    script=("RATE = 1", "RATE = 2"),
+    define="RATE = 1\nOFFSET = 1.0\n\n\ndef plus(x):\n    return x + OFFSET",
+    add='mt.Lambdad("image", plus)',
+)
 
 
 @hits()
@@ -2255,10 +2187,7 @@ def the_order_of_an_items_keys(s: Study) -> Change:
     s.edit('{"image": str(DATA / f"ct_{i}.nii"), "age": 40 + i}', '{"age": 40 + i, "image": str(DATA / f"ct_{i}.nii")}')
 
 
-@hits()
-def the_order_of_keywords(s: Study) -> Change:
-    yield
-    s.edit("minv=0.0, maxv=1.5", "maxv=1.5, minv=0.0")
+row(HIT, "the_order_of_keywords", script=("minv=0.0, maxv=1.5", "maxv=1.5, minv=0.0"))
 
 
 @hits()
@@ -2269,16 +2198,8 @@ def random_transforms_behind_the_cache(s: Study) -> Change:
     s.edit("spatial_axis=0", "spatial_axis=1")
 
 
-@hits()
-def seeds_of_the_pipeline(s: Study) -> Change:
-    yield
-    s.edit("        ]\n    )\n", "        ]\n    ).set_random_state(7)\n")
-
-
-@hits()
-def statistics_of_the_pipeline(s: Study) -> Change:
-    yield
-    s.edit("        ]\n    )\n", "        ],\n        log_stats=True,\n    )\n")
+row(HIT, "seeds_of_the_pipeline", script=("        ]\n    )\n", "        ]\n    ).set_random_state(7)\n"))
+row(HIT, "statistics_of_the_pipeline", script=("        ]\n    )\n", "        ],\n        log_stats=True,\n    )\n"))
 
 
 @hits()
@@ -2293,49 +2214,27 @@ def transforms_that_have_run(s: Study) -> Change:
     s.edit("def used(compose):\n    return compose", "def used(compose):\n    return Used")
 
 
-FURTHER_READER = """
-from monai.data import NibabelReader
-from monai.transforms.io import array
-
-class ITKReader(NibabelReader):
-    def get_data(self, image):
-        values, header = super().get_data(image)
-        return values[::-1].copy(), header
-
-array.SUPPORTED_READERS = {**array.SUPPORTED_READERS, "further": ITKReader}
-old = array.get_default_reader_registration_order
-array.get_default_reader_registration_order = lambda: [*old(), "further"]
-"""
-
-
-@hits()
-def a_further_reader_that_nobody_asked_for(s: Study) -> Change:
-    yield
-    s.code = FURTHER_READER
-
-
-@hits()
-def another_patch_of_monai_where_minor_versions_count(s: Study) -> Change:
-    s.settings = {"monai_version": "minor"}
-    s.code = VERSION.format("1.6.1")
-    yield
-    s.code = VERSION.format("1.6.2")
-
-
-@hits()
-def another_monai_where_it_does_not_count(s: Study) -> Change:
-    s.settings = {"monai_version": None}
-    yield
-    s.code = VERSION.format("2.0.0")
+row(HIT, "a_further_reader_that_nobody_asked_for", code=("", FURTHER_READER))
+row(
+    HIT,
+    "another_patch_of_monai_where_minor_versions_count",
+    settings=({"options": {"monai_version": "minor"}}, {"options": {"monai_version": "minor"}}),
+    code=(VERSION.format("1.6.1"), VERSION.format("1.6.2")),
+)
+row(
+    HIT,
+    "another_monai_where_it_does_not_count",
+    settings=({"options": {"monai_version": None}}, {"options": {"monai_version": None}}),
+    code=("", VERSION.format("2.0.0")),
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The form of records
 
 
-def with_large_array(s: Study) -> None:
-    """Adds 8 MB that compress well."""
-    with_array(s, "np.arange(1 << 20) % 1000 / 7")
+#: 8 MB that compress well.
+LARGE = "np.arange(1 << 20) % 1000 / 7"
 
 
 def is_whole(path: Path) -> bool:
@@ -2345,7 +2244,7 @@ def is_whole(path: Path) -> bool:
 @hits()
 def compression(s: Study) -> Change:
     pytest.importorskip("blosc2")
-    with_large_array(s)
+    with_array(s, LARGE)
     s.settings = {"compression": None}
     yield
     assert is_whole(s.records()[0])
@@ -2355,7 +2254,7 @@ def compression(s: Study) -> Change:
 @hits()
 def compressed_records_where_none_are_asked_for(s: Study) -> Change:
     pytest.importorskip("blosc2")
-    with_large_array(s)
+    with_array(s, LARGE)
     s.settings = {"compression": "lz4"}
     yield
     assert not is_whole(s.records()[0])
@@ -2365,47 +2264,38 @@ def compressed_records_where_none_are_asked_for(s: Study) -> Change:
 @hits()
 def the_size_of_tiles(s: Study) -> Change:
     pytest.importorskip("blosc2")
-    with_large_array(s)
+    with_array(s, LARGE)
     s.settings = {"compression": "lz4"}
     yield
-    s.settings = {"compression": "lz4", "tiles": 16}
+    s.settings = {"compression": "lz4", "options": {"tiles": 16}}
 
 
-@misses()
-def bits_of_mantissa(s: Study) -> Change:
-    with_large_array(s)
-    yield
-    s.settings = {"mantissa_bits": 13}
+row(MISS, "bits_of_mantissa", settings=({}, {"options": {"mantissa_bits": 13}}), array=LARGE)
 
 
-@misses()
-def other_bits_of_mantissa(s: Study) -> Change:
-    with_large_array(s)
-    s.settings = {"mantissa_bits": 13}
-    yield
-    s.settings = {"mantissa_bits": 12}
+row(
+    MISS,
+    "other_bits_of_mantissa",
+    settings=({"options": {"mantissa_bits": 13}}, {"options": {"mantissa_bits": 12}}),
+    array=LARGE,
+)
 
 
-@misses()
-def bits_of_mantissa_where_transforms_do_not_count(s: Study) -> Change:
-    with_large_array(s)
-    s.settings = {"hash_transform": None}
-    yield
-    s.settings = {"hash_transform": None, "mantissa_bits": 13}
+row(
+    MISS,
+    "bits_of_mantissa_where_transforms_do_not_count",
+    settings=({"hash_transform": None}, {"hash_transform": None, "mantissa_bits": 13}),
+    array=LARGE,
+)
 
 
 @hits()
 def bits_of_mantissa_in_another_form(s: Study) -> Change:
     pytest.importorskip("blosc2")
-    with_large_array(s)
-    s.settings = {"mantissa_bits": 13, "compression": "zstd"}
+    with_array(s, LARGE)
+    s.settings = {"compression": "zstd", "options": {"mantissa_bits": 13}}
     yield
-    s.settings = {"mantissa_bits": 13, "compression": None}
+    s.settings = {"compression": None, "options": {"mantissa_bits": 13}}
 
 
-@misses()
-def no_bits_of_mantissa(s: Study) -> Change:
-    with_large_array(s)
-    s.settings = {"mantissa_bits": 13}
-    yield
-    s.settings = {}
+row(MISS, "no_bits_of_mantissa", settings=({"options": {"mantissa_bits": 13}}, {}), array=LARGE)

@@ -18,7 +18,7 @@ import scipy.io
 import torch
 
 import monai_gds
-from monai_gds.bench.volumes import write_volumes
+from monai_gds.bench.made_up import write_volumes
 from monai_gds.storage import Reads, Storage
 from tests.machines import ROOT
 from tests.tools import load_tool
@@ -183,7 +183,8 @@ def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys
 
 def test_fill(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     pytest.importorskip("isal", reason="this machine has no python-isal")
-    populate, code = examples(DOCS / "howto/fill.md")
+    populate, ray, code = examples(DOCS / "howto/fill.md")
+    assert run(ray, tmp_path)["RayExecutor"]()
     load = run(code, tmp_path)["load"]
     dataset = monai_gds.GDSDataset(volumes, load, tmp_path / "cache", "cpu")
     run(populate, tmp_path, dataset=dataset)
@@ -235,7 +236,7 @@ def test_ddp(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
 
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("nvidia.dali", reason="this machine has no DALI")
-    from monai_gds.bench.jpegs import write_image_folder
+    from monai_gds.bench.made_up import write_image_folder
 
     train = write_image_folder(tmp_path / "imagenet/train", 64)
     (tmp_path / "imagenet/val").symlink_to(train / "n01440764")  # a flat folder

@@ -23,8 +23,9 @@ from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.doctor import Diagnosis
 from monai_gds.errors import BlockMapError, BrokenImage, CacheWarning, StorageError
 from monai_gds.folder.maintenance import record_files
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks, Origin
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent
+from monai_gds.storage.blockmap.saved import FileBlocks, Origin
 from tests.commands import run
 from tests.doctor.laid import Laid, answers
 

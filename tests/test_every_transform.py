@@ -62,4 +62,4 @@ def test_what_is_left_out_cannot_be_cached(name: str, tmp_path: Path) -> None:
     pytest.importorskip({"ToPILd": "PIL.Image", "ToCupyd": "cupy"}[name])
     transform = [getattr(mt, name)("image")]
     with pytest.raises(UnsupportedType, match="image"):
-        _ = GDSDataset([item], transform, tmp_path, device="cpu", unsupported="error")[0]
+        _ = GDSDataset([item], transform, tmp_path, device="cpu", options={"unsupported": "error"})[0]

@@ -71,12 +71,12 @@ def short_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_short_reads_lose_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: Any, crops: bool
 ) -> None:
-    with dataset(tmp_path, compression=compression, tiles=None if compression is None else 32) as made:
+    with dataset(tmp_path, compression=compression, options={"tiles": None if compression is None else 32}) as made:
         expected = [made[i] for i in range(4)]
     records = {path: path.stat().st_ino for path in tmp_path.glob("*.safetensors")}
     with short_reads(monkeypatch):
         for mmap in (True, False):
-            found = dataset(tmp_path, crops=crops, mmap=mmap)
+            found = dataset(tmp_path, crops=crops, options={"mmap": mmap})
             assert found.key(0).digest in str(records)
             for _ in range(2):
                 items = [*found.__getitems__([0, 1, 2, 3]), found[0]]
@@ -98,7 +98,7 @@ def test_short_reads_lose_no_record(
 def test_an_error_of_the_system_costs_one_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str, compression: Any
 ) -> None:
-    with dataset(tmp_path, compression=compression, tiles=None if compression is None else 32) as made:
+    with dataset(tmp_path, compression=compression, options={"tiles": None if compression is None else 32}) as made:
         expected = [made[i] for i in range(4)]
     paths = {str(path) for path in tmp_path.glob("*.safetensors")}
     real, failed = getattr(os, call), []
@@ -110,7 +110,7 @@ def test_an_error_of_the_system_costs_one_record(
             raise OSError(code, os.strerror(code), path)
         return real(what, *arguments, **options)
 
-    for options in ({}, {"mmap": False}):
+    for options in ({}, {"options": {"mmap": False}}):
         failed.clear()
         with dataset(tmp_path, **options) as found:
             found[3]
@@ -165,9 +165,9 @@ def test_records_are_mapped_where_they_may_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mmap: Any, kind: int | None, maps: bool
 ) -> None:
     monkeypatch.setattr(reader, "kind_of_folder", lambda path: kind)
-    with dataset(tmp_path, compression=None, tiles=None) as made:
+    with dataset(tmp_path, compression=None, options={"tiles": None}) as made:
         expected = made[0]
-    found = dataset(tmp_path, mmap=mmap)
+    found = dataset(tmp_path, options={"mmap": mmap})
     assert_same(found[0], expected)
     assert not mapped(tmp_path)  # what is to be verified is read
     item = found[0]
@@ -177,13 +177,13 @@ def test_records_are_mapped_where_they_may_be(
 
 def test_mmap_takes_no_other_value(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mmap='no': use 'auto', True or False"):
-        dataset(tmp_path, mmap="no")
+        dataset(tmp_path, options={"mmap": "no"})
 
 
 def _reads_from_a_disk_that_fails(disk: LoopDisk, mmap: bool) -> list[str]:
     """Reads an epoch, then breaks the disk and reads another."""
     folder = disk.folder / "cache"
-    with dataset(folder, compression=None, tiles=None, mmap=mmap) as found:
+    with dataset(folder, compression=None, options={"tiles": None, "mmap": mmap}) as found:
         for i in range(4):
             found[i]
     expected = [found[i]["image"].clone() for i in range(4)]

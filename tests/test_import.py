@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import monai_gds
-from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.bench.made_up import write_image_folder
 
 
 def _modules_after(statement: str) -> set[str]:

@@ -52,7 +52,7 @@ def draw(number: int, files: Path) -> tuple[Case, Any]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("number", [n if n < 40 else pytest.param(n, marks=pytest.mark.long) for n in range(300)])
+@pytest.mark.parametrize("number", [n if n < 20 else pytest.param(n, marks=pytest.mark.long) for n in range(300)])
 def test_uncached_is_miss_is_hit(number: int, device: str, files: Path, tmp_path: Path, other: Process) -> None:
     case, expected = draw(number, files)
     try:

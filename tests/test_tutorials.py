@@ -19,6 +19,9 @@ pytest.importorskip("ipykernel", reason="this machine has no ipykernel to execut
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+
+#: Those that take seconds; the others take half a minute each.
+QUICK = {"block_map", "tensor_io"}
 each = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -76,8 +79,15 @@ def without(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return hide
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.long)])
-@each
+@pytest.mark.parametrize(
+    ("notebook", "everything"),
+    [
+        pytest.param(path, everything, marks=[] if path.stem in QUICK and not everything else pytest.mark.long)
+        for path in NOTEBOOKS
+        for everything in (False, True)
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else str(value),
+)
 @pytest.mark.timeout(900)
 def test_runs_from_clean_without_a_warning_and_leaves_nothing_behind(
     notebook: Path, everything: bool, tmp_path: Path, without: Callable[..., None]

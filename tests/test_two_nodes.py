@@ -38,7 +38,8 @@ def note(i):
 
 data = [{"image": torch.full((1, 32, 32, 32), float(i)), "i": i} for i in range(12)]
 transform = Compose([EnsureTyped("image"), Lambdad("i", note)])
-dataset = GDSDataset(data, transform, far, "cpu", hash_transform=lambda _: b"same", local_dir=near, local_bytes="100MB")
+options = {"local_bytes": "100MB"}
+dataset = GDSDataset(data, transform, far, "cpu", hash_transform=lambda _: b"same", local_dir=near, options=options)
 filled = dataset.populate()
 sampler = DistributedSampler(dataset)
 loader = GDSDataLoader(dataset, batch_size=1, sampler=sampler)

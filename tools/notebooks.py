@@ -5,11 +5,11 @@
     python tools/notebooks.py block_map tensor_io  # these
     python tools/notebooks.py --output DIR         # writes copies to DIR and leaves tutorials/ unchanged
 
-Each runs in an empty folder, with this Python and this checkout's package. Besides the needs of the notebooks it
-requires ``pip install nbclient ipykernel``. A notebook that fails is saved up to the failure. The others are still
-executed, and the exit code is 1.
+Each runs in an empty folder, with this Python, this checkout's package and ``tutorials/helpers.py``. Besides the needs
+of the notebooks it requires ``pip install nbclient ipykernel``. A notebook that fails is saved up to the failure. The
+others are still executed, and the exit code is 1.
 
-The paragraph of the first cell that begins with "**Where its outputs came from.**" is written anew at each execution.
+The paragraph of the first cell that begins with "**Where its outputs came from.**" is written again at each execution.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError as e:
     sys.exit(f"{e.name} is missing: pip install nbclient ipykernel, or run `make notebooks`")
 
-from monai_gds.base.mounts import mounts
+from monai_gds.base.file_systems import mounts
 from monai_gds.bench.report import machine
 from monai_gds.storage import resolve_device
 
@@ -63,7 +63,7 @@ def execute(notebook: Path, folder: Path) -> tuple[Any, str]:
         The notebook with its outputs, and the error, empty if there was none.
     """
     node = nbformat.read(notebook, as_version=4)
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    path = os.pathsep.join(p for p in (str(ROOT), str(ROOT / "tutorials"), os.environ.get("PYTHONPATH")) if p)
     with tempfile.TemporaryDirectory() as private:  # for the kernel's sockets, IPython's history, torch's compiler
         # Without folders to search for kernels, only the kernel of this Python is left.
         specs = KernelSpecManager(kernel_dirs=[])

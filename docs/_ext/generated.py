@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def bring(app: Sphinx) -> None:
-    """Makes ``docs/generated`` anew."""
+    """Makes ``docs/generated`` again."""
     target = Path(app.srcdir) / "generated"
     shutil.rmtree(target, ignore_errors=True)
     (target / "tutorials").mkdir(parents=True)

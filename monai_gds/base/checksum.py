@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base.plain_read import read_at
+from monai_gds.base.file_systems import read_at
 
 __all__ = ["NAME", "checksum", "checksum_of_file", "checksums"]
 

@@ -61,7 +61,7 @@ def say_lines(lines: Iterable[str]) -> None:
     text = "".join(f"{printable(line)}\n" for line in lines)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()  # behind `| head` this raises here, where Typer exits quietly
+    sys.stdout.flush()  # before `| head` this raises here, where Typer exits quietly
 
 
 def in_words(error: BaseException) -> str:

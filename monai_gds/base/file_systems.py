@@ -1,12 +1,20 @@
-"""Which kind of file system a file is on, by the kernel's number for it (statfs(2), linux/magic.h)."""
+"""Which kind of file system a file is on, what is mounted, and a part of a file, however few bytes single calls return.
+
+Kinds are the kernel's numbers (statfs(2), linux/magic.h); mounts come from /proc/self/mountinfo. Imports only the
+standard library.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["KEEPS_ZEROS", "LOCAL", "kind_of", "kind_of_folder"]
+__all__ = ["KEEPS_ZEROS", "LOCAL", "Mount", "kind_of", "kind_of_folder", "mounts", "read_at"]
 
 #: File systems that store zeros that a program writes, and make no hole of them: ext4, XFS, btrfs, tmpfs, F2FS, ramfs.
 KEEPS_ZEROS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0xF2F52010, 0x858458F6})
@@ -34,3 +42,57 @@ def kind_of_folder(path: str) -> int | None:
         finally:
             os.close(fd)
     return None
+
+
+class Mount(NamedTuple):
+    """A mounted file system, as described in proc(5).
+
+    Attributes:
+        id: the kernel's number of this mount.
+        number: ``major:minor`` of its device; ``0:…`` if it has none.
+        point: where it is mounted.
+        kind: ``ext4``, ``xfs``, ``tmpfs``…
+        source: what is mounted, often a device node.
+        options: options of the mount and of the file system, separated by commas.
+    """
+
+    id: str
+    number: str
+    point: str
+    kind: str
+    source: str
+    options: str
+
+
+def mounts(proc: Path) -> Iterator[Mount]:
+    """All mounts in the kernel's order. Where two share a mount point, the later one is visible."""
+    for line in (proc / "self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        number, _, number_of_device, _, point, own, *_ = left.split(" ")
+        kind, source, rest = right.split(" ", 2)
+        options = f"{own},{rest.split(' ')[-1]}"
+        yield Mount(number, number_of_device, _unescape(point), kind, _unescape(source), options)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)  # a space is \040
+
+
+def read_at(fd: int, nbytes: int, offset: int = 0) -> bytes:
+    """Reads ``nbytes`` of an open file from ``offset``; fewer only if the file ends before.
+
+    A call may return fewer bytes than there are: over FUSE and network file systems, for more than 2 GiB, and after a
+    signal.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    data = os.pread(fd, nbytes, offset)
+    if len(data) == nbytes or not data:  # nearly always
+        return data
+    parts = [data]
+    done = len(data)
+    while done < nbytes and (data := os.pread(fd, nbytes - done, offset + done)):
+        parts.append(data)
+        done += len(data)
+    return b"".join(parts)

@@ -61,7 +61,7 @@ class PerProcess(Generic[*Ts, T]):
         return self._results.get(args)
 
     def forget(self) -> None:
-        """Starts anew in a forked child, without finalising any result."""
+        """Starts again in a forked child, without finalising any result."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._results))
         self._results, self._lock = {}, threading.RLock()
 

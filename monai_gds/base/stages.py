@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measurements", "Watch", "count", "each", "enter", "measure", "measured", "read", "saved", "watching"]
+__all__ = ["Measurements", "Watch", "count", "each", "enter", "measured", "read", "saved", "watching"]
 
 
 #: Seconds and counts of a watch.
@@ -28,7 +28,7 @@ class Watch:
     """What a thread measures: the seconds of each stage, and counts.
 
     Attributes:
-        seconds: by the stage and a part of it, such as ``("random transforms", "RandFlipd")``.
+        seconds: the seconds of each stage and part of it, such as ``("random transforms", "RandFlipd")``.
         counts: ``"hits"``, ``"computed"`` (items), and ``"bytes"`` that were read of records.
         in_workers: whether other processes measured a part of this.
         stream: a CUDA stream, whose work counts to the stage that began it; None: no stage waits for a device.
@@ -72,11 +72,6 @@ _watches: dict[int, Watch] = {}
 os.register_at_fork(after_in_child=_watches.clear)  # a child's first thread has the number of the one that forked
 
 
-def measure(watch: Watch) -> None:
-    """Measures the calling thread from here on."""
-    _watches[threading.get_ident()] = watch
-
-
 @contextmanager
 def measured(watch: Watch | None, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
     """Measures the stages that the calling thread enters within the block. Without a watch, it does nothing.
@@ -87,7 +82,7 @@ def measured(watch: Watch | None, stream: torch.cuda.Stream | None = None) -> It
         yield
         return
     watch.stream = stream
-    measure(watch)
+    _watches[threading.get_ident()] = watch
     try:
         yield
     finally:

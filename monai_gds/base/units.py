@@ -18,7 +18,7 @@ def bytes_of(size: float | str, argument: str, least: int = 0) -> int:
 
     Args:
         size: a number, or one with a unit.
-        argument: its name, for errors.
+        argument: the name of the argument, for errors.
         least: the smallest number that makes sense.
 
     Raises:

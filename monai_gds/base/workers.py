@@ -48,7 +48,7 @@ class Workers(Generic[T]):
 
     Args:
         work: the function. Workers forked from this process inherit it, others unpickle it, threads share it.
-        num_workers: how many.
+        num_workers: how many processes or threads run it.
         context: a start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or a multiprocessing context; None chooses.
             What a fork server imports when it starts is set here, unless this is a context.
 
@@ -109,7 +109,7 @@ class Workers(Generic[T]):
             if isinstance(e, BrokenProcessPool):
                 raise WorkerDied(
                     f"a process started by {self.kind} ended before it began: the script that starts it must be a "
-                    "file, and do so behind `if __name__ == '__main__':`"
+                    "file, and do so under `if __name__ == '__main__':`"
                 ) from e
             raise
         if problem:

@@ -1,1 +1,1 @@
-"""The benchmarks behind ``monai-gds bench``. They use the public API only, never a backend's internals."""
+"""What ``monai-gds bench``, ``profile`` and ``demo`` measure, by the public API, not by a backend's internals."""

@@ -1,40 +1,45 @@
 """Competitors over one workload: epochs in turn, every batch counted and consumed, every byte checked.
 
-Competitors and the machine's ceilings take turns epoch by epoch, so that whatever else the machine does affects all of
-them alike. Before the timed epochs, each competitor runs one in which every tensor is compared with the result of the
-transforms without a cache.
+Competitors take turns epoch by epoch, so that whatever else the machine does affects all of them alike. Before the
+timed epochs, each competitor runs one in which every tensor is compared with the result of the transforms without a
+cache. ``tools/bench`` in a clone compares more of them, over made-up data.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import statistics
 import time
 import warnings
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from monai.data import Dataset
+from monai.data import CacheDataset, Dataset, PersistentDataset, ThreadDataLoader
 from monai.transforms import Compose
 from rich.progress import Progress
 
-from monai_gds.bench.ceilings import Ceilings
-from monai_gds.bench.competitors import COMPETITORS, NO_CACHE, REFERENCE, Competitor
-from monai_gds.bench.costs import Costs, per_item, sizes, spent
 from monai_gds.bench.pagecache import drop, warmth
 from monai_gds.bench.report import Report, Row
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.engines import in_words
 from monai_gds.errors import BackendUnavailable, StorageError
 
-__all__ = ["SILENT", "Comparison", "Entrant", "checksums", "compare", "enter", "epoch"]
+__all__ = [
+    "META", "MONAIS_DATASETS", "NO_CACHE", "OURS", "OURS_LOADER", "REFERENCE", "SILENT", "UNCACHED", "Comparison",
+    "Competitor", "Entrant", "checksums", "compare", "enter", "epoch",
+]  # fmt: skip
+
+OURS = "GDSDataset"
+OURS_LOADER = "GDSDataset, GDSDataLoader"
+REFERENCE = "PersistentDataset"
+META = "PersistentDataset + meta"
+NO_CACHE = "no cache"
 
 #: The progress display of callers that want none.
 SILENT = Progress(disable=True)
@@ -42,8 +47,36 @@ SILENT = Progress(disable=True)
 #: Seed of the random transforms in epochs that are compared.
 _SEED = 20
 
+#: Makes a dataset of items and a transform, with a separate folder for the cache and the target device.
+Make: TypeAlias = "Callable[[Sequence[Any], Compose, Path, torch.device], Dataset]"
 
-@dataclass(frozen=True, slots=True)
+
+class Competitor(NamedTuple):
+    """A dataset and its loader.
+
+    Args:
+        make: makes the dataset. Raises BackendUnavailable, with the reason, if it cannot run here.
+        loader: called with the dataset and ``batch_size``.
+    """
+
+    make: Make
+    loader: Callable[..., Iterable[Any]] = ThreadDataLoader
+
+
+UNCACHED = Competitor(lambda items, transform, *_: Dataset(items, transform))
+
+MONAIS_DATASETS = {
+    REFERENCE: Competitor(lambda items, transform, folder, _: PersistentDataset(items, transform, folder)),
+    META: Competitor(
+        lambda items, transform, folder, _: PersistentDataset(
+            items, transform, folder, track_meta=True, weights_only=False
+        )
+    ),
+    "CacheDataset": Competitor(lambda items, transform, *_: CacheDataset(items, transform, progress=False)),
+}
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A workload and its competitors.
 
@@ -51,49 +84,55 @@ class Comparison:
         title: the question it answers.
         items, transform: of the datasets.
         keys: the tensors of a result that are consumed and compared.
-        nbytes: bytes of all results together.
         device: the target.
-        folder: for the caches, and for the file that the ceilings read.
-        names: the competitors.
+        folder: for the caches.
+        competitors: the competitors by name, in the order of the rows.
         repeats: timed epochs of each.
-        batch_size: items per batch; None gets single items from the dataset, without a loader.
-        unit: ``GB/s`` or ``items/s``.
+        batch_size: items per batch.
+        unit: of :attr:`amount` per second.
         reference: the competitor that the others are compared with.
         cold: each epoch begins with none of the competitor's files in the page cache.
-        ceilings: measure the machine's ceilings too.
-        sizes: show how much smaller each cache is than its results.
-        competitors: the competitors by name.
-        costs: show processor time and, if ``cold``, bytes from the disk. Then batches are consumed in one thread, since
-            torch's threads spin while they wait for one another, which counts as processor time.
+        uncached: gives the results that those of the competitors must equal.
     """
 
     title: str
     items: Sequence[Any]
     transform: Compose
     keys: Sequence[str]
-    nbytes: int
     device: torch.device
     folder: Path
-    names: Sequence[str]
+    competitors: Mapping[str, Competitor]
     repeats: int
-    batch_size: int | None = 1
-    unit: str = "GB/s"
+    batch_size: int = 1
+    unit: str = "items/s"
     reference: str = REFERENCE
     cold: bool = False
-    ceilings: bool = True
-    sizes: bool = False
-    costs: bool = False
-    competitors: Mapping[str, Competitor] = field(default_factory=lambda: COMPETITORS)
+    uncached: Competitor = UNCACHED
 
     @property
     def batches(self) -> int:
         """Batches per epoch."""
-        return -(-len(self.items) // (self.batch_size or 1))
+        return -(-len(self.items) // self.batch_size)
 
     @property
     def amount(self) -> float:
-        """What an epoch moves: gigabytes or items, as the unit has it."""
-        return self.nbytes / 1e9 if self.unit == "GB/s" else len(self.items)
+        """What an epoch moves."""
+        return len(self.items)
+
+    def consume(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Uses every byte of a batch on the target."""
+        for tensor in tensors:
+            tensor.to(self.device).as_subclass(torch.Tensor).sum()
+
+    def time(self, entrant: Entrant) -> float:
+        """Seconds of a timed epoch."""
+        return epoch(entrant, self)
+
+    def notes(self, entrant: Entrant) -> dict[str, str]:
+        """Further columns of a competitor's row, as text by heading."""
+        if not entrant.cached:
+            return {}
+        return {"page cache before": warmth(entrant.cached) if entrant.files() else "has no files"}
 
 
 @dataclass(slots=True)
@@ -106,8 +145,6 @@ class Entrant:
     folder: Path
     seconds: list[float] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
-    costs: list[Costs] = field(default_factory=list)
-    loader: Iterable[Any] | None = None
 
     def epoch(self, comparison: Comparison) -> Generator[Iterator[torch.Tensor]]:
         """The tensors of each batch of an epoch, without the competitor's warnings.
@@ -118,14 +155,8 @@ class Entrant:
         Raises StorageError if the number of batches is wrong.
         """
         seen = 0
-        with warnings.catch_warnings(action="ignore"), self.competitor.at_work():
-            loader: Iterable[Any]
-            if comparison.batch_size is None:
-                loader = (self.dataset[i] for i in range(len(self.dataset)))
-            else:
-                loader = self.loader or self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
-                if getattr(loader, "num_workers", 0):  # its workers persist
-                    self.loader = loader
+        with warnings.catch_warnings(action="ignore"):
+            loader = self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
             found: Any = iter(loader)  # an iterator of torch's own loader ends with its workers
             with closing(found) if hasattr(found, "close") else nullcontext(found) as batches:
                 for batch in batches:
@@ -144,44 +175,44 @@ class Entrant:
         """The files of its cache."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
-    def row(self, comparison: Comparison) -> Row:
-        """Its row of the table."""
-        notes = {"page cache before": warmth(self.cached) if self.files() else "has no files"} if self.cached else {}
-        if comparison.sizes:
-            notes |= sizes(self.files(), comparison.keys, comparison.nbytes)
-        if comparison.costs:
-            notes |= per_item(self.costs, len(comparison.items), comparison.cold)
-        if comparison.batch_size is None:
-            notes["µs per item"] = f"{1e6 * statistics.median(self.seconds) / len(comparison.items):.0f}"
-        return Row(self.name, tuple(comparison.amount / seconds for seconds in self.seconds), notes=notes)
-
 
 def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entrant:
     """Makes a competitor's dataset. Raises BackendUnavailable, with the reason, if it cannot run here."""
-    competitor = comparison.competitors[name]
-    if why := competitor.missing():
-        raise BackendUnavailable(why)
+    competitor = comparison.uncached if name == NO_CACHE else comparison.competitors[name]
     folder = folder or comparison.folder / "".join(c if c.isalnum() else "-" for c in name)
     folder.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings(action="ignore"), competitor.at_work():
+    with warnings.catch_warnings(action="ignore"):
         dataset = competitor.make(comparison.items, comparison.transform, folder, comparison.device)
     return Entrant(name, competitor, dataset, folder)
 
 
-def compare(comparison: Comparison, progress: Progress = SILENT) -> Report:
-    """Runs a comparison. Raises StorageError if batches or bytes differ from those of the transforms."""
+def compare(
+    comparison: Comparison, progress: Progress = SILENT, after_turn: Callable[[], None] = lambda: None
+) -> Report:
+    """Runs a comparison.
+
+    Args:
+        comparison: the workload and its competitors.
+        progress: shows how far it is.
+        after_turn: called whenever each competitor has run one timed epoch.
+
+    Raises:
+        StorageError: batches or bytes differ from those of the transforms.
+    """
     entrants: list[Entrant] = []
     try:
-        return _compare(comparison, entrants, progress)
+        return _compare(comparison, entrants, progress, after_turn)
     finally:  # also after Ctrl-C: their folders are removed next
         for entrant in entrants:
             entrant.flush()
 
 
-def _compare(comparison: Comparison, entrants: list[Entrant], progress: Progress) -> Report:
+def _compare(
+    comparison: Comparison, entrants: list[Entrant], progress: Progress, after_turn: Callable[[], None]
+) -> Report:
     rows = {}
     expected = checksums(enter(comparison, NO_CACHE), comparison)
-    for name in comparison.names:
+    for name in comparison.competitors:
         try:
             entrants.append(enter(comparison, name))
         except BackendUnavailable as e:
@@ -206,24 +237,18 @@ def _compare(comparison: Comparison, entrants: list[Entrant], progress: Progress
         progress.advance(task)
     if comparison.cold:
         os.sync()  # otherwise the disk would still be writing the caches
-    ceilings = None
-    if comparison.ceilings:
-        scale = comparison.amount / (comparison.nbytes / 1e9)
-        ceilings = Ceilings(comparison.folder, comparison.device, comparison.nbytes, scale)
-    with ceilings or nullcontext():
-        for _ in range(comparison.repeats):
-            for entrant in entrants:
-                if comparison.cold:
-                    entrant.cached.append(drop(entrant.files()))
-                before = spent()
-                entrant.seconds.append(epoch(entrant, comparison))
-                entrant.costs.append(spent() - before)
-                progress.advance(task)
-            if ceilings is not None:
-                ceilings.sample()
-    rows |= {entrant.name: entrant.row(comparison) for entrant in entrants}
-    shown = [rows[name] for name in comparison.names]
-    return Report(comparison.title, comparison.unit, shown, comparison.reference, ceilings.rows() if ceilings else ())
+    for _ in range(comparison.repeats):
+        for entrant in entrants:
+            if comparison.cold:
+                entrant.cached.append(drop(entrant.files()))
+            entrant.seconds.append(comparison.time(entrant))
+            progress.advance(task)
+        after_turn()
+    for entrant in entrants:
+        rates = tuple(comparison.amount / seconds for seconds in entrant.seconds)
+        rows[entrant.name] = Row(entrant.name, rates, notes=comparison.notes(entrant))
+    shown = [rows[name] for name in comparison.competitors]
+    return Report(comparison.title, comparison.unit, shown, comparison.reference)
 
 
 def _why(entrant: Entrant) -> str:
@@ -240,22 +265,10 @@ def epoch(entrant: Entrant, comparison: Comparison) -> float:
     start = time.perf_counter()
     with closing(entrant.epoch(comparison)) as batches:
         for tensors in batches:
-            with _one_thread() if comparison.costs else nullcontext():
-                for tensor in tensors:
-                    tensor.to(comparison.device).as_subclass(torch.Tensor).sum()
+            comparison.consume(tensors)
     if comparison.device.type == "cuda":
         torch.cuda.synchronize(comparison.device)
     return time.perf_counter() - start
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def checksums(entrant: Entrant, comparison: Comparison) -> list[int]:

@@ -60,7 +60,7 @@ def run(
         items: pairs of NIfTI files.
         cache: an empty folder for all caches.
         size: see :func:`pipeline`.
-        epochs: of each dataset, at least 2: the first one fills the cache.
+        epochs: how many epochs of each dataset run, at least 2: the first one fills the cache.
         device, backend: see :class:`GDSDataset`.
 
     Returns:
@@ -99,12 +99,8 @@ def run(
         nbytes = sum(cached_items[i][key].nbytes for i in range(len(items)) for key in KEYS)
         show(_table(whole, cached, nbytes, target))
         same = _same(ours, theirs, size, target)
-        stdout.print(
-            "same volumes, value by value, under the same seed"
-            if same
-            else "[red]the two datasets gave different volumes",
-            highlight=False,
-        )
+        words = "same volumes, value by value, under the same seed"
+        stdout.print(words if same else "[red]the two datasets gave different volumes", highlight=False)
         return same
 
 

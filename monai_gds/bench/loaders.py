@@ -145,14 +145,8 @@ def torchvision_loader(settings: LoaderSettings, threads: int) -> Generator[int]
     transform = transforms.PILToTensor()
     if decoding.crop is not None:
         mean, std = ([value / 255 for value in values] for values in (IMAGENET_MEAN, IMAGENET_STD))
-        transform = transforms.Compose(
-            [
-                transforms.RandomResizedCrop(decoding.crop),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize(mean, std),
-            ]
-        )
+        steps = transforms.RandomResizedCrop(decoding.crop), transforms.RandomHorizontalFlip(), transforms.ToTensor()
+        transform = transforms.Compose([*steps, transforms.Normalize(mean, std)])
     loader = DataLoader(
         datasets.ImageFolder(settings.datadir, transform, allow_empty=True), settings.batch_size, num_workers=threads,
         pin_memory=on_gpu, drop_last=True, persistent_workers=True,

@@ -14,11 +14,11 @@ import torch
 from monai.transforms import Compose
 from rich.progress import Progress
 
-from monai_gds.bench.ceilings import Ceilings
-from monai_gds.bench.comparison import SILENT, Comparison, compare
-from monai_gds.bench.competitors import COMPETITORS, META, OURS, OURS_LOADER, REFERENCE
-from monai_gds.bench.report import Report, Row
+from monai_gds.bench.comparison import MONAIS_DATASETS, OURS, OURS_LOADER, SILENT, Comparison, Competitor, compare
+from monai_gds.bench.report import Report
 from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.doctor import probes
+from monai_gds.doctor.isolation import Answer
 from monai_gds.loader import GDSDataLoader
 from monai_gds.loader.stats import Stats
 
@@ -31,13 +31,13 @@ def profile(
     num_workers: int,
     epochs: int,
     transforms_on: Literal["workers"] | None = None,
-) -> tuple[list[Stats], Sequence[Row], str]:
-    """Measures epochs through ``GDSDataLoader``, each until all its items are saved, and then the machine.
+) -> tuple[list[Stats], Answer]:
+    """Measures epochs through ``GDSDataLoader``, each until all its items are saved, and then the drive.
 
     The consumer reads every tensor once. Tensors that are mapped would otherwise cost nothing.
 
     Returns:
-        The statistics of each epoch; the machine's ceilings in GB/s; and why they were not measured, or an empty text.
+        The statistics of each epoch, and the drive's speed (:func:`monai_gds.doctor.probes.speed`).
     """
     loader = GDSDataLoader(dataset, num_workers, batch_size=batch_size, transforms_on=transforms_on, stats=True)
     found = []
@@ -51,12 +51,9 @@ def profile(
         if dataset.cache_dir is None:
             raise OSError("there is no cache_dir")
         with tempfile.TemporaryDirectory(prefix="monai-gds-profile-", dir=dataset.cache_dir) as folder:
-            ceilings = Ceilings(Path(folder), dataset.device, found[-1].nbytes)
-            with ceilings:
-                ceilings.sample()
-            return found, ceilings.rows(), ""
+            return found, Answer(probes.speed(str(dataset.device), folder))
     except OSError as e:
-        return found, [], str(e)
+        return found, Answer({}, str(e))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -82,17 +79,16 @@ def beside_others(
 
     def make(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> GDSDataset:
         view = copy(dataset)
-        view.data, view.cache_dir = items, folder
-        view.local_dir = view.max_bytes = None
+        view.data = items
+        view.settings = replace(view.settings, cache_dir=folder, local_dir=None, max_bytes=None)
         return view
 
-    ours = {name: replace(COMPETITORS[name], make=make) for name in (OURS, OURS_LOADER)}
+    ours = {OURS: Competitor(make), OURS_LOADER: Competitor(make, GDSDataLoader)}
     comparison = Comparison(
         f"the first {len(data)} items of {len(dataset)} to {dataset.device}, batch {batch_size}, "
         f"page cache {'dropped' if cold else 'warm'}",
-        data, dataset.transform, _keys(dataset.transform(data[0])), 0, dataset.device, folder,
-        [OURS, OURS_LOADER, REFERENCE, META, "CacheDataset"], repeats, batch_size, "items/s", cold=cold, ceilings=False,
-        competitors={**COMPETITORS, **ours},
+        data, dataset.transform, _keys(dataset.transform(data[0])), dataset.device, folder, {**ours, **MONAIS_DATASETS},
+        repeats, batch_size, cold=cold,
     )  # fmt: skip
     return compare(comparison, progress)
 

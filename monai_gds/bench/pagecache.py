@@ -24,7 +24,7 @@ def cached(path: Path) -> float:
         return 0.0
     pages = -(-size // mmap.PAGESIZE)
     with open(path, "rb") as f:
-        mapping = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_COPY)  # not closed, which fails behind a Ctrl-C
+        mapping = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_COPY)  # not closed, which fails after a Ctrl-C
     flags = (ctypes.c_ubyte * pages)()
     if _libc.mincore(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), size, flags):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))

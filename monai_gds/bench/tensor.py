@@ -3,19 +3,18 @@
 The operations are those of DeepSpeed's DeepNVMe examples
 (https://github.com/deepspeedai/DeepSpeedExamples/tree/master/deepnvme/file_access): load and store, CPU and GPU tensor.
 The examples prepare an open storage and a destination outside of their timing, and so do the methods here. Methods are
-``python``, ``direct`` (threads over O_DIRECT without any library: what the drive gives) and this package's backends.
+``python``, ``direct`` (threads that read past the page cache: what the drive gives) and this package's backends.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,19 +22,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from monai_gds.base.parallel_read import page_aligned, read_parallel
 from monai_gds.bench.pagecache import cached, warmth
 from monai_gds.bench.report import Report, Row
-from monai_gds.bench.variants import TUNABLE, TUNED, TUNING_GRID
 from monai_gds.errors import FileChanged, MonaiGdsError, StorageError
 from monai_gds.storage import FileId, Reads, Storage, available_backends, open_storage
 from monai_gds.storage.files import check_identity, naming
 
-__all__ = ["LOADS", "STORES", "Tensors", "WrongBytes", "load", "store", "tune"]
+__all__ = ["LOADS", "STORES", "TUNABLE", "Tensors", "WrongBytes", "load", "store", "title"]
 
 T = TypeVar("T")
 
 _UNIT = "GB/s"
+
+#: Methods other than storage backends, by what is measured.
+LOADS = ("python", "direct")
+STORES = ("python",)
+
+#: The backends that take :attr:`Tensors.options`.
+TUNABLE = ("deepnvme", "deepnvme-gds")
 
 
 class WrongBytes(StorageError):
@@ -50,7 +54,7 @@ class Tensors:
         methods: names of methods, in the order of the rows.
         loop: timed repetitions of each; one more comes first and does not count.
         validate: compare with what plain Python reads or wrote.
-        options: for the backends that can be tuned.
+        options: for the backends in :data:`TUNABLE`.
     """
 
     methods: Sequence[str]
@@ -59,24 +63,13 @@ class Tensors:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def load_python(path: Path, nbytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
+def load_python(path: Path, device: torch.device) -> Callable[[], torch.Tensor]:
     """``open().read()``, and a copy to the device."""
 
     def run() -> torch.Tensor:
         with open(path, "rb") as f, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the bytes are read-only, and nobody writes to them
             return torch.frombuffer(f.read(), dtype=torch.uint8).to(device)
-
-    return run
-
-
-def load_direct(path: Path, nbytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Threads over O_DIRECT into page-aligned memory, and a copy to the device."""
-    memory = page_aligned(nbytes)
-
-    def run() -> torch.Tensor:
-        read_parallel(path, nbytes, memoryview(memory))
-        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).to(device)
 
     return run
 
@@ -88,18 +81,10 @@ def load_storage(path: Path, nbytes: int, storage: Storage) -> Callable[[], torc
     return lambda: storage.fill(reads, [dest]).wait()[0]
 
 
-def store_python(path: Path, tensor: torch.Tensor) -> None:
+def store_python(path: Path, tensors: Sequence[torch.Tensor]) -> None:
     """A copy to the host, and ``open().write()``."""
     with naming(str(path)), open(path, "wb") as f:
-        f.write(tensor.cpu().numpy().data)
-
-
-#: Methods other than storage backends. Those of loads prepare what is not timed, and return the operation to time.
-LOADS: dict[str, Callable[[Path, int, torch.device], Callable[[], torch.Tensor]]] = {
-    "python": load_python,
-    "direct": load_direct,
-}
-STORES = ("python",)
+        f.writelines(tensor.cpu().numpy().data for tensor in tensors)
 
 
 def load(path: Path, device: torch.device, settings: Tensors) -> Report:
@@ -108,10 +93,7 @@ def load(path: Path, device: torch.device, settings: Tensors) -> Report:
     right = path.read_bytes() if settings.validate else None
 
     def one(method: str, storage: Storage | None) -> Row:
-        if storage is None:
-            operation = LOADS[method](path, before.size, device)
-        else:
-            operation = load_storage(path, before.size, storage)
+        operation = load_python(path, device) if storage is None else load_storage(path, before.size, storage)
         rates, shares = [], []
         for _ in range(settings.loop + 1):
             try:
@@ -126,7 +108,7 @@ def load(path: Path, device: torch.device, settings: Tensors) -> Report:
             _compare(right, tensor.cpu().numpy().tobytes(), method, path)
         return Row(method, tuple(rates[1:]), notes={"page cache before": warmth(shares[1:])})
 
-    return _report(_title("load", device, before.size), device, settings, one)
+    return _report(title("load", device, before.size), device, settings, one)
 
 
 def store(folder: Path, nbytes: int, device: torch.device, settings: Tensors) -> Report:
@@ -135,15 +117,17 @@ def store(folder: Path, nbytes: int, device: torch.device, settings: Tensors) ->
     The figures are of the store alone: no method waits until data in the page cache or in the drive's own cache is on
     the drive. Rates that include this (fsync) are in a separate column.
     """
-    tensor = _random(nbytes, device)
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
 
     def one(method: str, storage: Storage | None) -> Row:
         rates, shares, synced = [], [], []
-        with _new_file(folder) as path:
-            operation = partial(store_python, path, tensor) if storage is None else _write(storage, path, tensor)
+        with tempfile.TemporaryDirectory(prefix="monai-gds-tensor-", dir=folder) as private:
+            path = Path(private) / "tensor.bin"
+            operation = partial(store_python, path) if storage is None else partial(storage.write, str(path))
             for _ in range(settings.loop + 1):
                 path.unlink(missing_ok=True)
-                seconds, _nothing = _timed(operation, device)
+                seconds, _nothing = _timed(lambda: operation([tensor]), device)
                 shares.append(cached(path))
                 rates.append(nbytes / seconds / 1e9)
                 with open(path, "rb") as f:
@@ -157,105 +141,34 @@ def store(folder: Path, nbytes: int, device: torch.device, settings: Tensors) ->
         notes = {"in page cache after": warmth(shares[1:]), f"with fsync, {_UNIT}": durable}
         return Row(method, tuple(rates[1:]), notes=notes)
 
-    return _report(_title("store", device, nbytes), device, settings, one)
+    return _report(title("store", device, nbytes), device, settings, one)
 
 
-def tune(
-    folder: Path, nbytes: int, device: torch.device, loop: int, progress: Callable[[int, int], None]
-) -> tuple[list[Report], dict[str, Any]]:
-    """Stores and loads a tensor with every combination of :data:`~monai_gds.bench.variants.TUNING_GRID`.
-
-    Each is timed ``loop`` times; all are tried once before any is tried again. ``progress`` is called with the number
-    done and the total.
-
-    Returns:
-        The tables of loads and stores, best combination first, and the best settings: those with the greatest sum of
-        both medians.
-
-    Raises:
-        BackendUnavailable: the backend does not work here.
-        StorageError: no combination works.
-    """
-    combinations = [dict(zip(TUNING_GRID, values, strict=True)) for values in itertools.product(*TUNING_GRID.values())]
-    loads: list[list[float]] = [[] for _ in combinations]
-    stores: list[list[float]] = [[] for _ in combinations]
-    reasons = [""] * len(combinations)
-    tensor = _random(nbytes, device)
-    for turn in range(loop):
-        for number, settings in enumerate(combinations):
-            progress(turn * len(combinations) + number, loop * len(combinations))
-            if reasons[number]:
-                continue
-            try:
-                stored, loaded = _store_and_load(folder, tensor, settings)
-            except StorageError as e:
-                reasons[number] = str(e)
-            else:
-                loads[number].append(loaded)
-                stores[number].append(stored)
-
-    def both(number: int) -> float:
-        return sum(statistics.median(rates[number]) for rates in (loads, stores) if rates[number])
-
-    order = sorted(range(len(combinations)), key=both, reverse=True)
-    if reasons[order[0]]:
-        raise StorageError(reasons[order[0]])
-    names = [", ".join(f"{name} {value}" for name, value in settings.items()) for settings in combinations]
-    reports = []
-    for verb, rates in (("load", loads), ("store", stores)):
-        rows = [Row(names[n], tuple(rates[n]), reasons[n]) for n in order]
-        reports.append(Report(_title(verb, device, nbytes), _UNIT, rows))
-    return reports, combinations[order[0]]
-
-
-def _store_and_load(folder: Path, tensor: torch.Tensor, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """GB/s of both. One of each comes first and does not count."""
-    nbytes = tensor.numel()
-    with closing(open_storage(TUNED, tensor.device, **settings)) as storage, _new_file(folder) as path:
-        for _ in range(2):
-            path.unlink(missing_ok=True)
-            stored, _nothing = _timed(_write(storage, path, tensor), tensor.device)
-            loaded, _tensor = _timed(load_storage(path, nbytes, storage), tensor.device)
-    return nbytes / stored / 1e9, nbytes / loaded / 1e9
-
-
-def _write(storage: Storage, path: Path, tensor: torch.Tensor) -> Callable[[], None]:
-    return lambda: storage.write(str(path), [tensor])
-
-
-def _title(verb: str, device: torch.device, nbytes: int) -> str:
+def title(verb: str, device: torch.device, nbytes: int) -> str:
+    """The title of a report."""
     return f"{verb}, {device.type.upper()} tensor, {nbytes / 2**20:.0f} MiB"
 
 
-def _report(title: str, device: torch.device, settings: Tensors, one: Callable[[str, Storage | None], Row]) -> Report:
+def _report(heading: str, device: torch.device, settings: Tensors, one: Callable[[str, Storage | None], Row]) -> Report:
     found = available_backends(device)
 
     def row(method: str) -> Row:
-        if method not in found:
+        if method == "python":
             return one(method, None)
-        if not found[method]:
-            remedy = f"; {found[method].remedy}" if found[method].remedy else ""
-            return Row(method, reason=f"{found[method].reason}{remedy}")
+        backend, options = ("posix", {"direct_io": True}) if method == "direct" else (method, {})
+        if not found[backend]:
+            remedy = f"; {found[backend].remedy}" if found[backend].remedy else ""
+            return Row(method, reason=f"{found[backend].reason}{remedy}")
         try:
-            with closing(open_storage(method, device, **(settings.options if method in TUNABLE else {}))) as storage:
+            options = settings.options if method in TUNABLE else options
+            with closing(open_storage(backend, device, **options)) as storage:
                 return one(method, storage)
         except (FileChanged, WrongBytes):
             raise
         except MonaiGdsError as e:  # it works here, but not with this file: its device cannot be read, for instance
             return Row(method, reason=str(e))
 
-    return Report(title, _UNIT, [row(method) for method in settings.methods], reference="python")
-
-
-def _random(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
-
-
-@contextmanager
-def _new_file(folder: Path) -> Iterator[Path]:
-    """The path of a file to write, in a folder that is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="monai-gds-tensor-", dir=folder) as private:
-        yield Path(private) / "tensor.bin"
+    return Report(heading, _UNIT, [row(method) for method in settings.methods], reference="python")
 
 
 def _timed(operation: Callable[[], T], device: torch.device) -> tuple[float, T]:

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from monai_gds import limits
 from monai_gds.base.console import progress_bar, say, show
+from monai_gds.command import options
 from monai_gds.command.options import HeapOption
 from monai_gds.storage.blockmap.block_map import BlockMap
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Map the files of a folder to the disk blocks that they occupy.",
-    epilog="Example: monai-gds blockmap build /data/imagenet/train --output train.json",
+app = options.app(
+    "Map the files of a folder to the disk blocks that they occupy.",
+    "blockmap build /data/imagenet/train --output train.json",
 )
 
 MapFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A saved block map.")]

@@ -19,7 +19,7 @@ from datetime import datetime
 from enum import StrEnum
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 import typer
 
@@ -27,9 +27,9 @@ from monai_gds.base.console import broken, progress_bar, say, say_lines, stderr,
 from monai_gds.base.units import bytes_of, seconds_of
 from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
 from monai_gds.folder import maintenance
-from monai_gds.folder.budget import KNOWN_SECONDS, idle, unused
+from monai_gds.folder.budget import KNOWN_SECONDS
 from monai_gds.folder.index import Index
-from monai_gds.folder.maintenance import SHOWN, Found
+from monai_gds.folder.maintenance import SHOWN, Found, Unwanted, used_since, without
 from monai_gds.folder.uses import Uses
 from monai_gds.records.header import VERSION
 
@@ -245,7 +245,7 @@ def verify(
         say(_summary(directory, f"{len(records)} records, {damaged} damaged{not_checked}"))
         if damaged:
             say(
-                "Damaged records are computed anew when they are next used. "
+                "Damaged records are computed again when they are next used. "
                 f"To delete them now: monai-gds cache prune --damaged {shlex.quote(str(directory))}"
             )
     raise typer.Exit(1 if damaged or unread else 0)
@@ -286,17 +286,36 @@ def _parsed(parse: Callable[[str], T], text: str | None, default: T, option: str
         raise typer.BadParameter(str(e), param_hint=option) from None
 
 
+PipelineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pipeline",
+        metavar="HASH",
+        help="Also delete the records of this pipeline, given by 4 or more digits of its hash from `ls`.",
+    ),
+]
+MaxSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-size",
+        metavar="SIZE",
+        help="Also delete the least recently used records until the rest has this size: 400GB, 2TiB.",
+    ),
+]
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="module:function",
+        help="Protect the records of this dataset's pipeline from these three options; may be repeated. The function "
+        "may have arguments: --keep 'training:make_dataset fold=3'.",
+    ),
+]
+
+
 @app.command("prune", epilog="Example: monai-gds cache prune --dry-run /nvme/cache")
 def prune(
     directory: CacheDirectory,
-    pipeline: Annotated[
-        str | None,
-        typer.Option(
-            "--pipeline",
-            metavar="HASH",
-            help="Also delete the records of this pipeline, given by 4 or more digits of its hash from `ls`.",
-        ),
-    ] = None,
+    pipeline: PipelineOption = None,
     missing_sources: Annotated[
         bool, typer.Option("--missing-sources", help="Also delete records whose source files are gone.")
     ] = False,
@@ -316,22 +335,8 @@ def prune(
     unused_for: Annotated[
         str | None, typer.Option("--unused-for", metavar="SPAN", help="Also delete records not used for this long.")
     ] = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(
-            "--max-size",
-            metavar="SIZE",
-            help="Also delete the least recently used records until the rest has this size: 400GB, 2TiB.",
-        ),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="module:function",
-            help="Protect the records of this dataset's pipeline from these three options; may be repeated. The "
-            "function may have arguments: --keep 'training:make_dataset fold=3'.",
-        ),
-    ] = None,
+    max_size: MaxSizeOption = None,
+    keep: KeepOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="Print only the totals.")] = False,
     as_json: JsonOption = False,
@@ -345,54 +350,31 @@ def prune(
     are left alone. Exit code 1 if a file cannot be deleted, or if the records
     that are left are larger than --max-size.
     """
-    ages = {
-        "older_than": _parsed(seconds_of, older_than, math.inf, "--older-than"),
-        "unused_for": _parsed(seconds_of, unused_for, math.inf, "--unused-for"),
-    }
-    max_bytes = _parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size")
-    kept = {_dataset_to_keep(words).pipeline_digest(): words for words in keep or []}
+    kept = {_dataset_to_keep(words).session.pipeline_digest(): words for words in keep or []}
+    unwanted = Unwanted(
+        missing_sources=missing_sources,
+        identify=_identify(directory) if check_sources else None,
+        older_than=_parsed(seconds_of, older_than, math.inf, "--older-than"),
+        unused_for=_parsed(seconds_of, unused_for, math.inf, "--unused-for"),
+        max_size=_parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size"),
+        keep=kept,
+    )
     records = maintenance.survey(directory)
     for missing in kept.keys() - {found.pipeline for found in records}:
         say(f"--keep: no record here is of the pipeline of {kept[missing]} ({missing[:SHOWN]})", stderr)
-    unwanted = _parsed(partial(maintenance.pipeline_of, records), pipeline, "", "--pipeline")
-    identify = _identify(directory) if check_sources else None
-    chosen = list(maintenance.prunable(
-        directory, records, missing_sources=missing_sources, pipeline=unwanted, identify=identify
-    ))  # fmt: skip
-    if damaged:
-        chosen += [found for found in _checked([r.file for r in _without(chosen, records)]) if found.damaged]
+    named = _parsed(partial(maintenance.pipeline_of, records), pipeline, "", "--pipeline")
     uses, began = Uses(directory), time.time()
-    idle_records = unused(_without(chosen, records), uses.look(), max_size=max_bytes, keep=kept, **ages)
-    chosen += idle_records
-    idle_files = {found.file for found in idle_records}
-
-    def used_since(found: Found) -> bool:
-        """Whether a record was idle, and has been used since."""
-        if found.file not in idle_files:
-            return False
-        # By the notes alone: a record that was replaced since is not deleted, and a wrong clock may have dated it.
-        return not idle([replace(found, problem="", mtime_ns=0)], uses.look(KNOWN_SECONDS), began, kept)
-
+    useless, idle = maintenance.choose(
+        directory, records, replace(unwanted, pipeline=named), uses.look(), _checked if damaged else None
+    )
     quiet = summary or as_json
-    refused: list[str] = []
     if dry_run:
-        deleted = chosen
-        say_lines([] if quiet else (f"{found.file}: {found.problem}" for found in chosen))
+        done = _Pruned([*useless, *idle], [])
+        say_lines([] if quiet else (f"{found.file}: {found.problem}" for found in done.deleted))
     else:
-        deleted = list(_deleted(chosen, used_since, quiet, refused))
+        done = _delete(useless, idle, lambda found: used_since(found, uses.look(KNOWN_SECONDS), began), quiet)
         Index(directory).tidy()
-    remaining = _without(deleted, records)
-    too_large = sum(found.nbytes for found in remaining) > max_bytes
-    if as_json:
-        pruned = _pruned_as_json(deleted, remaining, refused, summary)
-        _print_json({"directory": str(directory), "dry_run": dry_run, **pruned})
-    else:
-        refusals = f", {len(refused)} that cannot be deleted" if refused else ""
-        say(f"{len(deleted)} files, {_megabytes(deleted)} MB {'to delete' if dry_run else 'deleted'}{refusals}")
-        if too_large:
-            why = "they are in use, kept, or cannot be deleted"
-            say(f"{_megabytes(remaining)} MB are left, more than --max-size: {why}")
-    raise typer.Exit(1 if refused or too_large else 0)
+    _end(directory, done, without(done.deleted, records), unwanted.max_size, dry_run, summary, as_json)
 
 
 def _dataset_to_keep(text: str) -> GDSDataset:
@@ -406,47 +388,60 @@ def _dataset_to_keep(text: str) -> GDSDataset:
         raise
 
 
-def _without(excluded: Sequence[Found], records: Sequence[Found]) -> list[Found]:
-    """The records whose files are not among those excluded."""
-    files = {found.file for found in excluded}
-    return [found for found in records if found.file not in files]
+class _Pruned(NamedTuple):
+    """What became of the files that were to be deleted."""
+
+    deleted: list[Found]
+    refused: list[Found]  # by the system, such as another user's in a shared folder
 
 
-def _deleted(
-    chosen: Sequence[Found], used_since: Callable[[Found], bool], quiet: bool, refused: list[str]
-) -> Iterator[Found]:
-    """Deletes files that have not been used since, and prints each, so that an interrupted run shows what it deleted.
-
-    A file that the system refuses to delete, such as another user's in a shared folder, is added to ``refused``.
-    """
-    for found in chosen:
+def _delete(
+    useless: Sequence[Found], idle: Sequence[Found], used_meanwhile: Callable[[Found], bool], quiet: bool
+) -> _Pruned:
+    """Deletes files, idle ones only if still idle; prints each, so that an interrupted run shows what it deleted."""
+    done = _Pruned([], [])
+    for found, is_idle in [*((found, False) for found in useless), *((found, True) for found in idle)]:
         outcome = found.problem
         try:
-            if used_since(found):
+            if is_idle and used_meanwhile(found):
                 outcome = "kept, since it has been used meanwhile"
             elif maintenance.remove(found):
-                yield found
+                done.deleted.append(found)
             else:
                 outcome = "kept, since it was replaced or removed meanwhile"
         except OSError as e:
-            refused.append(found.file)
+            done.refused.append(found)
             outcome = f"cannot be deleted: {e.strerror or e}"
         if not quiet:
             say(f"{found.file}: {outcome}")
+    return done
 
 
-def _pruned_as_json(
-    deleted: Sequence[Found], remaining: Sequence[Found], refused: Sequence[str], summary: bool
-) -> dict[str, Any]:
-    files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
-    return {
-        **({} if summary else {"files": files}),
-        "count": len(deleted),
-        "bytes": sum(found.nbytes for found in deleted),
-        "refused": len(refused),
-        "left": len(remaining),
-        "bytes_left": sum(found.nbytes for found in remaining),
-    }
+def _end(
+    directory: Path, done: _Pruned, left: Sequence[Found], most: float, dry_run: bool, summary: bool, as_json: bool
+) -> NoReturn:
+    """Reports what was deleted and what is left, and ends the command."""
+    deleted, refused = done
+    bytes_left = sum(found.nbytes for found in left)
+    if as_json:
+        files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
+        _print_json({
+            "directory": str(directory),
+            "dry_run": dry_run,
+            **({} if summary else {"files": files}),
+            "count": len(deleted),
+            "bytes": sum(found.nbytes for found in deleted),
+            "refused": len(refused),
+            "left": len(left),
+            "bytes_left": bytes_left,
+        })  # fmt: skip
+    else:
+        refusals = f", {len(refused)} that cannot be deleted" if refused else ""
+        say(f"{len(deleted)} files, {_megabytes(deleted)} MB {'to delete' if dry_run else 'deleted'}{refusals}")
+        if bytes_left > most:
+            why = "they are in use, kept, or cannot be deleted"
+            say(f"{_megabytes(left)} MB are left, more than --max-size: {why}")
+    raise typer.Exit(1 if refused or bytes_left > most else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -508,7 +503,7 @@ def warm(
     except KeyboardInterrupt:
         held = len(maintenance.record_files(dataset.cache_dir))
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
-    converted = f", {done.converted} converted to {dataset.record_form()}" if done.converted else ""
+    converted = f", {done.converted} converted to {dataset.session.record_form()}" if done.converted else ""
     left_out = f", {done.left_out} left out by max_bytes" if done.left_out else ""
     say(f"{done.computed} items computed, {done.cached} were cached already{converted}{left_out}")
 

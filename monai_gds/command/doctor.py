@@ -62,10 +62,10 @@ def doctor(
 
 
 def _build(backend: str, as_json: bool) -> None:
-    from monai_gds.doctor import diagnosis
+    from monai_gds.storage.deepnvme import build
 
-    one_of(diagnosis.BUILDABLE, [backend], "--build")
-    built = [str(path) for path in diagnosis.build(backend, lambda line: say(line, stderr))]
+    one_of(["deepnvme"], [backend], "--build")
+    built = [str(path) for path in build.build_ahead(lambda line: say(line, stderr))]
     say_lines([json.dumps({"built": built}, indent=2)] if as_json else built)
 
 

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 import monai_gds
 from monai_gds.base.console import in_words, say, stderr, stdout
-from monai_gds.bench.cli import app as bench_app
+from monai_gds.command.bench import app as bench_app
 from monai_gds.command.blockmap import app as blockmap_app
 from monai_gds.command.cache import app as cache_app
 from monai_gds.command.doctor import app as doctor_app
@@ -98,7 +98,7 @@ def demo(
 ) -> None:
     """Make volumes, run epochs over them with GDSDataset and PersistentDataset, and compare times and volumes."""
     from monai_gds.bench import demo as job
-    from monai_gds.bench.volumes import find_pairs, write_volumes
+    from monai_gds.bench.made_up import find_pairs, write_volumes
 
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monai-gds-demo-")))

@@ -30,10 +30,16 @@ __all__ = [
     "HeapOption",
     "JsonOption",
     "PlotOption",
+    "app",
     "dataset_from",
     "known_device",
     "one_of",
 ]
+
+
+def app(summary: str, example: str) -> typer.Typer:
+    """A group of commands, with its help and an example of one of them."""
+    return typer.Typer(no_args_is_help=True, help=summary, epilog=f"Example: monai-gds {example}")
 
 
 def known_device(name: str | None) -> str | None:
@@ -83,7 +89,7 @@ def _plot(path: Path | None) -> Path | None:
 
 
 def _heap(size: str | None) -> str | None:
-    """Refuses what is no size. The backend takes it as it is."""
+    """Refuses a value that is not a size. The backend takes it as it is."""
     if size is not None:
         try:
             bytes_of(size, "--heap-bytes", least=1)
@@ -155,5 +161,5 @@ def dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
 
     if not isinstance(dataset, GDSDataset):
         kind = type(dataset).__name__
-        raise typer.BadParameter(f"{function} returned no GDSDataset but a value of type {kind}", param_hint="FUNCTION")
+        raise typer.BadParameter(f"{function} returned a value of type {kind}, not a GDSDataset", param_hint="FUNCTION")
     return dataset

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from monai_gds.base.console import say, say_lines, stdout
 from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
-
-if TYPE_CHECKING:
-    from monai_gds.bench.report import Row
 
 __all__ = ["app"]
 
@@ -36,26 +32,20 @@ def profile(
     Items that are not cached are computed and saved, so the first epoch shows
     what filling the cache takes. The next one compares checksums, which later
     ones do not. The epochs do nothing but load. `GDSDataLoader(stats=True)`
-    measures the same beside your training. The last lines are this machine's
-    limits, measured with a file in the cache directory.
+    measures the same beside your training. The last line is the drive's speed,
+    measured with a file in the cache directory, as `doctor --measure` does.
     """
     if transforms_on and not num_workers:
         raise typer.BadParameter("needs workers: give --num-workers too", param_hint="--transforms-on")
     dataset = dataset_from(function, arguments or [])
     from monai_gds.bench.own_pipeline import profile as measure
+    from monai_gds.doctor.findings import speed
 
     with stdout.status("running epochs…"):
-        stats, limits, reason = measure(dataset, batch_size, num_workers, epochs, transforms_on)
+        stats, drive = measure(dataset, batch_size, num_workers, epochs, transforms_on)
     if as_json:
-        found = {"epochs": [one.as_dict() for one in stats], "limits": {row.name: row.median for row in limits}}
-        say_lines([json.dumps(found)])
+        say_lines([json.dumps({"epochs": [one.as_dict() for one in stats], "limits": dict(drive.values)})])
         return
     for number, one in enumerate(stats, 1):
         say(f"epoch {number}: {one}\n")
-    say(_in_words(limits) or f"The machine's limits were not measured: {reason}")
-
-
-def _in_words(limits: Sequence[Row]) -> str:
-    """The limits of the machine on one line."""
-    measured = [f"{row.name} {row.median:.1f} GB/s" for row in limits if row.median is not None]
-    return f"This machine: {'; '.join(measured)}." if measured else ""
+    say(f"This machine: {speed(drive).found}")

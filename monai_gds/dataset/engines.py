@@ -21,27 +21,23 @@ import pickle
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from monai_gds import limits
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.making import Saved
+from monai_gds.dataset.session import Session
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.pipeline.words import paths_of
-from monai_gds.shared.permissions import ANY
-from monai_gds.shared.process_names import this_process
-from monai_gds.shared.temporary import opened
-
-if TYPE_CHECKING:
-    from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.shared.owner import this_process
+from monai_gds.shared.temporary import JOB, create, opened
 
 __all__ = [
     "AHEAD",
@@ -50,7 +46,6 @@ __all__ = [
     "Here",
     "InWorkers",
     "OverExecutor",
-    "RayExecutor",
     "default_workers",
     "in_words",
     "path_of",
@@ -62,14 +57,8 @@ AHEAD = 2
 #: How many workers an executor is assumed to have until more have answered: executors do not report it.
 _AT_LEAST = 4
 
-#: How far ahead the file of the dataset is dated. Other hosts remove temporary files that are an hour old.
-_MONTH = 30 * 24 * 3600
-
 #: Characters of an error's message that are kept.
 _WORDS = 500
-
-_CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-
 
 #: What became of an item, or how it failed; and which worker computed it (thread, process and host).
 Answer = tuple[Saved | FailedItem, str]
@@ -81,12 +70,12 @@ class Here:
     kind = "in this process"
     window = 1
 
-    def __init__(self, dataset: GDSDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def submit(self, index: int, anyway: bool) -> Future[Answer]:
         future: Future[Answer] = Future()
-        future.set_result(_attempt(self._dataset, (index, anyway)))
+        future.set_result(_attempt(self._session, (index, anyway)))
         return future
 
     def close(self) -> None:
@@ -94,12 +83,12 @@ class Here:
 
 
 class InWorkers:
-    """Computes items in :class:`Workers`, which start with the first item, and anew after one of them died."""
+    """Computes items in :class:`Workers`, which start with the first item, and again after one of them died."""
 
-    def __init__(self, dataset: GDSDataset, num_workers: int) -> None:
+    def __init__(self, session: Session, num_workers: int) -> None:
         self.kind = self._name = f"{num_workers} workers"
         self.window = AHEAD * num_workers
-        self._start = partial(Workers[Answer], partial(_attempt, dataset), num_workers)
+        self._start = partial(Workers[Answer], partial(_attempt, session), num_workers)
         self._workers: Workers[Answer] | None = None
 
     def submit(self, index: int, anyway: bool) -> Future[Answer]:
@@ -119,7 +108,7 @@ class InWorkers:
 def default_workers(items: int) -> int:
     """How many workers compute items by default: as many as this process has cores, within limits.
 
-    0 if they cannot be forked. A spawned worker imports torch and MONAI for seconds, and runs the user's script anew
+    0 if they cannot be forked. A spawned worker imports torch and MONAI for seconds, and runs the user's script again
     unless that guards its main part.
     """
     if items < 2 or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:  # type: ignore[no-untyped-call]
@@ -134,15 +123,15 @@ class OverExecutor:
 
     window = AHEAD * _AT_LEAST
 
-    def __init__(self, dataset: GDSDataset, executor: Executor) -> None:
+    def __init__(self, session: Session, executor: Executor) -> None:
         self.kind = type(executor).__name__
-        self._dataset, self._executor, self._directory = dataset, executor, str(dataset.cache_dir)
+        self._session, self._executor, self._directory = session, executor, str(session.settings.cache_dir)
         self._numbers = itertools.count(1)
         self._sent: _Sent | None = None
 
     def submit(self, index: int, anyway: bool) -> Future[Answer]:
         if isinstance(self._executor, ThreadPoolExecutor):  # needs no pickle
-            return self._executor.submit(_attempt, self._dataset, (index, anyway))
+            return self._executor.submit(_attempt, self._session, (index, anyway))
         sent = self._sent or self._send()
         # The number is new each time, since some engines remember results by their arguments.
         return self._executor.submit(_run, sent, next(self._numbers), (index, anyway))
@@ -151,16 +140,15 @@ class OverExecutor:
         # Engines that come with cloudpickle, which also sends what is defined in a notebook, have imported it.
         dumps: Callable[[Any], bytes] = getattr(sys.modules.get("cloudpickle"), "dumps", pickle.dumps)
         try:
-            pickled = dumps(self._dataset)
+            pickled = dumps(self._session)
         except Exception as e:
             raise ValueError(f"{self.kind} cannot send the dataset to its workers: {in_words(e)}") from e
-        name = f"{uuid.uuid4().hex}.{this_process()}"
+        name = f"{JOB}{uuid.uuid4().hex}.{this_process()}"
         # Noted before the file is created, so that close() removes it after an interrupt too.
         self._sent = sent = _Sent(self._directory, name, hashlib.sha256(pickled).hexdigest())
         try:
-            with opened(self._directory, create=True) as folder:
-                _create(folder, f"{name}.0", pickled, self._dataset.file_mode)
-                os.utime(f"{name}.0", times=(time.time() + _MONTH,) * 2, dir_fd=folder)
+            with opened(self._directory, make=True) as folder:
+                create(folder, f"{name}.0", pickled, self._session.settings.file_mode)
         except OSError as e:
             raise NotSaved(f"nothing can be cached in {self._directory}: {e}") from e
         return sent
@@ -177,17 +165,6 @@ class OverExecutor:
 Engine = Here | InWorkers | OverExecutor
 
 
-class RayExecutor(Executor):
-    """A ``concurrent.futures.Executor`` over Ray, which has none, as far as :meth:`GDSDataset.populate` needs it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Has ``fn(*args, **kwargs)`` run as a Ray task on one CPU."""
-        import ray
-
-        future: Future[Any] = ray.remote(max_retries=0)(fn).remote(*args, **kwargs).future()
-        return future
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What workers run
 
@@ -201,13 +178,13 @@ class _Sent(NamedTuple):
 
 
 def _run(sent: _Sent, number: int, what: tuple[int, bool]) -> Answer:
-    dataset = _received(sent)
+    session = _received(sent)
     with _begun(sent, number):
-        return _attempt(dataset, what)
+        return _attempt(session, what)
 
 
 @functools.lru_cache(maxsize=2)
-def _received(sent: _Sent) -> GDSDataset:
+def _received(sent: _Sent) -> Session:
     try:
         with opened(sent.directory) as folder:
             file = os.open(f"{sent.name}.0", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -221,14 +198,14 @@ def _received(sent: _Sent) -> GDSDataset:
             f"with the process that fills it ({e})"
         ) from None
     try:
-        dataset: GDSDataset = pickle.loads(pickled)
+        session: Session = pickle.loads(pickled)
     except Exception as e:
         raise PopulateError(
             f"{_me()} cannot load the dataset: {in_words(e)}. It must be able to import all that the dataset uses"
         ) from None
     with suppress(Exception):  # each item reports it
-        dataset.split()  # before other threads of this worker get it
-    return dataset
+        session.split()  # before other threads of this worker get it
+    return session
 
 
 @contextmanager
@@ -237,7 +214,7 @@ def _begun(sent: _Sent, number: int) -> Iterator[None]:
     name = f"{sent.name}.{number}"
     with opened(sent.directory) as folder:
         try:
-            _create(folder, name)
+            create(folder, name)
         except FileExistsError:
             raise WorkerDied("the worker that was computing the item died") from None
         except OSError:  # such as a full disk, which saving the record will report
@@ -249,19 +226,14 @@ def _begun(sent: _Sent, number: int) -> Iterator[None]:
                 os.unlink(name, dir_fd=folder)
 
 
-def _create(folder: int, name: str, content: bytes = b"", mode: int = ANY) -> None:
-    with open(os.open(name, _CREATE, mode, dir_fd=folder), "wb") as file:
-        file.write(content)
-
-
-def _attempt(dataset: GDSDataset, what: tuple[int, bool]) -> Answer:
+def _attempt(session: Session, what: tuple[int, bool]) -> Answer:
     index, anyway = what
     try:
-        return dataset.save(index, anyway), _me()
+        return session.save(index, anyway), _me()
     except NotSaved:
         raise
     except Exception as e:
-        return FailedItem(index, path_of(dataset.data, index), in_words(e)), _me()
+        return FailedItem(index, path_of(session.dataset.data, index), in_words(e)), _me()
 
 
 def _me() -> str:

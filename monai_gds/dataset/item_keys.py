@@ -51,12 +51,13 @@ class ItemKeys:
         monai_version: MonaiVersion,
         reset_ops_id: bool,
         mantissa_bits: int | None,
+        version: Any,
     ) -> None:
         hashed = _hashed(split, hash_transform, root)
         settings = {**split.settings(), "reset_ops_id": reset_ops_id}
         hashed.description.update({f"Compose.{name}": repr(value) for name, value in settings.items()})
         hashed.description.update({f"state.{name}": value for name, value in defaults().items()})
-        hashed.description["state.mantissa_bits"] = "None"
+        hashed.description.update({"state.mantissa_bits": "None", "state.version": "None"})
         self.transform_hash = _transform_hash(split, settings, hash_transform, hashed)
         self._hashed = hashed
         named = files_named(hashed.strings) if hash_transform is not None else []
@@ -64,8 +65,9 @@ class ItemKeys:
         self._are_absolute = all(map(os.path.isabs, named))
         self._root = root
         self._monai_version: MonaiVersion = monai_version
-        # With the settings of the process, not the transforms: it counts even if transforms do not.
-        self._rounding: State = () if mantissa_bits is None else (("mantissa_bits", str(mantissa_bits)),)
+        # With the settings of the process, not the transforms: they count even if transforms do not.
+        given = {"mantissa_bits": mantissa_bits, "version": None if version is None else _in_a_word(version)}
+        self._given: State = tuple((name, str(value)) for name, value in given.items() if value is not None)
         self._pipelines: dict[tuple[State, str, tuple[str, ...]], Pipeline] = {}
         self._logged = False
         self._make = KeyMaker(hash_func, sources, loaded_keys(split.deterministic), root)
@@ -79,7 +81,7 @@ class ItemKeys:
 
         Settings of the process may change between two calls, and so may the working directory.
         """
-        state, version = (*self.capture(), *self._rounding), _version(self._monai_version)
+        state, version = (*self.capture(), *self._given), _version(self._monai_version)
         files = self._files if self._are_absolute else tuple(map(absolute, self._files))
         known = self._pipelines.get((state, version, files))
         if known is None:
@@ -107,6 +109,12 @@ class ItemKeys:
     def flush(self) -> None:
         """Saves what was learned about sources, for other processes."""
         self._make.flush()
+
+
+def _in_a_word(version: Any) -> str:
+    """A user's ``version`` as text for the key and for ``explain``; unlike values have unlike texts."""
+    digest = canonical_hash(version).decode()  # raises HashingError if it differs from run to run
+    return repr(version) if type(version) in (str, bool, int, float) else digest
 
 
 def _version(wanted: MonaiVersion) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import warnings
 from types import TracebackType
 from typing import Any, Self, SupportsIndex
 
@@ -16,6 +17,8 @@ import monai.data
 import monai.data.dataset
 
 from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.settings import refuse
+from monai_gds.errors import CacheWarning
 
 __all__ = ["NAMES", "Patch", "patch"]
 
@@ -30,6 +33,20 @@ _MONAIS = {name: getattr(monai.data.dataset, name) for name in NAMES}
 
 #: Modules of MONAI that derive classes from these. They must have done so before the names change.
 _DERIVE = ("monai.apps.datasets", "monai.handlers.smartcache_handler")
+
+#: Arguments of MONAI's ``CacheDataset`` that have no effect here: everything is cached, on disk.
+_UNUSED = frozenset(
+    (
+        "cache_num",
+        "cache_rate",
+        "num_workers",
+        "progress",
+        "copy_cache",
+        "as_contiguous",
+        "hash_as_key",
+        "runtime_cache",
+    )
+)
 
 
 class Patch:
@@ -95,9 +112,7 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", **options: Any
         >>> type(dataset).__mro__[1].__name__, monai.data.CacheDataset.__module__
         ('GDSDataset', 'monai.data.dataset')
     """
-    wrong = sorted(options.keys() - inspect.signature(GDSDataset).parameters.keys())
-    if wrong:
-        raise TypeError(f"GDSDataset has no argument {wrong[0]!r}: help(GDSDataset) lists those it has")
+    refuse({name: options[name] for name in options.keys() - inspect.signature(GDSDataset).parameters.keys()})
     for module in _DERIVE:
         importlib.import_module(module)
     defaults = {"cache_dir": cache_dir, "device": device, **options}
@@ -113,6 +128,12 @@ def _stand_in(original: type, defaults: dict[str, Any]) -> type:
         given = {**signature.bind(*args, **kwargs).arguments, **extra}
         # MONAI's way to hash items is not stable from run to run, so that a cache would never be hit again.
         given = {name: value for name, value in given.items() if name not in ("hash_func", "hash_transform")}
+        if unused := sorted(given.keys() & _UNUSED):
+            message = (
+                f"{', '.join(unused)}: of no effect in a GDSDataset, which caches every item, on disk; leave it out"
+            )
+            warnings.warn(message, CacheWarning, stacklevel=2)
+        given = {name: value for name, value in given.items() if name not in _UNUSED}
         if given.get("cache_dir") is None:
             given.pop("cache_dir", None)
         GDSDataset.__init__(self, **{"transform": None, **defaults, **given})  # only CacheDataset may have none

@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING
 
+from monai.data import PersistentDataset
+
+from monai_gds.base.units import shown
 from monai_gds.dataset.engines import (
     AHEAD,
     Answer,
@@ -22,13 +24,11 @@ from monai_gds.dataset.engines import (
     in_words,
     path_of,
 )
-from monai_gds.dataset.making import Saved
+from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
+from monai_gds.dataset.session import Session
 from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.shared.leases import pace
-
-if TYPE_CHECKING:
-    from monai_gds.dataset.dataset import GDSDataset
 
 __all__ = ["Populated", "populate"]
 
@@ -53,7 +53,7 @@ class Populated:
     Attributes:
         cached: items whose record stayed as it was.
         computed: items whose record was made.
-        converted: items whose record was written anew in the form asked for, with ``convert=True``.
+        converted: items whose record was rewritten in the form asked for, with ``convert=True``.
         left_out: items whose record does not fit into ``max_bytes``.
     """
 
@@ -64,30 +64,109 @@ class Populated:
 
 
 def populate(
-    dataset: GDSDataset, num_workers: int | None, executor: Executor | None, show: bool, ranks: Ranks
+    dataset: PersistentDataset,
+    num_workers: int | None = None,
+    progress: bool = True,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    executor: Executor | None = None,
+    convert: bool = False,
 ) -> Populated:
-    """See :meth:`GDSDataset.populate`; ``dataset`` caches, and its target is the CPU."""
+    """Runs the deterministic transforms over every item that is not cached yet.
+
+    Records are published one by one, so after a kill another call continues where the first one stopped. An item
+    that fails, or kills the workers that compute it, does not stop the others: it is reported at the end.
+
+    Workers are forked from this process while CUDA is not initialised, and from a fork server afterwards. If the
+    dataset cannot be pickled for that, they are threads, with a warning. Transforms that use CUDA themselves need
+    ``num_workers=0`` or an initialised CUDA.
+
+    An executor may have its workers on other hosts, such as Dask's ``client.get_executor()`` or mpi4py's
+    ``MPIPoolExecutor``. They must see ``cache_dir`` and the source files under the same paths, and be able to
+    import what the dataset is made of.
+
+    Under torch.distributed every rank must call this. The ranks share the items, each waits until all have done
+    theirs, however long that takes, and a failure on one rank is raised on all. For cache directories that are
+    local to a node, give its local rank and world size.
+
+    Args:
+        num_workers: processes that compute items; 0 computes in this one. Default: one per core, 8 at most, where
+            they can be forked; an item that fails in them is tried once more in this process.
+        progress: shows a bar on rank 0, where there is a terminal or a notebook.
+        rank: the rank of this process; default: torch.distributed's if it is initialised, else 0.
+        world_size: how many processes share the items; default: torch.distributed's if it is initialised, else 1.
+            With 1 the process waits for no other.
+        executor: computes the items in place of ``num_workers``. It is not shut down.
+        convert: rewrites records that are in another form than ``compression`` and ``tiles`` ask for, from their
+            own bytes. With ``compression="auto"`` only records of whole tensors that nobody has tried to compress
+            are converted, so machines that share a cache do not undo each other's work. A damaged record is
+            computed; one that cannot be unpacked here stays as it is.
+
+    Returns:
+        How many items were cached already, how many were computed and how many converted, on all ranks together.
+
+    Raises:
+        PopulateError: items failed, another rank did, or the workers of ``executor`` cannot do the work; all items
+            that did not fail are cached.
+        NotSaved: nothing more can be written to the cache directory.
+        WorkerDied: a worker of ``executor`` died and took it along, or all workers die; what was finished is
+            cached.
+        ValueError: an argument is out of range, or the dataset cannot be pickled for the workers of ``executor``.
+    """
+    ranks, session = Ranks(rank, world_size), dataset.session
+    if not session.caches:
+        return Populated(0, 0)  # by cache_dir=None, or the user has been warned of it
     if num_workers is not None and num_workers < 0:
         raise ValueError(f"num_workers={num_workers}: use 0 for this process, or a number of workers")
     if executor is not None and num_workers:
         raise ValueError(f"num_workers={num_workers} and executor={executor!r}: give one of them")
+    why = _why_to_populate(session) if ranks.rank == 0 else []  # before records of this run are in the index
+    try:
+        done = _fill(session.for_worker(convert=convert), num_workers, executor, progress, ranks)
+    finally:
+        session.tidy()
+    folder, most = session.settings.cache_dir, session.settings.max_bytes or 0
+    if not done.cached and not done.converted:
+        warn_of_misses(str(folder), why, stacklevel=3)
+    if done.left_out and ranks.rank == 0:
+        warnings.warn(
+            f"{done.left_out} items are computed in every epoch: the {shown(most)} of max_bytes leave no room beside "
+            f"the records in {folder} that are in use, or were since this run began",
+            CacheWarning,
+            stacklevel=2,
+        )
+    return done
+
+
+def _why_to_populate(session: Session) -> list[str]:
+    """Why the first item has no record; empty if it has one."""
+    try:
+        key, cache = session.key(0), session.cache()
+        return [] if cache is None else why_missed(cache, key)
+    except Exception:  # populating raises it again, and notes it
+        return []
+
+
+def _fill(session: Session, num_workers: int | None, executor: Executor | None, show: bool, ranks: Ranks) -> Populated:
+    """Fills the cache from a copy of the dataset that caches, and whose target is the CPU."""
     with _bar(show and ranks.rank == 0) as bar:
 
         def fill_share() -> _Tally:
-            dataset.flush()  # other processes cannot see what waits in this one to be saved
-            share = ranks.share(len(dataset.data))
-            engine: Engine = Here(dataset)
+            session.flush()  # other processes cannot see what waits in this one to be saved
+            share = ranks.share(len(session.dataset.data))
+            engine: Engine = Here(session)
             if executor is not None:
-                engine = OverExecutor(dataset, executor)
+                engine = OverExecutor(session, executor)
             elif workers := default_workers(len(share)) if num_workers is None else num_workers:
-                engine = InWorkers(dataset, workers)
+                engine = InWorkers(session, workers)
             tally = _Tally()
             with closing(engine):
-                _Filling(dataset, engine, bar, tally).run(share)
+                _Filling(session, engine, bar, tally).run(share)
             if tally.failures and num_workers is None and isinstance(engine, InWorkers):
                 again = [item.index for item in tally.failures]  # transforms may need this process, as for CUDA
                 tally.failures = []
-                _Filling(dataset, Here(dataset), bar, tally).run(again)
+                _Filling(session, Here(session), bar, tally).run(again)
             if ranks.together:
                 bar(description="waiting for the other ranks")
             return tally
@@ -98,13 +177,8 @@ def populate(
             raise PopulateError(f"not every rank has filled its share of the cache: {e}") from e
     failed = sorted(failure for tally in tallies for failure in (*tally.failures, *tally.killers))
     if failed:
-        raise PopulateError(_name_some(failed, len(dataset.data)), failed)
-    return Populated(
-        sum(tally.cached for tally in tallies),
-        sum(tally.computed for tally in tallies),
-        sum(tally.converted for tally in tallies),
-        sum(tally.left_out for tally in tallies),
-    )
+        raise PopulateError(_name_some(failed, len(session.dataset.data)), failed)
+    return Populated(*(sum(getattr(tally, one.name) for tally in tallies) for one in fields(Populated)))
 
 
 @dataclass
@@ -130,8 +204,8 @@ class _Filling:
     died are tried once more at the end, one at a time, so that an item that kills its worker costs no other item.
     """
 
-    def __init__(self, dataset: GDSDataset, engine: Engine, bar: Callable[..., None], tally: _Tally) -> None:
-        self._dataset, self._engine, self._bar, self._tally = dataset, engine, bar, tally
+    def __init__(self, session: Session, engine: Engine, bar: Callable[..., None], tally: _Tally) -> None:
+        self._session, self._engine, self._bar, self._tally = session, engine, bar, tally
         self._running: dict[Future[Answer], tuple[int, str]] = {}  # index, and the digest of its key at submission
         self._workers: set[str] = set()
         self._suspects: list[int] = []
@@ -172,7 +246,7 @@ class _Filling:
             case FailedItem():
                 tally.failures.append(outcome)
             case Exception() if last:
-                tally.killers.append(FailedItem(index, path_of(self._dataset.data, index), in_words(outcome)))
+                tally.killers.append(FailedItem(index, path_of(self._session.dataset.data, index), in_words(outcome)))
             case _:
                 self._suspect(index, outcome)
                 return True
@@ -232,8 +306,8 @@ class _Filling:
     def _look(self, index: int) -> tuple[str, bool]:
         """The digest of an item's key, and whether it has a record now."""
         try:
-            key = self._dataset.key(index)
-            return key.digest, self._dataset.holds(key)
+            key = self._session.key(index)
+            return key.digest, self._session.holds(key)
         except Exception:  # it will be raised again where failures are noted
             return "", False
 
@@ -254,7 +328,7 @@ class _Filling:
 
     def _under_way(self) -> str:
         items = sorted({*self._suspects, *(index for index, _ in self._running.values())})
-        named = ", ".join(f"{index} ({path_of(self._dataset.data, index)})" for index in items[:_NAMED])
+        named = ", ".join(f"{index} ({path_of(self._session.dataset.data, index)})" for index in items[:_NAMED])
         return f"Items under way: {named}. What was finished is cached: populate continues from there"
 
 

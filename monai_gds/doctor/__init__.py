@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from typing import Any
 
 from monai_gds.doctor import probes
 from monai_gds.doctor.findings import Finding, Status, collect
-from monai_gds.doctor.isolation import Answer, ask, preload
+from monai_gds.doctor.isolation import Answer, ask
 from monai_gds.doctor.machine import Machine, Place
 
 __all__ = ["Diagnosis", "Finding", "NoSuchDevice", "Status", "examine"]
@@ -63,8 +63,7 @@ def examine(
     """Examines this machine for a cache directory.
 
     Files are written to a temporary folder in the directory, or in its nearest existing parent, and removed. Libraries
-    are imported in other processes, which import ``__main__`` as those of a DataLoader do: guard a script that calls
-    this with ``if __name__ == "__main__"``.
+    are imported in other processes.
 
     Args:
         directory: the cache directory; it need not exist yet.
@@ -79,30 +78,30 @@ def examine(
     machine = machine or Machine()
     place = machine.place(directory)
     with _folder(place) as (folder, unwritable):
-        answers = {"torch": ask(partial(probes.torch, device), fresh=True)}
+        answers = ask({"torch": partial(probes.torch, device)})
         target = answers["torch"].values.get("target", "")
         if refused := answers["torch"].values.get("refused"):
             raise NoSuchDevice(refused)
         if answers["torch"]:  # everything else needs it
-            answers |= _ask_all(place, folder, device)
+            answers |= _ask_all(place, folder, device, answers["torch"].values.get("backends", ()))
         if measure and folder is not None and answers.get("default"):
-            answers["speed"] = ask(partial(probes.speed, device, folder), limit=900)
+            answers |= ask({"speed": partial(probes.speed, device, folder)}, limit=900)
         elif measure:
             answers["speed"] = Answer({}, "the default backend does not work here")
     return Diagnosis(place, target, tuple(collect(machine, place, unwritable, answers)))
 
 
-def _ask_all(place: Place, folder: str | None, device: str | None) -> dict[str, Answer]:
-    preload()
-    answers = {
-        "dali": ask(probes.dali),
-        "io_uring": ask(partial(probes.diagnose, "io_uring")),
-        "libxnvme": ask(partial(probes.diagnose, "libxnvme")),
-        "blocks": ask(partial(probes.diagnose, "disk", str(place.folder))),
-    }
-    for name in ask(partial(probes.diagnose, "backends")).values.get("names", ()):
-        answers[f"backend {name}"] = ask(partial(probes.diagnose, "backend", name, device))
-    answers["default"] = ask(partial(probes.default, device, folder))
+def _ask_all(place: Place, folder: str | None, device: str | None, backends: Sequence[str]) -> dict[str, Answer]:
+    answers = ask(
+        {
+            "io_uring": probes.io_uring,
+            "libxnvme": probes.libxnvme,
+            "blocks": partial(probes.disk, str(place.folder)),
+            **{f"backend {name}": partial(probes.backend, name, device) for name in backends},
+            "default": partial(probes.default, device, folder),
+            "dali": probes.dali,
+        }
+    )
     if folder is not None:
         answers["cufile"] = _try_cufile(device, Path(folder))
     return answers
@@ -126,6 +125,6 @@ def _try_cufile(device: str | None, folder: Path) -> Answer:
     environment = {
         "KVIKIO_COMPAT_MODE": "OFF", "CUFILE_LOGFILE_PATH": str(log), "CUFILE_LOGGING_LEVEL": "NOTICE",
     }  # fmt: skip
-    answer = ask(partial(probes.diagnose, "cufile", device, str(folder)), environment)
+    answer = ask({"cufile": partial(probes.cufile, device, str(folder))}, environment)["cufile"]
     last_lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
     return Answer({**answer.values, "log": [line.strip() for line in last_lines]}, answer.error)

@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from monai_gds.base.mounts import Mount, mounts
+from monai_gds.base.file_systems import Mount, mounts
 
 __all__ = ["Access", "Drive", "Driver", "Machine", "Place"]
 

@@ -1,4 +1,4 @@
-"""Questions to libraries, each run in a separate process by :mod:`monai_gds.doctor.isolation`.
+"""Questions to libraries and devices, which :mod:`monai_gds.doctor.isolation` asks in another process.
 
 A probe imports what it needs inside its function. It returns JSON types or raises; the message is shown as it is.
 """
@@ -9,10 +9,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-__all__ = ["dali", "default", "diagnose", "speed", "torch"]
+__all__ = ["backend", "cufile", "dali", "default", "disk", "io_uring", "libxnvme", "speed", "torch"]
 
 _TRIAL_BYTES = (1 << 20) + 4096
 _MEASURED_BYTES = 512 << 20
@@ -20,10 +21,13 @@ _FREE_SHARE = 10  # --measure takes at most one tenth of the free space
 
 
 def torch(device: str | None) -> dict[str, Any]:
-    """torch, its CUDA, its GPUs and the device that ``device`` means; ``refused`` if this machine does not have it."""
+    """torch, its CUDA, its GPUs and the device that ``device`` means; ``refused`` if this machine does not have it.
+
+    The names of all ``backends`` too, which need torch.
+    """
     import torch
 
-    from monai_gds.storage import resolve_device
+    from monai_gds.storage import backend_names, resolve_device
 
     found = []
     problem = target = refused = ""
@@ -42,7 +46,7 @@ def torch(device: str | None) -> dict[str, Any]:
         refused = str(e)
     return {
         "version": str(torch.__version__), "cuda": torch.version.cuda, "devices": found, "problem": problem,
-        "target": target, "refused": refused,
+        "target": target, "refused": refused, "backends": backend_names(),
     }  # fmt: skip
 
 
@@ -53,12 +57,81 @@ def dali() -> dict[str, Any]:
     return {"version": str(dali().__version__)}
 
 
-def diagnose(question: str, *arguments: Any) -> dict[str, Any]:
-    """Calls a function of :mod:`monai_gds.doctor.diagnosis` by its name."""
-    from monai_gds.doctor import diagnosis
+def backend(name: str, device: str | None) -> dict[str, Any]:
+    """Whether a backend works here: ``ok``, ``reason``, ``remedy``, and ``of_use``: whether it serves the device."""
+    from monai_gds.storage.backend import CUDA_ONLY
+    from monai_gds.storage.registry import probe_backend
 
-    answer: dict[str, Any] = getattr(diagnosis, question)(*arguments)
-    return answer
+    found = probe_backend(name, device)
+    return {**asdict(found), "of_use": found.reason != CUDA_ONLY}
+
+
+def io_uring() -> dict[str, Any]:
+    """How many small ``files`` are read per system call. Raises OSError where there is no io_uring that fits."""
+    from monai_gds import limits
+    from monai_gds.storage.plain.uring import Ring
+
+    Ring()
+    return {"files": limits.RING_FILES}
+
+
+def libxnvme() -> dict[str, Any]:
+    """The library's ``version``, its ``drivers`` and where it was ``found``; or the ``problem`` and its ``remedy``."""
+    from monai_gds.errors import BackendUnavailable
+    from monai_gds.storage.xnvme import libxnvme as binding
+
+    try:
+        library = binding.load()
+    except BackendUnavailable as e:
+        return {"problem": str(e), "remedy": binding.HOW_TO_GET_IT}
+    return {"version": library.version(), "drivers": library.drivers(), "found": library.describe()}
+
+
+def disk(directory: str) -> dict[str, Any]:
+    """The ``disk`` below a directory, whether it is ``readable`` (tried by opening it), the ``problem`` and ``remedy``.
+
+    Raises NotMappable where the directory's files have no plain place on one disk.
+    """
+    from monai_gds.storage.blockmap.extents import FileSystem, how_to_be_let_read
+
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fs = FileSystem.of(fd, directory)
+    finally:
+        os.close(fd)
+    problem = ""
+    try:
+        os.close(fs.disk.open())
+    except OSError as e:
+        problem = os.strerror(e.errno) if e.errno else str(e)
+    remedy = how_to_be_let_read(fs.disk.path) if problem else ""
+    return {"kind": fs.kind, "disk": fs.disk.path, "readable": not problem, "problem": problem, "remedy": remedy}
+
+
+def cufile(device: str | None, folder: str) -> dict[str, Any]:
+    """Writes and reads a file through cuFile. ``tried`` is False where KvikIO does not work.
+
+    The environment must have ``KVIKIO_COMPAT_MODE=OFF``, so that KvikIO does not fall back to its own threads. Raises
+    RuntimeError where cuFile refuses the file, or returns other bytes than were written.
+    """
+    import torch
+
+    from monai_gds.storage.registry import probe_backend, resolve_device
+
+    if not probe_backend("kvikio", device):
+        return {"tried": False}
+    import kvikio
+
+    target = resolve_device(device)
+    path = Path(folder) / "cufile.bin"
+    written = torch.randint(0, 256, (_TRIAL_BYTES,), dtype=torch.uint8).to(target)
+    read = torch.empty_like(written)
+    torch.cuda.synchronize(target)
+    with torch.cuda.device(target), kvikio.CuFile(path, "w+") as file:
+        count = file.write(written), file.read(read)
+    if count != (_TRIAL_BYTES, _TRIAL_BYTES) or not torch.equal(read, written):
+        raise RuntimeError(f"cuFile wrote and read {count} of {_TRIAL_BYTES} bytes, or read other bytes than it wrote")
+    return {"tried": True, "version": kvikio.__version__}
 
 
 def default(device: str | None, folder: str | None) -> dict[str, Any]:
@@ -90,7 +163,6 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
     """GB/s of the drive (writes with fsync, reads with O_DIRECT), and of the default backend from the page cache."""
     import torch
 
-    from monai_gds.base.parallel_read import page_aligned, read_parallel
     from monai_gds.storage import Reads, choose_backend, open_storage, resolve_device
 
     free = os.statvfs(folder)
@@ -100,13 +172,14 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
     path, target = Path(folder) / "speed.bin", resolve_device(device)
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).to(target)
     name, _ = choose_backend("auto", target)
-    storage, room = open_storage(name, target), memoryview(page_aligned(nbytes))
+    storage, direct = open_storage(name, target), open_storage("posix", "cpu", direct_io=True)
+    reads, room = Reads.of(str(path), [(0, nbytes)]), direct.memory(nbytes)
 
     def cold() -> None:
-        read_parallel(path, nbytes, room)
+        direct.fill(reads, [room]).wait()
 
     def warm() -> None:
-        storage.fill(Reads.of(str(path), [(0, nbytes)]), [data]).wait()
+        storage.fill(reads, [data]).wait()
         if target.type == "cuda":
             torch.cuda.synchronize(target)
 
@@ -122,6 +195,7 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
                 answer[key], answer[f"{key}_problem"] = None, str(e)
     finally:
         storage.close()
+        direct.close()
     return answer
 
 

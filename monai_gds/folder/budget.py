@@ -17,8 +17,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 
 from monai_gds import limits
 from monai_gds.base.notices import Notice
@@ -26,12 +24,12 @@ from monai_gds.base.units import shown
 from monai_gds.errors import NotSaved
 from monai_gds.folder import maintenance
 from monai_gds.folder.index import Index
-from monai_gds.folder.maintenance import Found
+from monai_gds.folder.maintenance import Found, idle
 from monai_gds.folder.uses import Used, Uses
 from monai_gds.records import header
-from monai_gds.shared.permissions import ANY
+from monai_gds.shared.temporary import ANY
 
-__all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget", "idle", "unused"]
+__all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget"]
 
 #: Seconds until a directory without room is looked at again.
 LOOK_AGAIN = 60.0
@@ -42,68 +40,6 @@ KNOWN_SECONDS = 1.0
 
 class OverBudget(NotSaved):
     """A record does not fit into the budget of its directory."""
-
-
-def idle(records: Iterable[Found], used: Used, before: float, keep: Collection[str] = ()) -> list[tuple[float, Found]]:
-    """Records that nobody uses, and when each was last used or made, in seconds since the epoch; the earliest first.
-
-    Args:
-        records: of a directory. Those with a problem are left out.
-        used: what is used there.
-        before: records that were used at or after this time are left out.
-        keep: records of these pipelines are left out.
-    """
-    found = []
-    for record in records:
-        last = max(record.mtime_ns / 1e9, used.last.get(record.name[:32], 0.0))
-        if not record.problem and last < before and record.pipeline not in used.open and record.pipeline not in keep:
-            found.append((last, record))
-    return sorted(found, key=lambda one: one[0])
-
-
-def unused(
-    records: Sequence[Found],
-    used: Used,
-    *,
-    older_than: float = math.inf,
-    unused_for: float = math.inf,
-    max_size: float = math.inf,
-    keep: Collection[str] = (),
-) -> list[Found]:
-    """Idle records that are too old or too many, each with the reason in ``problem``; see :func:`idle`.
-
-    Args:
-        records: all records of a directory.
-        used: what is used there.
-        older_than: seconds since a record was made.
-        unused_for: seconds since a record was last used or made.
-        max_size: bytes that the other records may have. If they have more, the least recently used ones are too many.
-        keep: pipelines whose records stay.
-    """
-    now = time.time()
-    found, rest = [], []
-    for last, record in idle(records, used, math.inf, keep):  # also those that a wrong clock dated later than now
-        made = record.mtime_ns / 1e9
-        if made < now - older_than:
-            found.append(replace(record, problem=f"made {_ago(now - made)} ago"))
-        elif last < now - unused_for:
-            found.append(replace(record, problem=f"not used for {_ago(now - last)}"))
-        else:
-            rest.append((last, record))
-    excess = sum(record.nbytes for record in records) - sum(record.nbytes for record in found) - max_size
-    for last, record in rest:
-        if excess > 0:
-            excess -= record.nbytes
-            found.append(replace(record, problem=f"not used for {_ago(now - last)}; those that stay were used later"))
-    return found
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 3600:
-        return "less than an hour"
-    days, hours = int(seconds // 86400), int(seconds // 3600)
-    number, unit = (days, "day") if days else (hours, "hour")
-    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 class Budget:

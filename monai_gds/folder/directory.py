@@ -45,7 +45,7 @@ from monai_gds.records.reader import Mmap, RecordReader, Verify
 from monai_gds.records.writing import pack_record
 from monai_gds.shared import temporary
 from monai_gds.shared.leases import Leases
-from monai_gds.shared.permissions import ANY
+from monai_gds.shared.temporary import ANY
 from monai_gds.storage import Buffer, FileId, Storage
 from monai_gds.storage.files import total_bytes
 
@@ -64,7 +64,7 @@ class CacheDirectory:
         form: the form in which items come out of records.
         index: where published records are noted, or None.
         device_bytes: budget for packed records that stay in the memory of a CUDA device.
-        compression: the form of new records; may be assigned again.
+        compression: the form of new records; may be assigned at any time.
         mmap: see :data:`~monai_gds.records.reader.Mmap`.
         file_mode: permissions that records have at most. They have those of the directory otherwise.
         uses: where it is noted which records are read.
@@ -233,7 +233,8 @@ class CacheDirectory:
                 if self._budget is not None:
                     self._budget.take(os.fstat(record.fileno()).st_size - _size(path))
                 being_written = temporary.being_written(self.path, digest, path, self._file_mode)
-                with being_written as unfinished, open(unfinished, "xb", opener=self._opener) as copy:
+                opener = partial(os.open, mode=self._file_mode)
+                with being_written as unfinished, open(unfinished, "xb", opener=opener) as copy:
                     shutil.copyfileobj(record, copy, limits.COPIED_BYTES)
         except OSError as e:
             if os.path.exists(source):  # else it was deleted meanwhile
@@ -242,9 +243,6 @@ class CacheDirectory:
                 self._problems.unwritable(e)
         finally:
             self._reader.forget(path)
-
-    def _opener(self, path: str, flags: int) -> int:
-        return os.open(path, flags, self._file_mode)
 
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background. Waits only while the queue is full.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from difflib import SequenceMatcher
 
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.records.header import SourceState
@@ -42,15 +42,15 @@ class Wanted:
 class Nearest:
     """The record that is most similar to a key."""
 
-    entry: IndexEntry | None  # the record; None if none has this item or its sources
+    entry: IndexEntry | None  # the record; None if none has this item or one of its sources
     differences: list[str]  # from the record to the key, one short text each
 
 
 def nearest(index: Index, wanted: Wanted) -> Nearest:
     """Finds the most similar record among those that still exist.
 
-    Records of the same item come first, then those with a source file in common, then those whose source files have the
-    same names. Among these the fewest differences win, then the newest record.
+    Records of the same item come first, then those with a source file in common. Among these the fewest differences
+    win, then the newest record.
 
     Example:
         >>> from pathlib import Path
@@ -70,13 +70,14 @@ def nearest(index: Index, wanted: Wanted) -> Nearest:
         return len(near.differences), -near.entry.mtime_ns if near.entry else 0
 
     entries = list(index.entries().values())
-    for is_like, differences in _LIKENESSES:
-        alike = [entry for entry in entries if is_like(entry, wanted)]
-        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e, wanted)]) for e in alike]
+    of_item = [entry for entry in entries if entry.item == wanted.item]
+    of_source = [entry for entry in entries if not entry.sources.keys().isdisjoint(wanted.sources)]
+    for alike, differences in ((of_item, _of_same_item), (of_source, _of_same_sources)):
+        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e.sources, wanted.sources)]) for e in alike]
         for near in sorted(found, key=ranked):
             if near.entry is not None and index.holds(near.entry):
                 return near if near.differences else Nearest(near.entry, ["nothing that the index holds differs"])
-    return Nearest(None, ["no record here has this item, or source files of these names"])
+    return Nearest(None, ["no record here has this item or one of its source files"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,66 +128,21 @@ def _short_names(paths: Iterable[str]) -> dict[str, str]:
     return {path: name if len(alike) == 1 else path for name, alike in by_name.items() for path in alike}
 
 
-def _same_item(entry: IndexEntry, wanted: Wanted) -> bool:
-    return entry.item == wanted.item
+def _of_same_item(before: Mapping[str, SourceState], now: Mapping[str, SourceState]) -> list[str]:
+    if len(before) == len(now) and before.keys().isdisjoint(now):
+        pairs = list(zip(*(sorted(sources, key=lambda path: path[::-1]) for sources in (before, now)), strict=True))
+        if all(os.path.basename(old) == os.path.basename(new) for old, new in pairs):  # the same below another root
+            before = {new: before[old] for old, new in pairs}
+    return source_differences(before, now)
 
 
-def _of_same_item(entry: IndexEntry, wanted: Wanted) -> list[str]:
-    if entry.sources.keys().isdisjoint(wanted.sources) and _same_names(entry, wanted):  # below another root
-        return _changes_by_name(entry, wanted)
-    return source_differences(entry.sources, wanted.sources)
-
-
-def _same_sources(entry: IndexEntry, wanted: Wanted) -> bool:
-    return not entry.sources.keys().isdisjoint(wanted.sources)
-
-
-def _of_same_sources(entry: IndexEntry, wanted: Wanted) -> list[str]:
-    shared = entry.sources.keys() & wanted.sources.keys()
-    names = ", ".join(sorted(_short_names(shared).values()))
+def _of_same_sources(before: Mapping[str, SourceState], now: Mapping[str, SourceState]) -> list[str]:
+    names = ", ".join(sorted(_short_names(before.keys() & now.keys()).values()))
     return [
         f"an item with the source {names} that differs in another value, or in how it spells a path",
-        *source_differences(entry.sources, wanted.sources),
+        *source_differences(before, now),
     ]
 
-
-def _same_names(entry: IndexEntry, wanted: Wanted) -> bool:
-    if not wanted.sources or len(entry.sources) != len(wanted.sources):
-        return False
-    return [os.path.basename(p) for p in _by_name(entry.sources)] == [
-        os.path.basename(p) for p in _by_name(wanted.sources)
-    ]
-
-
-def _of_same_names(entry: IndexEntry, wanted: Wanted) -> list[str]:
-    differences = []
-    for before, now in zip(_by_name(entry.sources), _by_name(wanted.sources), strict=True):
-        name = os.path.basename(now)
-        if before != now:
-            differences.append(f"{name} is in another folder: {os.path.dirname(before)} → {os.path.dirname(now)}")
-        differences += _change(name, entry.sources[before], wanted.sources[now])
-    return differences
-
-
-def _changes_by_name(entry: IndexEntry, wanted: Wanted) -> list[str]:
-    pairs = zip(_by_name(entry.sources), _by_name(wanted.sources), strict=True)
-    return [
-        text
-        for before, now in pairs
-        for text in _change(os.path.basename(now), entry.sources[before], wanted.sources[now])
-    ]
-
-
-def _by_name(paths: Iterable[str]) -> list[str]:
-    return sorted(paths, key=lambda path: (os.path.basename(path), path))
-
-
-#: In order of preference: whether a record is similar to a key in this way, and what differs besides the pipeline.
-_LIKENESSES = (
-    (_same_item, _of_same_item),
-    (_same_sources, _of_same_sources),
-    (_same_names, _of_same_names),
-)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipelines
@@ -260,37 +216,25 @@ def _repeated(steps: Sequence[_Step]) -> list[str]:
     return [name for name in names if names.count(name) > 1]
 
 
-def _aligned(before: Sequence[_Step], now: Sequence[_Step]) -> list[tuple[_Step | None, _Step | None]]:
-    """Pairs steps of the same name by edit distance: as few unpaired steps as possible, then as few changed attributes.
+#: Steps are paired if they are equal; those between them if they have the same name.
+_ALIKE: tuple[Callable[[_Step], Hashable], ...] = (
+    lambda step: (step.name, frozenset(step.attributes.items())),
+    lambda step: step.name,
+)
 
-    An unpaired step is paired with None. The table of costs is filled in from the end.
-    """
-    rows, columns = len(before), len(now)
-    unpaired = 1 + sum(len(step.attributes) for step in chain(before, now))  # costs more than all changes together
-    costs = [[unpaired * (rows - i + columns - j) for j in range(columns + 1)] for i in range(rows + 1)]
-    for i in reversed(range(rows)):
-        for j in reversed(range(columns)):
-            costs[i][j] = unpaired + min(costs[i + 1][j], costs[i][j + 1])
-            if before[i].name == now[j].name:
-                costs[i][j] = min(costs[i][j], costs[i + 1][j + 1] + _changes(before[i], now[j]))
+
+def _aligned(
+    before: Sequence[_Step], now: Sequence[_Step], alike: Sequence[Callable[[_Step], Hashable]] = _ALIKE
+) -> list[tuple[_Step | None, _Step | None]]:
+    """Pairs the steps of two pipelines, in order. An unpaired step is paired with None."""
+    if not alike:
+        return [*((step, None) for step in before), *((None, step) for step in now)]
     pairs: list[tuple[_Step | None, _Step | None]] = []
-    i = j = 0
-    while i < rows or j < columns:
-        both = i < rows and j < columns
-        if both and before[i].name == now[j].name and costs[i][j] == costs[i + 1][j + 1] + _changes(before[i], now[j]):
-            pairs.append((before[i], now[j]))
-            i, j = i + 1, j + 1
-        elif i < rows and costs[i][j] == unpaired + costs[i + 1][j]:
-            pairs.append((before[i], None))
-            i += 1
-        else:
-            pairs.append((None, now[j]))
-            j += 1
+    matcher = SequenceMatcher(None, [*map(alike[0], before)], [*map(alike[0], now)], autojunk=False)
+    for kind, i, to_i, j, to_j in matcher.get_opcodes():
+        old, new = before[i:to_i], now[j:to_j]
+        pairs += zip(old, new, strict=True) if kind == "equal" else _aligned(old, new, alike[1:])
     return pairs
-
-
-def _changes(old: _Step, new: _Step) -> int:
-    return sum(old.attributes.get(name) != new.attributes.get(name) for name in {*old.attributes, *new.attributes})
 
 
 #: An element of a list among the attributes, such as ``_loader.readers[1]``.

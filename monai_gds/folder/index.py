@@ -22,17 +22,8 @@ from typing import Any, NamedTuple
 
 from monai_gds.base.dtypes import DTYPES, MOST_AXES
 from monai_gds.records.header import SUFFIX, SourceState
-from monai_gds.shared.notes import (
-    Notes,
-    line,
-    lines_in,
-    open_folder,
-    publish,
-    read,
-    remove_unfinished,
-    whole_lines,
-)
-from monai_gds.shared.permissions import ANY
+from monai_gds.shared.notes import Notes, line, lines_in, read, whole_lines
+from monai_gds.shared.temporary import ANY, inside, publish
 
 __all__ = ["Index", "IndexEntry"]
 
@@ -98,15 +89,11 @@ class Index:
         with (
             contextlib.suppress(OSError),
             self._notes.folder(make=True) as above,
-            open_folder(_PIPELINES, above, True) as folder,
+            inside(above, _PIPELINES, make=True) as folder,
         ):
             if not _description(folder, pipeline):
-                publish(
-                    folder,
-                    f"{pipeline}.json",
-                    json.dumps(dict(description), indent=0).encode(),
-                    self._notes.file_mode,
-                )
+                text = json.dumps(dict(description), indent=0).encode()
+                publish(self.directory, f"{pipeline}.json", text, self._notes.file_mode, into=folder)
 
     # Reading
 
@@ -139,17 +126,15 @@ class Index:
     def pipeline(self, pipeline: str) -> dict[str, str]:
         """The description of a pipeline; empty if there is none."""
         if _PIPELINE.fullmatch(f"{pipeline}.json"):
-            with contextlib.suppress(OSError), self._notes.folder() as above, open_folder(_PIPELINES, above) as folder:
+            with contextlib.suppress(OSError), self._notes.folder() as above, inside(above, _PIPELINES) as folder:
                 return _description(folder, pipeline)
         return {}
 
     # Maintenance
 
     def tidy(self) -> None:
-        """Merges the files of ended processes if there are many, and removes unfinished files."""
+        """Merges the files of ended processes if there are many."""
         self._notes.tidy(self._merged)
-        with contextlib.suppress(OSError), self._notes.folder() as above, open_folder(_PIPELINES, above) as folder:
-            remove_unfinished(folder)
 
     def _merged(self, files: list[bytes]) -> bytes:
         """The newest fact about each record that still exists."""

@@ -12,7 +12,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
@@ -22,6 +23,7 @@ from monai_gds.base.digest import digest_of
 from monai_gds.base.dtypes import DTYPES
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 from monai_gds.folder.index import Index, IndexEntry
+from monai_gds.folder.uses import Used
 from monai_gds.records import header
 from monai_gds.records.header import Header, SourceState
 from monai_gds.shared import temporary
@@ -30,7 +32,10 @@ __all__ = [
     "FEWEST",
     "SHOWN",
     "Found",
+    "Unwanted",
     "check",
+    "choose",
+    "idle",
     "look",
     "other_files",
     "pipeline_of",
@@ -38,6 +43,8 @@ __all__ = [
     "record_files",
     "remove",
     "survey",
+    "used_since",
+    "without",
 ]
 
 #: How many digits of a pipeline messages show, and how many it takes to name one.
@@ -234,6 +241,108 @@ def _check_bytes(file: BufferedReader, read: Header) -> None:
 # What may be deleted
 
 
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """Which records are to be deleted besides those that are no longer of use."""
+
+    pipeline: str = ""  # all records of this pipeline, see :func:`pipeline_of`
+    missing_sources: bool = False  # records with a missing source file; not by default, since a disk may be unmounted
+    # Compares sources by identity. By default only sizes are compared, because hashing takes long.
+    identify: Identify | None = None
+    # These leave out what is in use.
+    older_than: float = math.inf  # seconds since a record was made
+    unused_for: float = math.inf  # seconds since a record was last used or made
+    # Bytes that the other records may have. If they have more, the least recently used ones are unwanted.
+    max_size: float = math.inf
+    keep: Collection[str] = ()  # pipelines whose records stay
+
+
+def choose(
+    directory: str | os.PathLike[str],
+    records: Sequence[Found],
+    unwanted: Unwanted,
+    used: Used,
+    checked: Callable[[list[str]], Iterable[Found]] | None = None,
+) -> tuple[list[Found], list[Found]]:
+    """Chooses the files of a directory that may be deleted, each with the reason in ``problem``.
+
+    Args:
+        directory: the cache directory.
+        records: what :func:`survey` found in it, without an index.
+        unwanted: what to choose besides files that are no longer of use.
+        used: what is used there.
+        checked: checks every byte of these files as :func:`check` does, to choose the damaged ones too.
+
+    Returns:
+        Files that nobody can use or that were named, and idle records, which stay if they are used meanwhile.
+    """
+    chosen = list(prunable(directory, records, unwanted))
+    if checked is not None:
+        files = [found.file for found in without(chosen, records)]
+        chosen += [found for found in checked(files) if found.damaged]
+    return chosen, _unused(without(chosen, records), used, unwanted)
+
+
+def without(excluded: Iterable[Found], records: Iterable[Found]) -> list[Found]:
+    """The records whose files are not among those excluded."""
+    files = {found.file for found in excluded}
+    return [found for found in records if found.file not in files]
+
+
+def idle(records: Iterable[Found], used: Used, before: float, keep: Collection[str] = ()) -> list[tuple[float, Found]]:
+    """Records that nobody uses, and when each was last used or made, in seconds since the epoch; the earliest first.
+
+    Args:
+        records: of a directory. Those with a problem are left out.
+        used: what is used there.
+        before: records that were used at or after this time are left out.
+        keep: records of these pipelines are left out.
+    """
+    found = []
+    for record in records:
+        last = max(record.mtime_ns / 1e9, used.last.get(record.name[:32], 0.0))
+        if not record.problem and last < before and record.pipeline not in used.open and record.pipeline not in keep:
+            found.append((last, record))
+    return sorted(found, key=lambda one: one[0])
+
+
+def used_since(found: Found, used: Used, since: float) -> bool:
+    """Whether a record that was idle has been used since.
+
+    By the notes alone: a record that was replaced since is not deleted, and a wrong clock may have dated it.
+    """
+    return not idle([replace(found, problem="", mtime_ns=0)], used, since)
+
+
+def _unused(records: Sequence[Found], used: Used, unwanted: Unwanted) -> list[Found]:
+    """Idle records that are too old or too many."""
+    now = time.time()
+    found, rest = [], []
+    # Also those that a wrong clock dated later than now.
+    for last, record in idle(records, used, math.inf, unwanted.keep):
+        made = record.mtime_ns / 1e9
+        if made < now - unwanted.older_than:
+            found.append(replace(record, problem=f"made {_ago(now - made)} ago"))
+        elif last < now - unwanted.unused_for:
+            found.append(replace(record, problem=f"not used for {_ago(now - last)}"))
+        else:
+            rest.append((last, record))
+    excess = sum(record.nbytes for record in records) - sum(record.nbytes for record in found) - unwanted.max_size
+    for last, record in rest:
+        if excess > 0:
+            excess -= record.nbytes
+            found.append(replace(record, problem=f"not used for {_ago(now - last)}; those that stay were used later"))
+    return found
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 3600:
+        return "less than an hour"
+    days, hours = int(seconds // 86400), int(seconds // 3600)
+    number, unit = (days, "day") if days else (hours, "hour")
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
 def pipeline_of(records: Iterable[Found], prefix: str) -> str:
     """The only pipeline of these records whose hash begins with ``prefix``.
 
@@ -258,10 +367,7 @@ def pipeline_of(records: Iterable[Found], prefix: str) -> str:
 def prunable(
     directory: str | os.PathLike[str],
     records: Iterable[Found],
-    *,
-    missing_sources: bool = False,
-    pipeline: str = "",
-    identify: Identify | None = None,
+    unwanted: Unwanted = Unwanted(),
 ) -> Iterator[Found]:
     """Files that are no longer of use, each with the reason in ``problem``.
 
@@ -272,22 +378,20 @@ def prunable(
     Args:
         directory: the cache directory.
         records: what :func:`survey` found in it, without an index: that may be wrong.
-        missing_sources: also records with a missing source file. Not by default, since a disk may be unmounted.
-        pipeline: also all records of this pipeline, see :func:`pipeline_of`.
-        identify: also compares sources by identity. By default only sizes are compared, because hashing takes long.
+        unwanted: whether sources are compared, and what else is of no use.
     """
     for path, nbytes in temporary.abandoned(directory):
         yield Found(path, nbytes, "left behind by a writer that is gone")
-    identify = identify and functools.cache(identify)  # many records share a source
+    identify = unwanted.identify and functools.cache(unwanted.identify)  # many records share a source
     newest: dict[str, Found] = {}
     for found in records:
         if found.problem:
             if found.damaged:
                 yield found
             continue
-        reason = _outdated(found, missing_sources, identify)
-        if pipeline and found.pipeline == pipeline:
-            reason = f"of the pipeline {pipeline[:SHOWN]}"
+        reason = _outdated(found, unwanted.missing_sources, identify)
+        if unwanted.pipeline and found.pipeline == unwanted.pipeline:
+            reason = f"of the pipeline {found.pipeline[:SHOWN]}"
         if reason:
             yield replace(found, problem=reason)
             continue
@@ -341,7 +445,7 @@ def _has_changed(path: str, source: SourceState, identify: Identify | None) -> b
 def remove(found: Found) -> bool:
     """Deletes a file that :func:`prunable` or :func:`check` returned, unless it was replaced meanwhile.
 
-    A process that reads a damaged record computes it anew and replaces it with a sound one.
+    A process that reads a damaged record computes it again and replaces it with a sound one.
 
     Returns whether it was deleted. Raises OSError: no permission, read-only.
     """

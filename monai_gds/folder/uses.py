@@ -6,12 +6,12 @@ A line is one of
 
     ["open", seconds, pipeline]    from now on the dataset uses records of this pipeline
     ["read", seconds, digests]     it has read these records, 32 hex digits each, for the first time in its process
-    ["end", seconds]               it uses nothing any more
+    ["end", seconds, ""]           it uses nothing any more
 
 Records themselves are left alone: their times are part of their identity. A hit writes nothing. A record is noted when
-its head is first read, and the note is written within about a second, with others. From then on the record counts as
-used while its process runs. A process that cannot be seen from here, of another node or container, notes once a day
-that it runs, and counts as ended two days after its last note.
+its head is first read, and the note is written with others, about once a second. From then on the record counts as used
+while its process runs. A process that cannot be seen from here, of another node or container, counts as ended a week
+after its last note.
 
 Notes are advisory. If they are missing, records count as used when they were made, and may be deleted too early, which
 costs a second computation. Imports only the standard library.
@@ -26,21 +26,22 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from monai_gds.base.process import PerProcess
-from monai_gds.shared.notes import Notes, line, lines_in, whole_lines, writer_of
-from monai_gds.shared.permissions import ANY
-from monai_gds.shared.process_names import still_runs
+from monai_gds.shared.notes import Notes, line, lines_in, whole_lines
+from monai_gds.shared.temporary import ANY
 
 __all__ = ["Used", "Uses"]
 
-#: Seconds between writes while records are read for the first time, after one that failed, and while nothing is new.
-_SOON, _AGAIN, _DAY = 1.0, 60.0, 86400.0
+#: Seconds between writes while records are read for the first time.
+_SOON = 1.0
+
+_DAY = 86400.0
 
 _DIGITS = 32
 _DIGESTS = re.compile(rf"(?:[0-9a-f]{{{_DIGITS}}})*")
@@ -53,8 +54,7 @@ class Used(NamedTuple):
     Attributes:
         last: when records were last used, in seconds since the epoch, by their digests. Missing records were not used
             since they were made.
-        open: pipelines that a process uses now. A process that cannot be seen from here counts until two days after its
-            last note.
+        open: pipelines that a process uses now.
     """
 
     last: dict[str, float]
@@ -67,43 +67,35 @@ class _File:
 
     read: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
-    at: float = 0.0  # time of the last line about a dataset in use, or about its end
-    ended: bool = False
+    ended: float = 0.0  # when the dataset ended; 0 if that is not noted
 
     def add(self, notes: bytes) -> None:
         for kind, seconds, what in _entries(notes):
             if kind == "read":
                 self.read.update(dict.fromkeys(_split(what), seconds))
-                continue
-            self.at = max(self.at, seconds)
-            if kind == "open":
+            elif kind == "open":
                 self.opened.add(what)
             else:
-                self.ended = True
+                self.ended = max(self.ended, seconds)
 
-    def lives(self, process: str, now: float) -> bool:
-        """Whether the dataset is in use, by a process of this name."""
-        if self.ended or not self.opened:
-            return False
-        runs = still_runs(process)
-        return now - self.at < 2 * _DAY if runs is None else runs
 
-    def last(self, now: float | None) -> dict[str, float]:
-        """When the records were last used. While the dataset is open, all that it has read are in use ``now``."""
-        at = self.at if now is None else now
-        return {digest: max(seconds, at) for digest, seconds in self.read.items()}
+def _last(files: Iterable[_File]) -> dict[str, float]:
+    """When records were last used. What a dataset has read is in use until it ends."""
+    last: dict[str, float] = {}
+    for file in files:
+        for digest, seconds in file.read.items():
+            last[digest] = max(seconds, file.ended, last.get(digest, 0.0))
+    return last
 
 
 class _Own:
-    """What one process has written, and has yet to write. The rest is written when this is dropped, or at exit."""
+    """What one process has yet to write, which is written when this is dropped, or at exit."""
 
     def __init__(self, notes: Notes) -> None:
         self.opened: set[str] = set()
         self.seen: set[str] | None = None  # digests that need not be noted
-        self.left_out: set[str] = set()  # digests of these that were read here
         self.waiting: set[str] = set()
         self.written = -math.inf  # when digests were last written
-        self.noted_open = time.monotonic()  # when it was last written which pipelines are open
         Finalize(self, _end, (notes, self.waiting, self.opened), exitpriority=0)
 
 
@@ -115,15 +107,11 @@ class Uses:
         began: when the run began. What any process has noted since, such as another worker, is not noted again, so that
             times of last use are at most the length of a run too early.
         file_mode: permissions that files have at most.
-
-    Attributes:
-        due: when :meth:`flush` should be called next, by ``time.monotonic``.
     """
 
     def __init__(self, directory: str | os.PathLike[str], began: float = 0.0, file_mode: int = ANY) -> None:
-        self.due = math.inf
         self._began = began
-        self._notes = Notes(directory, "uses", whole_lines, file_mode, foreign_seconds=2 * _DAY)
+        self._notes = Notes(directory, "uses", whole_lines, file_mode, patience=7 * _DAY)
         self._files: dict[str, _File] = {}
         self._opened: set[str] = set()  # also by the process that this one was forked from, which lives as long
         self._own = PerProcess(partial(_Own, self._notes))
@@ -136,47 +124,25 @@ class Uses:
         """Notes that records of a pipeline are used from now on, if possible."""
         if pipeline not in self._opened:
             self._opened.add(pipeline)
-            own, wait = self._own(), _DAY
-            own.opened.add(pipeline)
-            if not self._notes.append(_line("open", pipeline)):  # a full drive
-                own.noted_open, wait = -math.inf, _AGAIN
-            self.due = min(self.due, time.monotonic() + wait)
+            self._own().opened.add(pipeline)
+            self._notes.append(_line("open", pipeline))
 
     def read(self, digest: str) -> None:
         """Notes that a record was read, unless that is known."""
         own = self._own()
         if own.seen is None:
             own.seen = self._noted_since(max(self._began, time.time() - _DAY))
-        if digest in own.seen:
-            own.left_out.add(digest)
-            return
-        own.seen.add(digest)
-        own.waiting.add(digest)
-        self.due = min(self.due, own.written + _SOON)
-        if time.monotonic() >= self.due:
-            self.flush()
+        if digest not in own.seen:
+            own.seen.add(digest)
+            own.waiting.add(digest)
+            if time.monotonic() >= own.written + _SOON:
+                self.flush()
 
     def flush(self) -> None:
-        """Writes what waits, and once a day that the pipelines and the records that were read are still in use."""
-        own, now = self._own(), time.monotonic()
-        still = b""
-        if now - own.noted_open >= _DAY:
-            own.opened |= self._opened
-            self._take_over(own)
-            still = b"".join(_line("open", pipeline) for pipeline in own.opened)
-        written = _write(self._notes, own.waiting, still)
-        if still and written:
-            own.noted_open = now
-        own.written, self.due = now, own.noted_open + _DAY if written else now + _AGAIN
-
-    def _take_over(self, own: _Own) -> None:
-        """Notes what was read here and noted only by processes that have ended, such as workers of an earlier epoch."""
-        if not own.left_out:
-            return
-        last, day = self.look().last, time.time() - _DAY
-        ended = {digest for digest in own.left_out.copy() if last.get(digest, 0.0) < day}
-        own.left_out -= ended
-        own.waiting |= ended
+        """Writes what waits."""
+        own = self._own()
+        _write(self._notes, own.waiting)
+        own.written = time.monotonic()
 
     # Reading
 
@@ -189,14 +155,10 @@ class Uses:
             if time.monotonic() < self._seen[0] + age:
                 return self._seen[1]
             self._read()
-            now, last, opened = time.time(), dict[str, float](), set(self._opened)
-            for name, file in self._files.items():
-                lives = file.lives(writer_of(name), now)
-                if lives:
-                    opened |= file.opened
-                for digest, seconds in file.last(now if lives else None).items():
-                    last[digest] = max(seconds, last.get(digest, 0.0))
-            used = Used(last, frozenset(opened))
+            running = self._notes.running()
+            in_use = [f for name, f in self._files.items() if f.opened and not f.ended and name in running]
+            last = _last([*self._files.values(), *(replace(file, ended=time.time()) for file in in_use)])
+            used = Used(last, frozenset(self._opened).union(*(file.opened for file in in_use)))
             self._seen = time.monotonic(), used
             return used
 
@@ -215,15 +177,12 @@ class Uses:
 
     def _merged(self, files: list[bytes]) -> bytes:
         """When each record that still exists was last used."""
-        last: dict[str, float] = {}
-        for notes in files:
-            file = _File()
+        read = [_File() for _ in files]
+        for file, notes in zip(read, files, strict=True):
             file.add(notes)
-            for digest, seconds in file.last(None).items():
-                last[digest] = max(seconds, last.get(digest, 0.0))
         there = {name[:_DIGITS] for name in os.listdir(self._notes.directory)}
         by_time: dict[float, list[str]] = {}
-        for digest, seconds in last.items():
+        for digest, seconds in _last(read).items():
             if digest in there:
                 by_time.setdefault(seconds, []).append(digest)
         return b"".join(_line("read", "".join(digests), seconds) for seconds, digests in by_time.items())
@@ -233,14 +192,15 @@ class Uses:
 # Lines
 
 
-def _write(notes: Notes, waiting: set[str], more: bytes) -> bool:
-    """Writes the waiting digests, and ``more`` after them, and empties the set. Returns whether all was written."""
+def _write(notes: Notes, waiting: set[str], more: bytes = b"") -> None:
+    """Writes the waiting digests, and ``more`` after them, and empties the set."""
     digests = []
     with contextlib.suppress(KeyError):  # without a lock: other threads may add some meanwhile
         while True:
             digests.append(waiting.pop())
     lines = (_line("read", "".join(digests)) if digests else b"") + more
-    return not lines or notes.append(lines)
+    if lines:
+        notes.append(lines)
 
 
 def _end(notes: Notes, waiting: set[str], opened: set[str]) -> None:

@@ -56,7 +56,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         file_list, files, labels: name the images, as in ``fn.readers.file``; see
             :func:`~monai_gds.imagenet.source.open_images`.
         shuffle: a new order in every epoch. A packed folder is shuffled within windows of ``window`` of its files.
-        seed: of the order, and of random transforms, which differ between shards.
+        seed: seeds the order, and random transforms, which differ between shards.
         shard_id, num_shards: this process's share of each epoch. Default: rank and world size of torch.distributed if
             it is initialised, else all images.
         last_batch: ``"partial"`` (the default), ``"exact"``, ``"fill"`` or ``"drop"``, see
@@ -97,7 +97,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     Example:
         >>> from pathlib import Path
-        >>> from monai_gds.bench.jpegs import write_image_folder
+        >>> from monai_gds.bench.made_up import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> train = ImageNetDataset(folder, 2, device="cpu", crop=(224, 224), flip=True, normalize=True)
         >>> for batch in train:

@@ -62,7 +62,7 @@ def open_images(
 
     Example:
         >>> from pathlib import Path
-        >>> from monai_gds.bench.jpegs import write_image_folder
+        >>> from monai_gds.bench.made_up import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> found = open_images(folder)
         >>> len(found), list(found.classes)
@@ -102,7 +102,7 @@ def open_reader(
     """Opens one of :data:`READERS`.
 
     Args:
-        name: the reader's.
+        name: the reader's name.
         images: what to read.
         device: where encoded images go.
         pinned: host buffers are pinned, for a decoder on a GPU.
@@ -185,7 +185,7 @@ class ImageSource:
 
     Example:
         >>> from pathlib import Path
-        >>> from monai_gds.bench.jpegs import write_image_folder
+        >>> from monai_gds.bench.made_up import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> from nvidia.dali import fn, pipeline_def
         >>> @pipeline_def(batch_size=3, num_threads=1, device_id=None)  # device_id=0 and device="mixed" with a GPU

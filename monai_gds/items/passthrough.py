@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from monai_gds.errors import DamagedRecord
-from monai_gds.keys.hashing import hash_item
 
 __all__ = ["ANYTHING", "ItemValues", "Path", "copy_item", "value_at"]
 
 #: Keys and indices from the item to a value in it.
 Path: TypeAlias = "tuple[str | int, ...]"
 
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MISSING = object()
 
 #: Stands for an item where there is none: every value taken from it is None.
@@ -36,10 +35,12 @@ class _Known(NamedTuple):
 class ItemValues:
     """The values of an item that a record may be unable to store, with the copies that the transforms received."""
 
-    __slots__ = ("_known",)
+    __slots__ = ("_digest", "_known")
 
-    def __init__(self, item: Any, copies: dict[int, Any]) -> None:
-        """Takes the dataset's item, and its copies by the id of the original, as in the memo of ``deepcopy``."""
+    def __init__(self, item: Any, copies: dict[int, Any], digest: Callable[[Any], Any]) -> None:
+        """Takes the dataset's item, its copies by the id of the original, as in the memo of ``deepcopy``, and what
+        values are compared by; see :func:`copy_item`."""
+        self._digest = digest
         self._known: dict[int, _Known] = {}
         self._look(item, (), copies, set())
 
@@ -48,7 +49,13 @@ class ItemValues:
         known = self._known.get(id(value))
         if known is None or known.copy() is not value:
             return None
-        return known.path if value is known.original or _unchanged(known.original, value) else None
+        return known.path if value is known.original or self._unchanged(known.original, value) else None
+
+    def _unchanged(self, original: Any, value: Any) -> bool:
+        try:
+            return bool(self._digest(original) == self._digest(value)) and not _holds_randomness(value)
+        except Exception:  # HashingError, or anything a user's methods raise: nothing is proven
+            return False
 
     def _look(self, value: Any, path: Path, copies: dict[int, Any], is_open: set[int]) -> None:
         """Notes a value that a record may be unable to store, or such values inside it that a path reaches."""
@@ -68,20 +75,26 @@ class ItemValues:
             self._known.setdefault(id(copy), _Known(path, value, _reference(copy)))
 
 
-def copy_item(item: Any) -> tuple[Any, ItemValues]:
+def copy_item(item: Any, digest: Callable[[Any], Any]) -> tuple[Any, ItemValues]:
     """Deep-copies an item for transforms to modify.
 
-    Returns the copy, and what recognises values of the item in the transforms' output.
+    Args:
+        item: as the data hold it.
+        digest: returns equal digests for a value and its copy only while neither has changed. It may raise for what
+            has no digest, which then counts as changed.
+
+    Returns:
+        The copy, and what recognises values of the item in the transforms' output.
 
     Example:
         >>> item = {"image": "ct.nii", "reader": print}
-        >>> copied, given = copy_item(item)
+        >>> copied, given = copy_item(item, repr)
         >>> copied == item, given.path_of(copied["reader"])
         (True, ('reader',))
     """
     memo: dict[int, Any] = {}
     copied = deepcopy(item, memo)
-    return copied, ItemValues(item, memo)
+    return copied, ItemValues(item, memo, digest)
 
 
 def value_at(item: Any, path: Sequence[Any]) -> Any:
@@ -105,7 +118,7 @@ def value_at(item: Any, path: Sequence[Any]) -> Any:
 def _is_plain(value: Any) -> bool:
     """Whether this is an array or tensor that any record can hold."""
     if type(value) is np.ndarray:
-        return not value.dtype.hasobject
+        return value.dtype.kind not in "OV"
     return type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
 
 
@@ -114,13 +127,6 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
-
-
-def _unchanged(original: Any, value: Any) -> bool:
-    try:
-        return hash_item(original) == hash_item(value) and not _holds_randomness(value)
-    except Exception:  # HashingError, or anything a user's methods raise: nothing is proven
-        return False
 
 
 class _Randomness(Exception):

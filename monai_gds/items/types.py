@@ -1,53 +1,32 @@
-"""The types an item tree holds beyond JSON's own and containers: one registry for encoding and decoding.
+"""What a type is to the item tree; the types of users (:func:`register_type`); types by their names in a record.
 
-The immutable types at the end of this file and the types of users are registered by the same :func:`register_type`.
 Nothing here imports or calls what a record names: a name is looked up in the registry, among MONAI's enums, or among
-the named tuples of modules that this process has already imported.
+the named tuples of modules that this process has already imported. The types that every record may hold are the rows of
+:mod:`.table`.
 """
 
 from __future__ import annotations
 
 import collections
-import datetime
-import decimal
 import enum
-import fractions
 import functools
 import importlib
 import sys
 import types
-import uuid
-import zoneinfo
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from monai_gds.base.dtypes import has_name
-from monai_gds.errors import DamagedRecord, NewerRecord
+from monai_gds.errors import DamagedRecord
 
 __all__ = [
-    "MAX_DEPTH",
-    "NUMERIC",
-    "STORED_AS_REAL",
-    "TAGS",
-    "Codec",
-    "UnknownHere",
-    "builtin_type",
-    "codec_for",
-    "codec_named",
-    "dtype_name",
-    "enum_member",
-    "is_monai_enum",
-    "is_named_tuple",
-    "named_tuple",
-    "numpy_type",
-    "register_type",
-    "torch_dtype",
-    "type_name",
-]
+    "MAX_DEPTH", "NUMERIC", "STORED_AS_REAL", "Codec", "Type", "UnknownHere", "codec_for", "codec_named", "dtype_name",
+    "enum_member", "is_monai_enum", "is_named_tuple", "named_tuple", "register_type", "torch_dtype",
+]  # fmt: skip
 
 #: How deep containers may be nested. Python's recursion limit allows about half as much again.
 MAX_DEPTH = 100
@@ -62,6 +41,27 @@ NUMERIC = {
 }
 
 _T = TypeVar("_T")
+
+
+class Type(NamedTuple):
+    """How the values of a type become nodes of a tree, and nodes become values.
+
+    Attributes:
+        tag: marks the nodes.
+        types: those whose values this row encodes.
+        encode: makes the node of a value; called with the encoder, the value and its path. None if nodes with this tag
+            are made elsewhere.
+        parse: makes the form of what follows the tag, and hands its values to the parser; called with these two.
+        plan: compiles what follows the tag in a form into what builds a value; called with the plan and that. None if
+            ``parse`` always makes a value.
+    """
+
+    tag: str
+    types: tuple[type, ...]
+    encode: Callable[..., Any] | None
+    parse: Callable[..., Any]
+    plan: Callable[..., Any] | None = None
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The registry
@@ -79,10 +79,6 @@ class Codec:
 
 _by_class: dict[type, Codec] = {}
 _by_name: dict[str, Codec] = {}
-
-#: Names of built-in types, which are tags of the format: ``{"$date": "2020-01-31"}``. Types that users register are
-#: written as ``{"$registered": [name, value]}``. Filled in below.
-TAGS: frozenset[str] = frozenset()
 
 
 def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode: Callable[[Any], _T]) -> None:
@@ -106,7 +102,7 @@ def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode:
         >>> encode_item({"scanner": IPv4Address("10.0.0.7")}).tree
         {'scanner': {'$registered': ['ipv4', '10.0.0.7']}}
     """
-    if TAGS and name.startswith("$"):
+    if name.startswith("$"):
         raise ValueError(f"the name {name!r} begins with $, as only those of built-in types do: choose another")
     known = _by_name.get(name)
     if known is not None and not _is_redefinition(cls, known.cls) and known.decode is not decode:
@@ -133,8 +129,8 @@ class UnknownHere(DamagedRecord):
 
 def codec_named(name: Any) -> Codec:
     """The codec registered under a name. Raises UnknownHere if there is none."""
-    if type(name) is not str:
-        raise DamagedRecord(f"it names a type by {name!r:.40}, which is not a string")
+    if type(name) is not str or name.startswith("$"):
+        raise DamagedRecord(f"it names a type by {name!r:.40}, which is not a name that anybody can register")
     if name not in _by_name:
         raise UnknownHere(f"it holds a {name!r}, which nobody registered here with monai_gds.register_type")
     return _by_name[name]
@@ -142,31 +138,6 @@ def codec_named(name: Any) -> Codec:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Classes and dtypes by their names
-
-_TYPES: dict[str, type] = {
-    t.__name__: t
-    for t in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-}  # fmt: skip
-
-
-def type_name(cls: type) -> str | None:
-    """The name of a builtin type that a record may name; None for any other class."""
-    return cls.__name__ if _TYPES.get(cls.__name__) is cls else None
-
-
-def builtin_type(name: Any) -> type:
-    """The inverse of :func:`type_name`. Raises NewerRecord for a name that it does not return."""
-    if name not in _TYPES:
-        raise NewerRecord(f"it holds the type {name!r}, which this version does not know")
-    return _TYPES[name]
-
-
-def numpy_type(name: str) -> type:
-    """The NumPy scalar type of this name."""
-    found = getattr(np, name, None)
-    if not (isinstance(found, type) and issubclass(found, np.generic)):
-        raise DamagedRecord(f"it holds the NumPy type {name!r}, which this NumPy does not know")
-    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -235,79 +206,3 @@ def named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type[tup
     else:
         return found
     raise UnknownHere(f"it cannot be read in this process: it holds a {module}.{qualname}, {why}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Immutable types that every record may hold, encoded as plain JSON
-
-
-def _timedelta(value: datetime.timedelta) -> list[int]:
-    return [value.days, value.seconds, value.microseconds]
-
-
-def _zone(value: datetime.tzinfo | None) -> list[Any] | None:
-    if value is None:
-        return None
-    if type(value) is datetime.timezone:
-        offset, *name = cast(Any, value).__getinitargs__()
-        return ["offset", _timedelta(offset), *name]
-    if type(value) is zoneinfo.ZoneInfo and value.key is not None:
-        try:
-            if zoneinfo.ZoneInfo(value.key) is value:
-                return ["zone", value.key]
-        except (zoneinfo.ZoneInfoNotFoundError, ValueError):
-            pass
-    raise ValueError(f"has the time zone {value!r}, which is neither a fixed offset nor found by its key")
-
-
-def _zone_of(payload: Any) -> Any:
-    if payload is None:
-        return None
-    kind, what, *name = payload
-    if kind == "offset":
-        return datetime.timezone(datetime.timedelta(*what), *name)
-    if kind == "zone":
-        return zoneinfo.ZoneInfo(what)
-    raise NewerRecord(f"it holds a time zone of the kind {kind!r}, which this version does not know")
-
-
-def _clock(value: datetime.datetime | datetime.time) -> list[Any]:
-    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, _zone(value.tzinfo)]
-
-
-def _clock_of(cls: type[datetime.datetime] | type[datetime.time]) -> Callable[[list[Any]], Any]:
-    def decode(payload: list[Any]) -> Any:
-        text, fold, zone = payload
-        return cls.fromisoformat(text).replace(tzinfo=_zone_of(zone), fold=fold)
-
-    return decode
-
-
-def _fraction_of(payload: list[str]) -> fractions.Fraction:
-    return fractions.Fraction(*[int(n, 16) for n in payload])
-
-
-def _uuid_of(payload: list[Any]) -> uuid.UUID:
-    return uuid.UUID(hex=payload[0], is_safe=uuid.SafeUUID(payload[1]))
-
-
-def _singleton(value: Any, name: str) -> None:
-    register_type(type(value), name, lambda _: None, lambda _: value)
-
-
-register_type(range, "$range", lambda v: [v.start, v.stop, v.step], lambda p: range(*p))
-register_type(torch.dtype, "$torch_dtype", dtype_name, torch_dtype)
-register_type(torch.device, "$device", str, torch.device)
-register_type(datetime.date, "$date", datetime.date.isoformat, datetime.date.fromisoformat)
-register_type(datetime.datetime, "$datetime", _clock, _clock_of(datetime.datetime))
-register_type(datetime.time, "$time", _clock, _clock_of(datetime.time))
-register_type(datetime.timedelta, "$timedelta", _timedelta, lambda p: datetime.timedelta(*p))
-register_type(datetime.timezone, "$timezone", _zone, _zone_of)
-register_type(zoneinfo.ZoneInfo, "$timezone", _zone, _zone_of)
-register_type(decimal.Decimal, "$decimal", str, decimal.Decimal)
-register_type(fractions.Fraction, "$fraction", lambda v: [hex(v.numerator), hex(v.denominator)], _fraction_of)
-register_type(uuid.UUID, "$uuid", lambda v: [v.hex, v.is_safe.value], _uuid_of)
-_singleton(..., "$ellipsis")
-_singleton(np.ma.masked, "$masked")
-
-TAGS = frozenset(_by_name)

@@ -1,8 +1,24 @@
 """The key of an item: the name of its record, and what went into that name.
 
-A key covers the item, the deterministic transforms, the process settings that change results, MONAI's version, and the
-content of every source file. The dataset supplies the pipeline and its state. The item and its files are examined here
-on every access, so that an edited volume is never served stale.
+A key is the digest of these ingredients. Everything that changes an item is one of them; each is found in one place:
+
+=============== ======================================================================= =========================
+ingredient      what it is                                                              where it comes from
+=============== ======================================================================= =========================
+item            hash of the item's values                                               :mod:`keys.hashing`
+transforms      hash of the deterministic transforms, with the settings of their        :mod:`keys.hashing`;
+                ``Compose`` and ``reset_ops_id``: values, and code                      code: :mod:`keys.code`
+sources         name, size and content of each file that the item or a transform names  :mod:`keys.sources`
+                which texts name files                                                  :mod:`keys.source_names`
+state           settings of the process that differ from their defaults                 :mod:`pipeline.settings`
+                ``mantissa_bits``                                                       :mod:`dataset.item_keys`
+monai           MONAI's version, as far as it counts                                    :mod:`dataset.item_keys`
+root            whether a root was given, below which paths count by what follows it    here
+format          changes whenever the meaning of the others does                         here
+=============== ======================================================================= =========================
+
+The dataset supplies the :class:`Pipeline`, which all of its keys share. :class:`KeyMaker` examines the item and its
+files on every access, so that an edited volume is never served stale.
 
 :meth:`Key.parts` is exactly what is digested. The record stores it, and readers digest it again, so a record under the
 wrong name is refused.
@@ -122,7 +138,7 @@ class KeyMaker:
     """Makes keys for the items of one dataset.
 
     Args:
-        hash_func: item -> hash as bytes, as MONAI's ``hash_func``.
+        hash_func: returns the hash of an item as bytes, as MONAI's ``hash_func``.
         sources: identifies files.
         loaded: keys of an item under which a transform loads files, so that any string there names a source; ``"all"``
             if transforms load whole items.
@@ -145,7 +161,8 @@ class KeyMaker:
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
         """The key of an item. Raises HashingError if the item holds something without a stable content."""
-        given = self._given(item)
+        by_default = self._hash_func is canonical_hash  # a user's function is called every time: it may read files
+        given = None if by_default else hash_text(self._hash_func(item), "hash_func")
         try:
             seen = self._look(item) if given is None else _KnownItem(given, candidates(item, self._loaded))
         except RecursionError as e:
@@ -189,10 +206,6 @@ class KeyMaker:
     def flush(self) -> None:
         """Saves what was learned about sources for other processes."""
         self._sources.flush()
-
-    def _given(self, item: Any) -> str | None:
-        """The hash by the user's function, which is called every time, since it may read files; None without one."""
-        return None if self._hash_func is canonical_hash else hash_text(self._hash_func(item), "hash_func")
 
     def _look(self, item: Any) -> _KnownItem:
         """What does not depend on the content of the files that an item names.

@@ -6,12 +6,19 @@ A file is a sequence of 40-byte entries: a 16-byte key (the hash of a path and i
 and an 8-byte checksum. A torn or garbled entry fails its checksum and counts as absent.
 
 The memo only saves time. If it cannot be read or written, nothing fails, and source files are read more often.
+
+Which hashes may be remembered: the clock of a file system has ticks of up to two seconds. An edit within the tick in
+which a file was hashed may leave its times as they were, so the file must have been two seconds old when reading began
+(git calls younger entries racily clean). :class:`Ages` tells that, and leaves three gaps: setting a clock back hides an
+edit that falls into the very tick in which the file was stamped before; writes through a shared memory mapping change
+times up to 30 s late; and attributes cached by a network file system's client (``acregmax``) are seen late.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -21,16 +28,23 @@ import numpy.typing as npt
 import xxhash
 
 from monai_gds import limits
+from monai_gds.base.file_systems import LOCAL, kind_of
 from monai_gds.base.process import PerProcess
 from monai_gds.shared.notes import Notes
 
-__all__ = ["SourceMemo"]
+__all__ = ["Ages", "SourceMemo"]
 
 _ENTRY = 40  # bytes: key, content, checksum
 _CHECKED = 32  # bytes that the checksum covers
 
 #: Seconds between looks at other processes' files, and between writes of our own.
 _REFRESH_SECONDS = 1.0
+
+#: The longest tick of a file system's clock (FAT's), in ns.
+_TICK = 2_000_000_000
+
+#: How far two machines' clocks may be apart, in ns: a wrong time zone and some hours.
+_CLOCKS_DIFFER = 24 * 3600 * 1_000_000_000
 
 
 class SourceMemo:
@@ -104,6 +118,31 @@ class _Own:
         self.lock = threading.Lock()  # held while other processes' files are read
         self.waiting: deque[bytes] = deque()  # to be written
         self.refreshed = self.flushed = -math.inf
+
+
+class Ages:
+    """Tells which files are old enough for their hashes to be remembered."""
+
+    def __init__(self) -> None:
+        self._young: dict[str, tuple[bytes, float]] = {}  # by path: its state, and when that was first seen
+
+    def is_old(self, path: str, state: bytes, st: os.stat_result, fd: int) -> bool:
+        """Whether a hash that is about to be taken of an open file may be remembered.
+
+        Local file systems stamp files with this machine's clock. A server's clock may be off by hours, so its files
+        must look a day old. Whatever clocks and times say (``touch -d 2099``), a file is old if this process saw it in
+        the same state two seconds ago on a monotonic clock.
+        """
+        age = time.time_ns() - max(st.st_mtime_ns, st.st_ctime_ns)
+        if age >= _CLOCKS_DIFFER or (age >= _TICK and kind_of(fd) in LOCAL):
+            self._young.pop(path, None)
+            return True
+        seen, since = self._young.get(path, (b"", 0.0))
+        if seen == state:
+            return (time.monotonic() - since) * 1e9 >= _TICK
+        if len(self._young) < limits.YOUNG_FILES or path in self._young:
+            self._young[path] = (state, time.monotonic())
+        return False
 
 
 # Entries

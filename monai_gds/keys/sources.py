@@ -3,8 +3,7 @@
 An identity is size and content, never times, device or inode. A copy, another mount or a touched file is the same
 source, and an edit makes another one even if size and mtime were preserved. Reading every source for every key would
 take hours, so content hashes are remembered by the ``stat`` of the file when it was read: in this process, and through
-:mod:`monai_gds.keys.source_memo` in the cache folder. :mod:`monai_gds.keys.source_clock` decides which hashes may be
-remembered.
+:mod:`monai_gds.keys.source_memo` in the cache folder.
 
 Imports neither torch nor MONAI, and writes no file but the memo.
 """
@@ -28,15 +27,13 @@ import xxhash
 from monai_gds import limits
 from monai_gds.errors import CacheWarning, HashingError
 from monai_gds.keys.folder_listing import FILE, UNREADABLE, FolderEntry, changed_at, digest_of_folder, list_folder
-from monai_gds.keys.source_clock import FileClock
-from monai_gds.keys.source_memo import SourceMemo
+from monai_gds.keys.source_memo import Ages, SourceMemo
 from monai_gds.keys.source_names import absolute
 
 __all__ = ["Identity", "Policy", "Sources"]
 
 #: How sources are identified; :class:`Sources` explains each policy.
 Policy = Literal["content", "stat", "once"] | Callable[[str], str | bytes | None] | None
-
 
 #: Changes with the meaning of a hash in the memo, so that entries of another format are never found.
 _FORMAT = 1
@@ -98,7 +95,7 @@ class Sources:
         self._policy = policy
         self._folder = folder
         self._memo = SourceMemo(folder)
-        self._clock = FileClock(folder)
+        self._ages = Ages()
         # By absolute path: its state (32 bytes for a file, 16 for a folder), then 16 bytes of content hash.
         self._known: dict[str, bytes] = {}
         self._inside: dict[bytes, bytes] = {}  # the same for files in folders, used when one of many changed
@@ -209,7 +206,7 @@ class Sources:
             return None
         for _ in range(3):
             before = _state_of(st)
-            is_old = self._clock.is_old(path, before, st, fd)
+            is_old = self._ages.is_old(path, before, st, fd)
             content = _content(fd, st.st_size)
             st = os.fstat(fd)
             if before == _state_of(st):
@@ -312,7 +309,6 @@ def _memo_key(path: str, state: bytes) -> bytes:
 
 
 # Reading
-
 
 _buffers: deque[bytearray] = deque()  # as many as threads ever read at the same time
 

@@ -18,8 +18,9 @@ import torch
 
 from monai_gds.base import stages
 from monai_gds.base.workers import Workers
-from monai_gds.dataset.dataset import Begun, GDSDataset
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.making import Saved
+from monai_gds.dataset.session import Begun, Session
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
 
 __all__ = ["CacheWorkers", "ReadAhead"]
@@ -45,7 +46,7 @@ class CacheWorkers:
             if self._closed:
                 raise RuntimeError("the loop was left")
             if self._workers is None:
-                work = partial(_save, [part.for_saving() for part in self._parts])
+                work = partial(_save, [part.session.for_worker() for part in self._parts])
                 self._workers = Workers(work, self._num_workers, self._context)
             return self._workers.submit((self._parts.index(dataset), index))
 
@@ -58,10 +59,10 @@ class CacheWorkers:
             self._workers.close()
             self._workers = None
             for part in self._parts:
-                part.tidy()
+                part.session.tidy()
 
 
-def _save(parts: Sequence[GDSDataset], place: tuple[int, int]) -> Saved:
+def _save(parts: Sequence[Session], place: tuple[int, int]) -> Saved:
     """Runs in a worker."""
     part, index = place
     try:
@@ -109,10 +110,10 @@ class ReadAhead:
         self._workers = workers
         self._limit = inf  # of records in flight, once a device had no memory for more
         self._current: deque[_Upcoming] = deque()  # the rest of the batch that is being finished
-        self._drawn: deque[list[_Upcoming]] = deque()  # the batches behind it
+        self._drawn: deque[list[_Upcoming]] = deque()  # the batches after it
         self._waiting: deque[_Upcoming] = deque()  # drawn items that are not begun
         self._unsized: list[_Upcoming] = []  # begun items whose bytes are not known yet
-        self._error: Exception | None = None  # behind the drawn batches
+        self._error: Exception | None = None  # raised after the drawn batches
         # Records and bytes: begun, finished, taken by the consumer. Those begun and not taken are in flight. No lock is
         # needed: each is written by one thread.
         self._records = self._nbytes = 0
@@ -124,7 +125,7 @@ class ReadAhead:
         self._taken = finished
 
     def next_batch(self) -> list[Any] | None:
-        """The items of the next batch, after their random transforms. None behind the last."""
+        """The items of the next batch, after their random transforms. None after the last."""
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error
@@ -135,7 +136,7 @@ class ReadAhead:
         while self._current:
             begun = self.with_memory(self._arrived)
             upcoming = self._current.popleft()
-            items.append(upcoming.dataset.end(begun))
+            items.append(begun.end())
             self._count(0, begun.nbytes, upcoming)
             nbytes += upcoming.nbytes
             del begun  # its item alone keeps the memory
@@ -191,7 +192,7 @@ class ReadAhead:
             if saved.how == "computed":
                 stages.count("computed")
                 stages.count("hits", -1)  # it is read now
-            upcoming.begun = upcoming.dataset.begin([upcoming.index])[0]
+            upcoming.begun = upcoming.dataset.session.begin([upcoming.index])[0]
             self._count(0, upcoming.begun.nbytes, upcoming)
         begun = upcoming.begun
         if isinstance(begun, Exception):
@@ -272,9 +273,9 @@ def _is_of_memory(error: BaseException | None) -> bool:
 
 
 def _begin_all(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun | Exception]:
-    """As ``dataset.begin``, with the exception in place of each item that fails."""
+    """As :meth:`Session.begin`, with the exception in place of each item that fails."""
     try:
-        return [*dataset.begin(indices)]
+        return [*dataset.session.begin(indices)]
     except Exception as e:
         if len(indices) == 1:  # a traceback would keep other items' memory while this one is tried again
             return [e.with_traceback(None) if _is_of_memory(e) else e]

@@ -22,7 +22,7 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from monai_gds import limits
-from monai_gds.base.pooled_memory import pooled_empty
+from monai_gds.storage.memory import pooled_empty
 
 __all__ = ["collate"]
 

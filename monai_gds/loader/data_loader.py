@@ -1,24 +1,25 @@
 """``GDSDataLoader``: MONAI's ``DataLoader`` over GDSDatasets, which reads the records of the coming batches ahead.
 
-               sampler            indices of a batch, drawn as torch's own loader draws them
+               sampler            indices of a batch, drawn as torch's own loader draws them: here, and resume.py
                   │
-    ┌─────────────▼─────────────┐
-    │ begin reads               │ loader's thread; the storage reads with threads of its own
+    ┌─────────────▼─────────────┐ loader's thread; the storage reads with threads of its own
+    │ begin reads               │ ahead.py: how many; dataset/session.py: key and record, or a miss; records/reader.py;
+    │                           │ programs/draws.py: crops that are drawn before anything is read
     └─────────────┬─────────────┘
                   │               in flight: up to ``prefetch`` records and ``prefetch_bytes``, in index order
-    ┌─────────────▼─────────────┐
-    │ finish items              │ loader's thread, on the loader's stream of a CUDA device;
-    │ random transforms         │ with ``num_workers``, processes compute the items that are not cached
-    │ collate                   │
+    ┌─────────────▼─────────────┐ loader's thread, on the loader's stream of a CUDA device
+    │ finish items              │ records/pending.py; with ``num_workers``, processes compute what is not cached
+    │ random transforms         │ pipeline/split.py
+    │ collate                   │ collate.py: the results of MONAI's ``list_data_collate``
     └─────────────┬─────────────┘
-                  │               1 batch, and the event behind the work that makes it
+                  │               1 batch, and the event after the work that makes it: hand_over.py
     ┌─────────────▼─────────────┐
     │ consumer                  │ the user's thread and stream
     └───────────────────────────┘
 
-A record is in flight from the beginning of its read until the consumer takes its batch.
-
-With ``transforms_on="workers"`` processes do everything up to the batch: :mod:`monai_gds.loader.transform_workers`.
+A record is in flight from the beginning of its read until the consumer takes its batch. :class:`Epoch`, below, runs
+these stages. Not needed to follow a batch: stats.py (where the time goes), openmp.py (idle threads), and, for
+``transforms_on="workers"``, where processes do everything up to the batch, transform_workers.py and shared_memory.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from numbers import Integral
@@ -44,13 +45,13 @@ from monai_gds import limits
 from monai_gds.base.process import Owner, start_undisturbed
 from monai_gds.base.stages import Watch, enter, measured
 from monai_gds.base.units import bytes_of
-from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.dataset import GDSDataset, changes_items
 from monai_gds.loader.ahead import CacheWorkers, ReadAhead
 from monai_gds.loader.collate import collate
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.openmp import heed_load
-from monai_gds.loader.resume import Counted, Later, Place, begin_or_go_on, check
-from monai_gds.loader.stats import Recorder, Stats, measure_workers
+from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
+from monai_gds.loader.stats import Recorder, Stats
 from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
 
 __all__ = ["GDSDataLoader"]
@@ -76,7 +77,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     ``transforms_on="workers"`` is for random transforms that keep a processor busy. Worker processes then load items,
     run these transforms and collate, whatever the target. Batches come through shared memory, in order, and are copied
-    ahead to a CUDA target. The first transform that names a CUDA device, and all behind it, run in this process's
+    ahead to a CUDA target. The first transform that names a CUDA device, and all after it, run in this process's
     thread. The dataset must be picklable. Workers are forked from this process, or from a fork server if CUDA is
     initialised. They stay for the next epoch, and end with a loop that is left early. The random sequence differs from
     the one without workers, but is the same for any number of them: for each item, the generators that the transforms
@@ -89,7 +90,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     Args:
         dataset: what to load.
-        num_workers: processes, see above.
+        num_workers: how many processes there are, see above.
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
             consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
         prefetch_bytes: how many bytes of records may be in flight, such as ``4e9`` or ``"4GB"``. One record always may,
@@ -98,7 +99,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             bytes need ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
         transforms_on: ``"workers"`` runs random transforms in the ``num_workers`` processes, see above.
-        kwargs: of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
+        kwargs: arguments of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
 
     Raises:
         ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; ``transforms_on="workers"`` without workers or a
@@ -137,7 +138,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise ValueError("transforms_on='workers' needs workers: give num_workers")
         if parts := gds_datasets(dataset):
             kwargs.setdefault("collate_fn", collate)
-        if transforms_on and len({part.target() for part in parts}) != 1:
+        if transforms_on and len({part.session.target() for part in parts}) != 1:
             raise ValueError("transforms_on='workers' needs a GDSDataset, or several with one device")
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
@@ -168,13 +169,13 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         return self._recorder.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the loop that was begun last: behind the last batch that it gave.
+        """The position of the loop that was begun last: after the last batch that it gave.
 
         It holds plain values, and ``torch.load`` loads it with ``weights_only=True``. Each rank saves its own.
 
         Returns:
             The number of batches that were taken, the states that the order of the items was drawn from, those of the
-            random transforms behind the batch, by the place of each generator in the pipeline, and the current states
+            random transforms after the batch, by the place of each generator in the pipeline, and the current states
             of the global generators of torch (CPU), NumPy and Python.
         """
         if self._loaded is not None:
@@ -212,14 +213,13 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def _begin_at(self, state: Mapping[str, Any] | None, watch: Watch | None) -> Iterator[Any]:
         parts = gds_datasets(self.dataset)
-        devices = {part.target() for part in parts}
+        devices = {part.session.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
         if device is not None and (self.transforms_on or not self.num_workers):
             return Epoch(self, device, None, state, watch)
-        if device is None or device.type == "cpu" or not all(part.caches for part in parts):
-            with nullcontext() if watch is None else measure_workers(self):
-                self._place, batches = begin_or_go_on(self, super().__iter__, state)
-            return Counted(batches, self._place)
+        if device is None or device.type == "cpu" or not all(part.session.caches for part in parts):
+            self._place, batches = begin_or_go_on(self, super().__iter__, state)
+            return map(self._place.counted, batches)
         return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state, watch)
 
     def records_in_flight(self, batch: int | None = None) -> int:
@@ -288,7 +288,7 @@ class _Indices(Dataset[int]):
 def gds_datasets(dataset: Dataset[Any]) -> list[GDSDataset]:
     """The GDSDatasets that a dataset consists of, each once; empty if it contains anything else."""
     if isinstance(dataset, GDSDataset):
-        return [] if dataset.changes_items() else [dataset]
+        return [] if changes_items(type(dataset)) else [dataset]
     if type(dataset) is Subset:
         return gds_datasets(dataset.dataset)
     if type(dataset) is ConcatDataset:

@@ -25,7 +25,7 @@ class _Parcel(NamedTuple):
 
     batch: Any
     mark: Any
-    made: torch.cuda.Event | None  # behind the work that makes it on a CUDA device
+    made: torch.cuda.Event | None  # after the work that makes it on a CUDA device
     tensors: Sequence[torch.Tensor]  # those on that device
 
 
@@ -36,7 +36,7 @@ class HandOver:
     wait for the training too. The consumer's stream waits for the batch, and the batch's memory is reused only after
     that stream is done with it.
 
-    There is no lock, since Ctrl-C may strike between any two operations of the consumer, also right behind a
+    There is no lock, since Ctrl-C may strike between any two operations of the consumer, also right after a
     ``Condition.__enter__``. The state is in attributes, each of which changes by single operations.
 
     Args:
@@ -85,7 +85,7 @@ class HandOver:
         return not self.stopped
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the batches, with the error behind the last one if there is one."""
+        """Ends the batches, with the error after the last one if there is one."""
         self._error = error
         self._ended = True
         self._news.ring()

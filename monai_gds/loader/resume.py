@@ -1,7 +1,7 @@
 """The position of a loop in its epoch, so that the epoch can be continued later, also in another process.
 
 The loader's thread is ahead of the consumer: it has drawn random numbers for batches that nobody has taken. So each
-batch is handed over with the states that the generators of the random transforms had behind it. The states of the batch
+batch is handed over with the states that the generators of the random transforms had after it. The states of the batch
 taken last count: they are saved, and a loop that is left early restores them. The order of the items is not saved: it
 is drawn again, from the states that the epoch began with.
 """
@@ -13,15 +13,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset
 
-from monai_gds.pipeline.generators import Slot, is_generator, put_back, slots, states_at
+from monai_gds.pipeline.randomness import Slot, is_generator, put_back, slots, states_at
 
-__all__ = ["Counted", "Later", "Place", "begin_or_go_on", "check"]
+__all__ = ["Later", "Place", "begin_or_go_on", "check"]
+
+T = TypeVar("T")
 
 #: Samplers without their own generator draw from these, and so may training.
 _SHARED = {
@@ -51,7 +53,7 @@ class Place:
     # For the loader's thread
 
     def made(self) -> tuple[int, dict[str, Any]]:
-        """Returns the number of the batch that was just made, and the states behind it, for :meth:`taken`."""
+        """Returns the number of the batch that was just made, and the states after it, for :meth:`taken`."""
         self._made = states_at(self._transforms)
         self._batches_made += 1
         return self._batches_made, self._made
@@ -67,6 +69,11 @@ class Place:
             self.batches = batch
             if states is not None:
                 self._states = states
+
+    def counted(self, batch: T) -> T:
+        """Notes that the next batch of a loop was taken, and returns it."""
+        self.taken(self.batches + 1)
+        return batch
 
     def leave(self) -> None:
         """Restores the transforms' states to those of the consumer, unless somebody else has drawn from them."""
@@ -111,7 +118,7 @@ class Place:
 def begin_or_go_on(
     loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], state: Mapping[str, Any] | None
 ) -> tuple[Place, Iterator[Any]]:
-    """Begins an epoch, or continues one behind the batches that were taken. If none is left, begins a new epoch."""
+    """Begins an epoch, or continues one after the batches that were taken. If none is left, begins a new epoch."""
     place = Place(loader)
     if state is None:
         return place, begin()
@@ -140,22 +147,6 @@ def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
             "epoch continues with the same items, but not with the same random numbers",
             stacklevel=3,
         )
-
-
-class Counted(Iterator[Any]):
-    """A loop of torch's own loader, whose batches are counted."""
-
-    def __init__(self, batches: Iterator[Any], place: Place) -> None:
-        self._batches, self._place = batches, place
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._place.taken(self._place.batches + 1)
-        return batch
-
-    def close(self) -> None:
-        """Leaves the loop."""
-        self._batches = iter(())
 
 
 class Later(Iterator[Any]):

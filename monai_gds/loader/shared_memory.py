@@ -31,9 +31,9 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.base.notices import Notice
-from monai_gds.base.pooled_memory import tensor_at
 from monai_gds.base.process import Owner
 from monai_gds.errors import CacheWarning
+from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.staging import pin, unpin
 
 __all__ = ["Arena", "Arenas", "Mapped", "Packed", "Place", "pack", "unpack"]
@@ -140,7 +140,7 @@ class Arenas:
     """The arenas of a loader. Their sizes follow the largest batch.
 
     Args:
-        most: bytes of all together.
+        most: most bytes of all together.
         count: how many batches there are at a time.
     """
 
@@ -182,7 +182,7 @@ class Arenas:
         self._free.append(arena)
 
     def give_back_behind(self, copies: torch.cuda.Event, arena: Arena) -> None:
-        """Takes back an arena, to be reused behind the event of the copies from it."""
+        """Takes back an arena, to be reused after the event of the copies from it."""
         self._copied.append((copies, arena))
 
     def note(self, packed: Packed) -> None:

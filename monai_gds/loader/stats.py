@@ -7,14 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+from monai_gds.base.stages import Watch
 
-from monai_gds.base.stages import Measurements, Watch, enter, measure
-
-__all__ = ["Recorder", "Stats", "measure_workers"]
+__all__ = ["Recorder", "Stats"]
 
 #: The stages in which the loader's thread has nothing to do.
 _AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
@@ -48,7 +45,8 @@ class Stats:
         seconds: length of the epoch, from when its first batch was asked for to the last one, or so far.
         waiting: seconds of these in which the training waited for a batch.
         stages: the seconds that the loader's thread, or its workers together, took for each stage. On a CUDA device
-            they include the work there. ``saving`` is the thread's own share of saving computed items.
+            they include the work there. ``saving`` is the thread's own share of saving computed items. Empty where
+            MONAI's own workers make the batches, which measure nothing; hits and bytes are not counted then.
         transforms: the seconds of each deterministic transform, of items that were computed.
         random_transforms: the seconds of each random transform.
         saving_behind: the seconds in which records were written in the background.
@@ -91,7 +89,10 @@ class Stats:
         idle = (_AHEAD, _BEHIND) if self.in_workers else (_AHEAD,)  # the workers' own stages are measured
         work = {stage: seconds for stage, seconds in self.stages.items() if stage not in idle}
         if not work:
-            return f"The training waits {_share(self.waiting, self.seconds)} of the epoch for what is not measured."
+            return (
+                f"The training waits {_share(self.waiting, self.seconds)} of the epoch for what is not measured, such "
+                "as MONAI's own workers: num_workers=0 measures what they do."
+            )
         stage = max(work, key=work.__getitem__)
         whose = "the workers'" if self.in_workers else "the loader's"
         share = f"{_share(work[stage], sum(work.values()))} of {whose} time"
@@ -110,9 +111,12 @@ class Stats:
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:
+        read = (
+            f", {self.hits} hits and {self.computed} computed items ({self.hit_rate:.0%} hits), "
+            f"{self.nbytes / 1e9:.3f} GB read, {self.gigabytes_per_second:.2f} GB/s"
+        )
         lines = [
-            f"{self.seconds:.3f} s, {self.batches} batches, {self.hits} hits and {self.computed} computed items "
-            f"({self.hit_rate:.0%} hits), {self.nbytes / 1e9:.3f} GB read, {self.gigabytes_per_second:.2f} GB/s",
+            f"{self.seconds:.3f} s, {self.batches} batches{read if self.stages else ''}",
             f"{'the training waited':<34}{self.waiting:>9.3f} s {_share(self.waiting, self.seconds):>5}",
         ]
         total = sum(self.stages.values())
@@ -206,9 +210,6 @@ class _Loop(Iterator[Any]):
         except KeyboardInterrupt:  # as in Epoch
             del self
             raise
-        if isinstance(batch, _FromWorker):
-            self._epoch.watch.add(batch.measured)
-            batch = batch.batch
         self._epoch.batches += 1
         return batch
 
@@ -216,44 +217,3 @@ class _Loop(Iterator[Any]):
         """Leaves the loop and ends its thread."""
         if hasattr(self._batches, "close"):
             self._batches.close()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In the workers of MONAI's DataLoader
-
-
-class _FromWorker(NamedTuple):
-    batch: Any
-    measured: Measurements
-
-
-@contextmanager
-def measure_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
-    """Makes workers that a loader starts in the block measure, and send their measurements with each batch.
-
-    The loader's own functions are restored afterwards: Lightning makes other loaders out of them.
-    """
-    collate, init = loader.collate_fn, loader.worker_init_fn
-    loader.collate_fn, loader.worker_init_fn = partial(_collate, collate), partial(_init, init)
-    try:
-        yield
-    finally:
-        loader.collate_fn, loader.worker_init_fn = collate, init
-
-
-#: The measurements of a worker.
-_watch = Watch()
-
-
-def _init(init: Callable[[int], None] | None, worker: int) -> None:
-    measure(_watch)
-    if init is not None:
-        init(worker)
-
-
-def _collate(collate: Callable[[Any], Any], items: Any) -> Any:
-    if torch.utils.data.get_worker_info() is None:
-        return collate(items)
-    enter("collating")
-    batch = collate(items)
-    return _FromWorker(batch, _watch.take())

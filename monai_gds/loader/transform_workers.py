@@ -31,8 +31,9 @@ from monai_gds.base.notices import attach, place
 from monai_gds.base.stages import Measurements, Watch, enter, measured
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.session import Session
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Packed, Place, pack, unpack
-from monai_gds.pipeline.random_states import seed_everything, seed_transforms
+from monai_gds.pipeline.randomness import seed_everything, seed_transforms
 from monai_gds.pipeline.settings import State, apply, capture_all
 from monai_gds.pipeline.words import naming
 
@@ -56,7 +57,7 @@ class Work(NamedTuple):
         told: where that process notes what its user has been told.
     """
 
-    parts: list[GDSDataset]
+    parts: list[Session]
     collate: Callable[[list[Any]], Any] | None
     on_device: bool
     state: State
@@ -111,7 +112,7 @@ def _unpickled(pickled: bytes) -> Work:
     except Exception as e:
         raise ValueError(
             f"a worker process cannot load the dataset: {e}. Define transforms and functions in a module that it can "
-            "import, not in a notebook or behind `if __name__ == '__main__':`"
+            "import, not in a notebook or under `if __name__ == '__main__':`"
         ) from e
     attach(work.told)
     apply(work.state)
@@ -121,9 +122,10 @@ def _unpickled(pickled: bytes) -> Work:
     return work
 
 
-def _item(dataset: GDSDataset, index: int, *seed: int) -> Any:
+def _item(session: Session, index: int, *seed: int) -> Any:
+    dataset = session.dataset
     with naming(index, dataset.data[index]):
-        seed_everything(dataset.split().steps(), *seed)
+        seed_everything(session.split().steps(), *seed)
         item = dataset[index]
     reset_ops_id(item)  # ids differ from those of the user's transforms, which must be able to invert the item
     return item
@@ -251,9 +253,11 @@ class WorkerBatches:
         watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self._parts, self._device, self._batches, self._watch = parts, device, iter(batches), watch
-        views = [part.for_loading() for part in parts]
+        views = [part.session.for_worker(loads=True) for part in parts]
         self._done = [len(view.split().steps()) for view in views]
-        self.whole = all(len(part.split().steps()) == done for part, done in zip(parts, self._done, strict=True))
+        self.whole = all(
+            len(part.session.split().steps()) == done for part, done in zip(parts, self._done, strict=True)
+        )
         self.assemble = loader.pinned if self.whole else loader.assemble
         collate = loader.collation if self.whole else None
         work = Work(views, collate, device.type == "cuda", capture_all(), place())
@@ -272,7 +276,7 @@ class WorkerBatches:
         self._processes = self._idle.pop() if self._idle else Processes(order)
         self._running: deque[_Running] = deque()
         self._news: queue.SimpleQueue[object] = queue.SimpleQueue()  # the next batch is ready, or the loop was left
-        self._error: Exception | None = None  # behind the running batches
+        self._error: Exception | None = None  # raised after the running batches
         self._complete = False
 
     def taken(self, finished: tuple[int, int]) -> None:
@@ -362,7 +366,7 @@ class WorkerBatches:
     def _finished(self, drawn: Drawn, number: int, item: Any) -> Any:
         """An item of a batch, after the transforms that workers leave to this process."""
         dataset, index = drawn.places[number]
-        split, done = dataset.split(), self._done[self._parts.index(dataset)]
+        split, done = dataset.session.split(), self._done[self._parts.index(dataset)]
         with naming(index, dataset.data[index]):
             seed_transforms(split.steps()[done:], drawn.seed, drawn.first + number, _HERE)
             return split.after(item, done)
@@ -386,9 +390,9 @@ def _culprit(work: Work) -> str:
     """The part of the work that cannot be pickled."""
     named = [
         (f"transform {i}, {type(transform).__name__},", transform)
-        for part in work.parts for i, transform in enumerate(part.transform.flatten().transforms)
+        for part in work.parts for i, transform in enumerate(part.dataset.transform.flatten().transforms)
     ]  # fmt: skip
-    named += [("collate_fn", work.collate), *(("the dataset's data", part.data) for part in work.parts)]
+    named += [("collate_fn", work.collate), *(("the dataset's data", part.dataset.data) for part in work.parts)]
     for name, value in named:
         try:
             pickle.dumps(value)

@@ -54,6 +54,10 @@ def _default_device() -> str:
     return str(torch.get_default_device())  # 2.5 us
 
 
+def _set_default_device(device: str) -> None:
+    torch.set_default_device(None if device == "cpu" else device)  # "cpu" would be a mode in force, as any other
+
+
 def _autocast(device: str) -> str:
     return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
 
@@ -144,7 +148,7 @@ def _allow_truncated_images(allow: bool) -> None:
 _SETTINGS = (
     _Setting("track_meta", get_track_meta, True, set_track_meta),
     _Setting("default_dtype", torch.get_default_dtype, torch.float32, torch.set_default_dtype),
-    _Setting("default_device", _default_device, "cpu", torch.set_default_device),
+    _Setting("default_device", _default_device, "cpu", _set_default_device),
     _Setting("flush_denormal", _flushes_subnormals, False, torch.set_flush_denormal),
     _Setting("autocast", partial(_autocast, "cpu"), "off", partial(_set_autocast, "cpu")),
     _precision_on_cpu("matmul"),

@@ -19,7 +19,7 @@ from monai.transforms.compose import execute_compose
 from monai.transforms.traits import RandomizableTrait
 
 from monai_gds.base import stages
-from monai_gds.programs.ghosts import drawable, parts
+from monai_gds.pipeline.parts import parts
 
 __all__ = ["Split", "before_cuda", "cacheable_after", "loaded_keys"]
 
@@ -31,7 +31,6 @@ class Split:
         compose: the pipeline.
         deterministic: the transforms before the first random one, flattened.
         rest: what runs in every epoch.
-        drawable: the first steps of ``rest``, if they can be drawn before anything is read.
     """
 
     def __init__(self, compose: Compose) -> None:
@@ -39,7 +38,6 @@ class Split:
         names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
         self._settings = {name: getattr(compose, name) for name in names}
         self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
-        self.drawable = drawable(self.steps()) if self.deterministic else []
 
     def settings(self) -> dict[str, Any]:
         """The settings of the pipeline that change the result of the deterministic half."""
@@ -109,6 +107,30 @@ def cacheable_after(rest: Sequence[Callable[..., Any]]) -> int:
     if not rest or isinstance(rest[0], (Transform, RandomizableTrait)):
         return 0
     return sum(1 for _ in itertools.takewhile(lambda t: not _is_random(t), rest[1:]))
+
+
+def name_of(transform: Callable[..., Any]) -> str:
+    """The name of a function, or of an object's type."""
+    return str(getattr(transform, "__qualname__", type(transform).__name__)).rpartition("<locals>.")[2]
+
+
+def uncached(split: Split) -> str:
+    """A warning if nothing of a pipeline is cached, or less than could be; else empty."""
+    rest = split.rest
+    if not split.deterministic:
+        why = "there is no transform" if not rest else (
+            f"the pipeline begins with {name_of(rest[0])}, and only what comes before the first random transform (or "
+            "callable that is not a MONAI Transform) is"
+        )  # fmt: skip
+        return f"nothing is cached: {why}"
+    later = cacheable_after(rest)
+    if not later:
+        return ""
+    return (
+        f"{name_of(rest[0])} is not a Transform of MONAI's and counts as random, so what comes after it runs in "
+        f"every epoch, though the next {later} could be cached: use Lambda or Lambdad, or derive it from "
+        "monai.transforms.Transform"
+    )
 
 
 def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

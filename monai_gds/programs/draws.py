@@ -9,7 +9,7 @@ other.
 Drawing ahead assumes that nothing else draws from the same generators before the item's turn. So after each draw the
 random states are put back to those of the last finished item. When a turn comes, they are compared with those that the
 draw began with. If they are equal, the states move to where the draw left them; if not, the draw is discarded and the
-item is drawn anew. So the random states are always those of a loop that reads nothing ahead, also for a transform that
+item is drawn again. So the random states are always those of a loop that reads nothing ahead, also for a transform that
 shares a generator, after a loop that was left early, and after a seed that was set in between.
 
 The generators of Python, NumPy and torch are neither read nor put back here: the training draws from them meanwhile.
@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from monai_gds.pipeline.random_states import States, generators
+from monai_gds.pipeline.randomness import States, generators
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.ghosts import Ghosts, NotOnGhosts
+from monai_gds.programs.ghosts import Ghosts, NotOnGhosts, drawn_ahead
 from monai_gds.programs.indices import standing_in
 from monai_gds.tiles.boxes import whole_box
 
@@ -102,7 +102,7 @@ class Draws:
     def __init__(self, split: Split, device: torch.device, notes: dict[str, str]) -> None:
         self.split = split
         self._device, self._notes = device, notes
-        self._steps = split.drawable
+        self._steps = drawn_ahead(split)
         self._on_ghosts = len(self._steps)  # how many steps run on ghosts in this loop
         self._never_ahead = False  # a draw ahead was wrong: items are drawn when their turn comes
         self._turns: deque[weakref.ref[Turn]] = deque()
@@ -223,7 +223,7 @@ class Draws:
             except NotOnGhosts as e:
                 self._notes[type(self._steps[done]).__name__] = str(e)
                 self._on_ghosts = count = min(done, self._on_ghosts)
-                if ghosts.spoilt():  # what is not in tiles is read anew
+                if ghosts.spoilt():  # what is not in tiles is read again
                     turn.lazy = None
             before.put_back()
         return None

@@ -14,11 +14,11 @@ Otherwise :class:`NotOnGhosts` is raised, and the caller runs the transform on t
 from __future__ import annotations
 
 import enum
-import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import monai.transforms as mt
@@ -26,11 +26,14 @@ import numpy as np
 import torch
 from monai.data import MetaTensor
 
+from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.split import Split
+
 if TYPE_CHECKING:
     from monai_gds.records.volumes import Volume
     from monai_gds.tiles.boxes import Box
 
-__all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "hazard", "parts"]
+__all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "drawn_ahead", "hazard"]
 
 #: The transforms that may see ghosts, by name. tests/programs/test_ghosts.py generates and proves this list.
 SEES_GHOSTS = (
@@ -91,6 +94,18 @@ class NotOnGhosts(Exception):
 # Which transforms see ghosts
 
 
+#: The result of :func:`drawn_ahead`. The list of methods that were replaced takes 1 ms.
+_drawn_ahead: weakref.WeakKeyDictionary[Split, list[Callable[..., Any]]] = weakref.WeakKeyDictionary()
+
+
+def drawn_ahead(split: Split) -> list[Callable[..., Any]]:
+    """The first steps of a pipeline's random half, if they can be drawn before anything is read."""
+    found = _drawn_ahead.get(split)
+    if found is None:
+        found = _drawn_ahead[split] = drawable(split.steps()) if split.deterministic else []
+    return found
+
+
 def drawable(steps: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
     """The leading transforms that may see ghosts, up to the last one that may crop; empty if the first may not."""
     found = 0
@@ -127,33 +142,6 @@ def _hazard_within(transform: Callable[..., Any]) -> str:
         elif type(part) not in (list, tuple, dict, set, frozenset, torch.Size):
             return f"{type(part).__name__} may use values"
     return ""
-
-
-def parts(transform: Any) -> Iterator[Any]:
-    """A transform and everything below it, each once: attributes of transforms, and members of containers."""
-    seen: set[int] = set()
-    todo = [transform]
-    while todo:
-        part = todo.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        members = _members_of(type(part))  # type: ignore[arg-type]
-        if members is not None:
-            todo.extend(members(part))
-
-
-@functools.cache  # asking MONAI's abstract classes about each part takes longer than all the rest
-def _members_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
-    """Returns a function that lists the members of values of a type; None if they have no members."""
-    if issubclass(kind, mt.Randomizable):
-        return lambda part: [*vars(part).values(), part.R]
-    if issubclass(kind, mt.Transform):
-        return lambda part: vars(part).values()
-    if issubclass(kind, dict):
-        return lambda part: [*part.keys(), *part.values()]
-    return iter if issubclass(kind, (list, tuple, set, frozenset)) else None
 
 
 def _not_monais(kind: type) -> str:

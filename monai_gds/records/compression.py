@@ -7,27 +7,19 @@ record's own. Any form of a record is a hit: only misses and conversions write t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from monai_gds import limits
 from monai_gds.errors import CodecMissing
 from monai_gds.records.header import Header, bytes_of
 from monai_gds.tiles import blosc
+from monai_gds.tiles.codecs import AUTO, CODECS, ON_CPU
 from monai_gds.tiles.device import why_not as why_not_on_gpu
 from monai_gds.tiles.tiles import EDGE
 
-__all__ = ["CODECS", "EDGES", "WHOLE", "Codec", "Compression", "why_not"]
+__all__ = ["EDGES", "WHOLE", "Codec", "Compression", "why_not"]
 
-Codec = Literal["lz4", "zstd", "bitcomp"]
-
-CODECS: Final = ("lz4", "zstd", "bitcomp")
-
-#: Codecs that only a GPU can decompress.
-_ON_GPU_ONLY = ("bitcomp",)
-
-#: What ``auto`` writes. On one core, synthetic CT with noise was unpacked at 0.95 GB/s by lz4 and 0.9 by zstd on its
-#: native grid, and at 1.6 and 1.0 resampled; there lz4 took 1/3.1 of the bytes, and zstd 1/3.6.
-_AUTO: Codec = "lz4"
+Codec = Literal["lz4", "zstd", "bitcomp"]  # for type checkers: the codecs of monai_gds.tiles.codecs
 
 #: Edges that tiles may have. A tile of 128³ would be larger than records may have (:data:`limits.TILE_BYTES`), and the
 #: table of tiles of 8³ about as large as what is gained.
@@ -36,7 +28,7 @@ EDGES = (16, 32, 64)
 
 def why_not(codec: str) -> str | None:
     """Why nothing can be compressed by a codec here; None if it can."""
-    return why_not_on_gpu() if codec in _ON_GPU_ONLY else blosc.why_not()
+    return blosc.why_not() if codec in ON_CPU else why_not_on_gpu()
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class Compression:
         """The form that the arguments ``compression`` and ``tiles`` of a dataset ask for.
 
         Args:
-            compression: ``"auto"``, one of :data:`CODECS`, or None.
+            compression: ``"auto"``, one of :data:`monai_gds.tiles.codecs.CODECS`, or None.
             tiles: ``"auto"``, one of :data:`EDGES`, or None for whole tensors.
             on_gpu: whether items come on a CUDA device.
             crops: whether crops come first, which can be drawn before anything is read.
@@ -82,11 +74,11 @@ class Compression:
             return cls._chosen(
                 edge, on_gpu, crops, 0 if on_gpu or by_label or tiles != "auto" else limits.CROPPED_BYTES
             )
-        if compression in _ON_GPU_ONLY and not on_gpu:
+        if compression not in ON_CPU and not on_gpu:
             raise ValueError(
                 f"compression={compression!r} is unpacked by GPUs only, and items come on the CPU here (device='cpu', "
-                "a worker that returns items, or a forked process): use 'lz4' or 'zstd', or a CUDA device without "
-                "such workers"
+                "a worker that returns items, or a forked process): use "
+                f"{' or '.join(map(repr, ON_CPU))}, or a CUDA device without such workers"
             )
         if why := why_not(compression):
             raise CodecMissing(f"compression={compression!r}: {why}")
@@ -99,9 +91,9 @@ class Compression:
         if no_gpu and not crops:
             return cls(named=False, reason=no_gpu)
         reason = "crops come first" if crops else "the GPU unpacks them"
-        if why := why_not(_AUTO):
+        if why := why_not(AUTO):
             return cls(named=False, reason=f"tiles would suit, since {reason}, but {why}")
-        return cls(_AUTO, edge, False, above, reason)
+        return cls(AUTO, edge, False, above, reason)
 
     @property
     def text(self) -> str:

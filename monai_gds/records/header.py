@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from monai_gds import limits
 from monai_gds.base.dtypes import DTYPES, MOST_AXES
-from monai_gds.base.file_systems import KEEPS_ZEROS, kind_of
-from monai_gds.base.plain_read import read_at
+from monai_gds.base.file_systems import KEEPS_ZEROS, kind_of, read_at
 from monai_gds.errors import DamagedRecord, NewerRecord
 
 __all__ = [

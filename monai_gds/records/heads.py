@@ -20,9 +20,11 @@ from monai_gds.errors import CodecMissing
 from monai_gds.items.tree import Recipe, TreePlan, compile_tree
 from monai_gds.records.header import ARRAYS, RUNS, TABLE, Header
 from monai_gds.storage import FileId, Reads
-from monai_gds.tiles import blosc, device
+from monai_gds.tiles import device
+from monai_gds.tiles.codecs import ON_CPU
 from monai_gds.tiles.runs import RunTable
-from monai_gds.tiles.tiles import BITCOMP, Layout, Tiles
+from monai_gds.tiles.tiles import Layout, Tiles
+from monai_gds.tiles.unpacking import why_not
 
 __all__ = ["Form", "HeadMemory", "KeptRecords", "RecordHead", "TensorForm", "TensorTable", "check_codecs", "tiles_of"]
 
@@ -137,9 +139,9 @@ def check_codecs(record: Header, on_gpu: bool) -> None:
     for node, *_ in record.tiles.values():
         codec = Layout.of_node(node).codec
         no_gpu = device.why_not() if on_gpu else "items do not come on a GPU here"
-        no_cpu = f"{codec} is unpacked by GPUs only" if codec == BITCOMP else blosc.why_not()
+        no_cpu = why_not(codec)
         if no_gpu and no_cpu:
-            raise CodecMissing(f"{no_cpu}, and {no_gpu}" if codec == BITCOMP else no_cpu)
+            raise CodecMissing(no_cpu if codec in ON_CPU else f"{no_cpu}, and {no_gpu}")
 
 
 class HeadMemory:

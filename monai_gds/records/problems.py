@@ -11,6 +11,7 @@ from typing import Any
 
 from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord, RecordError
+from monai_gds.items.types import UnknownHere
 
 __all__ = ["Problems", "is_of_record", "with_advice"]
 
@@ -69,7 +70,8 @@ class Problems:
     def unusable(self, path: str, error: Exception) -> None:
         """Warns, once per file, of a record that cannot be used. It will be computed anew and replaced.
 
-        An error that concerns the whole directory is reported once in all, as are records of a newer version.
+        An error that concerns the whole directory is reported once in all, as are records of a newer version, and those
+        that hold the same type that is unknown here.
         """
         if isinstance(error, NewerRecord):
             self._newer.add(path)
@@ -82,7 +84,9 @@ class Problems:
             return
         once_for: Any = path
         reason = str(error)
-        if isinstance(error, OSError) and error.errno in _SHARED:
+        if isinstance(error, UnknownHere):
+            once_for, reason = reason, f"{reason}; the same goes for others, without another warning"
+        elif isinstance(error, OSError) and error.errno in _SHARED:
             advised = with_advice(error, self._folder)
             once_for, reason = error.errno, f"{advised}; the same goes for others, without another warning"
         self.warn(once_for, f"cache record {path} cannot be used and is {self._instead}: {reason}")

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from monai_gds.base.file_systems import LOCAL, kind_of_folder
-from monai_gds.base.pooled_memory import pooled_scratch
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
 from monai_gds.records.entries import read_record
 from monai_gds.records.header import SUFFIX, Header
@@ -21,6 +20,7 @@ from monai_gds.records.problems import Problems, is_of_record
 from monai_gds.records.volumes import Part, reads_of
 from monai_gds.records.writing import check_name
 from monai_gds.storage import FileId, Pending, Reads, Storage
+from monai_gds.storage.memory import pooled_scratch
 from monai_gds.tiles import device
 from monai_gds.tiles.device import Unpacking
 from monai_gds.tiles.tiles import Selection, Tiles

@@ -22,8 +22,8 @@ from monai_gds.records.header import ARRAYS, BLOCKS, RUNS, TABLE, Header
 from monai_gds.records.heads import tiles_of
 from monai_gds.tiles import blosc
 from monai_gds.tiles.runs import RunTable
-from monai_gds.tiles.tiles import BITCOMP, Tiles
-from monai_gds.tiles.unpacking import unpack
+from monai_gds.tiles.tiles import Tiles
+from monai_gds.tiles.unpacking import unpack, why_not
 
 __all__ = ["check_record"]
 
@@ -58,7 +58,7 @@ def check_record(file: BufferedReader, record: Header) -> None:
 def _unpacked(tiles: Tiles, streams: torch.Tensor) -> torch.Tensor | None:
     """A tensor in tiles; None if it cannot be unpacked here, and only its checksums were compared."""
     tiles.check(streams.numpy(), tiles.starts, np.arange(len(tiles.sizes)))
-    if tiles.layout.codec == BITCOMP or blosc.why_not() is not None:
+    if why_not(tiles.layout.codec) is not None:
         return None
     return unpack(tiles, streams.numpy())
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from monai_gds.base.pooled_memory import pooled_volume
 from monai_gds.errors import DamagedRecord
 from monai_gds.records.heads import RecordHead
 from monai_gds.storage import Reads
+from monai_gds.storage.memory import pooled_volume
 from monai_gds.tiles.boxes import Arrangement, Box, arrange, whole_box
 from monai_gds.tiles.tiles import Selection, Tiles
 from monai_gds.tiles.unpacking import unpack_boxes

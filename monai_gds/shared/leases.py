@@ -1,6 +1,6 @@
 """Leases: of several processes that miss the same record, one computes it while the others wait or do other items.
 
-    <directory>/.tmp/<digest>.lease    names the holder: boot, pid namespace, pid, start time, a number
+    <directory>/.tmp/<digest>.lease    holds the mark of its holder (monai_gds.shared.owner)
 
 :class:`monai_gds.dataset.dataset.GDSDataset` takes a lease before it computes an item, and releases it once the record
 has been published or has failed. While a process holds leases, a thread touches their files. The lease of a dead,
@@ -14,21 +14,18 @@ race costs a second computation; and every wait has a limit. Imports neither tor
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
-import stat
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from monai_gds.base.process import PerProcess
-from monai_gds.shared.permissions import share_file
-from monai_gds.shared.process_names import still_runs, this_process
-from monai_gds.shared.temporary import opened, server_time
+from monai_gds.shared.owner import gone, mark, this_process
+from monai_gds.shared.temporary import create, opened, read
 
 __all__ = ["Lease", "Leases", "Pace", "pace", "take_turn"]
 
@@ -100,7 +97,7 @@ class Lease:
         if self._mark is not None:
             folder, digest = self._what
             with contextlib.suppress(OSError), opened(folder) as fd:
-                written = _look(fd, digest).mark
+                written, _ = _look(fd, digest)
                 if written == self._mark or not (written or self._written):
                     os.unlink(_name(digest), dir_fd=fd)
         self._mark = None
@@ -112,29 +109,21 @@ class Lease:
 
     def _write(self, fd: int) -> bool:
         """Creates the file in the folder ``fd``; False if it exists."""
-        self._mark = self._holder.mark()  # before the file is created, so that an interrupt leaves none behind
+        self._mark = mark().encode()  # before the file is created, so that an interrupt leaves none behind
         try:
-            file = os.open(_name(self._what[1]), _CREATE, 0o666, dir_fd=fd)
+            create(fd, _name(self._what[1]), self._mark)
         except FileExistsError:
             self._mark = None
             return False
-        try:
-            share_file(file, os.fstat(fd))
-            os.write(file, self._mark)
-            self._written = True
-        finally:
-            os.close(file)
+        self._written = True
         return True
 
     def _beat(self) -> None:
         folder, digest = self._what
         with contextlib.suppress(OSError), opened(folder) as fd:
-            file = os.open(_name(digest), _READ, dir_fd=fd)
-            try:
-                if os.read(file, _MOST_BYTES) == self._mark:  # else it was taken over while this process was frozen
-                    os.utime(file)  # to the file server's time
-            finally:
-                os.close(file)
+            written, _ = _look(fd, digest)
+            if written == self._mark:  # else it was taken over while this process was frozen
+                os.utime(_name(digest), dir_fd=fd, follow_symlinks=False)  # to the file server's time
 
     def __enter__(self) -> Lease:
         self._handed_over = False
@@ -203,7 +192,7 @@ class Leases:
             return True
         try:
             with opened(self._folder) as fd:
-                return not self._is_abandoned(fd, _look(fd, digest))
+                return not _is_abandoned(fd, *_look(fd, digest))
         except OSError:
             return False
 
@@ -219,7 +208,7 @@ class Leases:
     def _make_file(self, lease: Lease) -> bool:
         """Whether the lease is ours now. Raises OSError if no file can be created."""
         _, digest = lease._what
-        with opened(self._folder, create=True) as fd:
+        with opened(self._folder, make=True) as fd:
             for _ in range(2):
                 if lease._write(fd):
                     return True
@@ -230,22 +219,14 @@ class Leases:
 
     def _evict(self, fd: int, digest: str) -> bool:
         """Removes a lease if its holder is gone, and returns whether it was."""
-        seen = _look(fd, digest)
-        if not self._is_abandoned(fd, seen):
+        written, seen = _look(fd, digest)
+        if not _is_abandoned(fd, written, seen):
             return False
         now = os.stat(_name(digest), dir_fd=fd, follow_symlinks=False)
-        if now.st_ino != seen.inode or now.st_mtime != seen.touched:  # taken over by another process meanwhile
+        if (now.st_ino, now.st_mtime) != (seen.st_ino, seen.st_mtime):  # taken over by another process meanwhile
             return False
         os.unlink(_name(digest), dir_fd=fd)
         return True
-
-    def _is_abandoned(self, fd: int, seen: _LeaseFile) -> bool:
-        """Whether a lease is abandoned. The caller has checked that this process does not hold it."""
-        holder = seen.mark.decode(errors="replace").rpartition(".")[0]
-        if holder == this_process() or still_runs(holder) is False:
-            return True
-        # abs(): the server's clock may have been set back
-        return abs(_here().server_time(self._folder, fd) - seen.touched) > STALE_SECONDS
 
 
 def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[], T | None]) -> tuple[Lease, T | None]:
@@ -285,15 +266,9 @@ class _Holder:
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, str], weakref.ref[Lease]] = {}  # by folder and digest
-        self._count = itertools.count()
-        self._clocks: dict[str, tuple[float, float]] = {}
         self._thread: threading.Thread | None = None
         self._wake = threading.Lock()  # released to wake the thread, which acquires it again
         self._wake.acquire()
-
-    def mark(self) -> bytes:
-        """The unique content of a new lease's file."""
-        return f"{this_process()}.{next(self._count)}".encode()
 
     def claim(self, lease: Lease) -> bool:
         """Whether no other thread of this process holds it."""
@@ -309,18 +284,6 @@ class _Holder:
     def holds(self, what: tuple[str, str]) -> bool:
         known = self.held.get(what)
         return known is not None and known() is not None
-
-    def server_time(self, folder: str, fd: int) -> float:
-        """The time of the clock that stamps a folder's files. Measured once per beat, and extrapolated in between."""
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)  # continues while the machine sleeps
-        ahead, asked = self._clocks.get(folder, (0.0, -BEAT_SECONDS))
-        if not asked <= now < asked + BEAT_SECONDS:
-            theirs = server_time(fd)
-            if theirs is None:
-                raise OSError("no file can be created to find out the file server's time")
-            ahead, asked = theirs - now, now
-            self._clocks[folder] = ahead, asked
-        return now + ahead
 
     # The thread is started and ended without a lock, which an interrupt could leave locked for ever.
 
@@ -378,35 +341,23 @@ os.register_at_fork(before=_before_fork)
 # Files, relative to a descriptor of their folder
 
 
-_CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
 #: Bytes of a lease that are read, more than any has.
 _MOST_BYTES = 256
-
-
-class _LeaseFile(NamedTuple):
-    """A lease's file: its content, its inode, and when it was touched by the file server's clock."""
-
-    mark: bytes
-    inode: int
-    touched: float
 
 
 def _name(digest: str) -> str:
     return f"{digest}.lease"
 
 
-def _look(fd: int, digest: str) -> _LeaseFile:
+def _look(fd: int, digest: str) -> tuple[bytes, os.stat_result]:
+    """The mark in a lease's file, and what the file was then."""
     try:
-        file = os.open(_name(digest), _READ, dir_fd=fd)  # opening makes NFS ask the server; a plain stat may be stale
+        return read(fd, _name(digest), _MOST_BYTES)
     except PermissionError:  # another user's unreadable file; its age shows all the same
-        found = os.stat(_name(digest), dir_fd=fd, follow_symlinks=False)
-        return _LeaseFile(b"", found.st_ino, found.st_mtime)
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{_name(digest)} is not a file")
-        return _LeaseFile(os.read(file, _MOST_BYTES), found.st_ino, found.st_mtime)
-    finally:
-        os.close(file)
+        return b"", os.stat(_name(digest), dir_fd=fd, follow_symlinks=False)
+
+
+def _is_abandoned(fd: int, written: bytes, seen: os.stat_result) -> bool:
+    """Whether a lease is abandoned. The caller has checked that this process does not hold it."""
+    holder = written.decode(errors="replace")
+    return holder.startswith(f"{this_process()}.") or gone(holder, seen.st_mtime, STALE_SECONDS, fd, beats=True)

@@ -1,50 +1,72 @@
 """Temporary files of a cache directory: writing records through them, and removing abandoned ones.
 
-    <directory>/.tmp/<32 hex digits>.<boot>-<pid namespace>.<pid>.<start time>.<n>
-
-The name of a file contains that of its writer (:mod:`monai_gds.shared.process_names`), so that other processes can tell
-whether it runs.
+    <directory>/.tmp/<32 hex digits>.<mark of the writer>        (monai_gds.shared.owner)
+    <directory>/.tmp/job.<32 hex digits>.<mark of the writer>    needed for days, by other hosts too
 
 ``.tmp`` may hold other people's files, and may have been replaced by a link to their folder. It is opened without
 following links, and everything is deleted relative to that descriptor. Only regular files whose names have exactly the
 form above are deleted; nothing else there is touched.
+
+What is written gets the group and mode of the cache directory. So whoever may read the directory may read its records,
+and whoever may add files to it may add records, whatever the umask of the user who came first. In a folder with the
+sticky bit, where users keep their hands off each other's files, only the owner may write to a file; nobody needs to,
+since records are replaced and never changed.
+
+Imports only the standard library.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
-from monai_gds.shared.permissions import ANY, share_file, share_folder
-from monai_gds.shared.process_names import FOREIGN_SECONDS, PATTERN, still_runs, this_process
+from monai_gds.base.file_systems import read_at
+from monai_gds.shared.owner import HOUR, PATTERN, gone, mark
 
 __all__ = [
+    "ANY",
     "FOLDER",
+    "JOB",
     "Abandoned",
     "abandoned",
     "being_written",
+    "create",
+    "inside",
     "is_temporary",
     "opened",
+    "publish",
+    "read",
     "remove",
     "remove_record",
-    "server_time",
+    "share_file",
     "tidy",
 ]
 
 #: The folder for temporary files in a cache directory.
 FOLDER = ".tmp"
 
-_NAME = re.compile(rf"[0-9a-f]{{32}}\.(?P<writer>{PATTERN})\.[0-9]+")
+#: How the names of files begin that other hosts need for days.
+JOB = "job."
 
-#: Numbers the files of this process, which may have several caches over one directory.
-_counter = itertools.count()
+#: Seconds after which such a file of a process that cannot be seen from here is removed.
+_MONTH = 30 * 24 * HOUR
+
+#: The permissions of files where the user has set no limit.
+ANY = 0o666
+
+_OWN = 0o600
+
+_NAME = re.compile(rf"(?:{re.escape(JOB)})?[0-9a-f]{{32}}\.{PATTERN}")
+
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its writer
 
 
 class Abandoned(NamedTuple):
@@ -54,53 +76,125 @@ class Abandoned(NamedTuple):
     nbytes: int
 
 
-@contextlib.contextmanager
-def opened(directory: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
-    """Opens the ``.tmp`` of a cache directory for ``dir_fd=``, never following a link.
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders, and the files in them by descriptor: links are never followed
 
-    With ``create``, a missing folder is made, and so is the cache directory. One of this user's own is given the group
-    and mode of the cache directory, so that whoever may add files there may add records.
+
+@contextlib.contextmanager
+def opened(directory: str | os.PathLike[str], make: bool = False) -> Iterator[int]:
+    """Opens the ``.tmp`` of a cache directory for ``dir_fd=``, as :func:`inside`.
+
+    With ``make``, a missing cache directory is made too.
 
     Raises:
-        FileNotFoundError: it is missing, and not to be created.
+        FileNotFoundError: it is missing, and not to be made.
         NotADirectoryError: it is a link or a file. The message names it and the remedy.
         OSError: no permission, read-only.
     """
-    path = os.path.join(directory, FOLDER)
-    try:
-        folder = _open_folder(path)
-    except FileNotFoundError:
-        if not create:
-            raise
+    if make and not os.path.exists(directory):
         os.makedirs(directory, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # another process made it; or it is a link, refused below
-            os.mkdir(path)
-        folder = _open_folder(path)
+    above = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if create:
-            share_folder(folder, os.stat(directory))
+        with inside(above, FOLDER, make) as folder:
+            yield folder
+    finally:
+        os.close(above)
+
+
+@contextlib.contextmanager
+def inside(above: int, name: str, make: bool = False) -> Iterator[int]:
+    """Opens a folder in an open one.
+
+    With ``make``, a missing folder is made. One of this user's own is given the group and mode of the one above, so
+    that whoever may add files there may add records.
+    """
+    try:
+        folder = _open_folder(above, name)
+    except FileNotFoundError:
+        if not make:
+            raise
+        with contextlib.suppress(FileExistsError):  # another process made it
+            os.mkdir(name, dir_fd=above)
+        folder = _open_folder(above, name)
+    try:
+        if make:
+            st = os.fstat(above)
+            _share(folder, os.fstat(folder), st, stat.S_IMODE(st.st_mode))
         yield folder
     finally:
         os.close(folder)
 
 
-def _open_folder(path: str) -> int:
+def _open_folder(above: int, name: str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(name, _OPEN_FOLDER, dir_fd=above)
     except OSError as e:
-        if e.errno not in (errno.ENOTDIR, errno.ELOOP) or not os.path.lexists(path):
+        if e.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
+        path = os.path.join(os.readlink(f"/proc/self/fd/{above}"), name)
         what = "a symbolic link, which is not followed" if os.path.islink(path) else "not a folder"
         raise NotADirectoryError(
             errno.ENOTDIR, f"{path} is {what}, and records are written in a folder there: remove it, or move cache_dir"
         ) from None
 
 
+def create(folder: int, name: str, content: bytes = b"", at_most: int = ANY) -> None:
+    """Creates a file, which has the group and mode of its folder, but no permissions besides ``at_most``."""
+    with open(os.open(name, _CREATE, at_most, dir_fd=folder), "wb") as file:
+        share_file(file.fileno(), os.fstat(folder), at_most)
+        file.write(content)
+
+
+def read(folder: int, name: str, most: int, begin: int = 0) -> tuple[bytes, os.stat_result]:
+    """At most ``most`` bytes of a file from ``begin``, and what the file was then.
+
+    Raises:
+        OSError: it is not a regular file, or cannot be read.
+    """
+    file = os.open(name, _READ, dir_fd=folder)  # opening makes NFS ask the server; a plain stat may be stale
+    try:
+        st = os.fstat(file)
+        if not stat.S_ISREG(st.st_mode):
+            raise OSError(f"{name} is not a file")
+        return read_at(file, min(most, max(0, st.st_size - begin)), begin), st
+    finally:
+        os.close(file)
+
+
+def share_file(file: int, above: os.stat_result, at_most: int = ANY) -> None:
+    """Gives a file of this user's the group and mode of a folder, as far as permitted.
+
+    Args:
+        file: its descriptor. A file that is not this user's own, or has a second name, stays as it is.
+        above: of the folder.
+        at_most: permissions that the file may have at most.
+    """
+    mode = above.st_mode & at_most & (~0o022 if above.st_mode & stat.S_ISVTX else ANY) | _OWN
+    st = os.fstat(file)
+    if stat.S_ISREG(st.st_mode) and st.st_nlink <= 1:
+        _share(file, st, above, mode & ANY)
+
+
+def _share(target: int, st: os.stat_result, above: os.stat_result, mode: int) -> None:
+    if st.st_uid != os.geteuid():
+        return
+    if st.st_gid != above.st_gid:
+        with contextlib.suppress(OSError):  # not a member of that group
+            os.fchown(target, -1, above.st_gid)
+            st = os.fstat(target)  # fchown may have cleared bits
+    if stat.S_IMODE(st.st_mode) != mode:
+        with contextlib.suppress(OSError):  # a file system without modes
+            os.fchmod(target, mode)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
 
 @contextlib.contextmanager
-def being_written(directory: str, digest: str, target: str, at_most: int = ANY) -> Iterator[str]:
+def being_written(
+    directory: str, digest: str, target: str, at_most: int = ANY, into: int | None = None
+) -> Iterator[str]:
     """Provides the path of a temporary file, which is renamed to ``target`` at the end of the block.
 
     The file gets the group and mode of the directory, but no permissions besides ``at_most``, before it is renamed.
@@ -109,35 +203,50 @@ def being_written(directory: str, digest: str, target: str, at_most: int = ANY) 
     backends take paths, so the file is created and renamed by path. No other process uses this name, and the file must
     not exist, so a link put there at this very moment cannot redirect the write to an existing file.
 
+    Args:
+        directory: the cache directory.
+        digest: of the record.
+        target: the path that the file gets; or its name in the folder ``into``.
+        at_most: permissions that the file may have at most.
+        into: descriptor of a folder.
+
     Raises:
         OSError: as by :func:`opened`, or the file cannot be renamed.
     """
-    with opened(directory, create=True) as folder:
-        name = _new_name(digest)
+    with opened(directory, make=True) as folder:
+        name = f"{digest}.{mark()}"
         path = os.path.join(directory, FOLDER, name)
         try:
             yield path
             with contextlib.suppress(OSError):  # it is a record all the same
-                _share(folder, name, os.stat(directory), at_most)
-            os.rename(path, target)
+                _share_named(folder, name, os.stat(directory), at_most)
+            os.rename(path, target, **({} if into is None else {"dst_dir_fd": into}))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
             raise
 
 
-def _share(folder: int, name: str, above: os.stat_result, at_most: int) -> None:
-    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+def _share_named(folder: int, name: str, above: os.stat_result, at_most: int) -> None:
+    file = os.open(name, _READ, dir_fd=folder)
     try:
         share_file(file, above, at_most)
     finally:
         os.close(file)
 
 
-def _new_name(digest: str) -> str:
-    return f"{digest}.{this_process()}.{next(_counter)}"
+def publish(directory: str, target: str, content: bytes, at_most: int = ANY, into: int | None = None) -> None:
+    """Writes a file as :func:`being_written` does: all of it becomes visible, and survives a power cut, or nothing."""
+    with (
+        being_written(directory, "0" * 32, target, at_most, into) as path,
+        open(path, "xb", opener=partial(os.open, mode=at_most)) as file,
+    ):
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # Removing
 
 
@@ -181,8 +290,8 @@ def remove_record(path: str, seen: os.stat_result) -> bool:
     """
     directory, name = os.path.split(path)
     try:
-        with opened(directory, create=True) as folder:
-            aside = _new_name(name[:32])
+        with opened(directory, make=True) as folder:
+            aside = f"{name[:32]}.{mark()}"
             os.rename(path, aside, dst_dir_fd=folder)
             moved = os.stat(aside, dir_fd=folder, follow_symlinks=False)
             same = _which(moved) == _which(seen)
@@ -225,40 +334,9 @@ def remove(directory: str | os.PathLike[str], name: str) -> bool:
 
 
 def _abandoned(folder: int, names: list[str]) -> Iterator[tuple[str, os.stat_result]]:
-    clock = functools.cache(lambda: server_time(folder))  # asked once, and only if needed
-    for name in names:
-        match = _NAME.fullmatch(name)
-        if match is None:
-            continue
-        try:
+    for name in filter(is_temporary, names):
+        with contextlib.suppress(OSError):  # removed meanwhile
             st = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        except OSError:
-            continue
-        if stat.S_ISREG(st.st_mode) and not _is_in_use(match["writer"], st, clock):
-            yield name, st
-
-
-def _is_in_use(writer: str, st: os.stat_result, clock: Callable[[], float | None]) -> bool:
-    runs = still_runs(writer)
-    if runs is not None:
-        return runs
-    now = clock()
-    return now is None or now - st.st_mtime < FOREIGN_SECONDS
-
-
-def server_time(folder: int) -> float | None:
-    """The current time, in seconds, of the clock that stamps the files of a ``.tmp``, which may be a file server's.
-
-    Found by creating a file. None if that fails.
-    """
-    name = _new_name("0" * 32)
-    try:
-        probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    except OSError:
-        return None
-    try:
-        return os.fstat(probe).st_mtime
-    finally:
-        os.close(probe)
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=folder)
+            patience = _MONTH if name.startswith(JOB) else HOUR
+            if stat.S_ISREG(st.st_mode) and gone(name, st.st_mtime, patience, folder):
+                yield name, st

@@ -9,7 +9,7 @@ primitive:
 
 Memory is a two-way promise. Nothing is read before it has arrived: a backend calls ``Pending.finish`` only when every
 byte is there or its copy is queued on the copy stream. Nothing is overwritten before its last reader is done: every
-destination is ordered behind the copy stream when ``start`` is called, so a backend that fills device memory past that
+destination is ordered after the copy stream when ``start`` is called, so a backend that fills device memory past that
 stream first waits for an event recorded on it.
 
 The tests in :mod:`monai_gds.testing` check whether a backend keeps these promises.
@@ -100,6 +100,9 @@ class Backend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    #: Whether it serves CUDA targets only. Then it is not probed for others.
+    needs_cuda: ClassVar[bool] = False
+
     @classmethod
     @abstractmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -138,7 +141,7 @@ class Backend(ABC):
         """Maps the ranges of one file privately (copy-on-write), or returns None where this backend cannot.
 
         Args:
-            reads: of one file, each range into its own destination.
+            reads: reads of one file, each range into its own destination.
 
         Raises:
             OSError: the file is missing, not the expected one, or ends before a range does.

@@ -71,7 +71,7 @@ class Work(Generic[T]):
     """A queue of groups of reads or writes, which any number of threads work on.
 
     Args:
-        groups: the groups.
+        groups: what is to be processed, group by group.
         do: processes one group, and handles its errors. An exception that it raises ends the work.
         on_done: called once, by the last thread, when every group has been processed or dropped.
     """

@@ -12,14 +12,14 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from monai_gds import limits
-from monai_gds.base import huge_pages
-from monai_gds.base.plain_read import read_at
+from monai_gds.base.file_systems import read_at
 from monai_gds.errors import FileChanged, StorageError
+from monai_gds.storage.memory import HUGE, prefer_huge_pages
 
 __all__ = [
     "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",
-    "ends_early", "expect_cold", "is_cold", "naming", "new_file", "open_direct", "open_file", "open_regular",
-    "pread_into", "read_head", "total_bytes", "write_all",
+    "ends_early", "expect_cold", "is_cold", "naming", "new_file", "open_direct", "open_file", "pread_into",
+    "read_head", "total_bytes", "write_all",
 ]  # fmt: skip
 
 #: Bytes. Offsets, lengths and addresses that are multiples of it suit O_DIRECT, cuFile and NVMe blocks.
@@ -103,22 +103,22 @@ def naming(path: str) -> Iterator[None]:
 # Reading.
 
 
-def open_file(path: str, expected: Expected = None) -> int:
-    """Opens a file for reading. Raises FileChanged if it is not the expected one."""
+def open_file(path: str, expected: Expected = None, *, regular: bool = False) -> int:
+    """Opens a file for reading.
+
+    Args:
+        path: the file.
+        expected: what it must be.
+        regular: refuses what is not a regular file: some libraries would wait for ever to open a FIFO.
+
+    Raises:
+        FileChanged: it is not the expected one.
+        OSError: it cannot be opened.
+    """
     fd = os.open(path, _FLAGS)
     try:
         check_open(fd, expected, path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def open_regular(path: str, expected: Expected) -> int:
-    """As :func:`open_file`, for a library that would wait for ever to open a FIFO."""
-    fd = open_file(path, expected)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if regular and not stat.S_ISREG(os.fstat(fd).st_mode):
             raise StorageError(errno.EINVAL, "not a regular file", path)
     except BaseException:
         os.close(fd)
@@ -135,7 +135,8 @@ def open_direct(fd: int, path: str) -> int:
         with naming(path):
             return os.open(f"/proc/self/fd/{fd}", _FLAGS | os.O_DIRECT)
     except OSError as e:
-        raise StorageError(e.errno, f"opening it with O_DIRECT: {e.strerror}", path) from e
+        why = "the file system refuses it; backend='posix' reads without" if e.errno == errno.EINVAL else e.strerror
+        raise StorageError(e.errno, f"opening it with O_DIRECT: {why}", path) from e
 
 
 def pread_into(fd: int, offset: int, view: memoryview, path: str) -> None:
@@ -198,8 +199,8 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
     """
     raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
     start = -raw.data_ptr() % ALIGNMENT
-    if nbytes >= 2 * huge_pages.HUGE:
-        huge_pages.prefer(raw)
+    if nbytes >= 2 * HUGE:
+        prefer_huge_pages(raw)
     return raw[start : start + nbytes]
 
 

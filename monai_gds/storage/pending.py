@@ -17,7 +17,7 @@ from monai_gds.storage.reads import Reads
 
 __all__ = ["Check", "Pending", "Then", "Unpacked"]
 
-#: A step behind the reads: gets the destinations and the errors by file, returns the tensors to hand out instead.
+#: A step after the reads: gets the destinations and the errors by file, returns the tensors to hand out instead.
 Then: TypeAlias = "Callable[[list[torch.Tensor], Mapping[int, Exception]], list[torch.Tensor]]"
 
 #: Looks at what was read: gets the errors by file, returns them with those that it adds.
@@ -28,14 +28,14 @@ class Pending:
     """Reads under way, and the tensors that they fill.
 
     For the caller: :meth:`wait`, or :attr:`errors` and :attr:`tensors` where one file's failure must not hide the
-    others'. A Pending may be dropped without waiting: the reads go on, and their destinations are freed behind them.
+    others'. A Pending may be dropped without waiting: the reads go on, and their destinations are freed after them.
 
     For a backend: :meth:`fail` for each file that cannot be read, then :meth:`finish` once, when every byte has arrived
     or its copy is queued on the copy stream, and nothing writes to a destination any more.
 
     Args:
         tensors: the destinations.
-        device: the storage's.
+        device: the target device of the storage.
         files: how many files are read.
 
     Example:
@@ -118,7 +118,7 @@ class Pending:
         """Adds a step that runs once, after all reads, in the thread that finishes them and on the copy stream.
 
         Args:
-            step: see :data:`Then`. On a CUDA target it runs on the copy stream, behind the copies, and its results are
+            step: see :data:`Then`. On a CUDA target it runs on the copy stream, after the copies, and its results are
                 handed out like destinations; it must allocate on the current stream. It must not read from the same
                 storage, since it may run in the storage's own thread: there a queue raises RuntimeError.
             aside: on a CUDA target, run the step on one of several other streams, so that later copies do not wait for
@@ -131,12 +131,12 @@ class Pending:
 
         def run() -> None:
             after._errors.update(self._errors)  # first: a step that fails over unread bytes must not hide the cause
-            behind = None
+            event = None
             try:
                 if aside and self._device.type == "cuda":
                     with staging.on_side_stream(self._tensors, self._device, self._arrived):
                         after._tensors = step(self._tensors, self._errors)
-                        behind = staging.current_stream(self._device).record_event()
+                        event = staging.current_stream(self._device).record_event()
                 else:
                     with staging.on_copy_stream(self._device):
                         after._tensors = step(self._tensors, self._errors)
@@ -144,7 +144,7 @@ class Pending:
                 # As text, since its frames would keep tensors alive until the garbage collector runs.
                 e.add_note("".join(traceback.format_tb(e.__traceback__)))
                 after.fail_all(e.with_traceback(None))
-            after.finish(behind)
+            after.finish(event)
 
         self._follow(run)
         return after
@@ -211,14 +211,14 @@ class Pending:
         """
         self._on_hand_off = note
 
-    def finish(self, behind: torch.cuda.Event | None = None) -> None:
+    def finish(self, after: torch.cuda.Event | None = None) -> None:
         """Marks the reads as over: from now on, only copies that are already queued write to the destinations.
 
         Args:
-            behind: an event on the copy stream behind all of those copies; None records one.
+            after: an event on the copy stream after all of those copies; None records one.
         """
-        if behind is not None:
-            self._arrived = behind
+        if after is not None:
+            self._arrived = after
         elif self._device.type == "cuda" and any(t.is_cuda for t in self._tensors):
             try:
                 self._arrived = staging.copy_stream(self._device).record_event()
@@ -269,7 +269,7 @@ class Pending:
         """Has the current stream wait for the copies, once, and keeps the memory until it has used it."""
         stream = staging.raw_current_stream(self._device)
         if stream not in self._ordered and self._arrived is not None:
-            staging.hand_off([t for t in self._tensors if t.is_cuda], self._device, behind=self._arrived)
+            staging.hand_off([t for t in self._tensors if t.is_cuda], self._device, after=self._arrived)
             if self._on_hand_off is not None:
                 self._on_hand_off()
             self._ordered.add(stream)

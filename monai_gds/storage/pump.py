@@ -36,7 +36,7 @@ class Pump(ABC, Generic[J]):
 
     Args:
         name: the backend's, for the thread.
-        device: the storage's.
+        device: the target device of the storage.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:

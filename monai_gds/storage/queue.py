@@ -41,7 +41,7 @@ class Command:
         nbytes: bytes to read; never 0.
         memory: 1-D uint8 tensor, a part of which they fill.
         start: first byte within ``memory``.
-        room: bytes of ``memory`` behind it that may be overwritten.
+        room: bytes of ``memory`` after it that may be overwritten.
     """
 
     __slots__ = ("_array", "_file", "_group", "handle", "memory", "nbytes", "offset", "room", "start")
@@ -386,11 +386,11 @@ class _Engine(Pump[_Job]):
         group.job.unfinished -= 1
         if not group.job.unfinished:
             self.finished(group.job)
-            # Its last copy is behind all others of the job, which went to the same stream before it.
+            # Its last copy is after all others of the job, which went to the same stream before it.
             group.job.pending.finish(group.slot.event if sent and group.slot is not None else None)
 
     def _send(self, group: _Group, slot: staging.StagingSlot) -> bool:
-        """Queues a group's copies. Returns whether the slot's event is behind them: not if there were none."""
+        """Queues a group's copies. Returns whether the slot's event is after them: not if there were none."""
         stream, into = staging.copy_stream(self.device), group.job.into
         try:
             for at, dest, start, nbytes in group.copies:

@@ -32,7 +32,7 @@ class Reads:
     """``n`` reads of ``m`` files into ``k`` destinations.
 
     Reads are ordered by destination and, within one, by where they begin in it. Bytes between two reads of one
-    destination, and behind the last, may be overwritten: if parts begin at multiples of ``ALIGNMENT``, a backend that
+    destination, and after the last, may be overwritten: if parts begin at multiples of ``ALIGNMENT``, a backend that
     transfers whole blocks needs no bounce buffer.
 
     Attributes:
@@ -44,7 +44,7 @@ class Reads:
         dest: index of the destination, int64 (n,).
         start: first byte within the destination, int64 (n,).
         sizes: bytes of each destination, int64 (k,).
-        room: bytes behind each read in its destination that may be overwritten, int64 (n,); see :meth:`with_room`.
+        room: bytes after each read in its destination that may be overwritten, int64 (n,); see :meth:`with_room`.
 
     Example:
         >>> from pathlib import Path
@@ -122,7 +122,7 @@ class Reads:
             total: bytes of the destination.
             offsets: where in its file each part begins.
             expected: what each file must be. The size of the whole file catches one that has become shorter or longer;
-                if at least one byte is free behind each part in the destination, some backends notice that without a
+                if at least one byte is free after each part in the destination, some backends notice that without a
                 system call of its own.
 
         Raises:
@@ -225,7 +225,7 @@ class Reads:
         )  # fmt: skip
 
     def with_room(self, into: Sequence[torch.Tensor]) -> Reads:
-        """The same reads with the room behind each: up to the next one, or to the end of the destination.
+        """The same reads with the room after each: up to the next one, or to the end of the destination.
 
         It stays as it is when reads are then divided or put into another order: only all of them show what is free.
         """
@@ -283,7 +283,7 @@ class Reads:
 
 @functools.lru_cache(maxsize=16)
 def _counting(count: int) -> np.ndarray:
-    """0, 1, 2… Making it anew, beside threads that read, took as long as everything else about a batch of images."""
+    """0, 1, 2… Making it again, beside threads that read, took as long as everything else about a batch of images."""
     numbers = np.arange(count)
     numbers.setflags(write=False)
     return numbers

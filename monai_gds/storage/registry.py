@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from monai_gds.errors import BackendUnavailable
-from monai_gds.storage.backend import Availability, Backend
+from monai_gds.storage.backend import CUDA_ONLY, Availability, Backend
 from monai_gds.storage.storage import Storage
 
 __all__ = [
@@ -157,7 +157,7 @@ def probe_backend(name: str, device: int | str | torch.device | None = None) -> 
     """What :func:`available_backends` returns for one backend.
 
     Args:
-        name: the backend's.
+        name: the backend's name.
         device: see :func:`resolve_device`.
 
     Raises:
@@ -169,7 +169,10 @@ def probe_backend(name: str, device: int | str | torch.device | None = None) -> 
     """
     target = resolve_device(device)
     try:
-        return _backend(name).probe(target)
+        backend = _backend(name)
+        if backend.needs_cuda and target.type != "cuda":
+            return Availability(False, CUDA_ONLY, 'use backend="posix" for a CPU target')
+        return backend.probe(target)
     except (ImportError, AttributeError) as e:  # another package may name a class that it does not have
         return Availability(False, f"importing it failed: {e}")
 

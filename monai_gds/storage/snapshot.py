@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from monai_gds.base import huge_pages
 from monai_gds.base.process import PerProcess
+from monai_gds.storage.memory import prefer_huge_pages
 from monai_gds.storage.staging import new_stream
 
 __all__ = ["Snapshot", "snapshot"]
@@ -28,7 +28,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     with transforms and with saving earlier items (41 ms on two busy cores, and 15 in one thread).
     """
     copy = torch.empty_like(tensor, requires_grad=False)
-    huge_pages.prefer(copy)
+    prefer_huge_pages(copy)
     if tensor.nbytes:
         np.copyto(_bytes(copy), _bytes(tensor.detach()))
     return copy
@@ -39,7 +39,7 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Snapshot:
-    """Host copies that may still be under way; the events are behind the copies from CUDA devices."""
+    """Host copies that may still be under way; the events come after the copies from CUDA devices."""
 
     def __init__(self, copies: list[torch.Tensor], events: Sequence[torch.cuda.Event]) -> None:
         self._copies, self._events = copies, events
@@ -55,7 +55,7 @@ def snapshot(tensors: Sequence[torch.Tensor]) -> Snapshot:
     """Copies tensors to the host, as they are after the work that is queued on the current stream.
 
     When it returns, the originals may be changed: copies of CPU tensors are complete, and work that is queued on a
-    device's current stream from then on runs behind the copy.
+    device's current stream from then on runs after the copy.
 
     Args:
         tensors: contiguous, on the CPU or on CUDA devices.

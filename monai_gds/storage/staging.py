@@ -4,7 +4,7 @@ Every copy to a device runs on that device's one copy stream. Device buffers com
 
 * A buffer that its consumer frees returns to the pool. torch's allocator reuses it only after the streams that it was
   recorded on are done with it (``record_stream``).
-* A pinned slot is refilled only after the event behind its last copy.
+* A pinned slot is refilled only after the event of its last copy.
 
 So no buffer or slot is overwritten before its last reader is done, and nothing waits for the whole device.
 """
@@ -49,7 +49,7 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
 #: The process's one copy stream of a device.
 copy_stream = PerProcess(new_stream)
 
-#: The process's streams of a device for work behind the copies, in turn.
+#: The process's streams of a device for work after the copies, in turn.
 _side_streams = PerProcess(lambda device: itertools.cycle([new_stream(device) for _ in range(limits.SIDE_STREAMS)]))
 
 
@@ -69,12 +69,12 @@ def on_copy_stream(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def on_side_stream(
-    tensors: Sequence[torch.Tensor], device: torch.device, behind: torch.cuda.Event | None
+    tensors: Sequence[torch.Tensor], device: torch.device, after: torch.cuda.Event | None
 ) -> Iterator[None]:
-    """Makes the next side stream current. It waits for ``behind``, and ``tensors`` are kept until it has used them."""
+    """Makes the next side stream current. It waits for ``after``, and ``tensors`` are kept until it has used them."""
     stream = next(_side_streams(device))
-    if behind is not None:
-        stream.wait_event(behind)
+    if after is not None:
+        stream.wait_event(after)
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)
@@ -101,14 +101,14 @@ def adopt(dests: Sequence[torch.Tensor], device: torch.device) -> None:
         dest.record_stream(stream)
 
 
-def hand_off(dests: Sequence[torch.Tensor], device: torch.device, behind: torch.cuda.Event) -> None:
-    """Gives CUDA tensors to the current stream: it waits for the event behind their copies, and they are kept until it
+def hand_off(dests: Sequence[torch.Tensor], device: torch.device, after: torch.cuda.Event) -> None:
+    """Gives CUDA tensors to the current stream: it waits for the event after their copies, and they are kept until it
     has used them.
     """
     current = current_stream(device)
     if current == copy_stream(device):
         return
-    current.wait_event(behind)
+    current.wait_event(after)
     for dest in dests:
         dest.record_stream(current)
 
@@ -134,7 +134,7 @@ class StagingSlot:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def send(self, address: int, nbytes: int, stream: torch.cuda.Stream, offset: int = 0) -> None:
-        """Queues the copy of ``nbytes`` from ``offset`` on to device memory, and the event behind it.
+        """Queues the copy of ``nbytes`` from ``offset`` on to device memory, and the event after it.
 
         For a thread whose current stream is ``stream``.
 
@@ -200,10 +200,10 @@ def launch(function: int, blocks: int, threads: int, arguments: Sequence[int], s
 
     Args:
         function: its ``CUfunction``.
-        blocks: of the grid.
-        threads: per block.
-        arguments: in their order.
-        stream: raw handle.
+        blocks: how many blocks the grid has.
+        threads: how many threads a block has.
+        arguments: its arguments, in order.
+        stream: raw handle of the stream.
     """
     values = (ctypes.c_int64 * len(arguments))(*arguments)
     first = ctypes.addressof(values)

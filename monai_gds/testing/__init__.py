@@ -31,7 +31,8 @@ try:
 except ImportError as e:
     raise ImportError(f"monai_gds.testing needs {e.name}: pip install 'monai_gds[testing]'", name=e.name) from e
 
-pytest.register_assert_rewrite("monai_gds.testing.contract", "monai_gds.testing.cuda", "monai_gds.testing.full")
+for _module in ("base", "contract", "cuda", "errors", "full", "life", "memory", "reads"):
+    pytest.register_assert_rewrite(f"monai_gds.testing.{_module}")
 
 from monai_gds.testing.contract import BackendContract, WriteContract  # noqa: E402
 from monai_gds.testing.cuda import CudaBackendContract, CudaFullContract  # noqa: E402

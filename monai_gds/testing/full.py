@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -30,73 +30,61 @@ class FullContract(BackendContract):
 
     # Steps behind the reads.
 
-    @pytest.mark.parametrize("nbytes", [5000, 3 << 20])
     def test_a_step_sees_bytes_and_errors_once_and_what_it_gives_is_handed_out(
-        self, storage: Storage, folder: Path, nbytes: int
+        self, storage: Storage, folder: Path
     ) -> None:
-        paths, _, _ = self.files(folder, [nbytes] * 10)
-        os.unlink(paths[4])
-        calls: list[list[int]] = []
+        for nbytes in (5000, 3 << 20):
+            paths, _, _ = self.files(folder, [nbytes] * 10)
+            os.unlink(paths[4])
+            calls: list[list[int]] = []
 
-        def step(tensors: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
-            calls.append(sorted(errors))
-            return [t ^ 1 for i, t in enumerate(tensors) if i not in errors]
+            def step(tensors: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
+                calls.append(sorted(errors))  # noqa: B023
+                return [t ^ 1 for i, t in enumerate(tensors) if i not in errors]
 
-        pending = storage.load(Reads.join([Reads.of(path, [(0, nbytes)]) for path in paths]))
-        early = pending.then(step)
-        late = self.ended(pending).then(step)
-        for after in (early, late):
-            assert list(self.ended(after).errors) == [4]
-            with pytest.raises(FileNotFoundError, match="many-4"):
-                after.wait()
-            whole = [i for i in range(10) if i != 4]
-            for i, tensor in zip(whole, after.tensors, strict=True):
-                assert_bytes(tensor ^ 1, content(nbytes, i))
-        assert calls == [[4], [4]]
-        assert len(pending.tensors) == 10
+            pending = storage.load(Reads.join([Reads.of(path, [(0, nbytes)]) for path in paths]))
+            early = pending.then(step)
+            late = self.ended(pending).then(step)
+            for after in (early, late):
+                assert list(self.ended(after).errors) == [4]
+                with pytest.raises(FileNotFoundError, match="many-4"):
+                    after.wait()
+                whole = [i for i in range(10) if i != 4]
+                for i, tensor in zip(whole, after.tensors, strict=True):
+                    assert_bytes(tensor ^ 1, content(nbytes, i))
+            assert calls == [[4], [4]]
+            assert len(pending.tensors) == 10
 
-    @pytest.mark.parametrize("nbytes", [5000, 3 << 20])
     def test_a_step_that_raises_fails_what_it_belongs_to_and_nothing_else(
-        self, storage: Storage, blob: Path, data: bytes, nbytes: int
+        self, storage: Storage, blob: Path, data: bytes
     ) -> None:
         def step(tensors: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
             raise ArithmeticError("not a tile")
 
-        pending = storage.load(Reads.of(str(blob), [(5, nbytes)]))
-        early = pending.then(step)
-        late = self.ended(pending).then(step)
-        behind = early.then(lambda tensors, errors: tensors)
-        nothing = storage.load(Reads.join([])).then(step)
-        for after in (early, late, behind, nothing):
-            with pytest.raises(ArithmeticError, match="not a tile"):
-                self.ended(after).wait()
-        assert_bytes(pending.wait()[0], data[5 : 5 + nbytes])
+        for nbytes in (5000, 3 << 20):
+            pending = storage.load(Reads.of(str(blob), [(5, nbytes)]))
+            early = pending.then(step)
+            late = self.ended(pending).then(step)
+            behind = early.then(lambda tensors, errors: tensors)
+            nothing = storage.load(Reads.join([])).then(step)
+            for after in (early, late, behind, nothing):
+                with pytest.raises(ArithmeticError, match="not a tile"):
+                    self.ended(after).wait()
+            assert_bytes(pending.wait()[0], data[5 : 5 + nbytes])
 
     # Many at once.
 
-    def test_wait_gives_the_destinations_in_order_and_may_be_called_again(
+    def test_wait_gives_the_destinations_in_order_again_and_to_every_thread(
         self, storage: Storage, blob: Path, data: bytes
     ) -> None:
-        dests = [self.dest(storage, n) for n in (5 << 20, 10, 100_000)]
-        pending = storage.fill(Reads.of(str(blob), [(i, d.numel()) for i, d in enumerate(dests)]), dests)
-        for _ in range(2):
-            assert [t.data_ptr() for t in pending.wait()] == [d.data_ptr() for d in dests]
-        assert_each(dests, [data[i : i + d.numel()] for i, d in enumerate(dests)])
-
-    def test_several_threads_may_wait_for_the_same(self, storage: Storage, blob: Path, data: bytes) -> None:
         for _ in range(5):
-            pending = storage.load(Reads.of(str(blob), [(1, 9 << 20), (2, 700_001)]))
+            dests = [self.dest(storage, n) for n in (9 << 20, 10, 700_001)]
+            pending = storage.fill(Reads.of(str(blob), [(i, d.numel()) for i, d in enumerate(dests)]), dests)
             with ThreadPoolExecutor(8) as pool:
                 waits = [pool.submit(pending.wait) for _ in range(8)]
-            assert all([t.numel() for t in w.result()] == [9 << 20, 700_001] for w in waits)
-            assert_bytes(pending.wait()[1], data[2 : 2 + 700_001])
-
-    def test_nothing_to_read_gives_nothing(self, storage: Storage, blob: Path) -> None:
-        none = np.empty(0, np.int64)
-        assert self.ended(storage.load(Reads.join([]))).wait() == []
-        assert self.ended(storage.load(Reads.of(str(blob), []))).wait() == []
-        dest = self.dest(storage, 10)
-        assert self.ended(storage.fill(Reads.of_files([], none, none, 10), [dest])).wait()[0] is dest
+            for tensors in [pending.wait(), *(wait.result() for wait in waits)]:
+                assert [t.data_ptr() for t in tensors] == [d.data_ptr() for d in dests]
+            assert_each(dests, [data[i : i + d.numel()] for i, d in enumerate(dests)])
 
     def test_many_in_flight(self, storage: Storage, blob: Path, data: bytes) -> None:
         offsets = range(0, 40 * 100_003, 100_003)
@@ -114,65 +102,54 @@ class FullContract(BackendContract):
         self.assert_gives(storage, blob, data, (5, 9 << 20))
         storage.close()
 
-    @pytest.mark.parametrize("nbytes", [100, (1 << 20) + 1])
-    @pytest.mark.parametrize("together", [False, True])
-    def test_more_files_than_descriptors(
-        self, storage: Storage, folder: Path, blob: Path, nbytes: int, together: bool
-    ) -> None:
+    def test_more_files_than_descriptors(self, storage: Storage, folder: Path, blob: Path) -> None:
         self.get(storage, blob, (0, 4 << 20))  # what the backend opens for itself is open
         paths, _, _ = self.files(folder, [100] * 150)
-        for path in paths:
-            os.truncate(path, nbytes)
-        sizes = np.full(150, nbytes)
-        reads = Reads.of_files(paths, sizes, np.cumsum(sizes) - nbytes, 150 * nbytes)
-        if not together:
-            reads = Reads.join([Reads.of(path, [(0, nbytes)]) for path in paths])
-        dests = [self.dest(storage, n) for n in reads.sizes.tolist()]
-        with few_descriptors(75):
-            self.ended(storage.fill(reads, dests)).wait()
-        for seed, part in enumerate(reads.parts(dests)):
-            assert_bytes(part[:100], content(100, seed))
-            assert not part[100:].any()
+        for nbytes in (100, (1 << 20) + 1):
+            for path in paths:
+                os.truncate(path, nbytes)
+            sizes = np.full(150, nbytes)
+            apart = Reads.join([Reads.of(path, [(0, nbytes)]) for path in paths])
+            together = Reads.of_files(paths, sizes, np.cumsum(sizes) - nbytes, 150 * nbytes)
+            for reads in (apart, together):
+                dests = [self.dest(storage, n) for n in reads.sizes.tolist()]
+                with few_descriptors(75):
+                    self.ended(storage.fill(reads, dests)).wait()
+                for seed, part in enumerate(reads.parts(dests)):
+                    assert_bytes(part[:100], content(100, seed))
+                    assert not part[100:].any()
         storage.close()
 
-    @pytest.mark.parametrize("kind", ["in order", "with empty ones", "in no order"])
-    def test_loads_many_files_each_with_its_ranges(self, storage: Storage, folder: Path, kind: str) -> None:
+    def test_loads_many_files_each_with_its_ranges(self, storage: Storage, folder: Path) -> None:
+        """In order, in no order, and with empty ones."""
         sizes = [0, 1, 511, 4096, 4097, 10_000, *[65_536 + 4096] * 150, 300_000, (1 << 20) - 1, 77]
         paths, _, _ = self.files(folder, sizes)
-        asked = []
-        for i, (path, size) in enumerate(zip(paths, sizes, strict=True)):
-            parts = [[(0, size)], [(size // 3, size // 3), (size - 1, 1)]] if size > 3 else [[]]
-            parts += {"in order": [], "with empty ones": [[], [(size, 0)]], "in no order": [[(size, 0), (0, size)]]}[
-                kind
-            ]
-            asked.append(Reads.of(path, parts[i % len(parts)], FileId.of(path) if i % 2 else None))
-        reads = Reads.join(asked)
-        tensors = self.ended(storage.load(reads)).wait()
-        for file, (at, n), tensor in zip(reads.file.tolist(), reads.ranges, tensors, strict=True):
-            assert tensor.device == storage.device
-            assert_bytes(tensor, content(sizes[file], file)[at : at + n], f"file {file}")
-            assert tensor.untyped_storage().nbytes() <= n + ALIGNMENT
+        empty: list[Callable[[int], list[list[tuple[int, int]]]]] = [
+            lambda size: [], lambda size: [[], [(size, 0)]], lambda size: [[(size, 0), (0, size)]],
+        ]  # fmt: skip
+        for more in empty:
+            asked = []
+            for i, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+                parts = [[(0, size)], [(size // 3, size // 3), (size - 1, 1)]] if size > 3 else [[]]
+                parts += more(size)
+                asked.append(Reads.of(path, parts[i % len(parts)], FileId.of(path) if i % 2 else None))
+            reads = Reads.join(asked)
+            tensors = self.ended(storage.load(reads)).wait()
+            for file, (at, n), tensor in zip(reads.file.tolist(), reads.ranges, tensors, strict=True):
+                assert tensor.device == storage.device
+                assert_bytes(tensor, content(sizes[file], file)[at : at + n], f"file {file}")
+                assert tensor.untyped_storage().nbytes() <= n + ALIGNMENT
 
     # Errors.
 
-    @pytest.mark.parametrize("nbytes", [1000, 300_000, 1_100_000])
-    @pytest.mark.usefixtures("stable_descriptors")
-    def test_one_failure_among_many_files(
-        self, storage: Storage, folder: Path, blob: Path, data: bytes, nbytes: int
-    ) -> None:
-        for bad in (0, 12, 24):
-            dests = [self.dest(storage, nbytes if i % 3 else 1000) for i in range(25)]
-            paths = [folder / "missing.bin" if i == bad else blob for i in range(25)]
-            pending = self.fill(storage, *zip(paths, [0] * 25, dests, strict=True))
-            assert list(pending.errors) == [bad]
-            good = [dest for i, dest in enumerate(dests) if i != bad]
-            assert_each(good, [data[: dest.numel()] for dest in good])
-            self.assert_at_rest(dests)
-
-    @pytest.mark.usefixtures("stable_descriptors")
     def test_failures_leave_nothing_behind(self, storage: Storage, folder: Path, blob: Path, data: bytes) -> None:
+        """No descriptor and no thread, also while a program keeps the errors, to report them at the end."""
+        self.get(storage, blob, (0, 4 << 20), (5, 10))
+        storage.close()
+        before, threads = descriptors(), threading.active_count()
         missing = str(folder / "missing.bin")
-        errors: list[Exception] = []  # kept, as a program that reports them at the end would
+        short = self.make(folder, content(9 << 20))
+        errors: list[Exception] = []
         for i in range(100):
             bad = (
                 (blob, BLOB_BYTES - 5, self.dest(storage, 100)) if i % 2 else (missing, 0, self.dest(storage, 700_000))
@@ -180,9 +157,14 @@ class FullContract(BackendContract):
             errors += self.fill(storage, (blob, i, self.dest(storage, 100)), bad).errors.values()
             errors += self.ended(storage.load(Reads.of(missing, [(0, 100)]))).errors.values()
             errors += self.ended(storage.load(Reads.of(str(blob), [(BLOB_BYTES, 100_000)]))).errors.values()
-        assert len(errors) == 300
+        errors += self.fill(storage, *((p, 0, self.dest(storage, 10 << 20)) for p in (missing, short))).errors.values()
+        assert len(errors) == 302
         assert all(isinstance(e, OSError) for e in errors)
         self.assert_gives(storage, blob, data, (3, 5 << 20))
+        storage.close()
+        time.sleep(0.01)
+        assert descriptors() <= before
+        assert threading.active_count() <= threads
 
     @pytest.mark.usefixtures("stable_descriptors")
     def test_a_file_that_shrinks_and_grows_meanwhile_gives_a_tensor_or_an_error(
@@ -206,14 +188,3 @@ class FullContract(BackendContract):
         finally:
             stop.set()
             thread.join()
-
-    def test_an_error_that_was_handled_keeps_no_descriptor_and_no_thread(self, storage: Storage, folder: Path) -> None:
-        storage.close()
-        before, threads = descriptors(), threading.active_count()
-        paths = [folder / "missing.bin", self.make(folder, content(9 << 20))]
-        pending = self.fill(storage, *((path, 0, self.dest(storage, 10 << 20)) for path in paths))
-        assert sorted(pending.errors) == [0, 1]
-        storage.close()
-        time.sleep(0.01)
-        assert descriptors() <= before
-        assert threading.active_count() <= threads

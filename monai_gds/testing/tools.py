@@ -27,7 +27,7 @@ OFFSETS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (4 << 20) - 1,
 BLOB_BYTES = (20 << 20) + 123
 
 property_test = settings(
-    max_examples=60,
+    max_examples=min(100, settings.default.max_examples // 2),  # each is a read: the profile's number is for less
     deadline=None,
     # differing_executors: each backend's class inherits the same test, on purpose
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.differing_executors],

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
-import os
 import struct
 import sys
 import threading
@@ -30,12 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from monai_gds.base.library import library, problem_with
 from monai_gds.errors import DamagedRecord, MonaiGdsError
+from monai_gds.tiles.codecs import ON_CPU
 
-__all__ = ["CODECS", "HEADER_BYTES", "MOST_BYTES", "Blocks", "compress", "decompress", "head_bytes", "why_not"]
-
-#: Codec -> Blosc2's code, compression level, and format code in the header's flags.
-CODECS = {"lz4": (1, 5, 1), "zstd": (5, 1, 4)}
+__all__ = ["HEADER_BYTES", "MOST_BYTES", "Blocks", "compress", "decompress", "head_bytes", "why_not"]
 
 HEADER_BYTES = 32
 
@@ -52,7 +49,7 @@ _STORED_CHUNK = 2
 
 #: At 8 v, the entry of a block whose bytes are all v: its size -v and a byte 1.
 _CONSTANTS = np.array([(-v, 1) for v in range(256)], np.int32).reshape(-1).view(np.uint8)
-_INSTALL = "pip install 'monai_gds[tiles]'"
+_HINT = "tiles are compressed by Blosc2: pip install 'monai_gds[tiles]'"
 
 
 class _CompressionSettings(ctypes.Structure):
@@ -72,6 +69,19 @@ class _DecompressionSettings(ctypes.Structure):
     _fields_ = (("nthreads", ctypes.c_int16), ("schunk", ctypes.c_void_p), ("rest", ctypes.c_byte * 128))
 
 
+_RUN = ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32
+
+#: What each function returns, and its arguments.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "blosc2_init": (None,),
+    "blosc2_create_cctx": (ctypes.c_void_p, _CompressionSettings),
+    "blosc2_create_dctx": (ctypes.c_void_p, _DecompressionSettings),
+    "blosc2_free_ctx": (None, ctypes.c_void_p),
+    "blosc2_compress_ctx": _RUN,
+    "blosc2_decompress_ctx": _RUN,
+}
+
+
 class Blocks(NamedTuple):
     """Compressed blocks.
 
@@ -88,11 +98,7 @@ class Blocks(NamedTuple):
 
 def why_not() -> str | None:
     """Why nothing can be compressed or decompressed here; None if it can."""
-    try:
-        _library()
-    except MonaiGdsError as e:
-        return str(e)
-    return None
+    return problem_with(_library)
 
 
 def compress(blocks: torch.Tensor, codec: str) -> Blocks:
@@ -100,7 +106,7 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
 
     Args:
         blocks: contiguous CPU tensor of at most :data:`MOST_BYTES`, a block per row. Its element size is the shuffle's.
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.ON_CPU`.
 
     Raises:
         ValueError: there are more bytes than that.
@@ -109,10 +115,10 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
     if blocks.nbytes > MOST_BYTES:
         raise ValueError(f"{blocks.nbytes} bytes are more than Blosc2 takes at once")
     lib = _library()
-    codec_id, level, _ = CODECS[codec]
+    ours = ON_CPU[codec]
     count, block_bytes = len(blocks), blocks[0].nbytes
     settings = _CompressionSettings(
-        compcode=codec_id, clevel=level, typesize=blocks.element_size(), nthreads=1, blocksize=block_bytes,
+        compcode=ours.code, clevel=ours.level, typesize=blocks.element_size(), nthreads=1, blocksize=block_bytes,
         splitmode=_NEVER_SPLIT,
     )  # fmt: skip
     settings.filters[-1] = _shuffle(blocks)
@@ -145,7 +151,7 @@ def decompress(buffer: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codec:
             stream, which are overwritten.
         starts: where each stream begins in the buffer, int64; anything for a block without one.
         sizes: as in :class:`Blocks`.
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.ON_CPU`.
         out: contiguous CPU tensor, a row per block.
 
     Raises:
@@ -161,10 +167,10 @@ def decompress(buffer: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codec:
     in_range = sizes.max(initial=0) <= block_bytes and sizes.min(initial=0) >= -255
     if max(len(buffer), out.nbytes) > MOST_BYTES or not fits or not in_range:
         raise DamagedRecord("the sizes of its tiles do not fit its bytes")
-    codec_id, _, flag = CODECS[codec]
+    ours = ON_CPU[codec]
     struct.pack_into(
-        "<4B3i5x2B9x", buffer.data, 0, _FORMAT, 1, _FLAGS | flag << 5, out.element_size(), out.nbytes, block_bytes,
-        len(buffer), _shuffle(out), codec_id,
+        "<4B3i5x2B9x", buffer.data, 0, _FORMAT, 1, _FLAGS | ours.format << 5, out.element_size(), out.nbytes,
+        block_bytes, len(buffer), _shuffle(out), ours.code,
     )  # fmt: skip
     buffer[first : first + len(_CONSTANTS)] = _CONSTANTS
     # A block without a stream begins at its value in the table of constants.
@@ -209,21 +215,6 @@ def _context() -> int:
 @functools.cache
 def _library() -> Any:
     """Blosc2's library. Raises MonaiGdsError if it is missing."""
-    spec = importlib.util.find_spec("blosc2")
-    if spec is None or spec.origin is None:
-        raise MonaiGdsError(f"tiles are compressed by Blosc2, which is not installed: {_INSTALL}")
-    path = os.path.join(os.path.dirname(spec.origin), "lib", "libblosc2.so")
-    try:
-        lib = ctypes.CDLL(path if os.path.exists(path) else "libblosc2.so")
-        lib.blosc2_create_cctx.argtypes, lib.blosc2_create_cctx.restype = [_CompressionSettings], ctypes.c_void_p
-        lib.blosc2_create_dctx.argtypes, lib.blosc2_create_dctx.restype = [_DecompressionSettings], ctypes.c_void_p
-        for function in (lib.blosc2_compress_ctx, lib.blosc2_decompress_ctx):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
-        lib.blosc2_free_ctx.argtypes, lib.blosc2_free_ctx.restype = [ctypes.c_void_p], None
-        lib.blosc2_init()
-    except (OSError, AttributeError) as e:
-        raise MonaiGdsError(
-            f"Blosc2's library cannot be used ({e}): it is neither {path}, as in the wheels of blosc2 4, nor known to "
-            f"the loader as libblosc2.so: {_INSTALL}"
-        ) from e
+    lib = library("libblosc2.so", _HINT, functions=_FUNCTIONS, package="blosc2", folder="lib")
+    lib.blosc2_init()
     return lib

@@ -61,8 +61,8 @@ class Arrangement(NamedTuple):
     """Where boxes lie in a flat memory.
 
     Attributes:
-        shape: of the tensor.
-        numel: elements of the memory.
+        shape: the tensor's shape.
+        numel: how many elements the memory has.
         groups: boxes that share no voxel, each around boxes that do, in the order in which they lie there unless
             none of them moves.
         moves: elements by which the voxels of each group move.
@@ -131,9 +131,9 @@ def arrange(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Arra
     """Moves boxes together: side by side along the last axis, then along the one before, then along the first.
 
     Args:
-        shape: of the tensor.
-        itemsize: bytes of an element.
-        boxes: none of them empty.
+        shape: the tensor's shape.
+        itemsize: how many bytes an element has.
+        boxes: the boxes, none of which is empty.
     """
     groups = _merged([_Corners.of(box) for box in boxes])
     whole = last_three(shape)

@@ -29,7 +29,8 @@ from monai_gds.base.process import PerProcess
 from monai_gds.errors import CodecMissing, DamagedRecord, MonaiGdsError
 from monai_gds.storage import staging
 from monai_gds.tiles import nvcomp
-from monai_gds.tiles.tiles import BITCOMP, Layout, Tiles
+from monai_gds.tiles.codecs import CODECS
+from monai_gds.tiles.tiles import Layout, Tiles
 
 __all__ = ["Outcome", "Part", "Unpacking", "unpack", "why_not"]
 
@@ -38,9 +39,6 @@ _ALIGNMENT = 16
 
 #: Threads per block of ``prepare`` and ``check``, and of ``place``, where a block makes a tile.
 _THREADS, _PLACE_THREADS = 128, 256
-
-#: One zero byte as an LZ4 block and as a Zstd frame.
-_SOUND = {"lz4": b"\x10\x00", "zstd": bytes.fromhex("28b52ffd200109000000")}
 
 _KERNELS = """
 typedef unsigned char byte;
@@ -293,9 +291,9 @@ class Unpacking:
 
 
 def _together(part: Part) -> tuple[str, torch.dtype | None]:
-    """Parts for which this is equal may be unpacked in one call. Bitcomp refuses several element types in one call."""
+    """Parts for which this is equal may be unpacked in one call."""
     layout = part.tiles.layout
-    return layout.codec, layout.packed_dtype if layout.codec == BITCOMP else None
+    return layout.codec, None if CODECS[layout.codec].sound else layout.packed_dtype
 
 
 @functools.cache
@@ -315,7 +313,7 @@ def unpack(parts: Sequence[Part]) -> Outcome:
     """Fills the tensors of parts with their tiles, on the current stream.
 
     Args:
-        parts: all of one codec and one device, with Bitcomp also of one packed dtype. Their tensors must be ready for
+        parts: all of one device, and of what :func:`_together` tells apart. Their tensors must be ready for
             the current stream.
 
     Raises:
@@ -358,9 +356,9 @@ class _Workspace:
     stream.
 
     Attributes:
-        total: tiles of all parts.
-        table_bytes: bytes from ``tables`` on: the parts' descriptors, and what they refer to.
-        scratch_bytes: bytes of the decompressed tiles.
+        total: how many tiles all parts have.
+        table_bytes: how many bytes there are from ``tables`` on: the parts' descriptors, and what they refer to.
+        scratch_bytes: how many bytes the decompressed tiles take.
         tables, columns, crcs, statuses, got, temp, scratch: what the kernels and nvCOMP use.
     """
 
@@ -483,12 +481,11 @@ def _launch(name: str, device: torch.device, blocks: int, threads: int, argument
 @functools.cache
 def _sound_stream(codec: str, dtype: torch.dtype, tile_bytes: int, device: torch.device) -> torch.Tensor:
     """A stream that is sound, and decompresses to at most the bytes of a tile."""
-    if codec == "bitcomp":
+    known = CODECS[codec].sound
+    if known:
+        sound = torch.frombuffer(bytearray(known), dtype=torch.uint8).to(device)
+    else:
         streams, sizes = nvcomp.compress(torch.zeros(1, tile_bytes // dtype.itemsize, dtype=dtype, device=device))
         sound = streams[0, : int(sizes[0])].clone()
-    elif codec in _SOUND:
-        sound = torch.frombuffer(bytearray(_SOUND[codec]), dtype=torch.uint8).to(device)
-    else:
-        raise MonaiGdsError(f"nothing decompresses {codec!r} on a GPU")
     torch.cuda.synchronize(device)  # once per form: other streams use it from now on
     return sound

@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
-import os
 from typing import Any, NamedTuple
 
 import torch
 
+from monai_gds.base.library import library, problem_with
 from monai_gds.errors import MonaiGdsError
+from monai_gds.tiles.codecs import CODECS
 
-__all__ = ["CODECS", "Blocks", "compress", "crc32", "decompress", "temp_bytes", "why_not"]
-
-#: Codec -> the middle of its functions' names.
-CODECS = {"lz4": "LZ4", "zstd": "Zstd", "bitcomp": "Bitcomp"}
+__all__ = ["Blocks", "compress", "crc32", "decompress", "temp_bytes", "why_not"]
 
 #: The library, by its soname. Another major version has other structures.
 _SONAME = "libnvcomp.so.6"
 
-_INSTALL = "pip install 'monai_gds[tiles-cuda13]' (or tiles-cuda12)"
+_HINT = "nvCOMP 6 decompresses tiles on a GPU: pip install 'monai_gds[tiles-cuda13]' (or tiles-cuda12)"
 
 #: Element size -> nvcompType_t of unsigned integers.
 _TYPES = {1: 1, 2: 3, 4: 5, 8: 7}
@@ -60,11 +57,11 @@ class Blocks(NamedTuple):
     """Where blocks lie on a device: the addresses of int64 arrays there, with an element per block.
 
     Attributes:
-        number: how many.
-        addresses: of the compressed blocks, multiples of 16.
-        sizes: bytes of each.
+        number: how many blocks there are.
+        addresses: where the compressed blocks begin, multiples of 16.
+        sizes: how many bytes each has.
         out_addresses: where each is decompressed to.
-        out_sizes: bytes there.
+        out_sizes: how many bytes it has there.
         most_out: the largest of these.
         total_out: the sum of these.
     """
@@ -80,11 +77,7 @@ class Blocks(NamedTuple):
 
 def why_not() -> str | None:
     """Why nothing can be decompressed on a device here; None if it can."""
-    try:
-        _library()
-    except MonaiGdsError as e:
-        return str(e)
-    return None
+    return problem_with(_library)
 
 
 def crc32(count: int, addresses: int, sizes: int, most_bytes: int, out: int, stream: int) -> None:
@@ -114,7 +107,7 @@ def _crc_options(count: int, most_bytes: int) -> _CrcOptions:
 def temp_bytes(codec: str, count: int, most_out: int, total_out: int) -> int:
     """Bytes of memory on the device that :func:`decompress` needs. Raises MonaiGdsError as it does."""
     found = ctypes.c_size_t()
-    name = f"nvcompBatched{CODECS[codec]}DecompressGetTempSize"
+    name = f"nvcompBatched{CODECS[codec].nvcomp}DecompressGetTempSize"
     _call(name, count, most_out, _DEFAULTS, ctypes.byref(found), total_out, None)
     return found.value
 
@@ -123,10 +116,10 @@ def decompress(codec: str, blocks: Blocks, temp: int, temp_nbytes: int, statuses
     """Decompresses blocks. Those of Zstd and Bitcomp must be sound: nvCOMP does not validate them.
 
     Args:
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
         blocks: where they are.
         temp: address of memory for nvCOMP's own use, see :func:`temp_bytes`.
-        temp_nbytes: its bytes.
+        temp_nbytes: how many bytes that has.
         statuses: address of an int32 per block, which becomes 0 if it is sound.
         got: address of an int64 per block, which becomes its bytes after decompressing.
         stream: raw handle of the stream.
@@ -135,7 +128,7 @@ def decompress(codec: str, blocks: Blocks, temp: int, temp_nbytes: int, statuses
         MonaiGdsError: nvCOMP is missing or refuses to launch.
     """
     _call(
-        f"nvcompBatched{CODECS[codec]}DecompressAsync", blocks.addresses, blocks.sizes, blocks.out_sizes, got,
+        f"nvcompBatched{CODECS[codec].nvcomp}DecompressAsync", blocks.addresses, blocks.sizes, blocks.out_sizes, got,
         blocks.number, temp, temp_nbytes, blocks.out_addresses, _DEFAULTS, statuses, stream,
     )  # fmt: skip
 
@@ -174,48 +167,33 @@ def compress(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = _function(name)(*arguments)
+    status = getattr(_library(), name)(*arguments)
     if status:
         raise MonaiGdsError(f"nvCOMP refused {name}: status {status}")
 
 
 @functools.cache
-def _function(name: str) -> Any:
-    """A function of the library, with the types of its arguments: pointers and streams, sizes, options by value."""
-    function = getattr(_library(), name)
-    size, pointer, options = ctypes.c_size_t, ctypes.c_void_p, _Options
-    if name == "nvcompBatchedCRC32Async":
-        function.argtypes = [pointer, pointer, size, pointer, _CrcOptions, ctypes.c_int, pointer, pointer]
-    elif name == "nvcompBatchedCRC32GetHeuristicConf":
-        function.argtypes = [pointer, size, pointer, size, pointer]
-    elif name.endswith("DecompressAsync"):
-        function.argtypes = [*[pointer] * 4, size, pointer, size, pointer, options, pointer, pointer]
-    elif name.endswith("DecompressGetTempSize"):
-        function.argtypes = [size, size, options, pointer, size, pointer]
-    elif name.endswith("CompressGetMaxOutputChunkSize"):
-        function.argtypes = [size, options, pointer]
-    else:  # CompressAsync
-        function.argtypes = [pointer, pointer, size, size, pointer, size, pointer, pointer, options, pointer, pointer]
-    return function
-
-
-@functools.cache
 def _library() -> Any:
     """nvCOMP's library, version 6."""
-    try:
-        spec = importlib.util.find_spec("nvidia.libnvcomp")
-    except ModuleNotFoundError:  # no package nvidia at all
-        spec = None
-    path = _SONAME
-    if spec is not None and spec.origin is not None:
-        path = os.path.join(os.path.dirname(spec.origin), "lib64", _SONAME)
-    try:
-        lib = ctypes.PyDLL(path if os.path.exists(path) else _SONAME)
-        for function in (
-            "nvcompBatchedCRC32Async",
-            *(f"nvcompBatched{name}DecompressAsync" for name in CODECS.values()),
-        ):
-            getattr(lib, function)
-    except (OSError, AttributeError) as e:
-        raise MonaiGdsError(f"nvCOMP 6 decompresses tiles on a GPU, and {path} cannot be used ({e}): {_INSTALL}") from e
-    return lib
+    return library(
+        _SONAME, _HINT, functions=_functions(), package="nvidia.libnvcomp", folder="lib64", load=ctypes.PyDLL
+    )
+
+
+def _functions() -> dict[str, tuple[Any, ...]]:
+    """What each function returns, its status, and its arguments: pointers and streams, sizes, options by value."""
+    status, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+    functions: dict[str, tuple[Any, ...]] = {
+        "CRC32Async": (status, pointer, pointer, size, pointer, _CrcOptions, ctypes.c_int, pointer, pointer),
+        "CRC32GetHeuristicConf": (status, pointer, size, pointer, size, pointer),
+        "BitcompCompressGetMaxOutputChunkSize": (status, size, _Options, pointer),
+        "BitcompCompressAsync": (
+            status, pointer, pointer, size, size, pointer, size, pointer, pointer, _Options, pointer, pointer
+        ),
+    }  # fmt: skip
+    for name in (codec.nvcomp for codec in CODECS.values()):
+        functions[f"{name}DecompressAsync"] = (
+            status, *[pointer] * 4, size, pointer, size, pointer, _Options, pointer, pointer,
+        )  # fmt: skip
+        functions[f"{name}DecompressGetTempSize"] = status, size, size, _Options, pointer, size, pointer
+    return {f"nvcompBatched{name}": types for name, types in functions.items()}

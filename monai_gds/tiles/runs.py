@@ -138,14 +138,14 @@ class RunTable:
     """The table of a tensor's runs in a record: what the head keeps of them.
 
     Args:
-        shape: of the tensor.
-        dtype: of the tensor.
+        shape: the tensor's shape.
+        dtype: its dtype.
         table: the table's bytes, 1-D uint8, whose checksum has been compared.
-        nbytes: bytes of the blocks.
+        nbytes: how many bytes the blocks have.
 
     Attributes:
         values: the different values, 1-D CPU tensor.
-        nbytes: bytes of memory of the table.
+        nbytes: how many bytes of memory the table takes.
 
     Raises:
         DamagedRecord: the table does not fit the tensor or the blocks.
@@ -203,8 +203,8 @@ class RunTable:
         """The runs of a block.
 
         Args:
-            block: its index.
-            stream: its stream, 1-D uint8.
+            block: the block's index.
+            stream: the block's stream, 1-D uint8.
 
         Returns:
             The length of each run, int64, and the index of its value, uint8.
@@ -234,13 +234,13 @@ class Runs:
     """The runs of a tensor that lies in a record.
 
     Args:
-        table: their table.
+        table: the table of the runs.
         read_block: reads a block, given its index, and returns what :meth:`RunTable.decode` does.
         on_found: called with the index of each element that :meth:`find` finds, and the index of its value.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
+        shape: the tensor's shape.
+        dtype: its dtype.
         values: its different values, 1-D CPU tensor.
 
     Example:

@@ -29,19 +29,15 @@ from monai_gds.storage import ALIGNMENT
 from monai_gds.tiles import blosc, nvcomp
 from monai_gds.tiles import palette as palettes
 from monai_gds.tiles.boxes import Box, last_three
+from monai_gds.tiles.codecs import CODECS, ON_CPU
 
-__all__ = ["BITCOMP", "CODECS", "EDGE", "Layout", "Packed", "Tiles", "pack", "tile_shape"]
+__all__ = ["EDGE", "Layout", "Packed", "Tiles", "pack", "tile_shape"]
 
 #: Voxels along each edge of a tile.
 EDGE = 32
 
 #: Streams begin at multiples of this, at least 4 bytes after the end of the one before (see :func:`blosc.decompress`).
 _STREAM_ALIGNMENT = 16
-
-#: nvCOMP's codec, for CUDA devices only.
-BITCOMP = "bitcomp"
-
-CODECS = (*blosc.CODECS, BITCOMP)
 
 #: A tensor that gets less than 15 % smaller is left as it is: then it needs no decoding.
 _LEAST_GAIN = 1.15
@@ -74,11 +70,11 @@ class Layout:
     """How a tensor is cut and compressed.
 
     Attributes:
-        dtype: of the tensor.
-        shape: of the tensor.
-        tile: shape of a tile over the last three axes.
-        codec: one of :data:`blosc.CODECS`.
-        values: number of values in the palette; 0 without a palette.
+        dtype: the tensor's dtype.
+        shape: its shape.
+        tile: the shape of a tile over the last three axes.
+        codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
+        values: how many values the palette has; 0 without a palette.
     """
 
     dtype: torch.dtype
@@ -107,8 +103,8 @@ class Layout:
 
     @property
     def shuffled(self) -> bool:
-        """Whether tiles go through the byte shuffle before the codec. Bitcomp works on elements of any size itself."""
-        return self.codec in blosc.CODECS
+        """Whether tiles go through the byte shuffle before the codec."""
+        return CODECS[self.codec].filter == "shuffle"
 
     @property
     def tile_bytes(self) -> int:
@@ -129,7 +125,7 @@ class Layout:
         """The layout as JSON, for the item tree."""
         return {
             "dtype": name_of(self.dtype), "shape": list(self.shape), "tile": list(self.tile),
-            "filter": _filter(self.codec), "codec": self.codec, "palette": self.values,
+            "filter": CODECS[self.codec].filter, "codec": self.codec, "palette": self.values,
         }  # fmt: skip
 
     @classmethod
@@ -141,22 +137,24 @@ class Layout:
             NewerRecord: a field, filter or codec of a later version.
         """
         known = ("dtype", "shape", "tile", "filter", "codec", "palette")
+        malformed = DamagedRecord("the description of a tensor's tiles is malformed")
         if type(node) is not dict or not all(key in node for key in known):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
+            raise malformed
         if strange := set(node) - set(known):
             raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
         if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
-        if node["codec"] not in CODECS or node["filter"] != _filter(node["codec"]):
+            raise malformed
+        if node["codec"] not in CODECS or node["filter"] != CODECS[node["codec"]].filter:
+            known_here = ", ".join(f"{codec.filter!r} with {name!r}" for name, codec in CODECS.items())
             raise NewerRecord(
                 f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version knows "
-                f"'shuffle' with {' or '.join(map(repr, blosc.CODECS))}, and 'none' with {BITCOMP!r}"
+                f"{known_here}"
             )
         shape, tile, values = node["shape"], node["tile"], node["palette"]
         numbers = [*shape, *tile, values] if type(shape) is list and type(tile) is list else [None]
         sound = node["dtype"] in DTYPES and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
         if not sound or len(tile) != 3 or not all(tile) or not all(shape):
-            raise DamagedRecord("the description of a tensor's tiles is malformed")
+            raise malformed
         dtype = getattr(torch, DTYPES[node["dtype"]][0])
         layout = cls(dtype, tuple(shape), (tile[0], tile[1], tile[2]), node["codec"], values)
         if values > palettes.MOST_VALUES or dtype.itemsize not in PATTERNS or layout.tile_bytes > limits.TILE_BYTES:
@@ -164,10 +162,6 @@ class Layout:
         if layout.row_bytes > blosc.MOST_BYTES:
             raise DamagedRecord(f"its rows of tiles have {layout.row_bytes} bytes, more than are decompressed at once")
         return layout
-
-
-def _filter(codec: str) -> str:
-    return "shuffle" if codec in blosc.CODECS else "none"
 
 
 class Packed(NamedTuple):
@@ -183,7 +177,7 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
 
     Args:
         tensor: contiguous CPU tensor.
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`monai_gds.tiles.codecs.CODECS`.
         edge: voxels along each edge of a tile.
 
     Returns:
@@ -224,10 +218,11 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
 
 def _compress(tiles: torch.Tensor, codec: str) -> blosc.Blocks:
     """The streams of tiles, one per row."""
-    if codec != BITCOMP:
+    if codec in ON_CPU:
         return blosc.compress(tiles, codec)
     if not torch.cuda.is_available():
-        raise MonaiGdsError(f"{BITCOMP!r} compresses on a CUDA device, and this process has none: use 'lz4' or 'zstd'")
+        others = " or ".join(map(repr, ON_CPU))
+        raise MonaiGdsError(f"{codec!r} compresses on a CUDA device, and this process has none: use {others}")
     rows, compressed = nvcomp.compress(tiles.cuda())
     plain, sizes = tiles.view(torch.uint8), compressed.cpu()
     constant = (plain == plain[:, :1]).all(1)
@@ -272,10 +267,10 @@ class Selection(NamedTuple):
     """Some tiles of a tensor, and how their streams are read into a buffer.
 
     Attributes:
-        tiles: which, rising, int64 (n,).
+        tiles: which tiles these are, rising, int64 (n,).
         sizes: as in :class:`Tiles`, int64 (n,).
         starts: where each stream begins in the buffer, int64 (n,); anything for a tile without one.
-        nbytes: of the buffer. :func:`blosc.head_bytes` of all tiles are free at its front.
+        nbytes: how many bytes the buffer has. :func:`blosc.head_bytes` of all tiles are free at its front.
         offset: where each read begins in the entry, int64 (m,).
         length: bytes of each read, int64 (m,).
         dest: where each begins in the buffer, int64 (m,).
@@ -296,7 +291,7 @@ class Tiles:
     Args:
         layout: how the tensor is cut and compressed.
         table: the table's bytes, whose checksum has been compared.
-        nbytes: bytes of the streams.
+        nbytes: how many bytes the streams have.
 
     Attributes:
         table: a copy of that given.
@@ -306,7 +301,7 @@ class Tiles:
         values: the palette, or None.
         divisor: indices divided by it are the palette's values, bit for bit: those of labels that count from 0, divided
             by 1, and of integers that were scaled to 0..1. None if there is no such number.
-        nbytes: bytes of memory of these.
+        nbytes: how many bytes of memory these take.
 
     Raises:
         DamagedRecord: the table does not fit the layout or the streams.
@@ -371,7 +366,7 @@ class Tiles:
         Args:
             streams: 1-D uint8.
             starts: where each stream begins in these.
-            tiles: which they are.
+            tiles: which tiles they belong to.
 
         Raises:
             DamagedRecord: one differs.

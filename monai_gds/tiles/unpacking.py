@@ -19,21 +19,26 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base import huge_pages
-from monai_gds.base.pooled_memory import pooled_scratch
 from monai_gds.errors import DamagedRecord
+from monai_gds.storage.memory import pooled_scratch, prefer_huge_pages
 from monai_gds.tiles import blosc
 from monai_gds.tiles.boxes import Arrangement, Box, arrange, last_three, side_by_side, whole_box
+from monai_gds.tiles.codecs import ON_CPU
 from monai_gds.tiles.tiles import PATTERNS, Layout, Selection, Tiles
 
-__all__ = ["unpack", "unpack_boxes"]
+__all__ = ["unpack", "unpack_boxes", "why_not"]
+
+
+def why_not(codec: str) -> str | None:
+    """Why the CPU cannot unpack tiles of a codec here; None if it can."""
+    return blosc.why_not() if codec in ON_CPU else f"{codec} is unpacked by GPUs only"
 
 
 def unpack(tiles: Tiles, streams: np.ndarray) -> torch.Tensor:
     """The whole tensor.
 
     Args:
-        tiles: of the tensor.
+        tiles: the tensor's tiles.
         streams: 1-D uint8, the bytes of the entry; not changed.
 
     Returns:
@@ -48,7 +53,7 @@ def unpack(tiles: Tiles, streams: np.ndarray) -> torch.Tensor:
         out = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
     except (MemoryError, RuntimeError) as e:  # tiles of equal bytes take no room, so any record can declare this
         raise DamagedRecord(f"its tensor of shape {layout.shape} does not fit into memory: {e}") from e
-    huge_pages.prefer(out)  # 315 MB took 390 to 460 ms instead of 490 to 520
+    prefer_huge_pages(out)  # 315 MB took 390 to 460 ms instead of 490 to 520
     every, boxes = np.arange(layout.count), [whole_box(layout.shape)]
     arrangement = arrange(layout.shape, layout.dtype.itemsize, boxes)
     unpacker = _Unpacker(tiles, every, _regions(boxes, arrangement, out.view(-1)))
@@ -70,11 +75,11 @@ def unpack_boxes(
     """Fills the memory of boxes.
 
     Args:
-        tiles: of the tensor.
+        tiles: the tensor's tiles.
         selection: the tiles that the boxes touch.
         buffer: 1-D uint8, into which their streams were read. It is overwritten.
-        boxes: which voxels.
-        arrangement: where they go.
+        boxes: the voxels to fill.
+        arrangement: where their voxels go.
         memory: 1-D CPU tensor of the arrangement's size and the layout's dtype. What lies between boxes may change.
 
     Raises:
@@ -98,9 +103,9 @@ class _Region(NamedTuple):
     """Memory of a box, or of several side by side.
 
     Attributes:
-        boxes: of one size along the first two axes.
+        boxes: the boxes, of one size along the first two axes.
         columns: where each begins along the last axis of the memory.
-        memory: bit patterns, (leading, x, y, z).
+        memory: the bit patterns, (leading, x, y, z).
     """
 
     boxes: Sequence[Box]
@@ -228,10 +233,10 @@ class _Lookup:
     which takes two thirds of the time.
 
     Args:
-        values: of the palette, as bit patterns.
+        values: the palette's, as bit patterns.
         unsigned: the dtype of the indices.
-        count: how many are looked up in all. Of a few the table would cost more.
-        scratch: for what is found.
+        count: how many are looked up in all. For a few the table would cost more than it saves.
+        scratch: holds what is found.
     """
 
     def __init__(self, values: np.ndarray, unsigned: str, count: int, scratch: _Scratch) -> None:
@@ -269,11 +274,11 @@ def _lines(layout: Layout, which: np.ndarray, firsts: np.ndarray, lead: int, par
     """Where the voxels of a part of a box lie in decoded tiles: which lines along the last axis.
 
     Args:
-        layout: of the tensor.
-        which: tiles that were decoded, rising.
+        layout: the tensor's layout.
+        which: the tiles that were decoded, rising.
         firsts: the first line of each.
-        lead: index of the leading axes.
-        part: of a box.
+        lead: the index of the leading axes.
+        part: the part of a box.
 
     Returns:
         Index of the lines that hold the voxels, int64 (x, y, tiles along the last axis).

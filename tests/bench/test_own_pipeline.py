@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.bench.competitors import META, OURS, OURS_LOADER, REFERENCE
-from tests.bench.commands import rows
+from monai_gds.bench.comparison import META, OURS, OURS_LOADER, REFERENCE
 from tests.commands import run
 
 MODULE = '''
@@ -32,6 +31,12 @@ def make(count=3, cached=True):
 '''
 
 
+@pytest.fixture(autouse=True)
+def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive reads fewer bytes than it needs for good figures."""
+    monkeypatch.setattr("monai_gds.doctor.probes._MEASURED_BYTES", 8 << 20)
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "own_training.py").write_text(MODULE)
@@ -49,15 +54,15 @@ def test_epochs_in_words(module: str) -> None:
     assert second.startswith("epoch 2: ") and "4 hits and 0 computed items (100% hits)" in second
     assert third.startswith("epoch 3: ") and "4 hits and 0 computed items (100% hits)" in third
     assert "  RandOwn" in second and "  EnsureTyped" in first and "  EnsureTyped" not in second
-    assert limits.startswith("This machine: reading memory") and "GB/s" in limits
+    assert limits.startswith("This machine: 8 MiB: written") and "from the page cache by posix" in limits
     assert [path.suffix for path in Path("cache").iterdir() if path.is_file()] == [".safetensors"] * 4
 
 
 def test_epochs_as_json(module: str) -> None:
-    done = run("profile", module, "--json", "--epochs", "1", "--num-workers", "1")
+    done = run("profile", module, "--json", "--epochs", "1")
     found = json.loads(done.stdout)
     assert found["epochs"][0]["computed"] == 3 and found["epochs"][0]["stages"]["random transforms"] > 0
-    assert max(found["limits"].values()) > 0
+    assert found["limits"]["backend"] == "posix" and found["limits"]["warm"] > 0
 
 
 def test_random_transforms_in_workers(module: str) -> None:
@@ -71,7 +76,7 @@ def test_random_transforms_in_workers(module: str) -> None:
 def test_without_a_cache_there_is_no_drive_to_measure(module: str) -> None:
     done = run("profile", module, "cached=False")
     assert done.exit_code == 0, done.output
-    assert "limits were not measured: there is no cache_dir" in done.output
+    assert "This machine: not measured: there is no cache_dir" in done.output
 
 
 def test_the_own_pipeline_beside_monais_datasets(module: str) -> None:
@@ -79,7 +84,7 @@ def test_the_own_pipeline_beside_monais_datasets(module: str) -> None:
     assert done.exit_code == 0, done.output
     (report,) = json.loads(done.stdout)["reports"]
     assert report["title"].startswith("the first 2 items of 3 to cpu, batch 1")
-    assert list(rows(report)) == [OURS, OURS_LOADER, REFERENCE, META, "CacheDataset"]
+    assert [row["name"] for row in report["rows"]] == [OURS, OURS_LOADER, REFERENCE, META, "CacheDataset"]
     assert all(len(row["samples"]) == 2 for row in report["rows"])
     assert not list(Path("cache").glob("*.safetensors"))
 
@@ -87,8 +92,7 @@ def test_the_own_pipeline_beside_monais_datasets(module: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["count=3"], "these are arguments of --function"),
-        (["--function", "own_training:make", "--only", "volumes"], "the function decides"),
+        (["count=3"], "Missing option '--function'"),
         (["--function", "own_training:nothing"], "has no function 'nothing'"),
     ],
 )

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds.bench import tensor, tensor_cli
+from monai_gds.bench import tensor
 from monai_gds.bench.pagecache import cached
 from monai_gds.bench.tensor import Tensors, load, store
+from monai_gds.command import bench_tensor
 from monai_gds.errors import FileChanged, StorageError
-from monai_gds.storage import available_backends
-from monai_gds.storage.deepnvme import Settings
+from monai_gds.storage import Storage, available_backends
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.testing.disks import small_disk
 from monai_gds.testing.tools import content
@@ -108,10 +108,10 @@ def test_says_whether_the_page_cache_was_warm(file: Path, tmp_path: Path) -> Non
 
 
 def test_validate_finds_a_method_that_reads_something_else(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(path: Path, nbytes: int, device: torch.device) -> Any:
+    def wrong(path: Path, nbytes: int, storage: Storage) -> Any:
         return lambda: torch.zeros(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setitem(tensor.LOADS, "direct", wrong)
+    monkeypatch.setattr(tensor, "load_storage", wrong)
     load(file, CPU, Tensors(["direct"]))
     with pytest.raises(tensor.WrongBytes, match="direct got other bytes"):
         load(file, CPU, Tensors(["direct"], validate=True))
@@ -142,7 +142,7 @@ def test_a_method_that_refuses_this_file_keeps_its_row_and_says_why(
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def growing(path: Path, nbytes: int, device: torch.device) -> Any:
+    def growing(path: Path, nbytes: int, storage: Storage) -> Any:
         def operation() -> torch.Tensor:
             with open(path, "ab") as f:
                 f.write(b"more")
@@ -150,7 +150,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(file: Path, monkeypatch: pyte
 
         return operation
 
-    monkeypatch.setitem(tensor.LOADS, "direct", growing)
+    monkeypatch.setattr(tensor, "load_storage", growing)
     with pytest.raises(FileChanged, match=r"input\.bin"):
         load(file, CPU, Tensors(["direct"]))
     result = run("load", "--input-file", file, "--device", "cpu", "--method", "direct")
@@ -229,7 +229,7 @@ def test_a_folder_that_becomes_full_is_an_error_that_names_the_file(
     if not found:
         pytest.skip(f"{method} does not work here: {found}")
     with small_disk(tmp_path) as disk:
-        monkeypatch.setattr(tensor_cli, "_check_folder", lambda *_: None)  # there was room when it looked
+        monkeypatch.setattr(bench_tensor, "check_folder", lambda *_: None)  # there was room when it looked
         before = sorted(os.listdir(disk))
         result = run("store", "--nvme-folder", disk, "--mb-size", 64, "--device", "cpu", "--method", method)
         assert result.exit_code == 1
@@ -286,38 +286,3 @@ def test_a_plot(file: Path, tmp_path: Path) -> None:
     result = run("load", "--input-file", file, "--device", "cpu", "--method", "python", "--loop", 1, "--plot", out)
     assert result.exit_code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.long  # for DeepNVMe
-class TestTune:
-    @pytest.fixture(autouse=True)
-    def deepnvme(self) -> None:
-        found = available_backends("cpu")["deepnvme"]
-        if not found:
-            pytest.skip(f"{found.reason}; {found.remedy}")
-
-    def test_the_best_comes_first_and_can_be_passed_on(
-        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        grid = {"block_size": (1 << 20, 4096), "queue_depth": (32,), "intra_op_parallelism": (1, 2)}
-        monkeypatch.setattr(tensor, "TUNING_GRID", grid)
-        done = run("tune", "--nvme-folder", tmp_path, "--mb-size", 8, "--loop", 2)
-        assert done.exit_code == 0, done.output
-        (tmp_path / "tuned.json").write_text(done.stdout)
-        assert sorted(os.listdir(tmp_path)) == ["input.bin", "tuned.json"]
-        settings = Settings.tuned(tmp_path / "tuned.json")
-        first = next(line for line in done.stdout.splitlines() if "block_size" in line)
-        assert f"block_size {settings.block_size}, queue_depth 32, intra_op_parallelism" in first
-        got = rows(run("load", "--input-file", file, "--method", "deepnvme", "--tuned", tmp_path / "tuned.json",
-                       "--device", "cpu", "--json"))  # fmt: skip
-        assert got["deepnvme"]["samples"]
-
-    def test_what_does_not_work_says_why_and_the_rest_is_tried(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        grid = {"block_size": (4096,), "queue_depth": (8, 500_000), "intra_op_parallelism": (1,)}
-        monkeypatch.setattr(tensor, "TUNING_GRID", grid)
-        (loads, _), best = tensor.tune(tmp_path, 1 << 20, CPU, 1, lambda *_: None)
-        assert best["queue_depth"] == 8
-        assert [bool(row.samples) for row in loads.rows] == [True, False]
-        assert "queue" in loads.rows[1].reason

@@ -330,7 +330,7 @@ def test_prune_deletes_records_that_a_wrong_clock_dated_later_than_now_if_they_a
     assert [found.pipeline for found in maintenance.survey(cache)] == ["dead0123"]
 
 
-@pytest.mark.filterwarnings("ignore:every item was computed anew")  # each fold is another pipeline
+@pytest.mark.filterwarnings("ignore:every item was computed again")  # each fold is another pipeline
 def test_prune_keeps_the_pipelines_of_datasets_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pruned_study.py").write_text(
         "import torch\nfrom monai.transforms import Compose, EnsureTyped, ScaleIntensityd\n"

@@ -182,7 +182,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = run("bench", "dataset", "--plot", tmp_path / "x.png")
+    done = run("bench", "dataset", "--function", "of_nobody:make", "--plot", tmp_path / "x.png")
     assert done.exit_code == 1
     assert "monai_gds[bench]" in done.stderr
 
@@ -192,10 +192,7 @@ def test_a_plot_that_cannot_be_saved_is_refused_before_anything_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed on this machine")
-    from monai_gds.bench import workloads
-
-    monkeypatch.setattr(workloads, "epochs", lambda *_: pytest.fail("measured"))
-    done = run("bench", "dataset", "--only", "volumes", "--device", "cpu", "--plot", tmp_path / name)
+    done = run("bench", "dataset", "--function", "of_nobody:make", "--plot", tmp_path / name)
     assert done.exit_code == 2
     assert "--plot" in done.output
 
@@ -210,9 +207,9 @@ def test_a_volume_without_voxels_is_wrong_usage(option: str, voxels: tuple[int, 
 
 
 def test_the_reason_for_a_backend_is_shown_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
-    from monai_gds.dataset import dataset
+    from monai_gds.dataset import settings
 
-    monkeypatch.setattr(dataset, "choose_backend", lambda *_: ("posix", "not kvikio: monai_gds[cuda12] is missing"))
+    monkeypatch.setattr(settings, "choose_backend", lambda *_: ("posix", "not kvikio: monai_gds[cuda12] is missing"))
     done = run(*SMALL_DEMO, "--device", "cpu")
     assert done.exit_code == 0
     assert "(not kvikio: monai_gds[cuda12] is missing)" in done.stdout
@@ -284,13 +281,39 @@ def test_demo_is_quiet_behind_a_pipe(tmp_path: Path) -> None:
     assert "same volumes" in done.stdout
 
 
+OWN_DATASET = """
+import torch, monai_gds
+from monai.transforms import Compose, Lambda
+
+def make():
+    transform = Compose([Lambda(lambda item: {"image": torch.full((9,), float(item))})])
+    return monai_gds.GDSDataset([1, 2], transform, "cache", "cpu")
+"""
+
+
 @pytest.mark.parametrize("of", ["dataset", "tensor"])
-def test_benchmarks_print_json_and_nothing_else(of: str, tmp_path: Path) -> None:
+def test_benchmarks_print_json_and_nothing_else(of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_dataset.py").write_text(OWN_DATASET)
     small = {
-        "dataset": ["dataset", "--items", 1, "--side", 8, "--repeats", 1, "--only", "volumes"],
-        "tensor": ["tensor", "store", "--nvme-folder", tmp_path, "--mb-size", 1, "--loop", 1, "--method", "posix"],
+        "dataset": ["dataset", "--function", "own_dataset:make", "--repeats", 1],
+        "tensor": [
+            "tensor",
+            "store",
+            "--nvme-folder",
+            tmp_path,
+            "--mb-size",
+            1,
+            "--loop",
+            1,
+            "--device",
+            "cpu",
+            "--method",
+            "posix",
+        ],
     }[of]
-    done = run("bench", *small, "--device", "cpu", "--json")
+    done = run("bench", *small, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["reports"]
     assert control_characters(done.stdout + done.stderr) == set()
@@ -338,7 +361,7 @@ finally:
 
 
 def complete(line: str, shell: str) -> str:
-    """What the shell receives when the user presses the tabulator key behind ``line``."""
+    """What the shell receives when the user presses the tabulator key after ``line``."""
     environment = {
         "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)},
         "zsh": {"_TYPER_COMPLETE_ARGS": line},

@@ -20,6 +20,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import FrozenInstanceError, fields, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from torch.utils.data import Subset
 
 import monai_gds
 from monai_gds import (
+    CacheOptions,
     CacheWarning,
     CodecMissing,
     GDSDataLoader,
@@ -51,7 +53,7 @@ from monai_gds.folder.writer import process_writer
 from monai_gds.records import compression
 from monai_gds.tiles import blosc
 from tests.fixtures_nifti import KEYS, pipeline, preprocessing, write_volumes
-from tests.machines import fork, in_child, mounted_tmpfs, python, read_only, shared_folder
+from tests.machines import ROOT, fork, in_child, mounted_tmpfs, python, read_only, shared_folder
 from tests.same import assert_same, mutable_parts
 
 Make = Callable[..., GDSDataset]
@@ -124,16 +126,16 @@ def records(cache_dir: Path) -> list[Path]:
 
 
 def test_imports_the_copy_under_test() -> None:
-    assert Path(monai_gds.__file__).parent == Path(__file__).parent.parent / "monai_gds"
+    assert Path(monai_gds.__file__).parent == ROOT / "monai_gds"
 
 
 @pytest.mark.parametrize("track_meta", [True, False])
 @pytest.mark.parametrize("verify", ["first", "always", "never"])
 def test_hit_is_miss(make: Make, volumes: list[dict[str, Any]], track_meta: bool, verify: Any) -> None:
-    dataset = make(counted(), track_meta=track_meta, verify=verify)
+    dataset = make(counted(), track_meta=track_meta, options={"verify": verify})
     missed = [dataset[i] for i in range(len(volumes))]
     assert Count.calls == len(volumes)
-    for again in (dataset, make(counted(), track_meta=track_meta, verify=verify)):
+    for again in (dataset, make(counted(), track_meta=track_meta, options={"verify": verify})):
         for _ in range(3):
             for i, expected in enumerate(missed):
                 assert_same(expected, again[i])
@@ -297,7 +299,7 @@ def test_what_cannot_be_stored_is_computed_in_every_epoch_with_one_warning(make:
 def test_what_cannot_be_stored_is_an_error_where_that_is_wanted(make: Make) -> None:
     transform = mt.Compose([mt.Lambda(lambda d: {**d, "odd": Odd()})])
     with pytest.raises(UnsupportedType, match=r"item\['odd'\] is a .*Odd.*DeleteItemsd"):
-        _ = make(transform, unsupported="error")[0]
+        _ = make(transform, options={"unsupported": "error"})[0]
     assert type(make(transform, cache=None)[0]["odd"]) is Odd
 
 
@@ -316,7 +318,7 @@ def test_why_every_item_missed_is_said_once_and_only_where_every_item_did(make: 
     for i in range(4):
         _ = make(scaled[0], data)[i]
     process_writer().flush()
-    with pytest.warns(CacheWarning, match="(?i)every item was computed anew.*what differs: .*0 → 1") as told:
+    with pytest.warns(CacheWarning, match="(?i)every item was computed again.*what differs: .*0 → 1") as told:
         dataset = make(scaled[1], data)
         for i in (0, 1, 2, 3, 0, 1):
             _ = dataset[i]
@@ -337,7 +339,7 @@ def test_why_every_item_missed_is_said_once_and_only_where_every_item_did(make: 
 def test_arrays_are_what_was_asked_for(make: Make, arrays: Any) -> None:
     data = [{"x": np.arange(6, dtype=np.int16).reshape(2, 3), "t": torch.ones(2)}]
     for _ in range(3):  # a miss, a verified read, a mapping
-        item = make(mt.Compose([mt.Identity()]), data, arrays=arrays)[0]
+        item = make(mt.Compose([mt.Identity()]), data, options={"arrays": arrays})[0]
         assert type(item["x"]) is (torch.Tensor if arrays == "torch" else np.ndarray)
         assert type(item["t"]) is torch.Tensor
         assert np.array_equal(np.asarray(item["x"]), data[0]["x"])
@@ -361,11 +363,11 @@ def test_changed_source_changed_transform_changed_item(make: Make, tmp_path: Pat
     assert dataset[0]["age"] == 99
     other = counted()
     other.transforms[5].scaler.b_max = 2.0
-    with pytest.warns(CacheWarning, match=r"every item was computed anew.*ScaleIntensityRanged.*b_max 1.0 → 2.0"):
+    with pytest.warns(CacheWarning, match=r"every item was computed again.*ScaleIntensityRanged.*b_max 1.0 → 2.0"):
         changed = make(other, data)
         assert float(changed[0]["image"].median()) == 1.0
     assert Count.calls == 4
-    cache = changed._cache()
+    cache = changed.session.cache()
     assert cache is not None and cache.index is not None
     assert not cache.index._entries, "what was compared with takes no memory afterwards"
 
@@ -462,14 +464,14 @@ def test_a_transform_changed_in_place_is_looked_at_again_when_asked(make: Make) 
     dataset = make(transform, [{"x": torch.arange(4.0)}])
     assert float(dataset[0]["x"].max()) == 1
     transform.transforms[0].scaler.maxv = 5.0
-    warnings.filterwarnings("ignore", "every item was computed anew")  # if the first one is on the disk by then
+    warnings.filterwarnings("ignore", "every item was computed again")  # if the first one is on the disk by then
     dataset.set_transform_hash(dataset.hash_transform)
     assert float(dataset[0]["x"].max()) == 5
 
 
 @pytest.mark.parametrize("hash_transform", [pickle_hashing, json_hashing, None])
 def test_hash_transform(make: Make, hash_transform: Any) -> None:
-    warnings.filterwarnings("ignore", "every item was computed anew")  # if the first one is on the disk by then
+    warnings.filterwarnings("ignore", "every item was computed again")  # if the first one is on the disk by then
     transforms = [mt.Compose([mt.Lambdad("x", func=np.exp)]), mt.Compose([mt.Lambdad("x", func=np.log)])]
     items = [make(t, [{"x": np.ones(2)}], hash_transform=hash_transform)[0]["x"] for t in transforms]
     assert torch.equal(*items) == (hash_transform is not pickle_hashing), "json_hashing hashes names, None nothing"
@@ -489,7 +491,7 @@ def test_a_hash_func_that_looks_at_files_is_asked_every_time(make: Make, tmp_pat
 
     source = tmp_path / "ct.nii"
     source.touch()
-    dataset = make(mt.Compose([Count()]), [{"image": str(source)}], hash_func=modified, sources=None)
+    dataset = make(mt.Compose([Count()]), [{"image": str(source)}], hash_func=modified, options={"sources": None})
     _ = dataset[0], dataset[0]
     os.utime(source, (0, 0))
     _ = dataset[0]
@@ -538,7 +540,7 @@ def test_that_items_cannot_be_cached_is_told_of_each_pipeline(make: Make) -> Non
 def test_sources_none(make: Make, tmp_path: Path) -> None:
     data = write_volumes(tmp_path, 1)
     for _ in range(2):
-        _ = make(counted(), data, sources=None)[0]
+        _ = make(counted(), data, options={"sources": None})[0]
         Path(data[0]["image"]).write_bytes(b"no volume any more")
     assert Count.calls == 1
 
@@ -600,16 +602,28 @@ def test_a_function_that_keeps_the_pipeline_from_the_cache_is_named(make: Make) 
         ({"device": "mps"}, "only CPU and CUDA"),
         ({"device": True}, "device must be"),
         ({"device": "cpu", "backend": "warp"}, "backend='warp'.*auto, posix"),
-        ({"device": "cpu", "verify": "sometimes"}, "verify='sometimes'.*'first'"),
+        ({"device": "cpu", "options": {"verify": "sometimes"}}, "verify='sometimes'.*'first'"),
         ({"device": "cpu", "compression": "gzip"}, "compression='gzip'.*'auto', 'lz4', 'zstd', 'bitcomp' or None"),
         ({"device": "cpu", "compression": "bitcomp"}, "unpacked by GPUs only.*use 'lz4' or 'zstd'"),
-        ({"device": "cpu", "compression": "lz4", "tiles": None}, "compression='lz4' packs tiles, and tiles=None"),
-        ({"device": "cpu", "compression": None, "tiles": 32}, "tiles=32 are compressed, and compression=None"),
-        ({"device": "cpu", "tiles": 24}, "tiles=24: use 'auto', None for whole tensors, or the edge.*16, 32 or 64"),
-        ({"device": "cpu", "tiles": True}, "tiles=True"),
-        ({"device": "cpu", "mantissa_bits": 23}, "mantissa_bits=23: use 1 to 22 of float32's 23 bits, or None"),
-        ({"device": "cpu", "mantissa_bits": 0}, "mantissa_bits=0"),
-        ({"device": "cpu", "mantissa_bits": True}, "mantissa_bits=True"),
+        (
+            {"device": "cpu", "compression": "lz4", "options": {"tiles": None}},
+            "compression='lz4' packs tiles, and tiles=None",
+        ),
+        (
+            {"device": "cpu", "compression": None, "options": {"tiles": 32}},
+            "tiles=32 are compressed, and compression=None",
+        ),
+        (
+            {"device": "cpu", "options": {"tiles": 24}},
+            "tiles=24: use 'auto', None for whole tensors, or the edge.*16, 32 or 64",
+        ),
+        ({"device": "cpu", "options": {"tiles": True}}, "tiles=True"),
+        (
+            {"device": "cpu", "options": {"mantissa_bits": 23}},
+            "mantissa_bits=23: use 1 to 22 of float32's 23 bits, or None",
+        ),
+        ({"device": "cpu", "options": {"mantissa_bits": 0}}, "mantissa_bits=0"),
+        ({"device": "cpu", "options": {"mantissa_bits": True}}, "mantissa_bits=True"),
     ],
 )
 def test_bad_arguments_name_themselves(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -625,7 +639,7 @@ def test_a_backend_that_cannot_serve_the_device(tmp_path: Path) -> None:
 def test_backend_options_reach_the_backend(make: Make) -> None:
     dataset = make(backend="posix", backend_options={"threads": 3})
     _ = dataset[0]
-    assert dataset._cache()._storage.describe()["threads"] == 3  # type: ignore[union-attr]
+    assert dataset.session.cache()._storage.describe()["threads"] == 3  # type: ignore[union-attr]
     with pytest.raises(TypeError, match="warp"):
         _ = make(backend_options={"warp": 9})[0]
 
@@ -953,7 +967,7 @@ def test_fork_after_the_cache_was_used(make: Make, volumes: Any) -> None:
 def test_fork_after_threads_have_read(make: Make) -> None:
     """A pool of threads does not survive a fork: a child that went on with its parent's would wait for ever."""
     transform = mt.Compose([mt.Lambda(lambda d: {"x": torch.ones(1 << 20)})])
-    dataset = make(transform, [{"a": 1}], verify="always")
+    dataset = make(transform, [{"a": 1}], options={"verify": "always"})
     _ = dataset[0], dataset[0]
 
     def read() -> float:
@@ -1050,8 +1064,10 @@ def test_is_a_persistent_dataset_with_monais_signature(tmp_path: Path) -> None:
     ours = inspect.signature(GDSDataset.__init__).parameters
     assert list(ours)[1:8] == monais
     assert set(inspect.signature(PersistentDataset.__init__).parameters) <= set(ours)
-    own = ("backend", "verify", "durable", "sources", "root", "monai_version", "arrays", "unsupported")
-    assert all(ours[n].kind is inspect.Parameter.KEYWORD_ONLY for n in own)
+    own = (
+        "backend", "backend_options", "root", "version", "compression", "max_bytes", "local_dir", "options",
+    )  # fmt: skip
+    assert tuple(n for n in ours if ours[n].kind is inspect.Parameter.KEYWORD_ONLY) == own
     assert issubclass(GDSDataset, PersistentDataset)
     GDSDataset([], [mt.Identity()], str(tmp_path), "cpu", pickle_module="pickle", pickle_protocol=2, weights_only=False)
 
@@ -1060,7 +1076,7 @@ def test_durable_and_not_give_the_same(make: Make, cache_dir: Path) -> None:
     expected = make()[0]
     raw = records(cache_dir)[0].read_bytes()
     records(cache_dir)[0].unlink()
-    assert_same(expected, make(durable=True)[0])
+    assert_same(expected, make(options={"durable": True})[0])
     assert records(cache_dir)[0].read_bytes() == raw
 
 
@@ -1228,7 +1244,7 @@ def test_auto_writes_tiles_where_the_first_random_transform_crops(make: Make, ca
     written: list[str] = []
     for n, (random, settings, form) in enumerate(
         [
-            ([CROPS, FLIPS], {}, "lz4 32"), ([FLIPS, CROPS], {}, ""), ([CROPS], {"tiles": 16}, "lz4 16"),
+            ([CROPS, FLIPS], {}, "lz4 32"), ([FLIPS, CROPS], {}, ""), ([CROPS], {"options": {"tiles": 16}}, "lz4 16"),
             ([CROPS], {"compression": None}, ""),
         ]
     ):  # fmt: skip
@@ -1317,7 +1333,7 @@ def test_print_counts_the_records_of_the_pipeline(make: Make, cache_dir: Path) -
 @needs_blosc2
 @pytest.mark.usefixtures("small_volumes_are_cut")
 def test_the_form_is_told(make: Make) -> None:
-    dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), VOLUMES, mantissa_bits=9)
+    dataset = make(mt.Compose([mt.Lambda(_volume), CROPS]), VOLUMES, options={"mantissa_bits": 9})
     assert "new ones as lz4, in tiles of 32³ (crops come first)" in str(dataset)
     assert "to 9 bits of mantissa" in str(dataset)
     dataset[0]
@@ -1331,16 +1347,16 @@ def test_the_form_is_told(make: Make) -> None:
 def test_workers_make_the_records_that_the_gpu_asks_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "why_not_on_gpu", lambda: None)
     dataset = make(mt.Compose([mt.Lambda(_volume)]), VOLUMES)
-    assert dataset.for_saving().record_form().codec is None
-    dataset.device = torch.device("cuda", 0)
-    view = dataset.for_saving()
+    assert dataset.session.for_worker().record_form().codec is None
+    dataset.settings = replace(dataset.settings, device=torch.device("cuda", 0))
+    view = dataset.session.for_worker()
     assert (view.target().type, view.record_form().codec) == ("cpu", "lz4")
     assert pickle.loads(pickle.dumps(view)).record_form() == view.record_form()
 
 
 def test_a_codec_for_gpus_is_refused_in_workers_that_return_items(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = make(mt.Compose([mt.Lambda(_volume)]), VOLUMES)
-    dataset.device, dataset.compression = torch.device("cuda", 0), "bitcomp"
+    dataset.settings = replace(dataset.settings, device=torch.device("cuda", 0), compression="bitcomp")
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
     with pytest.raises(
         ValueError, match=r"compression='bitcomp' is unpacked by GPUs only, .* worker that returns items"
@@ -1373,26 +1389,26 @@ ROUNDED = ("image", "array", "double")
 def test_rounded_items_are_the_same_as_hits_and_misses(make: Make, bits: int, compression: Any) -> None:
     transform = mt.Compose([mt.Lambda(_many_kinds)])
     exact = make(transform, VOLUMES, None)[0]
-    expected = make(transform, VOLUMES, None, mantissa_bits=bits)[0]
+    expected = make(transform, VOLUMES, None, options={"mantissa_bits": bits})[0]
     for name in ROUNDED:
         off = np.abs(np.asarray(expected[name], np.float64) / np.asarray(exact[name], np.float64) - 1).max()
         assert 0 < off <= 2 ** -(bits + 1)
     assert_same({**exact, **{name: expected[name] for name in ROUNDED}}, expected)
     assert_same(expected["image"].affine, exact["image"].affine)
-    with make(transform, VOLUMES, compression=compression, mantissa_bits=bits) as dataset:
+    with make(transform, VOLUMES, compression=compression, options={"mantissa_bits": bits}) as dataset:
         assert_same(dataset[0], expected)
-    for again in (dataset, make(transform, VOLUMES, mantissa_bits=bits)):
+    for again in (dataset, make(transform, VOLUMES, options={"mantissa_bits": bits})):
         assert again.is_cached(0)
         assert_same(again[0], expected)
     other = make(transform, VOLUMES)
     assert not other.is_cached(0)
     assert_same(other[0], exact)
-    assert not make(transform, VOLUMES, mantissa_bits=bits + 1).is_cached(0)
+    assert not make(transform, VOLUMES, options={"mantissa_bits": bits + 1}).is_cached(0)
 
 
 def test_rounding_counts_where_transforms_do_not(make: Make) -> None:
     transform = mt.Compose([mt.Lambda(_many_kinds)])
-    for settings in ({}, {"mantissa_bits": 5}):
+    for settings in ({}, {"options": {"mantissa_bits": 5}}):
         dataset = make(transform, VOLUMES, hash_transform=None, **settings)
         assert not dataset.is_cached(0)
         with dataset:
@@ -1402,7 +1418,7 @@ def test_rounding_counts_where_transforms_do_not(make: Make) -> None:
 @needs_blosc2
 def test_rounded_values_compress_better(make: Make, cache_dir: Path) -> None:
     transform = mt.Compose([mt.Lambda(_many_kinds)])
-    for settings in ({}, {"mantissa_bits": 7}):
+    for settings in ({}, {"options": {"mantissa_bits": 7}}):
         with make(transform, VOLUMES, compression="zstd", **settings) as dataset:
             dataset[0]
     rounded, exact = sorted(path.stat().st_size for path in records(cache_dir))
@@ -1411,7 +1427,7 @@ def test_rounded_values_compress_better(make: Make, cache_dir: Path) -> None:
 
 def test_a_transform_keeps_the_tensor_that_it_returned(make: Make) -> None:
     volume = torch.full((1, 80, 80, 80), 0.1)
-    _ = make(mt.Compose([mt.Lambda(lambda item: {"image": volume})]), VOLUMES, mantissa_bits=5)[0]
+    _ = make(mt.Compose([mt.Lambda(lambda item: {"image": volume})]), VOLUMES, options={"mantissa_bits": 5})[0]
     assert bool((volume == 0.1).all())
 
 
@@ -1419,13 +1435,84 @@ def test_a_transform_keeps_the_tensor_that_it_returned(make: Make) -> None:
 # What people try who come from elsewhere
 
 
-def test_arguments_of_cache_dataset_are_accepted_and_warned_of_once(tmp_path: Path) -> None:
-    with pytest.warns(CacheWarning, match="cache_num, cache_rate, runtime_cache: of no effect") as said:
-        GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", cache_num=5, cache_rate=0.5, runtime_cache=True)
-    assert len(said) == 1
-    assert said[0].filename == __file__
-    with pytest.raises(TypeError, match="GDSDataset has no argument 'cache_rat'"):
-        GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", cache_rat=0.5)  # type: ignore[call-arg, unused-ignore]
+def test_arguments_that_became_options_name_their_place(tmp_path: Path) -> None:
+    for name in (one.name for one in fields(CacheOptions)):
+        with pytest.raises(TypeError, match=rf"^{name}= is options=CacheOptions\({name}=...\)$"):
+            GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", **{name: None})
+    for name in ("cache_rat", "cache_rate"):
+        with pytest.raises(TypeError, match=f"GDSDataset has no argument '{name}'"):
+            GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", **{name: 0.5})
+
+
+def test_options_may_be_a_dict(make: Make) -> None:
+    as_dict, as_such = make(options={"verify": "always"}), make(options=CacheOptions(verify="always"))
+    assert as_dict.settings.options == as_such.settings.options != make().settings.options
+    with pytest.raises(TypeError, match="CacheOptions has no option 'verifi'"):
+        make(options={"verifi": "always"})
+    with pytest.raises(TypeError, match=r"options='always': give CacheOptions\(...\), or a dict"):
+        make(options="always")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"mmap": "no"}, ValueError, "mmap='no': use 'auto', True or False"),
+        ({"sources": "name"}, ValueError, "sources='name': use 'content', 'stat', 'once' or None"),
+        ({"mantissa_bits": 23}, ValueError, "mantissa_bits=23"),
+        ({"device_bytes": "much"}, ValueError, "device_bytes='much'"),
+        ({"local_bytes": -1}, ValueError, "local_bytes=-1"),
+        ({"file_mode": "rw"}, TypeError, "file_mode='rw'"),
+    ],
+)
+def test_options_are_checked_before_there_is_a_dataset(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        CacheOptions(**options)
+
+
+def test_options_cannot_be_changed_and_go_to_other_processes() -> None:
+    options = CacheOptions(sources="stat", file_mode=0o600)
+    with pytest.raises(FrozenInstanceError):
+        options.verify = "never"  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(options)) == options
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's own word in the key
+
+
+def test_another_version_is_a_miss_and_explained(make: Make) -> None:
+    with make(version="network 3") as dataset:
+        _ = dataset[0]
+    assert make(version="network 3").is_cached(0)
+    other = make(version="network 4")
+    assert not other.is_cached(0)
+    assert "version 'network 3' → 'network 4'" in other.explain(0)
+    assert "settings of the process: version 'network 4'" in other.explain(0)
+    assert "version 'network 3' → None" in make().explain(0)
+
+
+def test_no_version_leaves_the_key_as_it_was(make: Make) -> None:
+    dataset = make()
+    assert dataset.key(0).digest == make(version=None).key(0).digest
+    assert all(name != "version" for name, _ in dataset.key(0).pipeline.state)
+
+
+def test_versions_that_differ_in_anything_have_other_keys(make: Make) -> None:
+    versions = ["1", 1, True, 1.0, "", "None", (1, 2), [1, 2], {"a": 1, "b": 2}, {"a": 1}, np.arange(3), np.arange(4)]
+    digests = [make(version=version).key(0).digest for version in [None, *versions]]
+    assert len(set(digests)) == len(digests)
+    assert make(version={"b": 2, "a": 1}).key(0).digest in digests, "the order of a dict does not count"
+
+
+def test_a_version_counts_where_transforms_do_not(make: Make) -> None:
+    assert make(hash_transform=None, version=1).key(0).digest != make(hash_transform=None, version=2).key(0).digest
+
+
+def test_a_version_without_a_stable_hash_is_an_error(make: Make) -> None:
+    with pytest.raises(monai_gds.HashingError):
+        make(version=threading.Lock())
 
 
 def test_options_that_a_backend_does_not_take_fail_at_once_and_those_it_takes_are_named(tmp_path: Path) -> None:
@@ -1474,7 +1561,7 @@ def test_a_dataset_names_its_pipeline_as_ls_does(tmp_path: Path) -> None:
     with GDSDataset(items, pipeline(), tmp_path / "cache", device="cpu") as dataset:
         _ = dataset[0]
     (found,) = survey(tmp_path / "cache")
-    assert dataset.pipeline_digest() == found.pipeline
+    assert dataset.session.pipeline_digest() == found.pipeline
     assert f"pipeline:   {found.pipeline[:8]}" in str(dataset)
 
 

@@ -22,8 +22,10 @@ import pytest
 from monai_gds import CacheWarning, GDSDataset, PopulateError, WorkerDied
 from monai_gds.dataset import engines, item_keys
 from monai_gds.dataset.populate import Populated
+from monai_gds.shared.temporary import tidy
 from tests.dataset.test_populate import MODULE, Make, log, made, make, processes, warm
 from tests.machines import ROOT
+from tests.test_docs import examples
 
 __all__ = ["log", "make"]
 
@@ -193,14 +195,25 @@ def test_a_source_that_is_edited_before_its_item_is_computed_does_not_end_it(
 def test_an_interrupt_while_the_dataset_is_sent_leaves_nothing(
     make: Datasets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
+    def interrupted(*what: Any) -> None:
+        original(*what)
         raise KeyboardInterrupt
 
-    dataset = make()
-    monkeypatch.setattr(os, "utime", interrupted)
+    dataset, original = make(), engines.create
+    monkeypatch.setattr(engines, "create", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dataset.populate(executor=Inline())
     assert left_behind(dataset) == []
+
+
+def test_what_workers_of_other_hosts_need_is_not_removed_there_for_days(tmp_path: Path) -> None:
+    (tmp_path / ".tmp").mkdir()
+    for days in (1, 29, 31):
+        sent = tmp_path / ".tmp" / f"job.{days:032x}.0a0b0c0d-7.999999999.5.0"
+        sent.write_bytes(b"a dataset")
+        os.utime(sent, (time.time() - days * 86_400,) * 2)
+    tidy(tmp_path)
+    assert [int(name[4:36], 16) for name in sorted(os.listdir(tmp_path / ".tmp"))] == [1, 29]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -386,10 +399,13 @@ def test_ray(make: Datasets, tmp_path: Path, log: Path) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     trap = tmp_path / "trap"
     trap.touch()
+    names: dict[str, Any] = {}
+    exec(examples(ROOT / "docs/howto/fill.md")[1], names)
+    executor = names["RayExecutor"]()
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
     try:
         with pytest.warns(CacheWarning), pytest.raises(PopulateError, match="1 of 8 items failed") as caught:
-            make(8, item3={"kill": str(trap)}).populate(executor=engines.RayExecutor())
+            make(8, item3={"kill": str(trap)}).populate(executor=executor)
     finally:
         ray.shutdown()
     assert caught.value.failures[0].path == str(trap)

@@ -62,9 +62,9 @@ def _only(batch: list[Any]) -> Any:
 @pytest.mark.parametrize("track_meta", [True, False])
 @pytest.mark.parametrize("verify", ["first", "always", "never"])
 def test_hit_is_miss(make: Make, volumes: list[dict[str, Any]], track_meta: bool, verify: Any) -> None:
-    dataset = make(track_meta=track_meta, verify=verify)
+    dataset = make(track_meta=track_meta, options={"verify": verify})
     missed = [dataset[i] for i in range(len(volumes))]
-    for again in (dataset, make(track_meta=track_meta, verify=verify)):
+    for again in (dataset, make(track_meta=track_meta, options={"verify": verify})):
         for _ in range(3):
             for i, expected in enumerate(missed):
                 assert_same(expected, again[i])
@@ -79,7 +79,7 @@ def test_hit_is_miss(make: Make, volumes: list[dict[str, Any]], track_meta: bool
 def test_a_record_has_no_device(make: Make, backend: str) -> None:
     """What one device filled, another and the CPU read."""
     expected = make()[0]
-    assert_same(on_cpu(expected), make(device="cpu", backend="posix", arrays="torch")[0])
+    assert_same(on_cpu(expected), make(device="cpu", backend="posix", options={"arrays": "torch"})[0])
 
 
 def test_items_made_on_the_gpu_are_cached(make: Make) -> None:

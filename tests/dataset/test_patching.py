@@ -12,7 +12,7 @@ import monai.data
 import pytest
 import torch
 from monai.bundle import ConfigParser
-from monai.transforms import Compose, EnsureTyped, LoadImaged, ScaleIntensityd
+from monai.transforms import Compose, EnsureType, EnsureTyped, LoadImaged, ScaleIntensityd
 
 import monai_gds
 from monai_gds import GDSDataset
@@ -64,7 +64,7 @@ def test_a_folder_that_is_named_stays(items: list[dict[str, str]], tmp_path: Pat
         dataset = monai.data.PersistentDataset(items, transform(), tmp_path / "own")
     with dataset:
         _ = dataset[0]
-    assert (records(tmp_path / "own"), records(tmp_path / "cache"), dataset.compression) == (1, 0, None)
+    assert (records(tmp_path / "own"), records(tmp_path / "cache"), dataset.settings.compression) == (1, 0, None)
 
 
 def test_a_config_finds_them(items: list[dict[str, str]], tmp_path: Path) -> None:
@@ -159,3 +159,18 @@ def test_unknown_options_are_refused_before_anything_is_replaced(tmp_path: Path)
     with pytest.raises(TypeError, match="GDSDataset has no argument 'cach_dir'"):
         monai_gds.patch(tmp_path, cach_dir=1)
     assert monai.data.CacheDataset is ORIGINAL["CacheDataset"]
+
+
+def test_options_that_moved_name_their_place(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"verify= is options=CacheOptions\(verify=...\)"):
+        monai_gds.patch(tmp_path, verify="always")
+
+
+def test_arguments_of_cache_dataset_are_accepted_and_warned_of_once(tmp_path: Path) -> None:
+    with (
+        monai_gds.patch(tmp_path),
+        pytest.warns(monai_gds.CacheWarning, match="cache_num, cache_rate, runtime_cache: of no effect") as said,
+    ):
+        monai.data.CacheDataset([1], Compose([EnsureType()]), cache_num=5, cache_rate=0.5, runtime_cache=True)
+    assert len(said) == 1
+    assert said[0].filename == __file__

@@ -201,7 +201,7 @@ def test_why_everything_is_computed_anew_is_said(make: Any, tmp_path: Path, log:
     make().populate()
     other = make()
     other.transform = mt.Compose([Make(log), mt.Lambda(lambda item: {"x": item["x"] + 1})])
-    with pytest.warns(CacheWarning, match=r"every item was computed anew.*Lambda inserted"):
+    with pytest.warns(CacheWarning, match=r"every item was computed again.*Lambda inserted"):
         other.populate()
 
 
@@ -457,7 +457,7 @@ def test_converts_only_when_asked_and_runs_no_transform(volumes: Any, tmp_path: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for settings, form in (
-            ({"compression": "lz4"}, "lz4 32"), ({"compression": "lz4", "tiles": 16}, "lz4 16"),
+            ({"compression": "lz4"}, "lz4 32"), ({"compression": "lz4", "options": {"tiles": 16}}, "lz4 16"),
             ({"compression": "zstd"}, "zstd 32"), ({"compression": None}, ""),
         ):  # fmt: skip
             dataset = volumes(**settings)
@@ -481,7 +481,7 @@ def test_auto_converts_whole_records_where_it_chooses_tiles_and_nothing_else(
     assert volumes(random=[flips]).populate(convert=True) == Populated(3, 0)
     assert volumes(random=[crops]).populate(convert=True) == Populated(0, 0, 3)
     assert forms(tmp_path) == ["lz4 32"] * 3
-    for settings in ({}, {"random": [flips]}, {"random": [crops]}, {"random": [crops], "tiles": 16}):
+    for settings in ({}, {"random": [flips]}, {"random": [crops]}, {"random": [crops], "options": {"tiles": 16}}):
         assert volumes(**settings).populate(convert=True) == Populated(3, 0)
     volumes(compression="zstd").populate(convert=True)
     assert volumes(random=[crops]).populate(convert=True) == Populated(3, 0)
@@ -563,7 +563,7 @@ def test_cache_warm_converts_unless_told_not_to(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     module = ModuleType(name)
-    module.make = lambda: volumes(4, compression="zstd", tiles=16)  # type: ignore[attr-defined]
+    module.make = lambda: volumes(4, compression="zstd", options={"tiles": 16})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
     done = run("cache", "warm", f"{name}:make", "--no-convert")
     assert done.stdout == "1 items computed, 3 were cached already\n", done.stderr
@@ -741,7 +741,7 @@ def test_cache_warm_stopped_by_ctrl_c_says_how_far_it_came(tmp_path: Path, log: 
         ("trainin:good", "no module 'trainin'"),
         ("training:goood", "has no function 'goood'"),
         ("training:needs", "missing a required argument: 'folder'"),
-        ("training:wrong", "returned no GDSDataset but a value of type int"),
+        ("training:wrong", "returned a value of type int, not a GDSDataset"),
     ],
 )
 def test_cache_warm_used_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, message: str) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds.doctor import Status, diagnosis, examine
+from monai_gds.doctor import Status, examine, probes
 from monai_gds.errors import BackendUnavailable
+from monai_gds.storage.deepnvme import build
 from tests import commands
 from tests.commands import Done, on_a_terminal
 from tests.loopdisk import loop_disk, not_permitted
@@ -112,20 +113,20 @@ def test_wrong_usage(arguments: list[str]) -> None:
 
 
 def test_build_says_what_it_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(backend: str, say: Any) -> list[Path]:
+    def build_ahead(say: Any) -> list[Path]:
         say("compiling")
         return [tmp_path / "aio"]
 
-    monkeypatch.setattr(diagnosis, "build", build)
+    monkeypatch.setattr(build, "build_ahead", build_ahead)
     assert json.loads(doctor("--build", "deepnvme", "--json").stdout) == {"built": [str(tmp_path / "aio")]}
     assert doctor("--build", "deepnvme").stdout == f"{tmp_path / 'aio'}\n"
 
 
 def test_a_build_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(backend: str, say: Any) -> list[Path]:
+    def build_ahead(say: Any) -> list[Path]:
         raise BackendUnavailable("the package deepspeed is not installed")
 
-    monkeypatch.setattr(diagnosis, "build", build)
+    monkeypatch.setattr(build, "build_ahead", build_ahead)
     result = doctor("--build", "deepnvme")
     assert (result.exit_code, result.stderr) == (1, "monai-gds: the package deepspeed is not installed\n")
 
@@ -172,10 +173,10 @@ def test_a_device_that_is_not_here_is_wrong_usage(form: list[str], tmp_path: Pat
 def test_whether_a_disk_may_be_read_is_found_out_by_opening_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's device rules refuse root what the mode of the device node allows."""
     with loop_disk(tmp_path) as disk:
-        told = diagnosis.disk(str(disk.folder))
+        told = probes.disk(str(disk.folder))
         assert (told["disk"], told["readable"], told["problem"]) == (disk.device, True, "")
         not_permitted(disk.device, monkeypatch)
-        told = diagnosis.disk(str(disk.folder))
+        told = probes.disk(str(disk.folder))
     assert (told["disk"], told["readable"], told["problem"]) == (disk.device, False, "Operation not permitted")
     for remedy in ("root", "the group disk", f"--device={disk.device}:r"):
         assert remedy in told["remedy"]

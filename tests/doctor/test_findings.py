@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from monai_gds import doctor as doctor_package
-from monai_gds.doctor import Diagnosis, Status, examine, findings, probes
+from monai_gds.doctor import Diagnosis, Status, examine, findings
 from monai_gds.doctor.isolation import Answer
 from monai_gds.doctor.machine import Machine
 from tests.doctor.laid import CLOSED_DRIVER, Laid, answers
@@ -262,14 +262,13 @@ def test_what_cufile_did_when_it_was_tried(laid: Laid) -> None:
 def test_cufile_is_tried_without_kvikio_s_own_ways_and_its_log_is_read(
     laid: Laid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask(probe: Any, environment: Mapping[str, str] | None = None, **_: Any) -> Answer:
-        if "cufile" in getattr(probe, "args", ()):
+    def ask(asked: Mapping[str, Any], environment: Mapping[str, str] | None = None, **_: Any) -> dict[str, Answer]:
+        if "cufile" in asked:
             assert environment is not None
             assert environment["KVIKIO_COMPAT_MODE"] == "OFF"
             Path(environment["CUFILE_LOGFILE_PATH"]).write_text("ERROR  cufio-udev:67 udev property not found\n")
-            return Answer({}, "file descriptor is not registered")
-        known = {probes.torch: answers()["torch"], probes.default: answers()["default"]}
-        return known.get(getattr(probe, "func", None), Answer({}, "not here"))
+            return {"cufile": Answer({}, "file descriptor is not registered")}
+        return {name: answers().get(name, Answer({}, "not here")) for name in asked}
 
     laid.with_gpu()
     monkeypatch.setattr(doctor_package, "ask", ask)

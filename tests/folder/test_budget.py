@@ -39,7 +39,7 @@ NBYTES = 1 << 16
 
 
 #: Each test has several pipelines, and items that are all new.
-pytestmark = pytest.mark.filterwarnings("ignore:every item was computed anew")
+pytestmark = pytest.mark.filterwarnings("ignore:every item was computed again")
 
 
 def pipeline(number: int) -> Compose:
@@ -141,7 +141,7 @@ def test_what_a_budget_notes_has_no_more_permissions_than_records(tmp_path: Path
     tmp_path.chmod(0o775)
     earlier_runs(tmp_path, 1)
     shutil.rmtree(tmp_path / ".index")
-    run(tmp_path, 2, max_bytes=size(tmp_path) + NBYTES // 2, file_mode=0o600)
+    run(tmp_path, 2, max_bytes=size(tmp_path) + NBYTES // 2, options={"file_mode": 0o600})
     facts = list((tmp_path / ".index").glob("*.facts"))
     assert {path.stat().st_mode & 0o777 for path in facts} == {0o600}
 
@@ -391,6 +391,7 @@ def killed(n: int, work: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("how", ["interrupted", "killed"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it strikes where the end is noted
 def test_deleting_may_be_stopped_at_any_step(crowded: Path, tmp_path: Path, how: str) -> None:
     for n in itertools.count(1):
         folder = shutil.copytree(crowded, tmp_path / "copy", copy_function=shutil.copy2)

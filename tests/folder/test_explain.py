@@ -187,7 +187,7 @@ def descriptions(draw: st.DrawFn) -> dict[str, str]:
 def test_any_two_descriptions(before: dict[str, str], now: dict[str, str]) -> None:
     found = description_differences(before, now)
     assert (found == []) == (before == now)
-    assert len(found) == len(description_differences(now, before))
+    assert (description_differences(now, before) == []) == (before == now)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_nothing_is_near(index: Index) -> None:
     add(index, 1, item="other", sources={"/other/x.nii": (1, "a")})
     found = nearest(index, WANTED)
     assert found.entry is None
-    assert found.differences == ["no record here has this item, or source files of these names"]
+    assert found.differences == ["no record here has this item or one of its source files"]
 
 
 def test_the_same_item_of_another_pipeline(index: Index) -> None:
@@ -273,25 +273,6 @@ def test_another_item_of_the_same_sources(index: Index) -> None:
     assert found.differences == [
         "an item with the source ct_3.nii.gz, seg_3.nii.gz that differs in another value, or in how it spells a path",
         "seg_3.nii.gz changed (size 11 → 10)",
-    ]
-
-
-def test_data_that_were_moved(index: Index) -> None:
-    """Other files of these names have more differences than the same files elsewhere."""
-    add(
-        index,
-        9,
-        item="other",
-        pipeline="cccc0000",
-        sources={"/else/ct_3.nii.gz": (1, "x"), "/else/seg_3.nii.gz": (1, "x")},
-    )
-    there = {path.replace("/data", "/scratch/job1"): source for path, source in SOURCES.items()}
-    entry = add(index, 1, item="other", pipeline="cccc0000", sources=there)
-    found = nearest(index, WANTED)
-    assert found.entry == entry
-    assert found.differences == [
-        "ct_3.nii.gz is in another folder: /scratch/job1 → /data",
-        "seg_3.nii.gz is in another folder: /scratch/job1 → /data",
     ]
 
 

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monai_gds.folder.directory import tidy
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.shared.notes import FOLDER
 from tests.machines import ROOT, in_child, mounted_tmpfs, read_only, shared_folder
@@ -474,7 +475,7 @@ def test_files_of_living_processes_and_of_other_machines_stay(many: Path, text: 
     try:
         assert living.stdout is not None
         living.stdout.readline()
-        (theirs,) = [file for file in files(many) if f".{living.pid}." in file.name]
+        (theirs,) = [file for file in files(many) if file.name.split(".")[1] == str(living.pid)]
         Index(many).tidy()
         assert foreign.exists()
         assert theirs.exists()
@@ -558,9 +559,10 @@ def test_what_a_killed_merger_left_is_removed(many: Path) -> None:
         Index(many).tidy()
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    assert [name for name in os.listdir(many / FOLDER) if name.endswith(".new")]
-    Index(many).tidy()
-    assert not [name for name in os.listdir(many / FOLDER) if name.endswith(".new")]
+    assert len(os.listdir(many / ".tmp")) == 1
+    tidy(many)
+    assert os.listdir(many / ".tmp") == []
+    assert len(files(many)) == 1
     assert numbers(Index(many)) == set(range(20))
 
 

@@ -228,7 +228,7 @@ def test_records_that_differ_by_more_than_that_stay(tmp_path: Path, source: Path
 # Pipelines
 
 
-@pytest.mark.filterwarnings("ignore:every item was computed anew")
+@pytest.mark.filterwarnings("ignore:every item was computed again")
 def test_a_pipeline_that_was_given_up_goes_when_it_is_named(tmp_path: Path) -> None:
     fill(tmp_path, EARLIER, 2)
     earlier = records(tmp_path)
@@ -299,7 +299,7 @@ def test_damage_is_counted_and_prune_damaged_deletes_it(tmp_path: Path) -> None:
     assert f"{victim}: the bytes of 'image' do not match" in done.stdout
     assert "3 records, 1 damaged; 2 other files\n" in done.stdout
     assert "model.safetensors:" not in done.stdout
-    assert "computed anew when" in done.stdout
+    assert "computed again when" in done.stdout
     assert f"monai-gds cache prune --damaged {tmp_path}" in done.stdout
 
     assert "0 files" in run("cache", "prune", tmp_path).stdout  # it reads headers only

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monai_gds.bench.jpegs import jpeg
+from monai_gds.bench.made_up import jpeg
 from monai_gds.imagenet import open_images, pack_folder
 
 #: Images by class; the one without takes a label all the same.

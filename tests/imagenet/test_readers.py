@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from monai_gds import limits
-from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.bench.made_up import write_image_folder
 from monai_gds.imagenet import open_images
 from monai_gds.imagenet.files.image_storage import ImageStorage
 from monai_gds.imagenet.source import open_reader

@@ -39,10 +39,10 @@ from monai.utils import GridSampleMode, MetaKeys, SpaceKeys, TraceKeys
 from monai_gds.base.dtypes import DTYPES, name_of
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError, UnsupportedType
 from monai_gds.folder.directory import CacheDirectory
-from monai_gds.items import decoding
+from monai_gds.items import table
 from monai_gds.items import types as item_types
 from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_item, register_type, tensor_of
-from monai_gds.keys.hashing import canonical_hash
+from monai_gds.keys.hashing import canonical_hash, hash_item
 from monai_gds.records import header
 from monai_gds.records.entries import read_record
 from monai_gds.storage import Reads, open_storage
@@ -76,14 +76,9 @@ def as_returned(value: Any) -> Any:
         return type(value)((k, as_returned(v)) for k, v in value.items())
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(as_returned(v) for v in value)
-    if isinstance(value, np.ndarray):
-        if value.dtype == object:
-            out = np.empty(value.size, object)
-            for i, v in enumerate(value.ravel().tolist()):
-                out[i] = as_returned(v)
-            return out.reshape(value.shape)
-        if value.dtype.kind in "biufc" and value.dtype.itemsize <= (16 if value.dtype.kind == "c" else 8):
-            return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
+    most = 16 if isinstance(value, np.ndarray) and value.dtype.kind == "c" else 8
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= most:
+        return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
     return value
 
 
@@ -115,11 +110,8 @@ def as_arrays(value: Any) -> Any:
         return type(value)((k, as_arrays(v)) for k, v in value.items())
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(as_arrays(v) for v in value)
-    if type(value) is np.ndarray:
-        if value.dtype == object:
-            return _object_array([as_arrays(v) for v in value.ravel().tolist()]).reshape(value.shape)
-        if value.dtype.newbyteorder("=") in item_types.NUMERIC.values():
-            return np.array(value, value.dtype.newbyteorder("="), order="C")
+    if type(value) is np.ndarray and value.dtype.newbyteorder("=") in item_types.NUMERIC.values():
+        return np.array(value, value.dtype.newbyteorder("="), order="C")
     return value
 
 
@@ -130,8 +122,7 @@ def layouts(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [layouts(v) for v in value]
     if isinstance(value, np.ndarray):
-        inner = [layouts(v) for v in value.ravel().tolist()] if value.dtype == object else []
-        return value.strides, value.flags.c_contiguous, value.flags.writeable, inner
+        return value.strides, value.flags.c_contiguous, value.flags.writeable
     return value.stride() if isinstance(value, torch.Tensor) else None
 
 
@@ -151,7 +142,7 @@ _scalars = st.one_of(
     st.binary(max_size=20),
     st.sampled_from([SpaceKeys.RAS, MetaKeys.AFFINE, TraceKeys.NONE, GridSampleMode.BILINEAR]),
     st.sampled_from([torch.float16, torch.int64, torch.bool, torch.device("cpu"), torch.device("cuda:1")]),
-    st.sampled_from([np.dtype("f4"), np.dtype(">i2"), np.dtype("U3"), np.float32, np.int64, int, float, bool, str]),
+    st.sampled_from([np.dtype("f4"), np.dtype(">i2"), np.dtype("U3"), int, float, bool, str]),
     st.builds(pathlib.Path, st.text("abc/. ", max_size=8)),
     st.builds(slice, st.none() | st.integers(), st.none() | st.integers(), st.none() | st.integers()),
     st.builds(range, st.integers(-5, 5), st.integers(-5, 5), st.integers(1, 3)),
@@ -161,10 +152,9 @@ _dtypes = st.one_of(
     hnp.scalar_dtypes(),
     hnp.unicode_string_dtypes(max_len=4),
     hnp.byte_string_dtypes(max_len=4),
-    hnp.array_dtypes(),
 )
 _arrays = _dtypes.flatmap(lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, min_side=0, max_dims=3, max_side=3)))
-_numpy_scalars = hnp.arrays(_dtypes, 1).map(lambda a: a[0])
+_numpy_scalars = hnp.arrays(_dtypes.filter(lambda d: d.kind != "S"), 1).map(lambda a: a[0])
 
 
 def _tensor(seed: int, dtype: torch.dtype, shape: list[int], grad: bool) -> torch.Tensor:
@@ -204,17 +194,9 @@ def _nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             st.lists(inner, max_size=3).map(tuple),
             st.dictionaries(_keys, inner, max_size=4),
             st.dictionaries(_keys, inner, max_size=3).map(OrderedDict),
-            st.lists(inner, max_size=3).map(_object_array),
         ),
         max_leaves=8,
     )
-
-
-def _object_array(values: list[Any]) -> np.ndarray:
-    out = np.empty(len(values), object)
-    for i, v in enumerate(values):
-        out[i] = v
-    return out
 
 
 @st.composite
@@ -235,7 +217,7 @@ def _metatensors(draw: st.DrawFn) -> MetaTensor:
 _hashable = _scalars.filter(lambda v: not isinstance(v, slice) and v == v)
 _leaves = st.one_of(
     _scalars, _arrays, _numpy_scalars, _tensors, _metatensors(), st.sets(_hashable, max_size=3),
-    st.frozensets(_hashable, max_size=3), st.binary(max_size=5).map(bytearray),
+    st.frozensets(_hashable, max_size=3),
 )  # fmt: skip
 
 
@@ -355,7 +337,9 @@ def test_metatensor_keeps_everything(round_trip: RoundTrip) -> None:
     image = MetaTensor(
         torch.rand(1, 4, 5, 6), affine=torch.diag(torch.tensor([1.0, 2, 3, 1])), meta={"a": np.arange(3)}
     )
-    image.push_applied_operation({"class": "Flip", "extra_info": {"axes": (1, 2), "dtype": np.float32}, "n": math.nan})
+    image.push_applied_operation(
+        {"class": "Flip", "extra_info": {"axes": (1, 2), "dtype": torch.float32}, "n": math.nan}
+    )
     image.push_pending_operation({"lazy_affine": torch.eye(4), "lazy_shape": (4, 5, 6)})
     image.is_batch = True
     image.meta["original_channel_dim"] = math.nan
@@ -388,16 +372,8 @@ def test_track_meta_false_gives_plain_tensors() -> None:
         np.array([1.5 + 1j], np.clongdouble),
         np.array(["2020-01-01", "NaT"], "M8[D]"),
         np.array([5], "m8[ns]"),
-        np.array([(1, 2.5, "x")], [("a", "i4"), ("b", ">f8"), ("c", "U2")]),
-        np.array([((1, [2, 3]),)], [("a", [("b", "u1"), ("c", "i2", (2,))])]),
-        np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
-        np.array([None, "a", 1, 2.5, [1, 2], {"k": (1,)}], object),
-        _object_array([[1, 2], [3, 4]]),
-        _object_array([[1], np.arange(3), torch.ones(2)]),
-        _object_array([[1], [2]]).reshape(1, 2, 1),
         np.array([], dtype="U5"),
         np.empty((0, 3)),
-        np.empty(2, "V0"),
         np.array(3.5),
         np.arange(6.0).reshape(2, 3).T,
         np.broadcast_to(np.arange(3), (2, 3)),
@@ -412,33 +388,22 @@ def test_every_kind_of_array(round_trip: RoundTrip, array: np.ndarray) -> None:
     item = {"item": array, "meta": MetaTensor(torch.zeros(1), meta={"array": array})}
     back = round_trip(item)
     assert_same(as_returned(array), back["item"])
-    if array.dtype != object:
-        assert_same(np.ascontiguousarray(array).reshape(array.shape), back["meta"].meta["array"])
+    assert_same(np.ascontiguousarray(array).reshape(array.shape), back["meta"].meta["array"])
     assert_same(back, in_memory(item))
 
 
 @pytest.mark.parametrize(
     "scalar",
     [
-        np.str_(""), np.str_("ab"), np.bytes_(b""), np.bytes_(b"a\0"), np.float64(math.nan), np.int8(-3),
+        np.str_(""), np.str_("ab"), np.float64(math.nan), np.int8(-3),
         np.bool_(True), np.longdouble(1.5), np.complex64(1j), np.datetime64("2020-01-01"), np.datetime64("NaT"),
-        np.timedelta64(3, "h"), np.array([(1, "x")], [("a", "i4"), ("b", "U2")])[0],
+        np.timedelta64(3, "h"),
     ],
     ids=lambda s: f"{type(s).__name__}-{s!r}".replace("\0", "0"),
 )  # fmt: skip
 def test_every_kind_of_scalar(round_trip: RoundTrip, scalar: np.generic) -> None:
     assert_same(scalar, round_trip(scalar))
-    assert_same([scalar, {scalar: scalar}] if scalar.dtype.kind != "V" else [scalar],
-                round_trip([scalar, {scalar: scalar}] if scalar.dtype.kind != "V" else [scalar]))  # fmt: skip
-
-
-def test_structured_scalars_are_not_shared(scratch: CacheDirectory) -> None:
-    record = np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")])[0]
-    encoded = encode_item(record)
-    build = compile_tree(encoded.tree, encoded.arrays, encoded.tensors)
-    first, second = build({}), build({})
-    first["a"] = 7
-    assert second["a"] == 1
+    assert_same([scalar, {scalar: scalar}], round_trip([scalar, {scalar: scalar}]))
 
 
 def test_memory_map_becomes_memory(round_trip: RoundTrip, tmp_path: Path) -> None:
@@ -471,7 +436,6 @@ ARRAYS = [
     np.array([1.5], np.longdouble),
     np.array(["ab", "c"]),
     np.array(["2020-01-01"], "M8[D]"),
-    np.array([(1, "x")], [("a", "i4"), ("b", "U2")]),
 ]
 
 
@@ -531,8 +495,7 @@ def _as_it_is(batch: Any) -> Any:
     ("context", "collate"),
     [
         *(("fork", collate) for collate in ("default", "list_data", "none", "list")),
-        ("spawn", "none"),
-        pytest.param("spawn", "list", marks=pytest.mark.long),
+        *(pytest.param("spawn", collate, marks=pytest.mark.long) for collate in ("none", "list")),
     ],
 )
 def test_a_worker_of_a_loader_sends_arrays(tmp_path: Path, context: str, collate: str) -> None:
@@ -633,12 +596,7 @@ class Emptied(Pair):
 _Namesake = collections.namedtuple("Point", "x y")
 _LocalPair = collections.namedtuple("NotItsName", "a b")
 _UTC = datetime.UTC
-_BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 _NOON = datetime.datetime(2024, 10, 27, 2, 30, 1, 5)
-
-
-def _masked(hard: bool = False, fill: Any = None) -> np.ma.MaskedArray:
-    return np.ma.MaskedArray(np.arange(4.0).reshape(2, 2), [[True, False]] * 2, hard_mask=hard, fill_value=fill)
 
 
 STORED = {
@@ -647,57 +605,54 @@ STORED = {
     "datetime in UTC": _NOON.replace(tzinfo=_UTC),
     "datetime at an offset": _NOON.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=-5, seconds=1))),
     "datetime at a named offset": _NOON.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=1), "X")),
-    "datetime in a zone": _NOON.replace(tzinfo=_BERLIN),
-    "the second time this hour": _NOON.replace(tzinfo=_BERLIN, fold=1),
     "first and last": [datetime.datetime.min, datetime.datetime.max, datetime.date.min, datetime.time.max],
     "time": datetime.time(1, 2, 3, 4),
     "time in UTC": datetime.time(1, tzinfo=_UTC, fold=1),
     "timedelta": datetime.timedelta(-1, 3, 5),
     "longest timedelta": datetime.timedelta.max,
-    "time zones": [_UTC, _BERLIN, datetime.timezone(datetime.timedelta(0), "GMT")],
-    "Decimal": decimal.Decimal("1.10"),
-    "odd Decimals": [decimal.Decimal(text) for text in ("-0", "NaN123", "sNaN", "-Infinity", "1E+999999", "0E-9")],
-    "Fraction": Fraction(-1, 3),
-    "large Fraction": Fraction(2**200, 3**150),
-    "UUID": uuid.UUID(int=7),
-    "UUID that says more": uuid.UUID(int=2**127, is_safe=uuid.SafeUUID.safe),
+    "time zones": [_UTC, datetime.timezone(datetime.timedelta(0), "GMT")],
     "named tuple": Point(1, "a"),
     "named tuple of arrays": Point(np.ones(2), torch.ones(2)),
     "typing.NamedTuple": Pair(Pair(1), [Pair(2, 3)]),
-    "defaultdict": collections.defaultdict(list, {"a": [1], 2: 3}),
-    "defaultdict without a default": collections.defaultdict(None, a=1),
-    "Counter": collections.Counter("abca"),
-    "Counter of anything": collections.Counter({"a": -1, (1, 2): 2.5}),
-    "deque": collections.deque([1, [2]]),
-    "deque with an end": collections.deque([1, np.ones(2)], maxlen=3),
-    "MaskedArray": _masked(),
-    "MaskedArray with a hard mask": _masked(hard=True, fill=-7.0),
-    "MaskedArray without a mask": np.ma.MaskedArray([1, 2]),
-    "MaskedArray of text": np.ma.MaskedArray(["ab", "c"], [True, False]),
-    "MaskedArray of fields": np.ma.MaskedArray([(1, 2.0)], [(True, False)], dtype=[("a", ">i4"), ("b", "f8")]),
-    "zero-dimensional MaskedArray": np.ma.MaskedArray(3, True),
-    "np.ma.masked": np.ma.masked,
-    "SimpleNamespace": types.SimpleNamespace(a=1, b=[torch.ones(1)]),
-    "MappingProxyType": types.MappingProxyType({"a": [1], 2: None}),
-    "Ellipsis": (..., slice(None), None),
     "int beyond 64 bits": [2**64, -(2**200)],
     "floats": [math.nan, -math.inf, -0.0, 5e-324],
     "complex": complex(math.nan, -0.0),
-    "bytes": [b"\0", bytearray(b"a")],
+    "bytes": [b"\0", b"a"],
     "sets": [{1, "a"}, frozenset({(1, 2.0)})],
     "range": range(5, -1, -2),
     "builtin types": [int, list, dict, set, tuple, bytes],
     "np.str_": np.str_("a\0"),
     "np.longdouble": np.longdouble("0.1"),
     "np.datetime64": np.datetime64("2020-01-01T00:00:00.000000001"),
-    "np.dtype": np.dtype([("a", "<f4", (2,))]),
+    "np.dtype": np.dtype(">f4"),
     "OrderedDict": OrderedDict([(None, 1), (Level, 2)][:1]),
     "torch.Size": torch.Size([1, 2]),
     "lone surrogate": "\ud800",
-    "tuple keys": {(1, "a"): 1, datetime.date(2020, 1, 1): 2, Point(1, 2): 3, decimal.Decimal(1): 4, _UTC: 5},
+    "tuple keys": {(1, "a"): 1, datetime.date(2020, 1, 1): 2, Point(1, 2): 3, _UTC: 5},
 }  # fmt: skip
 
 REFUSED = {
+    "deque": collections.deque([1]),
+    "defaultdict": collections.defaultdict(list),
+    "Counter": collections.Counter("a"),
+    "SimpleNamespace": types.SimpleNamespace(a=1),
+    "MappingProxyType": types.MappingProxyType({"a": 1}),
+    "MaskedArray": np.ma.MaskedArray([1.0], [True]),
+    "np.ma.masked": np.ma.masked,
+    "array of fields": np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
+    "its element": np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")])[0],
+    "its dtype": np.dtype([("a", "i4")]),
+    "array of raw bytes": np.zeros(1, "V2"),
+    "array of objects": np.array([None, "a"], object),
+    "bytearray": bytearray(b"a"),
+    "Decimal": decimal.Decimal(1),
+    "Fraction": Fraction(1, 2),
+    "UUID": uuid.UUID(int=7),
+    "ZoneInfo": zoneinfo.ZoneInfo("Europe/Berlin"),
+    "datetime in a zone": _NOON.replace(tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
+    "Ellipsis": ...,
+    "NumPy type": np.float32,
+    "np.bytes_": np.bytes_(b"a"),
     "named tuple not found by its name": _LocalPair(1, 2),
     "another class of that name": _Namesake(1, 2),
     "subclass of a named tuple": Extended(1, 2),
@@ -711,8 +666,6 @@ REFUSED = {
     "subclass of list": Words([1]),
     "subclass of dict": Table(a=1),
     "subclass of np.float64": Single(1),
-    "defaultdict with a function": collections.defaultdict(lambda: 1),
-    "view of an OrderedDict": types.MappingProxyType(OrderedDict(a=1)),
     "ChainMap": collections.ChainMap({}),
     "UserDict": collections.UserDict(a=1),
     "IntEnum": Level.LOW,
@@ -734,9 +687,7 @@ REFUSED = {
     "np.matrix": np.asmatrix([[1]]),
     "recarray": np.rec.array([(1, 2.0)]),
     "record": np.rec.array([(1, 2.0)])[0],
-    "masked objects": np.ma.MaskedArray([None, []], [True, False], dtype=object),
     "user's tzinfo": _NOON.replace(tzinfo=type("Zone", (datetime.tzinfo,), {})()),
-    "zone from a file of its own": _NOON.replace(tzinfo=zoneinfo.ZoneInfo.no_cache("Europe/Berlin")),
     "deep": functools.reduce(lambda inner, _: [inner], range(200), None),
 }
 
@@ -749,8 +700,7 @@ def test_odd_values_come_back_exactly(cache: CacheDirectory, name: str) -> None:
         assert_exactly(value, back["a"][0])
     assert_exactly(value, back["meta"].meta["v"])
     first, second = hit(cache, numpy=True), back
-    if value is not np.ma.masked:  # there is only one
-        assert not set(mutable_parts(first)) & set(mutable_parts(second))
+    assert not set(mutable_parts(first)) & set(mutable_parts(second))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -762,43 +712,19 @@ def test_odd_values_are_refused_by_their_place(name: str) -> None:
 def assert_exactly(a: Any, b: Any) -> None:
     """As :func:`assert_same`, for what it only compares by ``==`` and what else there is to see of a value."""
     assert type(a) is type(b)
-    if a is np.ma.masked:
-        assert b is a
-    elif isinstance(a, np.ma.MaskedArray):
-        assert_same(np.asarray(a.data), np.asarray(b.data))
-        assert (a.mask is np.ma.nomask) == (b.mask is np.ma.nomask)
-        assert_same(np.asarray(a.mask), np.asarray(b.mask))
-        assert_same(np.asarray(a.fill_value), np.asarray(b.fill_value))
-        assert a.hardmask == b.hardmask
-    elif isinstance(a, types.SimpleNamespace):
-        assert_exactly(vars(a), vars(b))
-    elif isinstance(a, collections.deque):
-        assert a.maxlen == b.maxlen
-        assert_exactly(list(a), list(b))
-    elif isinstance(a, collections.abc.Mapping):
+    if isinstance(a, collections.abc.Mapping):
         assert list(map(type, a)) == list(map(type, b))
         assert list(a) == list(b)
-        assert getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
         for x, y in zip(a.values(), b.values(), strict=True):
             assert_exactly(x, y)
     elif isinstance(a, (list, tuple)):
         assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):
             assert_exactly(x, y)
-    elif isinstance(a, decimal.Decimal):
-        assert a.as_tuple() == b.as_tuple()
     else:
         assert_same(a, b)
         if isinstance(a, (datetime.datetime, datetime.time)):
             assert (a.fold, a.tzinfo, a.tzname(), a.utcoffset()) == (b.fold, b.tzinfo, b.tzname(), b.utcoffset())
-        assert getattr(a, "is_safe", None) == getattr(b, "is_safe", None)
-
-
-def test_a_masked_array_can_be_written_to() -> None:
-    back = in_memory(_masked())
-    back[0, 0] = 5
-    back.mask[1, 1] = True
-    assert back[0, 0] == 5
 
 
 def test_a_named_tuple_is_looked_up_only_among_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -837,7 +763,7 @@ class Reader:
 
 def through(item: Any, transform: Callable[[Any], Any], reader_item: Any = None) -> Any:
     """What a hit gives of what a transform made of an item."""
-    copied, given = copy_item(item)
+    copied, given = copy_item(item, hash_item)
     encoded = encode_item(transform(copied), given=given)
     recipe = compile_tree(as_json(encoded), encoded.arrays, encoded.tensors)
     return recipe(encoded.tensors, item if reader_item is None else reader_item)
@@ -858,7 +784,6 @@ def through(item: Any, transform: Callable[[Any], Any], reader_item: Any = None)
         pytest.param({"v": math.sin}, lambda i: i["v"], id="builtin function"),
         pytest.param({"v": through}, lambda i: i["v"], id="function"),
         pytest.param({"v": Custom}, lambda i: i["v"], id="class"),
-        pytest.param({"v": _object_array([Reader(1)])}, lambda i: i["v"], id="array of objects"),
         pytest.param([Reader(1)], lambda i: i[0], id="item is a list"),
         pytest.param(Reader(1), lambda i: i, id="item itself"),
     ],
@@ -929,7 +854,7 @@ def test_what_cannot_be_shown_to_be_unchanged_is_refused(value: Any) -> None:
 
 def test_a_container_that_is_taken_from_the_item_leaves_no_tensor_behind() -> None:
     odd = {"t": torch.ones(5), "m": MetaTensor(torch.ones(2)), Frozen(1): 1}
-    copied, given = copy_item({"v": odd, "x": torch.ones(1)})
+    copied, given = copy_item({"v": odd, "x": torch.ones(1)}, hash_item)
     encoded = encode_item(copied, given=given)
     assert list(encoded.tensors) == ["x"]
     assert encoded.tree["v"] == {"$item": ["v"]}
@@ -938,7 +863,9 @@ def test_a_container_that_is_taken_from_the_item_leaves_no_tensor_behind() -> No
 def test_the_copies_of_volumes_do_not_live_on_for_this() -> None:
     import weakref
 
-    copied, given = copy_item({"r": Reader(1), "volume": np.zeros(1000), "meta": MetaTensor(torch.zeros(1000))})
+    item = {"r": Reader(1), "volume": np.zeros(1000), "meta": MetaTensor(torch.zeros(1000))}
+    copied, given = copy_item(item, hash_item)
+    del item
     gone = [weakref.ref(copied["volume"]), weakref.ref(copied["meta"])]
     copied = {"r": copied["r"]}
     assert [ref() for ref in gone] == [None, None]
@@ -980,9 +907,9 @@ def under(root: str) -> Any:
         "names": np.array([[name], ["short"]]), "zero": np.array(name),
         "dict": {name: 1, (name, 2): name, Path(name): 2},
         "other": ["/elsewhere/x", "relative/x", "a string", "x" + name, f"{root}2/x".replace("//", "/e")],
-        "objects": _object_array([name, Path(name)]), "point": Point(name, 1), "deque": collections.deque([name]),
+        "point": Point(name, 1),
         "wide": np.array([name, "b"], "U200"), "swapped": np.array([name]).astype(">U100"),
-        "strings": {np.str_(name): np.str_("a")}, "counter": collections.Counter([name]),
+        "strings": {np.str_(name): np.str_("a")},
     }  # fmt: skip
 
 
@@ -1009,16 +936,8 @@ def test_a_record_with_relative_text_needs_a_root() -> None:
         moved({"a": ["/data/case/ct.nii"]}, "/data", None)
 
 
-def test_text_among_other_fields_cannot_be_moved() -> None:
-    table = np.array([(1, "/data/x")], [("n", "i4"), ("name", "U9")])
-    for item in ({"a": table}, {"a": table[0]}, {"a": np.ma.MaskedArray(["/data/x"])}):
-        with pytest.raises(UnsupportedType, match="root"):
-            encode_item(item, root="/data")
-        encode_item(item, root="/elsewhere")
-
-
 def test_keys_of_the_item_are_relative_too() -> None:
-    copied, given = copy_item({"/data/x": Reader(3)})
+    copied, given = copy_item({"/data/x": Reader(3)}, hash_item)
     encoded = encode_item(copied, root="/data", given=given)
     assert "/data" not in json.dumps(encoded.tree)
     back = compile_tree(as_json(encoded), b"", (), root="/new")({}, {"/new/x": Reader(3)})
@@ -1046,7 +965,6 @@ def test_keys_of_the_item_are_relative_too() -> None:
         pytest.param(torch.empty(2, device="meta"), "Tensor", id="meta tensor"),
         pytest.param(torch.nn.Parameter(torch.ones(2)), "Parameter", id="parameter"),
         pytest.param(np.array([(None,)], [("a", object)]), "ndarray", id="structured array of objects"),
-        pytest.param(_object_array([Custom()]), "Custom", id="object array of anything"),
         pytest.param({torch.ones(1): 1}, "Tensor", id="tensor as a key"),
         pytest.param({(torch.ones(1), 1): 1}, "tuple", id="tensor in a key"),
         pytest.param({Custom(): 1}, "Custom", id="object as a key"),
@@ -1070,13 +988,12 @@ def test_unsupported_in_metadata_names_its_place() -> None:
         encode_item({"image": image})
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "array", "metatensor"])
+@pytest.mark.parametrize("kind", ["list", "dict", "metatensor"])
 def test_what_contains_itself_is_refused(kind: str) -> None:
-    item: Any = {"list": [], "dict": {}, "array": np.empty(1, object), "metatensor": MetaTensor(torch.ones(1))}[kind]
+    item: Any = {"list": [], "dict": {}, "metatensor": MetaTensor(torch.ones(1))}[kind]
     {
         "list": lambda: item.append(item),
         "dict": lambda: item.update(x=item),
-        "array": lambda: item.__setitem__(0, item),
         "metatensor": lambda: item.meta.update(x=item),
     }[kind]()
     with pytest.raises(UnsupportedType, match="contains itself"):
@@ -1095,7 +1012,7 @@ def test_records_of_one_form_do_not_mix_up_their_values(round_trip: RoundTrip) -
 
 
 def test_small_arrays_of_one_form_do_not_mix_up(round_trip: RoundTrip) -> None:
-    for dtype in ("<i2", ">i2", "<u2", "f2", "f4", "c16", "M8[D]", "M8[s]", "U3", "S3", [("a", "u1"), ("b", "<i2")]):
+    for dtype in ("<i2", ">i2", "<u2", "f2", "f4", "c16", "M8[D]", "M8[s]", "U3", "S3"):
         for shape in ((), (2,), (1, 2), (2, 1), (0,)):
             for fill in (1, 2):
                 array = np.full(shape, fill, np.uint8).astype(dtype)
@@ -1215,8 +1132,6 @@ def test_an_unregistered_name_in_a_record_is_named(registry: None) -> None:
         {"$enum": ["MetaKeys", "NOPE"]},
         {"$enum": ["os", "system"]},
         {"$enum": ["StrEnum", "mro"]},
-        {"$numpy_type": "ndarray"},
-        {"$numpy_type": "load"},
         {"$torch_dtype": "load"},
         {"$torch_dtype": "nothing"},
         {"$opaque": 1},
@@ -1243,10 +1158,6 @@ def test_an_unregistered_name_in_a_record_is_named(registry: None) -> None:
         {"$small_tensor": ["float32", ["a"], 0, {}]},
         {"$array": ["<f4", [2**62, 8], 0]},
         {"$array": ["[" * 300, [1], 0]},
-        {"$array": [[["a", "|O"]], [1], 0]},
-        {"$objects": [[2**40], []]},
-        {"$objects": [[-1, -1], [1]]},
-        {"$objects": [[2], [1]]},
         {"$texts": ["<", None, [2**40], []]},
         {"$texts": ["<", None, [1], [1]]},
         {"$texts": ["<", "9", [1], ["a"]]},
@@ -1260,30 +1171,14 @@ def test_an_unregistered_name_in_a_record_is_named(registry: None) -> None:
         {"$set": [[1]]},
         {"$frozenset": [[1]]},
         {"$size": ["a"]},
-        {"$deque": [-1, []]},
-        {"$deque": ["a", []]},
-        {"$deque": [None, 1]},
-        {"$defaultdict": ["list", [[[1], 1]]]},
-        {"$defaultdict": [["list"], []]},
-        {"$counter": 1},
-        {"$namespace": [[1, 2]]},
         {"$namedtuple": ["collections", "namedtuple", [], []]},
         {"$namedtuple": ["tests.items.test_tree", "Point", ["x", "y"], [1]]},
         {"$namedtuple": [None, None, None, None]},
-        {"$masked_array": [["<f4", [2], 0], ["|b1", [1], 0], None, False]},
-        {"$masked_array": [["<f4", [2], 0], ["<f4", [2], 0], None, False]},
-        {"$masked_array": [None, None, None, None]},
-        {"$masked_array": []},
         {"$date": "2020-13-01"},
         {"$date": 1},
         {"$datetime": ["2020-01-01T00:00:00", 2, None]},
-        {"$datetime": ["2020-01-01T00:00:00", 0, ["zone", "../../etc/passwd"]]},
-        {"$datetime": ["2020-01-01T00:00:00", 0, ["zone", "no/such"]]},
         {"$datetime": ["2020-01-01T00:00:00", 0, ["offset", [2, 0, 0]]]},
         {"$timedelta": [10**12, 0, 0]},
-        {"$decimal": "one"},
-        {"$fraction": ["0x1", "0x0"]},
-        {"$uuid": ["0", None]},
         {"$range": [0, 1, 0]},
         {"$tensor": 1},
         {"$tensor": {"name": ["x"]}},
@@ -1366,10 +1261,10 @@ def test_trees_of_a_newer_version_are_not_damaged(node: Any) -> None:
 
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
-    | st.sampled_from(["<f4", "float32", "x", "list", "UTC", "tests.items.test_tree", "Point"]),
+    | st.sampled_from(["<f4", "float32", "x", "list", "tests.items.test_tree", "Point"]),
     lambda inner: st.lists(inner, max_size=5)
-    | st.dictionaries(st.sampled_from([*decoding._PARSERS, "name", "numpy"]), inner, min_size=1, max_size=2)
-    | st.dictionaries(st.sampled_from([*decoding._PARSERS]), inner, min_size=1, max_size=1),
+    | st.dictionaries(st.sampled_from([*table.ROWS, "name", "numpy"]), inner, min_size=1, max_size=2)
+    | st.dictionaries(st.sampled_from([*table.ROWS]), inner, min_size=1, max_size=1),
     max_leaves=12,
 )  # fmt: skip
 

@@ -307,10 +307,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
     written: set[str] = set()
 
     def write(name: str, **files: str) -> Any:
-        for file, code in files.items():
+        for file, text in files.items():
             path = tmp_path / name / f"{file}.py"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(textwrap.dedent(code))
+            path.write_text(textwrap.dedent(text))
         for known in [m for m in sys.modules if m.partition(".")[0] == name]:
             monkeypatch.delitem(sys.modules, known)
         written.add(name)
@@ -553,7 +553,7 @@ def test_functions_in_c_count_by_their_librarys_version(monkeypatch: pytest.Monk
     functions = [torch.Tensor.sqrt, np.dot, torch.ones(2).sqrt, *cython]
     assert differ(*functions)
     before = [canonical_hash(function) for function in functions]
-    monkeypatch.setattr(hashing, "library_of", lambda module: f"{module} of another version".encode())
+    monkeypatch.setattr("monai_gds.keys.code.library_of", lambda module: f"{module} of another version".encode())
     assert all(canonical_hash(f) != was for f, was in zip(functions, before, strict=True))
 
 
@@ -892,13 +892,13 @@ def test_functions_that_cython_compiled_count_by_name() -> None:
 def test_an_enum_is_hashed_once_for_all_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     organs = enum.Enum("Organs", {f"organ{n}": n for n in range(104)}, module=__name__)
     digests = []
-    digest = hashing._Hasher.digest
+    digest = hashing.Values.digest
 
     def counted(*args: Any) -> bytes:
         digests.append(args)
         return digest(*args)
 
-    monkeypatch.setattr(hashing._Hasher, "digest", counted)
+    monkeypatch.setattr(hashing.Values, "digest", counted)
     canonical_hash(dict.fromkeys(organs, 1.0))
     assert len(digests) < 10 * len(organs)
 

@@ -264,7 +264,7 @@ def test_below_the_root_only_the_rest_of_a_path_counts(tmp_path: Path) -> None:
         root = tmp_path / name
         root.mkdir()
         (root / "ct.nii").write_bytes(b"1")
-        other = tmp_path / "m.nii"  # sorted before or behind it
+        other = tmp_path / "m.nii"  # sorted before or after it
         other.write_bytes(b"2")
         item = {
             "image": f"{root}/ct.nii", "atlas": other, "names": np.array([f"{root}/x", "y"]), "path": root / "ct.nii"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import pytest
 
 from monai_gds import limits
 from monai_gds.keys import source_memo as module
-from monai_gds.keys.source_clock import FileClock
 from monai_gds.keys.source_memo import SourceMemo
-from monai_gds.shared.process_names import this_process
+from monai_gds.shared.owner import this_process
 
 
 def k(n: int) -> bytes:
@@ -301,7 +299,6 @@ def test_a_merge_that_is_killed_at_any_step_loses_nothing(
     SourceMemo(str(many)).tidy()  # and the next makes it good
     assert len(list((many / ".index").iterdir())) < 10
     assert known(many, range(160)) == list(range(160))
-    assert not list((many / ".index").glob("*.new"))
 
 
 def test_too_many_bytes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,21 +307,3 @@ def test_too_many_bytes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ended(tmp_path, [[n] for n in range(80)], 100)
     SourceMemo(str(tmp_path)).tidy()
     assert known(tmp_path, range(81)) == list(range(30, 80))
-
-
-def test_server_time_is_that_of_the_file_system(tmp_path: Path) -> None:
-    clock = FileClock(str(tmp_path))
-    told = clock._server_time(tmp_path.stat().st_dev)
-    assert told is not None
-    assert abs(told - time.time_ns()) < 10**9
-    assert clock._server_time(-1) is None
-
-
-def test_without_a_folder_there_is_no_server_time_and_nothing_is_made(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (tmp_path / ".tmp").symlink_to(theirs)
-    for folder in (None, str(tmp_path / "missing"), str(tmp_path)):
-        assert FileClock(folder)._server_time(tmp_path.stat().st_dev) is None
-    assert not (tmp_path / "missing").exists()
-    assert list(theirs.iterdir()) == []

@@ -21,9 +21,9 @@ from monai.utils import MetaKeys, SpaceKeys
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from monai_gds import GDSDataset, limits
-from monai_gds.base import pooled_memory
 from monai_gds.loader import collate as module
 from monai_gds.loader.collate import collate
+from monai_gds.storage import memory as pools
 from tests.fixtures_nifti import KEYS, pipeline, write_volumes
 from tests.same import assert_same
 
@@ -437,9 +437,9 @@ def test_large_batches_that_are_kept_keep_their_bytes() -> None:
         return collate(items)["image"]  # type: ignore[no-any-return]
 
     kept = {value: batch(value) for value in range(0, 60, 10)}
-    pooled_memory._pool.blocks.clear()
+    pools._pool.blocks.clear()
     batch(0)
-    assert len(pooled_memory._pool.blocks) == 1, "its memory is there for the next one"
+    assert len(pools._pool.blocks) == 1, "its memory is there for the next one"
     for value in range(5, 65, 10):
         del kept[value - 5]
         kept[value] = batch(value)

@@ -14,6 +14,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from torch.utils.data import ConcatDataset, DistributedSampler, RandomSampler, S
 
 from monai_gds import GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.base.process import Owner
-from monai_gds.dataset.dataset import Begun
+from monai_gds.dataset.session import Begun, Session
 from monai_gds.folder.writer import process_writer
 from monai_gds.loader import ahead as read_ahead
 from monai_gds.loader import data_loader, hand_over, resume
@@ -153,8 +154,8 @@ def test_the_global_generator_ends_where_it_would(make: Make) -> None:
 def test_subsets_and_concatenations_are_read_ahead(make: Make, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [batch["name"] for batch in DataLoader(wrap(make()), batch_size=2)]
     seen = []
-    begin = GDSDataset.begin
-    monkeypatch.setattr(GDSDataset, "begin", lambda self, indices: seen.extend(indices) or begin(self, indices))
+    begin = Session.begin
+    monkeypatch.setattr(Session, "begin", lambda self, indices: seen.extend(indices) or begin(self, indices))
     assert [batch["name"] for batch in GDSDataLoader(wrap(make()), batch_size=2)] == expected
     assert len(seen) == sum(map(len, expected))
 
@@ -239,7 +240,7 @@ def with_workers(dataset: GDSDataset, context: str = "fork", **settings: Any) ->
     return data_loader.Epoch(loader, torch.device("cpu"), CacheWorkers([dataset], 2, context))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_compute_what_is_not_cached_and_nothing_else(make: Make, context: str) -> None:
     transform = mt.Compose([mt.LoadImaged(KEYS), Pid(), ParentPid()])
     dataset = make(transform=transform)
@@ -322,19 +323,27 @@ def test_without_a_cache_and_with_nothing_to_cache(make: Make, volumes: Any) -> 
 # Bounds
 
 
-class Watched(GDSDataset):
-    """Counts records that are begun and not finished, and remembers the most."""
+class Watched:
+    """Counts what is begun and not ended, by a size that is told after each begin, and remembers the most."""
 
-    in_flight = most = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: Callable[[Begun], int] = lambda _: 1) -> None:
+        self.in_flight = self.most = 0
+        self.begun: list[list[int]] = []
+        begin, end = Session.begin, Begun.end
 
-    def begin(self, indices: Any) -> Any:
-        type(self).in_flight += len(indices)
-        type(self).most = max(self.most, self.in_flight)
-        return super().begin(indices)
+        def watched_begin(session: Session, indices: Any) -> Any:
+            self.begun.append([*indices])
+            found = begin(session, indices)
+            self.in_flight += sum(map(size, found))
+            self.most = max(self.most, self.in_flight)
+            return found
 
-    def end(self, begun: Any) -> Any:
-        type(self).in_flight -= 1
-        return super().end(begun)
+        def watched_end(begun: Begun) -> Any:
+            self.in_flight -= size(begun)
+            return end(begun)
+
+        monkeypatch.setattr(Session, "begin", watched_begin)
+        monkeypatch.setattr(Begun, "end", watched_end)
 
 
 @pytest.mark.parametrize(
@@ -348,15 +357,17 @@ class Watched(GDSDataset):
         ({"prefetch_bytes": "450kB"}, 4),
     ],
 )
-def test_no_more_is_in_flight_than_was_allowed(tmp_path: Path, settings: dict[str, Any], most: int) -> None:
+def test_no_more_is_in_flight_than_was_allowed(
+    tmp_path: Path, settings: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transform = mt.Compose([mt.Lambda(lambda n: {"x": torch.full((25_000,), float(n))})])
-    Watched.in_flight = Watched.most = 0
-    dataset = Watched(list(range(24)), transform, tmp_path / "cache", "cpu")
+    dataset = GDSDataset(list(range(24)), transform, tmp_path / "cache", "cpu")
+    watched = Watched(monkeypatch)
     for _ in range(2):
-        Watched.most = 0
+        watched.most = 0
         values = [float(x) for batch in GDSDataLoader(dataset, **settings) for x in batch["x"][:, 0]]
         assert values == list(range(24))
-    assert Watched.most == most, "the second epoch reads"
+    assert watched.most == most, "the second epoch reads"
 
 
 @pytest.mark.parametrize(("memory", "most"), [(8, 1.0), (24, 1.5), (32, 2.0), (141, 2.0)], ids=str)
@@ -370,31 +381,17 @@ def test_more_may_be_on_its_way_to_a_gpu_with_more_memory(
     assert GDSDataLoader(make(), prefetch_bytes="3GB").bytes_in_flight(gpu) == 3_000_000_000
 
 
-def test_records_of_unknown_size_do_not_widen_the_bounds(tmp_path: Path) -> None:
-    most = in_flight = 0
-
-    class Weighed(GDSDataset):
-        def begin(self, indices: Any) -> Any:
-            nonlocal most, in_flight
-            begun = super().begin(indices)
-            in_flight += sum(b.nbytes for b in begun)
-            most = max(most, in_flight)
-            return begun
-
-        def end(self, begun: Any) -> Any:
-            nonlocal in_flight
-            in_flight -= begun.nbytes
-            return super().end(begun)
-
+def test_records_of_unknown_size_do_not_widen_the_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transform = mt.Compose([mt.Lambda(lambda n: {"x": torch.full((25_000,), float(n))})])
-    dataset = Weighed(list(range(32)), transform, tmp_path / "cache", "cpu")
+    dataset = GDSDataset(list(range(32)), transform, tmp_path / "cache", "cpu")
     for i in range(32):
         if i % 4 < 3:
             _ = dataset[i]
     dataset.flush()
     largest = max(path.stat().st_size for path in (tmp_path / "cache").glob("*.safetensors"))
+    watched = Watched(monkeypatch, attrgetter("nbytes"))
     assert len(list(GDSDataLoader(dataset, batch_size=8, prefetch=32, prefetch_bytes=2 * largest))) == 4
-    assert 0 < most <= 2 * largest
+    assert 0 < watched.most <= 2 * largest
 
 
 @pytest.mark.parametrize(
@@ -402,34 +399,22 @@ def test_records_of_unknown_size_do_not_widen_the_bounds(tmp_path: Path) -> None
     [{"batch_size": 16}, {"batch_sampler": [list(range(i, i + 16)) for i in range(0, 64, 16)]}],
     ids=["batch_size", "batch_sampler"],
 )
-def test_reads_of_a_batch_begin_together(tmp_path: Path, settings: Any) -> None:
-    begun: list[int] = []
-
-    class Noted(GDSDataset):
-        def begin(self, indices: Any) -> Any:
-            begun.append(len(indices))
-            return super().begin(indices)
-
-    dataset = Noted(list(range(64)), mt.Compose([mt.Lambda(lambda n: {"x": n})]), tmp_path / "cache", "cpu")
+def test_reads_of_a_batch_begin_together(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    dataset = GDSDataset(list(range(64)), mt.Compose([mt.Lambda(lambda n: {"x": n})]), tmp_path / "cache", "cpu")
     dataset.populate(progress=False)
     list(GDSDataLoader(dataset, **settings))
-    assert begun == [1, 15, 16, 16, 16]
+    assert [len(indices) for indices in watched.begun] == [1, 15, 16, 16, 16]
 
 
-def test_a_slow_consumer_is_waited_for(tmp_path: Path) -> None:
+def test_a_slow_consumer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transform = mt.Compose([mt.Lambda(lambda n: {"x": torch.full((9,), float(n))})])
-    begun: list[int] = []
-
-    class Noted(GDSDataset):
-        def begin(self, indices: Any) -> Any:
-            begun.extend(indices)
-            return super().begin(indices)
-
-    dataset = Noted(list(range(20)), transform, tmp_path / "cache", "cpu")
+    watched = Watched(monkeypatch)
+    dataset = GDSDataset(list(range(20)), transform, tmp_path / "cache", "cpu")
     loop = iter(GDSDataLoader(dataset, prefetch=4))
     next(loop)
     time.sleep(0.3)
-    assert len(begun) == 5, "one was taken and four are in flight"
+    assert sum(map(len, watched.begun)) == 5, "one was taken and four are in flight"
     assert len(list(loop)) == 19
 
 
@@ -567,7 +552,11 @@ def test_a_loop_may_be_collected_while_its_thread_starts_workers() -> None:
     """Which the collector may do in that very thread."""
 
     class Collects:
-        def for_saving(self) -> None:
+        @property
+        def session(self) -> Any:
+            return self
+
+        def for_worker(self) -> None:
             gc.collect()  # as it may happen by itself, at any line
             raise OSError("no processes today")
 
@@ -1078,4 +1067,4 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
 
 def test_what_a_worker_cannot_save_is_left_to_the_loaders_process(tmp_path: Path) -> None:
     dataset = GDSDataset([{"x": 1}], mt.Compose([mt.Lambda(lambda d: {"odd": object()})]), tmp_path, device="cpu")
-    assert read_ahead._save([dataset.for_saving()], (0, 0)).how == "busy"
+    assert read_ahead._save([dataset.session.for_worker()], (0, 0)).how == "busy"

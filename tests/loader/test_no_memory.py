@@ -17,7 +17,7 @@ import torch
 from monai.utils import set_determinism
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset
-from monai_gds.dataset.dataset import Begun
+from monai_gds.dataset.session import Begun, Session
 from monai_gds.loader import ahead
 from tests.same import assert_same
 
@@ -40,7 +40,7 @@ class Full:
 def memory(full: Full, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     begin, arrive = GDSDataset.begin, Begun.arrive
 
-    def asking_begin(self: GDSDataset, indices: Any) -> Any:
+    def asking_begin(self: Session, indices: Any) -> Any:
         full.ask()
         return begin(self, indices)
 
@@ -101,15 +101,15 @@ def test_batches_are_the_same_wherever_memory_ends(dataset: GDSDataset, monkeypa
 
 def test_less_is_read_ahead_from_then_on_and_that_is_said(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
-    begin = GDSDataset.begin
+    begin = Session.begin
 
-    def room_for_three(self: GDSDataset, indices: Any) -> Any:
+    def room_for_three(self: Session, indices: Any) -> Any:
         alive.append(sum(type(found) is Begun for found in gc.get_objects()))
         if alive[-1] + len(indices) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return begin(self, indices)
 
-    monkeypatch.setattr(GDSDataset, "begin", room_for_three)
+    monkeypatch.setattr(Session, "begin", room_for_three)
     with pytest.warns(CacheWarning, match="no memory left") as warned:
         assert len(batches(dataset)) == COUNT // 2
     said = [re.search(r"GDSDataLoader\(prefetch=(\d)\)", str(w.message)) for w in warned]
@@ -138,14 +138,14 @@ def test_an_error_of_monais_that_says_so_is_understood(dataset: GDSDataset, monk
 
 def test_at_last_there_is_one_in_flight(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_PAUSES", (0.0,))
-    begin = GDSDataset.begin
+    begin = Session.begin
 
-    def room_for_one(self: GDSDataset, indices: Any) -> Any:
+    def room_for_one(self: Session, indices: Any) -> Any:
         if sum(type(found) is Begun for found in gc.get_objects()) + len(indices) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return begin(self, indices)
 
-    monkeypatch.setattr(GDSDataset, "begin", room_for_one)
+    monkeypatch.setattr(Session, "begin", room_for_one)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)
         assert len(batches(dataset)) == COUNT // 2

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.loader import shared_memory, transform_workers
 from monai_gds.loader.collate import collate
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
+from monai_gds.programs.ghosts import drawn_ahead
 from tests.machines import in_child, python
 from tests.same import assert_same
 
@@ -188,7 +190,7 @@ def test_crops_that_are_drawn_before_anything_is_read_do_not_depend_on_it_either
     ]
     dataset = GDSDataset(list(range(5)), mt.Compose([Large(), *crops]), tmp_path, "cpu", compression="lz4")
     dataset.populate(progress=False)
-    assert dataset.split().drawable
+    assert drawn_ahead(dataset.session.split())
     assert_same(two_epochs(dataset, 2), two_epochs(dataset, 1))
 
 
@@ -629,6 +631,7 @@ def test_wrong_arguments_say_what_to_do(make: Make, arguments: dict[str, Any], m
         GDSDataLoader(**{"dataset": make(), "transforms_on": "workers", **arguments})
 
 
+@pytest.mark.long
 def test_spawned_workers_give_the_same(make: Make) -> None:
     def values(context: str) -> Any:  # the order of metadata is that of MONAI's sets, which differs between processes
         batches = two_epochs(make(*augment()), 1, multiprocessing_context=context)
@@ -641,6 +644,7 @@ def test_spawned_workers_give_the_same(make: Make) -> None:
     assert_same(values("spawn"), values("fork"))
 
 
+@pytest.mark.long
 def test_spawned_workers_warn_once_that_the_budget_is_used_up(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = make(data=range(12), max_bytes=200_000)
     for _ in range(2):
@@ -739,17 +743,17 @@ class OnItsWay(GDSDataset):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, device="cpu", **settings)
-        self.device = torch.device("cuda:0")
+        self.settings = replace(self.settings, device=torch.device("cuda:0"))
 
 
 def test_workers_of_a_cuda_target_load_to_the_cpu(tmp_path: Path) -> None:
     dataset = OnItsWay(list(range(3)), mt.Compose([Volume()]), tmp_path / "cache")
-    view = dataset.for_loading()
+    view = dataset.session.for_worker(loads=True)
     assert view.target() == torch.device("cpu")
-    assert type(view[0]["image"]) is MetaTensor and isinstance(view[0]["label"], torch.Tensor)
-    dataset.compression = "bitcomp"
+    assert type(view.dataset[0]["image"]) is MetaTensor and isinstance(view.dataset[0]["label"], torch.Tensor)
+    dataset.settings = replace(dataset.settings, compression="bitcomp")
     with pytest.raises(ValueError, match="bitcomp"):
-        dataset.for_loading()
+        dataset.session.for_worker(loads=True)
 
 
 def test_a_child_keeps_the_batch_that_it_was_forked_with(make: Make) -> None:

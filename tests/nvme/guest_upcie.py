@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from monai_gds import ImageNetDataset
-from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BackendUnavailable, FileChanged, StorageError
 from monai_gds.storage import Reads, Storage, open_storage
 from monai_gds.storage.blockmap.block_map import BlockMap

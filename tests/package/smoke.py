@@ -45,7 +45,7 @@ def a_dataset_works(folder: Path) -> None:
     import torch
     from monai.transforms import Compose, LoadImaged, RandFlipd, ScaleIntensityd
 
-    from monai_gds.bench.volumes import write_volumes
+    from monai_gds.bench.made_up import write_volumes
 
     items = write_volumes(folder / "volumes", 2, (24, 24, 16))
     transform = Compose(

@@ -14,7 +14,7 @@ from monai_gds.storage import Reads
 
 def load(items: Sequence[Mapping[str, str]]) -> GDSDataLoader:
     """Fills a cache and returns a loader over it."""
-    dataset = GDSDataset(items, [], "/nvme/cache", device="cpu", compression="lz4", tiles=32)
+    dataset = GDSDataset(items, [], "/nvme/cache", device="cpu", compression="lz4", options={"tiles": 32})
     try:
         populated = dataset.populate(executor=ProcessPoolExecutor(2))
     except PopulateError as e:

@@ -24,7 +24,7 @@ def defaults() -> Iterator[None]:
     yield
     monai.data.meta_obj.set_track_meta(True)
     torch.set_default_dtype(torch.float32)
-    torch.set_default_device("cpu")
+    torch.set_default_device(None)
     torch.set_flush_denormal(False)
     torch.set_float32_matmul_precision("highest")
     torch.set_autocast_enabled("cpu", False)
@@ -63,6 +63,12 @@ def test_an_error_puts_the_settings_back() -> None:
         assert len(capture()) == 2
         raise RuntimeError
     assert capture() == ()
+
+
+def test_no_mode_of_a_device_stays_in_force() -> None:
+    with applied((("default_device", "meta"),)):
+        assert torch.empty(1).is_meta
+    assert torch.overrides._get_current_function_mode() is None
 
 
 def test_a_device_context_counts() -> None:

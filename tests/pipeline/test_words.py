@@ -110,7 +110,10 @@ def raised(work: Any) -> str:
         lambda d: list(DataLoader(d, batch_size=1, num_workers=0)),
         lambda d: list(DataLoader(d, batch_size=1, num_workers=2)),
         # Only the broken item: a spawned worker that ends while torch still pickles a tensor in it may abort.
-        lambda d: list(DataLoader(Subset(d, [2]), batch_size=1, num_workers=1, multiprocessing_context="spawn")),
+        pytest.param(
+            lambda d: list(DataLoader(Subset(d, [2]), batch_size=1, num_workers=1, multiprocessing_context="spawn")),
+            marks=pytest.mark.long,
+        ),
         lambda d: list(GDSDataLoader(d, batch_size=1)),
         lambda d: list(GDSDataLoader(Subset(d, [3, 2]), batch_size=1)),
         lambda d: list(GDSDataLoader(d, batch_size=1, num_workers=2)),
@@ -176,5 +179,7 @@ def test_a_worker_does_not_lose_notes() -> None:
 
 def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     transform = mt.Compose([mt.Lambda(lambda d: {"x": object()})])
-    dataset = GDSDataset([{"file": "/data/a"}], transform, tmp_path / "cache", device="cpu", unsupported="error")
+    dataset = GDSDataset(
+        [{"file": "/data/a"}], transform, tmp_path / "cache", device="cpu", options={"unsupported": "error"}
+    )
     assert raised(lambda: dataset[0]).endswith("item 0 of the dataset: file=/data/a")

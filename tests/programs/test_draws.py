@@ -21,10 +21,10 @@ from monai.data import DataLoader, Dataset, ThreadDataLoader
 from torch.utils.data import ConcatDataset
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
-from monai_gds.dataset.dataset import Begun
-from monai_gds.pipeline.generators import put_state
-from monai_gds.pipeline.random_states import States
-from monai_gds.programs.ghosts import Ghosts, parts
+from monai_gds.dataset.session import Begun
+from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.randomness import States, put_state
+from monai_gds.programs.ghosts import Ghosts
 from monai_gds.records.pending import PendingItem, Volumes
 from tests.global_states import GlobalStates
 from tests.same import assert_same, strides
@@ -61,7 +61,7 @@ def _small_volumes_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of all items behind EnsureTyped."""
+    """A cache of all items after EnsureTyped."""
     path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "TILED_BYTES", 1000)
@@ -106,7 +106,7 @@ def assert_as_monai(expected: Dataset, got: GDSDataset, order: list[int], found:
 
 def drawn(begun: Begun) -> bool:
     """Whether it is certain what is read for an item, and that is not everything."""
-    return begun._turn is not None and begun._turn.drawn is not None
+    return begun.turn is not None and begun.turn.drawn is not None
 
 
 class Watch:
@@ -203,8 +203,8 @@ def test_items_are_monais(name: str, folder: Path) -> None:
         ahead, found = [], []
         for i in range(len(order)):  # as a loader that reads three items ahead
             while len(ahead) < min(i + 3, len(order)):
-                ahead += got.begin([order[len(ahead)]])
-            found.append(got.end(ahead[i]))
+                ahead += got.session.begin([order[len(ahead)]])
+            found.append(ahead[i].end())
         assert_as_monai(monais(make), got, order, found)
 
 
@@ -249,10 +249,10 @@ def test_only_what_crops_cover_is_read(folder: Path, watch: Watch) -> None:
 
 def test_bytes_are_those_of_the_crops(folder: Path) -> None:
     mine = dataset(folder, lambda: [mt.RandSpatialCropd(BOTH, (8, 8, 8))])
-    few = mine.begin([0])[0].nbytes
-    (begun,) = dataset(folder, by_values).begin([0])
+    few = mine.session.begin([0])[0].nbytes
+    (begun,) = dataset(folder, by_values).session.begin([0])
     assert 2 * few < begun.nbytes
-    assert few == _nbytes_behind(mine.begin([0])[0]) or few
+    assert few == _nbytes_behind(mine.session.begin([0])[0]) or few
 
 
 def _nbytes_behind(begun: Begun) -> int:
@@ -262,7 +262,7 @@ def _nbytes_behind(begun: Begun) -> int:
 
 def test_a_pipeline_without_a_crop_in_front_is_read_as_before(folder: Path, watch: Watch) -> None:
     mine = dataset(folder, PIPELINES["flip first"])
-    assert [begun._turn for begun in mine.begin([0, 1])] == [None, None]
+    assert [begun.turn for begun in mine.session.begin([0, 1])] == [None, None]
     assert not watch.boxes
 
 
@@ -275,7 +275,7 @@ def test_crops_see_no_ghosts_in_inference_mode(folder: Path, watch: Watch) -> No
 
 def test_crops_by_label_read_no_voxel_for_their_centres(folder: Path, watch: Watch) -> None:
     mine = dataset(folder, by_label)
-    assert all(map(drawn, mine.begin([0, 1, 2])))
+    assert all(map(drawn, mine.session.begin([0, 1, 2])))
     assert not any(watch.whole())
 
 
@@ -284,44 +284,44 @@ def test_crops_by_label_read_no_voxel_for_their_centres(folder: Path, watch: Wat
 
 def test_all_items_that_are_begun_are_drawn(folder: Path) -> None:
     mine = dataset(folder, crops)
-    begun = mine.begin([4, 2, 0])
+    begun = mine.session.begin([4, 2, 0])
     assert all(map(drawn, begun))
-    assert_as_monai(monais(crops), mine, [4, 2, 0], [mine.end(b) for b in begun])
+    assert_as_monai(monais(crops), mine, [4, 2, 0], [b.end() for b in begun])
 
 
 def test_drawing_stops_at_a_miss_and_goes_on_behind_it(folder: Path, tmp_path: Path) -> None:
     mine = dataset(tmp_path, crops)
     for i in (0, 2, 3):
-        mine.save(i)
-    begun = mine.begin(range(4))
+        mine.session.save(i)
+    begun = mine.session.begin(range(4))
     assert [drawn(b) for b in begun] == [True, False, False, False]
     assert [b.waits for b in begun] == [False, False, True, True]
     whole = begun[2].nbytes
-    found = [mine.end(b) for b in begun[:2]]
+    found = [b.end() for b in begun[:2]]
     assert [drawn(b) for b in begun[2:]] == [True, True]
     assert begun[2].nbytes < whole
-    assert_as_monai(monais(crops), mine, [0, 1, 2, 3], [*found, *(mine.end(b) for b in begun[2:])])
+    assert_as_monai(monais(crops), mine, [0, 1, 2, 3], [*found, *(b.end() for b in begun[2:])])
 
 
 def test_drawing_stops_at_a_record_without_tiles(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = dataset(tmp_path, crops)
     with monkeypatch.context() as patch:
         patch.setattr(limits, "TILED_BYTES", 1 << 30)
-        mine.save(1)
+        mine.session.save(1)
     mine.populate(0, progress=False)
-    begun = mine.begin(range(3))
+    begun = mine.session.begin(range(3))
     assert [drawn(b) for b in begun] == [True, False, False]
-    assert_as_monai(monais(crops), mine, [0, 1, 2], [mine.end(b) for b in begun])
+    assert_as_monai(monais(crops), mine, [0, 1, 2], [b.end() for b in begun])
 
 
 def test_one_that_needs_values_is_tried_once_in_a_loop(folder: Path, watch: Watch) -> None:
     mine = dataset(folder, by_values)
-    begun = mine.begin(range(4))
+    begun = mine.session.begin(range(4))
     assert watch.ran == ["RandCropByPosNegLabeld"]
     assert watch.whole() == [True] * 4
-    found = [mine.end(b) for b in begun[:3]]
-    begun += mine.begin([4])
-    found += [mine.end(b) for b in begun[3:]]
+    found = [b.end() for b in begun[:3]]
+    begun += mine.session.begin([4])
+    found += [b.end() for b in begun[3:]]
     assert watch.ran == ["RandCropByPosNegLabeld"]
     assert_as_monai(monais(by_values), mine, [0, 1, 2, 3, 4], found)
     del begun
@@ -333,27 +333,27 @@ def test_one_that_needs_values_is_tried_once_in_a_loop(folder: Path, watch: Watc
 def test_what_comes_before_one_that_needs_values_is_drawn(folder: Path, watch: Watch) -> None:
     make = PIPELINES["crop, by label"]
     mine = dataset(folder, make)
-    begun = mine.begin(range(3))
+    begun = mine.session.begin(range(3))
     assert watch.ran == ["RandSpatialCropd", "RandCropByPosNegLabeld", *["RandSpatialCropd"] * 3]
     assert not any(watch.whole())
-    assert_as_monai(monais(make), mine, [0, 1, 2], [mine.end(b) for b in begun])
+    assert_as_monai(monais(make), mine, [0, 1, 2], [b.end() for b in begun])
 
 
 def test_a_miss_behind_one_that_needs_values_holds_nothing_up(tmp_path: Path, watch: Watch) -> None:
     mine = dataset(tmp_path, by_values)
     for i in (0, 2):
-        mine.save(i)
-    begun = mine.begin(range(3))
+        mine.session.save(i)
+    begun = mine.session.begin(range(3))
     assert watch.whole() == [True, True]
-    assert_as_monai(monais(by_values), mine, [0, 1, 2], [mine.end(b) for b in begun])
+    assert_as_monai(monais(by_values), mine, [0, 1, 2], [b.end() for b in begun])
 
 
 def test_states_are_those_of_the_last_item_that_is_over(folder: Path) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
-    begun = mine.begin(range(5))
+    begun = mine.session.begin(range(5))
     assert_same(states(theirs), states(mine))
     for i in range(3):
-        assert_equal(theirs[i], mine.end(begun[i]))
+        assert_equal(theirs[i], begun[i].end())
         assert_same(states(theirs), states(mine))
     del begun  # leaves the loop
     gc.collect()
@@ -371,7 +371,7 @@ def test_a_loop_left_early_leaves_no_draws_behind(folder: Path) -> None:
     loop.close()
     left = states(mine)[0]
     theirs[0]
-    assert_same(left, states(theirs)[0], "behind the batch that was taken")
+    assert_same(left, states(theirs)[0], "after the batch that was taken")
     old = monais(lambda: [crop()])
     for owner, state in zip(_randomizables(old.transform), left, strict=True):
         put_state(owner.R, state)
@@ -380,35 +380,35 @@ def test_a_loop_left_early_leaves_no_draws_behind(folder: Path) -> None:
 
 def test_items_that_end_in_another_order(folder: Path) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
-    a, b, c, d = mine.begin([0, 1, 2, 3])
-    assert_as_monai(theirs, mine, [1, 0, 3, 2], [mine.end(x) for x in (b, a, d, c)])
+    a, b, c, d = mine.session.begin([0, 1, 2, 3])
+    assert_as_monai(theirs, mine, [1, 0, 3, 2], [x.end() for x in (b, a, d, c)])
     assert_as_monai(theirs, mine, [4, 5])
 
 
 def test_an_item_that_is_begun_again_and_one_that_is_dropped(folder: Path) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
-    begun = mine.begin([0, 1, 2])
-    again = mine.begin([0])
-    found = [mine.end(again[0])]
+    begun = mine.session.begin([0, 1, 2])
+    again = mine.session.begin([0])
+    found = [again[0].end()]
     del begun[0]
-    found += [mine.end(b) for b in begun]
+    found += [b.end() for b in begun]
     assert_as_monai(theirs, mine, [0, 1, 2], found)
 
 
 def test_an_item_that_ends_twice(folder: Path) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
-    first, second = mine.begin([0, 1])
-    assert_as_monai(theirs, mine, [0, 0, 1], [mine.end(first), mine.end(first), mine.end(second)])
+    first, second = mine.session.begin([0, 1])
+    assert_as_monai(theirs, mine, [0, 0, 1], [first.end(), first.end(), second.end()])
 
 
 def test_seeds_that_are_set_in_between(folder: Path) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
-    begun = mine.begin([0, 1, 2])
-    found = [mine.end(begun[0])]
+    begun = mine.session.begin([0, 1, 2])
+    found = [begun[0].end()]
     expected = [theirs[0]]
     for one in (mine, theirs):
         one.transform.set_random_state(11)
-    found += [mine.end(b) for b in begun[1:]]
+    found += [b.end() for b in begun[1:]]
     expected += [theirs[1], theirs[2]]
     assert_equal(expected, found)
     assert_same(states(theirs), states(mine))
@@ -416,10 +416,10 @@ def test_seeds_that_are_set_in_between(folder: Path) -> None:
 
 def test_another_pipeline_in_between(folder: Path) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
-    begun = mine.begin([0, 1])
+    begun = mine.session.begin([0, 1])
     for one in (mine, theirs):
         one.transform = pipeline(lambda: [crop()], 7)
-    assert_as_monai(theirs, mine, [0, 1], [mine.end(b) for b in begun])
+    assert_as_monai(theirs, mine, [0, 1], [b.end() for b in begun])
 
 
 def test_an_attribute_that_changes_to_somebodys_function(folder: Path, watch: Watch) -> None:
@@ -432,7 +432,7 @@ def test_an_attribute_that_changes_to_somebodys_function(folder: Path, watch: Wa
     step.randomize = center
     assert mine[0]["image"].shape == (1, 4, 4, 4)
     assert watch.whole() == [False, True]
-    assert "center" in mine._state.on_values["RandSpatialCropd"]
+    assert "center" in mine.session.runtime.on_values["RandSpatialCropd"]
 
 
 def test_later_transforms_see_the_attributes_of_their_item(folder: Path) -> None:
@@ -441,26 +441,26 @@ def test_later_transforms_see_the_attributes_of_their_item(folder: Path) -> None
         return [first, lambda d: {**d, "starts": [s.start for s in first.cropper._slices]}]
 
     mine, theirs = dataset(folder, make), monais(make)
-    begun = mine.begin(range(4))
+    begun = mine.session.begin(range(4))
     assert all(map(drawn, begun))
-    assert_as_monai(theirs, mine, [0, 1, 2, 3], [mine.end(b) for b in begun])
+    assert_as_monai(theirs, mine, [0, 1, 2, 3], [b.end() for b in begun])
 
 
 def test_a_size_that_changes_in_between(folder: Path) -> None:
     mine, theirs = dataset(folder, lambda: [crop()]), monais(lambda: [crop()])
-    begun = mine.begin([0, 1, 2])
-    expected, found = [theirs[0]], [mine.end(begun[0])]
+    begun = mine.session.begin([0, 1, 2])
+    expected, found = [theirs[0]], [begun[0].end()]
     for one in (mine, theirs):
         one.transform.transforms[1].cropper.roi_size = (5, 6, 7)
     expected += [theirs[1], theirs[2]]
-    found += [mine.end(b) for b in begun[1:]]
+    found += [b.end() for b in begun[1:]]
     assert_equal(expected, found)
     assert_same(states(theirs), states(mine))
 
 
 def test_an_item_that_cannot_be_drawn_ahead_spoils_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
-    begun = mine.begin([0])
+    begun = mine.session.begin([0])
     read = PendingItem.read
 
     def refused(lazy: PendingItem, boxes: Any) -> Any:
@@ -468,10 +468,10 @@ def test_an_item_that_cannot_be_drawn_ahead_spoils_no_other(folder: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(PendingItem, "read", refused)
-        begun += mine.begin([1])
-        found = [mine.end(begun[0])]
+        begun += mine.session.begin([1])
+        found = [begun[0].end()]
     assert PendingItem.read is read
-    assert_as_monai(theirs, mine, [0, 1], [*found, mine.end(begun[1])])
+    assert_as_monai(theirs, mine, [0, 1], [*found, begun[1].end()])
 
 
 # States that others draw from
@@ -483,9 +483,9 @@ def test_a_generator_that_a_later_transform_shares(folder: Path) -> None:
         generator = np.random.RandomState(4)
         for step in one.transform.transforms[1:]:
             step.set_random_state(state=generator)
-    begun = mine.begin(range(4))
+    begun = mine.session.begin(range(4))
     assert not any(map(drawn, begun))
-    assert_as_monai(theirs, mine, list(range(4)), [mine.end(b) for b in begun])
+    assert_as_monai(theirs, mine, list(range(4)), [b.end() for b in begun])
 
 
 def test_a_generator_that_a_later_function_draws_from(folder: Path) -> None:
@@ -526,9 +526,9 @@ def test_unseeded_transforms_draw_from_one_generator(folder: Path) -> None:
     expected = [theirs[i] for i in range(4)]
     after = generator.get_state()
     generator.set_state(before)
-    begun = mine.begin([0, 1, 2, 3])
+    begun = mine.session.begin([0, 1, 2, 3])
     assert not any(map(drawn, begun))
-    found = [mine.end(b) for b in begun]
+    found = [b.end() for b in begun]
     assert_equal(expected, found)
     assert_same(after[1:], generator.get_state()[1:])
 
@@ -556,10 +556,10 @@ def test_a_crop_that_draws_from_a_global_generator(
         random.seed(1)
         before = GlobalStates()
         if one is mine:
-            begun = mine.begin(range(4))
+            begun = mine.session.begin(range(4))
             assert not before.moved()
             assert not any(map(drawn, begun))
-            outs.append([mine.end(b) for b in begun])
+            outs.append([b.end() for b in begun])
         else:
             outs.append([theirs[i] for i in range(4)])
         outs.append(states(one))
@@ -584,10 +584,10 @@ def test_the_training_draws_from_global_generators_meanwhile(folder: Path, monke
     mine = dataset(folder, lambda: [crop()])
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(1)
-    begun = mine.begin(range(4))
+    begun = mine.session.begin(range(4))
     assert all(map(drawn, begun))
     for one in begun:
-        mine.end(one)
+        one.end()
     found = drawn_by_training.copy()
     drawn_by_training.clear()
     for seed in (torch.manual_seed, np.random.seed, random.seed):
@@ -604,21 +604,21 @@ def test_the_training_draws_from_global_generators_meanwhile(folder: Path, monke
 def test_a_record_that_changes_after_the_draw(what: str, tmp_path: Path, watch: Watch) -> None:
     mine, theirs = dataset(tmp_path, crops), monais(crops)
     mine.populate(0, progress=False)
-    begun = mine.begin([0, 1, 2, 3])
+    begun = mine.session.begin([0, 1, 2, 3])
     assert all(map(drawn, begun))
-    begun[1]._turn.volumes = _lost() if what != "replaced" else begun[1]._turn.volumes  # type: ignore[union-attr]
-    path = mine.record_path(mine.key(1))
+    begun[1].turn.volumes = _lost() if what != "replaced" else begun[1].turn.volumes  # type: ignore[union-attr]
+    path = mine.session.record_path(mine.key(1))
     if what == "removed":
         os.remove(path)
     elif what == "replaced":
         os.remove(path)
-        mine.save(1)
+        mine.session.save(1)
     else:
         os.truncate(path, 100)
-        mine._cache()._reader.forget(path)  # type: ignore[union-attr]
+        mine.session.cache()._reader.forget(path)  # type: ignore[union-attr]
     ran = len(watch.ran)
     with pytest.warns() if what == "damaged" else contextlib.nullcontext():
-        found = [mine.end(b) for b in begun]
+        found = [b.end() for b in begun]
     assert_as_monai(theirs, mine, [0, 1, 2, 3], found)
     assert len(watch.ran) == ran, "nothing was drawn twice"
 
@@ -636,12 +636,12 @@ def test_an_error_behind_the_crop_leaves_the_states_that_monai_leaves(folder: Pa
         return [crop(), mt.Lambdad("image", _refuse)]
 
     mine, theirs = dataset(folder, make), monais(make)
-    begun = mine.begin([0, 1])
+    begun = mine.session.begin([0, 1])
     for i in range(2):
         with pytest.raises(RuntimeError, match="applying"):
             _ = theirs[i]
         with pytest.raises(RuntimeError, match="applying"):
-            mine.end(begun[i])
+            begun[i].end()
         assert_same(states(theirs), states(mine))
 
 

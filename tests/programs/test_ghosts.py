@@ -14,7 +14,7 @@ import torch
 from monai.data import MetaTensor
 from monai.transforms import apply_transform
 
-from monai_gds.pipeline.random_states import States
+from monai_gds.pipeline.randomness import States
 from monai_gds.programs import ghosts
 from monai_gds.programs.ghosts import SEES_GHOSTS, Ghosts, NotOnGhosts, drawable, hazard
 from tests.global_states import GlobalStates
@@ -218,6 +218,7 @@ def is_proved(make: Callable[[], Any]) -> bool:
     return proved
 
 
+@pytest.mark.long
 def test_the_list_is_what_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ghosts, "_hazard_within", lambda transform: "")  # the list does not prove itself
     proved = {name for name, ways in WAYS.items() if sum(map(is_proved, ways))}

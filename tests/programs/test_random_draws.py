@@ -18,8 +18,9 @@ from monai.data import Dataset, MetaTensor, ThreadDataLoader
 from monai.transforms.traits import RandomizableTrait
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
-from monai_gds.pipeline.random_states import States
+from monai_gds.pipeline.randomness import States
 from monai_gds.pipeline.split import Split
+from monai_gds.programs.ghosts import drawn_ahead
 from tests.recipes import RECIPES, loaded, volumes
 from tests.roundtrip import without_ids
 from tests.same import assert_same, strides
@@ -52,7 +53,7 @@ CROPS: dict[str, Callable[[Any], Any]] = {
     "Compose": lambda size: mt.Compose([mt.RandSpatialCropd(BOTH, (32, 32, 32)), mt.RandFlipd(BOTH, prob=0.5)]),
 }
 
-#: What a pipeline begins with behind its cached half, which is contiguous.
+#: What a pipeline begins with after its cached half, which is contiguous.
 RANDOM_CROPS = [name for name in CROPS if name.startswith(("Rand", "OneOf", "Compose"))]
 
 RANDOM: dict[str, Callable[[], Any]] = {
@@ -191,7 +192,7 @@ class Drawn:
         return ", ".join([*self._front, "|", *(name for _, name in self._rest), "lazy" * self._lazy])
 
     def pipeline(self, seed: int) -> mt.Compose:
-        """The pipeline, made anew."""
+        """The pipeline, made again."""
         front = [t for name in self._front for t in RECIPES[name].make()]
         rest: list[Any] = []
         for (kind, name), size in zip(self._rest, self._sizes, strict=True):
@@ -251,7 +252,7 @@ def test_drawn_first_is_drawn_late(number: int, seeds: int, files: list[dict[str
         warnings.simplefilter("ignore")
         with GDSDataset(files, drawn.pipeline(0), tmp_path, device="cpu", compression="lz4") as mine:
             mine.populate(0, progress=False)
-            print(drawn.name, "|", [type(step).__name__ for step in mine.split().drawable])
+            print(drawn.name, "|", [type(step).__name__ for step in drawn_ahead(mine.session.split())])
         for seed in range(seeds):
             mine = GDSDataset(files, drawn.pipeline(seed), tmp_path, device="cpu", compression="lz4")
             expected = outcome(Dataset(copy.deepcopy(files), drawn.pipeline(seed)), ThreadDataLoader)

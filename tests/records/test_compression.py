@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ from monai_gds import limits
 from monai_gds.errors import CodecMissing
 from monai_gds.items.tree import encode_item
 from monai_gds.records import compression
-from monai_gds.records.compression import CODECS, EDGES, WHOLE, Compression
+from monai_gds.records.compression import EDGES, WHOLE, Compression
 from monai_gds.records.header import Header, parse
 from monai_gds.records.writing import pack_record
 from monai_gds.tiles import blosc
+from monai_gds.tiles.codecs import CODECS
 
 needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
 
@@ -103,6 +104,10 @@ def test_what_is_named_is_what_is_written() -> None:
     assert [form("lz4", edge) for edge in EDGES] == ["lz4 16", "lz4 32", "lz4 64"]
     assert form(None) == form(None, None) == form(None, gpu=True, crops=True) == ""
     assert form("bitcomp", gpu=True) == "bitcomp 32"
+
+
+def test_type_checkers_know_the_codecs_of_the_table() -> None:
+    assert get_args(compression.Codec) == tuple(CODECS)
 
 
 @pytest.mark.usefixtures("without_blosc2", "without_nvcomp")

@@ -119,9 +119,9 @@ ELSEWHERE = {
     f"tree: {what}"
     for what in (
         "a named tuple of os", "a named tuple of os.path", "a named tuple that is an instance",
-        "a named tuple of an unimported module", "a named tuple of other fields", "a registered type that is none",
-        "a path below a root", "a value of the item", "$registered of text", "$root of text", "$item of text",
-        "$item of an object",
+        "a named tuple of an unimported module", "a type of an earlier version", "a named tuple of other fields",
+        "a registered type that is none", "a path below a root", "a value of the item", "$registered of text",
+        "$root of text", "$item of text", "$item of an object", "$dtype of a list of lists",
     )
 } | {"tiles: bitcomp without a filter"}  # fmt: skip
 
@@ -193,7 +193,7 @@ def dataset(folder: Path, crops: bool = False) -> GDSDataset:
         steps.append(RandCropByPosNegLabeld(["image", "label"], "label", (16, 16, 16), num_samples=2))
     transform = Compose(steps)
     transform.set_random_state(1)
-    return GDSDataset([{"i": 0}, {"i": 1}], transform, folder, device="cpu", compression="lz4", tiles=32)
+    return GDSDataset([{"i": 0}, {"i": 1}], transform, folder, device="cpu", compression="lz4", options={"tiles": 32})
 
 
 def plain(item: Any) -> Any:

@@ -16,7 +16,6 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds import limits
-from monai_gds.base import pooled_memory
 from monai_gds.errors import CacheWarning
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items.tree import encode_item
@@ -24,6 +23,7 @@ from monai_gds.records.compression import Compression
 from monai_gds.records.heads import Form, TensorForm
 from monai_gds.records.pending import PendingItem
 from monai_gds.records.volumes import Volume
+from monai_gds.storage import memory as pools
 from monai_gds.storage import open_storage
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.tiles import blosc
@@ -288,7 +288,7 @@ def test_only_what_the_boxes_touch_is_read(tmp_path: Path, monkeypatch: pytest.M
 def test_memory_is_used_again_once_nothing_shares_it(tmp_path: Path) -> None:
     published(tmp_path)
     cache = opened(tmp_path)
-    pooled_memory._volumes.blocks.clear()
+    pools._volumes.blocks.clear()
     view = crop(read(lazily(cache), {"image": [CORNER]})["image"], image(), CORNER)
     taken = view.untyped_storage().data_ptr()
     other = crop(read(lazily(cache), {"image": [CORNER]})["image"], image(), CORNER)
@@ -298,16 +298,16 @@ def test_memory_is_used_again_once_nothing_shares_it(tmp_path: Path) -> None:
     del view
     again = [read(lazily(cache), {"image": [CORNER]})["image"].data.data_ptr() for _ in range(3)]
     assert taken in again
-    pooled_memory._volumes.blocks.clear()
+    pools._volumes.blocks.clear()
 
 
 def test_volumes_larger_than_the_pool_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(tmp_path)
     monkeypatch.setattr(limits, "VOLUME_POOL_BYTES", 1 << 20)
-    pooled_memory._volumes.blocks.clear()
+    pools._volumes.blocks.clear()
     assert corner(opened(tmp_path), WHOLE)
-    assert not [block for block in pooled_memory._volumes.blocks if block.nbytes > 1 << 21]
-    pooled_memory._volumes.blocks.clear()
+    assert not [block for block in pools._volumes.blocks if block.nbytes > 1 << 21]
+    pools._volumes.blocks.clear()
 
 
 def test_many_threads_read_one_record(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from monai_gds.folder.directory import tidy
 from monai_gds.shared import leases as leases_module
 from monai_gds.shared.leases import Lease, Leases, Pace, take_turn
-from monai_gds.shared.process_names import this_process
+from monai_gds.shared.owner import this_process
 from tests import interrupts
 from tests.loopdisk import loop_disk
 from tests.machines import ROOT, in_child, mounted_tmpfs, read_only

@@ -21,7 +21,7 @@ from monai_gds.folder import maintenance
 from monai_gds.folder.index import Index
 from monai_gds.folder.writer import process_writer
 from monai_gds.shared import notes
-from monai_gds.shared.permissions import share_file
+from monai_gds.shared.temporary import share_file
 from tests.commands import run
 from tests.machines import in_child, shared_folder
 
@@ -101,8 +101,8 @@ def test_a_user_who_may_not_enter_the_folder_reads_nothing(folder: Path) -> None
 
 def test_file_mode_restricts_records_and_notes(folder: Path) -> None:
     shared(folder, 0o2775)
-    by(ANNA, lambda: save(folder, 1, file_mode=0o640))
-    by(BEN, lambda: save(folder, 2, file_mode=0o600))
+    by(ANNA, lambda: save(folder, 1, options={"file_mode": 0o640}))
+    by(BEN, lambda: save(folder, 2, options={"file_mode": 0o600}))
     assert modes(maintenance.record_files(folder)) == {(0o640, LAB), (0o600, LAB)}
     assert modes(list((folder / notes.FOLDER).glob("*.facts"))) == {(0o640, LAB), (0o600, LAB)}
     assert by(ANNA, lambda: readable(folder)) == 1
@@ -122,13 +122,13 @@ def test_what_is_strict_is_so_from_its_creation(folder: Path, monkeypatch: pytes
     create, copy = os.open, shutil.copyfileobj
     monkeypatch.setattr(os, "open", lambda *how, **where: note(create(*how, **where)))
     monkeypatch.setattr(shutil, "copyfileobj", lambda *files: note(files[1].fileno()) and copy(*files))
-    save(folder, 1, file_mode=0o600)
-    save(folder, 1, file_mode=0o600, local_dir=folder / "near")
+    save(folder, 1, options={"file_mode": 0o600})
+    save(folder, 1, options={"file_mode": 0o600}, local_dir=folder / "near")
     process_writer().flush()
     data = [{"image": torch.zeros(1, 8, 8)}]
     with (
         ThreadPoolExecutor(1) as executor,
-        GDSDataset(data, Compose([EnsureTyped("image")]), folder, "cpu", file_mode=0o600) as dataset,
+        GDSDataset(data, Compose([EnsureTyped("image")]), folder, "cpu", options={"file_mode": 0o600}) as dataset,
     ):
         dataset.populate(executor=executor, progress=False)
     assert {Path(path).parent.relative_to(folder) for path in modes} >= {Path(".tmp"), Path("near/.tmp")}
@@ -151,13 +151,15 @@ def test_values_that_are_not_permissions_are_refused(
     folder: Path, mode: Any, kind: type[Exception], shown: str
 ) -> None:
     with pytest.raises(kind, match=f"file_mode=.*{shown}"):
-        GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=mode)
+        GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", options={"file_mode": mode})
 
 
 def test_permissions_may_be_an_integer_of_numpy(folder: Path) -> None:
-    with GDSDataset([], Compose([EnsureTyped("image")]), folder, "cpu", file_mode=np.int64(0o640)) as dataset:
-        assert dataset.file_mode == 0o640
-        assert type(dataset.file_mode) is int
+    with GDSDataset(
+        [], Compose([EnsureTyped("image")]), folder, "cpu", options={"file_mode": np.int64(0o640)}
+    ) as dataset:
+        assert dataset.settings.file_mode == 0o640
+        assert type(dataset.settings.file_mode) is int
 
 
 def test_the_folder_of_an_earlier_version_is_opened_by_the_user_whose_it_is(folder: Path) -> None:
@@ -183,7 +185,7 @@ def test_merging_notes_does_not_make_them_readable_to_others(folder: Path, monke
     monkeypatch.setattr(limits, "NOTE_FILES", 1)
     shared(folder, 0o2775)
     for value in (1, 2, 3):
-        by(ANNA, lambda value=value: save(folder, value, file_mode=0o600))
+        by(ANNA, lambda value=value: save(folder, value, options={"file_mode": 0o600}))
     by(ANNA, lambda: Index(folder).tidy())
     (merged,) = (folder / notes.FOLDER).glob("*.facts")
     assert modes([merged]) == {(0o600, LAB)}
@@ -213,7 +215,7 @@ def test_prune_continues_after_another_users_file(folder: Path) -> None:
 
 def test_records_that_a_user_may_not_read_take_up_their_room(folder: Path) -> None:
     shared(folder, 0o1777, owner=0)
-    by(ANNA, lambda: save(folder, 1, file_mode=0o600))
+    by(ANNA, lambda: save(folder, 1, options={"file_mode": 0o600}))
     (record,) = maintenance.record_files(folder)
     listed = json.loads(by(BEN, lambda: run("cache", "ls", "--json", folder)).stdout)
     assert listed["bytes"] == record.stat().st_size

@@ -19,9 +19,9 @@ from monai_gds.errors import CacheWarning, NotSaved
 from monai_gds.folder import maintenance
 from monai_gds.folder.directory import CacheDirectory, prepare
 from monai_gds.items.tree import encode_item
-from monai_gds.shared import process_names, temporary
-from monai_gds.shared.process_names import this_process
-from monai_gds.shared.temporary import abandoned, being_written, opened, server_time, tidy
+from monai_gds.shared import owner
+from monai_gds.shared.owner import this_process
+from monai_gds.shared.temporary import abandoned, being_written, opened, tidy
 from monai_gds.storage import open_storage
 from tests.caches import key
 from tests.commands import run
@@ -155,7 +155,7 @@ def test_the_temporary_of_a_process_that_cannot_be_seen_stays(tmp_path: Path, mo
 
     path = put(tmp_path / ".tmp" / leftover(), 0)
     monkeypatch.setattr(os, "kill", not_permitted)
-    monkeypatch.setattr(process_names, "_started", lambda pid: None)
+    monkeypatch.setattr(owner, "_started", lambda pid: None)
     prepare(tmp_path)
     assert path.exists()
     os.utime(path, (0, 0))
@@ -166,8 +166,8 @@ def test_the_temporary_of_a_process_that_cannot_be_seen_stays(tmp_path: Path, mo
 def test_where_processes_cannot_be_identified_a_writers_own_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_names, "_place", lambda: "unknown")
-    monkeypatch.setattr(temporary, "this_process", lambda: f"unknown.{os.getpid()}.None")
+    monkeypatch.setattr(owner, "_place", lambda: "unknown")
+    monkeypatch.setattr(owner, "this_process", lambda: f"unknown.{os.getpid()}.None")
     with being_written(str(tmp_path), "d" * 32, str(tmp_path / "target")) as path:
         Path(path).write_text("half")
         tidy(tmp_path)
@@ -190,7 +190,7 @@ def test_a_foreign_file_is_judged_by_the_clock_of_the_file_system(
     assert not old.exists()
 
 
-def test_the_clock_of_the_file_system_is_asked_by_making_a_file(
+def test_the_clock_of_the_file_system_is_asked_by_touching_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a file server a day ahead, whose files have its times."""
@@ -477,24 +477,17 @@ def test_the_folder_is_made_when_asked(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), opened(tmp_path / "cache"):
         pass
     assert not (tmp_path / "cache").exists()
-    with opened(tmp_path / "cache", create=True) as fd:
+    with opened(tmp_path / "cache", make=True) as fd:
         assert os.path.samestat(os.fstat(fd), os.stat(tmp_path / "cache" / ".tmp"))
         assert stat.S_ISDIR(os.fstat(fd).st_mode)
-        time_there = server_time(fd)
-        assert time_there is not None
-        assert abs(time_there - time.time()) < 60
         assert os.listdir(fd) == []
 
 
-def test_where_no_file_can_be_made_there_is_no_server_time() -> None:
+def test_where_the_clock_cannot_be_asked_the_file_of_an_unseen_process_stays() -> None:
     with shared_folder() as folder:
-        (folder / ".tmp").mkdir()
-
-        def ask() -> float | None:
-            with opened(folder) as fd:
-                return server_time(fd)
-
-        assert in_child(ask, nobody=True) is None
+        put(folder / ".tmp" / leftover(0, "0a0b0c0d-7"))
+        assert in_child(lambda: abandoned(folder), nobody=True) == []
+        assert len(abandoned(folder)) == 1
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:

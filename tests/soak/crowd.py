@@ -126,7 +126,7 @@ def limited(folder: Path, rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.4:
         settings["max_bytes"] = rng.choice(["10 kB", "1 MB", "3 MB"])
     if rng.random() < 0.4:
-        settings.update(local_dir=folder / "near", local_bytes=rng.choice([None, "500 kB"]))
+        settings.update(local_dir=folder / "near", options={"local_bytes": rng.choice([None, "500 kB"])})
     return settings
 
 

@@ -268,7 +268,7 @@ def failing_calls(folder: Path, form: str, crops: bool, seed: float, seconds: fl
     def opened() -> Reader:
         settings: dict[str, Any] = {"max_bytes": rng.choice([None, "3 MB", "400 kB"])}
         if rng.random() < 0.5:
-            settings.update(local_dir=folders[1], local_bytes=rng.choice([None, "500 kB"]))
+            settings.update(local_dir=folders[1], options={"local_bytes": rng.choice([None, "500 kB"])})
         return Reader(items, folders[0], form, crops, TINY, **settings)
 
     reader = opened()

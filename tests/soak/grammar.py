@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from monai_gds.base.checksum import checksum
 from monai_gds.base.dtypes import DTYPES
-from monai_gds.items import decoding
+from monai_gds.items import table
 from monai_gds.records.header import CRC
 from monai_gds.storage import ALIGNMENT
 
@@ -85,8 +85,8 @@ nodes = st.recursive(
     _scalars,
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from([*decoding._PARSERS, "name", "numpy", "tiles", "a"]), inner, max_size=2)
-        | st.dictionaries(st.sampled_from([*decoding._PARSERS]), st.lists(inner, max_size=5), min_size=1, max_size=1)
+        | st.dictionaries(st.sampled_from([*table.ROWS, "name", "numpy", "tiles", "a"]), inner, max_size=2)
+        | st.dictionaries(st.sampled_from([*table.ROWS]), st.lists(inner, max_size=5), min_size=1, max_size=1)
     ),
     max_leaves=8,
 ) | st.one_of(
@@ -96,7 +96,6 @@ nodes = st.recursive(
     st.builds(
         lambda o, w, s: {"$texts": [o, w, s, ["a"] * _some(s)]}, st.sampled_from("<>O"), _numbers | st.none(), _shapes
     ),
-    st.builds(lambda s: {"$objects": [s, [1] * _some(s)]}, _shapes),
     st.builds(lambda n, k, v: {"$tensor": {"name": n, k: v}}, _names, st.sampled_from(USES), _scalars),
     st.builds(lambda a, b: {"$namedtuple": [a, b, ["x"], [1]]}, _texts, _texts),
     st.builds(lambda a, b: {"$enum": [a, b, 1]}, _texts, _texts),

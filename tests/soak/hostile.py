@@ -21,10 +21,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BlockMapError, ImageListError, MonaiGdsError, RecordError
 from monai_gds.folder.directory import CacheDirectory
-from monai_gds.folder.maintenance import check, prunable, survey
+from monai_gds.folder.maintenance import Unwanted, check, prunable, survey
 from monai_gds.imagenet.files.packed import INDEX, PackedImages
 from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.imagenet.source import ImageSource, open_images
@@ -32,7 +32,8 @@ from monai_gds.records.entries import read_whole
 from monai_gds.records.header import bytes_of, digest_in, parse
 from monai_gds.records.heads import Form
 from monai_gds.storage import open_storage
-from monai_gds.storage.blockmap.block_map import HEADER, BlockMap
+from monai_gds.storage.blockmap.block_map import BlockMap
+from monai_gds.storage.blockmap.saved import HEADER
 from tests import commands
 from tests.soak.damage import put, record_in
 from tests.soak.grammar import Parts, dumps, mutated, records
@@ -329,7 +330,7 @@ def hostile_folders(
             except Exception:
                 tally.found("lost", f"{arguments}: {traceback.format_exc()[-1200:]}")
         try:
-            list(prunable(folder / "cache", survey(folder / "cache"), missing_sources=True))
+            list(prunable(folder / "cache", survey(folder / "cache"), Unwanted(missing_sources=True)))
         except Exception:
             tally.found("lost", f"prunable: {traceback.format_exc()[-1200:]}")
         if tally.bad > before:

@@ -31,8 +31,8 @@ BOTH = ["image", "label"]
 #: The forms in which records are written.
 FORMS: dict[str, dict[str, Any]] = {
     "whole": {"compression": None},
-    "lz4": {"compression": "lz4", "tiles": 32},
-    "zstd": {"compression": "zstd", "tiles": 16},
+    "lz4": {"compression": "lz4", "options": {"tiles": 32}},
+    "zstd": {"compression": "zstd", "options": {"tiles": 16}},
 }
 
 Shape = tuple[int, int, int]
@@ -139,7 +139,9 @@ class Reader:
     ) -> None:  # fmt: skip
         self.items, self.crops, self.shape, self.seed = items, crops, shape, 0
         transform = mt.Compose([Make(shape), *_REST[crops](shape), *behind])
-        self.dataset = GDSDataset(items, transform, cache, **{"device": "cpu", **FORMS[form], **settings})
+        options = {**FORMS[form].get("options", {}), **settings.get("options", {})}
+        given = {"device": "cpu", **FORMS[form], **settings, "options": options}
+        self.dataset = GDSDataset(items, transform, cache, **given)
 
     def read(self, index: int) -> str:
         """What is wrong with an item, which may change its version meanwhile; empty if nothing is."""

@@ -64,7 +64,7 @@ def fill(folder: Path, cache: Path, form: str, crops: bool, durable: bool) -> No
     """Reads one item after another, and notes each that has been returned."""
     enter()
     items = [{"source": str(folder / f"source_{i}.txt"), "index": i} for i in range(COUNT)]
-    reader = Reader(items, cache, form, crops, TINY, durable=durable)
+    reader = Reader(items, cache, form, crops, TINY, options={"durable": durable})
     with (folder / "saved").open("a", buffering=1) as log:
         for index in range(COUNT):
             reader.dataset[index]
@@ -109,7 +109,7 @@ def look(folder: Path, cache: Path, form: str, crops: bool, saved: list[int]) ->
     with warned():
         reader = Reader(items, cache, form, crops, TINY)
         for index in saved:
-            record = Path(reader.dataset.record_path(reader.dataset.key(index)))
+            record = Path(reader.dataset.session.record_path(reader.dataset.key(index)))
             if record.name not in there:
                 tally.found("wrong", f"the durable record of item {index} of {len(saved)} is not there")
             elif (found := check(record)) is None or found.problem:

@@ -18,10 +18,10 @@ import numpy as np
 import xxhash
 
 from monai_gds.base.digest import digest_of
-from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BlockMapError, CacheWarning, ImageListError, MonaiGdsError
 from monai_gds.folder.index import Index
-from monai_gds.folder.maintenance import check, prunable, survey
+from monai_gds.folder.maintenance import Unwanted, check, prunable, survey
 from monai_gds.folder.uses import Uses
 from monai_gds.imagenet.files.jpeg import jpeg_nbytes
 from monai_gds.imagenet.files.listing import UNFINISHED, ImageList
@@ -102,7 +102,7 @@ def _keys(folder: Path) -> Made:
         with contextlib.suppress(ValueError):  # a lone surrogate, which no header can hold
             path.write_bytes(record_of(sound, key))
             check(path)
-            list(prunable(folder, survey(folder), missing_sources=True, identify=lambda path: None))
+            list(prunable(folder, survey(folder), Unwanted(missing_sources=True, identify=lambda path: None)))
             for found in survey(folder, Index(folder)):
                 assert found.ratio >= 0
                 assert isinstance(found.packed, str)

@@ -20,8 +20,8 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds import GDSDataLoader, GDSDataset
-from monai_gds.bench.kinds import KINDS, MakeKind
-from monai_gds.bench.workloads import KEYS
+from tools.bench.kinds import KINDS, MakeKind
+from tools.bench.workloads import KEYS
 
 #: Four tiles along each edge, of which the last is cut.
 SIDE = 104
@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "whole": {"compression": None},
     "whole, registered": {"compression": None, "backend": "posix", "backend_options": {"pinned_bytes": 1 << 30}},
     "lz4": {"compression": "lz4"},
-    "lz4, kept": {"compression": "lz4", "device_bytes": 1 << 30},
+    "lz4, kept": {"compression": "lz4", "options": {"device_bytes": 1 << 30}},
     "zstd": {"compression": "zstd"},
     "bitcomp": {"compression": "bitcomp"},
 }

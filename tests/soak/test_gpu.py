@@ -72,7 +72,7 @@ def epochs_over_damage(folder: Path, form: str) -> Tally:
     thread = threading.Thread(target=damage, args=(folder / "cache", stop))
     thread.start()
     try:
-        return epochs(folder, form, 3.0, verify="always")
+        return epochs(folder, form, 3.0, options={"verify": "always"})
     finally:
         stop.set()
         thread.join()

@@ -148,7 +148,7 @@ def install_gpu(patch: pytest.MonkeyPatch, slots: int = limits.STAGING_SLOTS) ->
     patch.setattr(staging, "raw_current_stream", lambda device: 1)
     patch.setattr(staging, "current_stream", lambda device: stream)
     patch.setattr(staging, "adopt", lambda dests, device: [stream.keep(dest) for dest in dests])
-    patch.setattr(staging, "hand_off", lambda dests, device, behind: behind.synchronize())
+    patch.setattr(staging, "hand_off", lambda dests, device, after: after.synchronize())
 
     def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         tensor = on_device(torch.empty(nbytes, dtype=torch.uint8))

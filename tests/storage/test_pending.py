@@ -201,7 +201,7 @@ def test_simulated_each_stream_waits_for_the_copies_once(monkeypatch: pytest.Mon
     waits: list[int] = []
     current = [1]
     monkeypatch.setattr(simulated.staging, "raw_current_stream", lambda device: current[0])
-    monkeypatch.setattr(simulated.staging, "hand_off", lambda dests, device, behind: waits.append(current[0]))
+    monkeypatch.setattr(simulated.staging, "hand_off", lambda dests, device, after: waits.append(current[0]))
     reads = Pending([simulated.on_device(torch.zeros(4, dtype=torch.uint8))], simulated.GPU)
     go = threading.Event()
     gpu.stream.put(go.wait)

@@ -58,9 +58,9 @@ def hand_off_without_waiting(dests: Sequence[torch.Tensor], device: torch.device
 
 
 def hand_off_without_recording(
-    dests: Sequence[torch.Tensor], device: torch.device, *, behind: torch.cuda.Event, **_: object
+    dests: Sequence[torch.Tensor], device: torch.device, *, after: torch.cuda.Event, **_: object
 ) -> None:
-    torch.cuda.current_stream(device).wait_event(behind)
+    torch.cuda.current_stream(device).wait_event(after)
 
 
 def synchronize_without_waiting(event: torch.cuda.Event) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -193,7 +194,8 @@ def _dataset(folder: Path, compression: str | None = None, device_bytes: float |
     items = [{"image": image, "label": label, "small": torch.arange(5)} for image in images]
     transform = Compose([EnsureTyped(("image", "label", "small"))])
     form: Any = compression
-    return GDSDataset(items, transform, folder, 0, compression=form, arrays="torch", device_bytes=device_bytes)
+    options = {"arrays": "torch", "device_bytes": device_bytes}
+    return GDSDataset(items, transform, folder, 0, compression=form, options=options)
 
 
 @pytest.mark.gpu
@@ -220,12 +222,13 @@ def test_hits_are_equal_to_misses(tmp_path: Path, codec: str) -> None:
 def test_a_damaged_tile_is_computed_anew(tmp_path: Path, verify: str) -> None:
     with _dataset(tmp_path, "zstd") as dataset:
         missed = dataset[0]
-    record = Path(dataset.record_path(dataset.key(0)))
+    record = Path(dataset.session.record_path(dataset.key(0)))
     data = bytearray(record.read_bytes())
     data[len(data) // 2] ^= 0x40
     record.write_bytes(data)
     again = _dataset(tmp_path, "zstd")
-    again.verify = verify  # type: ignore[assignment]
+    options = replace(again.settings.options, verify=verify)  # type: ignore[arg-type]
+    again.settings = replace(again.settings, options=options)
     with pytest.warns(CacheWarning, match="computed anew"):
         hit = again[0]
     assert torch.equal(hit["image"], missed["image"])
@@ -245,12 +248,12 @@ def test_records_that_stay_on_the_device(tmp_path: Path, room: float | str) -> N
             for key, value in missed[n].items():
                 assert torch.equal(hit[key].as_tensor(), value.as_tensor())
                 hit[key].as_tensor().fill_(1)  # what was handed out is the user's own
-    cache = again._cache()
+    cache = again.session.cache()
     assert cache is not None
     kept = cache._reader._kept
     assert kept is not None
     assert 0 < kept.nbytes <= bytes_of(room, "device_bytes")
-    Path(again.record_path(again.key(1))).unlink()
+    Path(again.session.record_path(again.key(1))).unlink()
     assert torch.equal(again[1]["image"], missed[1]["image"])  # computed anew
 
 
@@ -267,7 +270,8 @@ def test_crops_read_only_their_tiles(tmp_path: Path, codec: str, device_bytes: f
 
     expected = Dataset(items, pipeline().set_random_state(7))
     transform = pipeline()
-    with GDSDataset(items, transform, tmp_path, 0, compression=codec, device_bytes=device_bytes) as dataset:  # type: ignore[arg-type]
+    options, form = {"device_bytes": device_bytes}, cast(Any, codec)
+    with GDSDataset(items, transform, tmp_path, 0, compression=form, options=options) as dataset:
         for n in range(3):
             dataset[n]
     transform.set_random_state(7)
@@ -283,13 +287,13 @@ def test_crops_read_only_their_tiles(tmp_path: Path, codec: str, device_bytes: f
 def test_bitcomp_is_for_gpus_only(tmp_path: Path) -> None:
     with _dataset(tmp_path, "bitcomp") as dataset:
         missed = dataset[0]
-    record = Path(dataset.record_path(dataset.key(0)))
+    record = Path(dataset.session.record_path(dataset.key(0)))
     assert 3 * record.stat().st_size < sum(missed[key].nbytes for key in ("image", "label"))
     assert torch.equal(_dataset(tmp_path)[0]["image"], missed["image"])
     with pytest.raises(ValueError, match="bitcomp"):
         GDSDataset([1], [], tmp_path, "cpu", compression="bitcomp")
     before = record.read_bytes()
-    on_cpu = GDSDataset(dataset.data, dataset.transform, tmp_path, "cpu", arrays="torch")
+    on_cpu = GDSDataset(dataset.data, dataset.transform, tmp_path, "cpu", options={"arrays": "torch"})
     with pytest.warns(CacheWarning, match="without being replaced"):
         computed = on_cpu[0]
     on_cpu.flush()

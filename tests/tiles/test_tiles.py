@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from monai_gds import limits
 from monai_gds.errors import DamagedRecord, NewerRecord
 from monai_gds.tiles import blosc
+from monai_gds.tiles.codecs import CODECS, ON_CPU, Blosc2, Codec
 from monai_gds.tiles.tiles import Layout, Packed, Tiles, pack, tile_shape
-from monai_gds.tiles.unpacking import unpack
+from monai_gds.tiles.unpacking import unpack, why_not
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("blosc2") is None, reason="blosc2 is not installed")
 
@@ -66,7 +67,7 @@ def packed_of(tensor: torch.Tensor, codec: str = "lz4") -> Packed:
     shape=st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple),
     leading=st.lists(st.integers(1, 3), max_size=2).map(tuple),
     dtype=st.sampled_from(DTYPES),
-    codec=st.sampled_from(sorted(blosc.CODECS)),
+    codec=st.sampled_from(sorted(ON_CPU)),
     edge=st.sampled_from([16, 32, 64]),
     values=st.integers(1, 5),
 )
@@ -87,12 +88,23 @@ def test_gives_back_every_bit(
         assert tensor.nbytes < 4096 or values > 1  # tiles that are mostly filled up gain nothing
 
 
-@pytest.mark.parametrize("codec", blosc.CODECS)
+@pytest.mark.parametrize("codec", ON_CPU)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_dtypes_are_packed(dtype: torch.dtype, codec: str) -> None:
     tensor = (ct((2, 33, 40, 10)) * 5).repeat_interleave(8, -1).to(dtype)
     packed = packed_of(tensor, codec)
     assert same_bits(unpack(read(packed), packed.streams.numpy()), tensor)
+
+
+def test_a_codec_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    zlib = Codec("zlib", Blosc2(code=4, level=1, format=3), "Deflate", b"any")
+    monkeypatch.setitem(CODECS, "zlib", zlib)
+    monkeypatch.setitem(ON_CPU, "zlib", zlib.blosc2)
+    packed = packed_of(ct(), "zlib")
+    assert packed.layout.to_node()["codec"] == "zlib"
+    assert len(packed.streams) != len(packed_of(ct(), "zstd").streams)
+    assert why_not("zlib") is None
+    assert same_bits(unpack(read(packed), packed.streams.numpy()), ct())
 
 
 def test_tensors_that_do_not_get_smaller_are_left_alone() -> None:
@@ -147,7 +159,7 @@ def test_streams_are_aligned_and_apart() -> None:
     assert (tiles.starts[full][1:] - (tiles.starts + tiles.sizes)[full][:-1] >= 4).all()
 
 
-@pytest.mark.parametrize("codec", blosc.CODECS)
+@pytest.mark.parametrize("codec", ON_CPU)
 def test_every_flipped_byte_of_a_stream_is_found(codec: str) -> None:
     packed = packed_of(ct((1, 40, 40, 40)), codec)
     tiles, streams = read(packed), packed.streams.numpy()

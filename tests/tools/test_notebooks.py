@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monai_gds.base.mounts import Mount
+from monai_gds.base.file_systems import Mount
 from tests.tools import load_tool
 
 nbformat = pytest.importorskip("nbformat", reason="this machine has no nbformat")

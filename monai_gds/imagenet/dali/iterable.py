@@ -28,7 +28,7 @@ class DaliIterator:
 
     Args:
         source: an iterable of dicts or tuples of arrays (NumPy, CuPy, torch on the CPU or a GPU) or numbers. It is
-            iterated anew every epoch. If it can be iterated only once, give a function that makes it.
+            iterated again every epoch. If it can be iterated only once, give a function that makes it.
         batch_size: samples per batch; with ``already_batched``, the maximum.
         graph: a function from a dict of DALI nodes by key to another one, whose keys are those of the results. None
             brings everything to ``device``.
@@ -41,7 +41,7 @@ class DaliIterator:
         last_batch_policy: DALI's ``LastBatchPolicy``, or its name: what becomes of an epoch's last samples if they do
             not fill a batch. ``PARTIAL``, the default, makes a smaller batch, ``FILL`` repeats the last sample, and
             ``DROP`` drops them. Not with ``already_batched``: there the source decides.
-        seed: of random operators.
+        seed: seeds random operators.
         layouts: DALI's layouts by key, such as ``{"image": "CHW"}``, which many operators need.
 
     Raises:
@@ -110,7 +110,7 @@ class DaliIterator:
         return run
 
     def _run(self) -> Generator[dict[str, Any]]:
-        # in a chain, what has ended stays so: iterators in DALI's documentation begin anew when asked once more
+        # in a chain, what has ended stays so: iterators in DALI's documentation begin again when asked once more
         items: Iterator[Any] = chain(self._source() if callable(self._source) else self._source)
         batches = items
         if not self._already_batched:

@@ -27,7 +27,7 @@ def squirrel_source(source: Any, **options: Any) -> Items:
     Args:
         source: a driver (anything with ``get_iter``, which is called for every epoch), a function that returns a
             Composable, or a Composable. Many Composables can be iterated only once.
-        options: for the driver's ``get_iter``, such as ``shuffle_key_buffer=10``.
+        options: arguments of the driver's ``get_iter``, such as ``shuffle_key_buffer=10``.
 
     Raises:
         TypeError: ``options`` are given, and ``source`` is not a driver.
@@ -67,7 +67,7 @@ def _decode(store: str, found: dict[Any, Any]) -> Any:
     if decoded is None or (isinstance(decoded, np.ndarray) and decoded.dtype.hasobject):
         raise ImageListError(
             f"a sample of the store {store} holds an array of Python objects, and reading it could run code that came "
-            "with the store: write the store anew with arrays of numbers; or, if you trust it, give "
+            "with the store: write the store again with arrays of numbers; or, if you trust it, give "
             "squirrel_source(driver.get_iter) in place of the driver"
         )
     return decoded

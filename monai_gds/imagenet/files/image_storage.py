@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base.pooled_memory import tensor_at
 from monai_gds.base.process import PerProcess
 from monai_gds.items.tree import compile_tree, encode_item
 from monai_gds.records import header
@@ -25,6 +24,7 @@ from monai_gds.records.entries import check, read, read_record, read_whole
 from monai_gds.records.header import Header
 from monai_gds.records.writing import pack_record
 from monai_gds.storage import ALIGNMENT, FileId, Pending, Reads, Storage, open_storage
+from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.pending import Then
 
 __all__ = ["Fetch", "ImageRecord", "ImageStorage", "load_item", "read_files", "read_layout", "save_item"]
@@ -58,7 +58,7 @@ class ImageStorage:
     allocator already reuses them in the order of the streams.
 
     Args:
-        backend, device, options: as for :func:`monai_gds.open_storage`, which may raise.
+        backend, device, options: passed to :func:`monai_gds.open_storage`, which may raise.
         pinned: host buffers are pinned, for a decoder on a GPU.
     """
 
@@ -73,7 +73,7 @@ class ImageStorage:
 
     def start_files(self, paths: Sequence[str], sizes: np.ndarray) -> Fetch:
         """Starts reading whole files, one image each. A file without its given size fails with FileChanged."""
-        pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte behind each file shows whether it has grown
+        pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte after each file shows whether it has grown
         ends = np.cumsum(pitch)
         reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
         return self._start(reads, reads.parts)
@@ -90,9 +90,9 @@ class ImageStorage:
         """Starts reading images of the given sizes that lie back to back in a large file, from ``offset`` on.
 
         Args:
-            path: of the file.
-            offset: of the first image.
-            sizes: of the images.
+            path: path of the file.
+            offset: where the first image begins.
+            sizes: bytes of each image.
             file: the file's identity; a different one fails with FileChanged.
             expected: the checksum of the bytes of all the images, compared once they have arrived, in the thread that
                 read them. If it differs, the read fails with DamagedRecord. None compares nothing.

@@ -1,7 +1,7 @@
 """Finds the end of a JPEG that was read in whole blocks of a disk (ITU-T T.81, annex B).
 
 Neither the first nor the last end-of-image marker in the bytes need be the image's: previews in its metadata have one,
-and so may the data behind the image. So the segments are followed from the beginning, by their lengths. In the coded
+and so may the data after the image. So the segments are followed from the beginning, by their lengths. In the coded
 data of a scan, 0xFF is a marker unless 0x00 or a restart marker follows.
 """
 
@@ -25,7 +25,7 @@ def jpeg_nbytes(data: np.ndarray) -> int | None:
     """The size in bytes of the JPEG file in whole blocks of uint8; None if the blocks do not show it.
 
     They show it if the image ends in the last 4096 bytes and only zeros follow. Otherwise they hold no JPEG, or one
-    with other data behind it.
+    with other data after it.
     """
     end = _end(data.data)
     if end is None or len(data) - end >= _BLOCK or data[end:].any():
@@ -34,7 +34,7 @@ def jpeg_nbytes(data: np.ndarray) -> int | None:
 
 
 def _end(data: memoryview) -> int | None:
-    """The first byte behind the end-of-image marker."""
+    """The first byte after the end-of-image marker."""
     at = 2
     if bytes(data[:at]) != b"\xff\xd8":
         return None

@@ -103,6 +103,8 @@ def list_folder(root: StrPath) -> ImageList:
         labels += [label] * len(found)
         sizes += [size for _, size in found]
     if not names:
+        if os.path.exists(f"{top}/{UNFINISHED}"):
+            return _list_flat(top)
         if (inner := next((name for name in classes if _is_root(f"{top}/{name}")), None)) is not None:
             raise ImageListError(_name_inner(top, inner))
         message = f"{top} holds no image at {top}/<class>/<file> ({', '.join(EXTENSIONS)})"

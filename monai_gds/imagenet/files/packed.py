@@ -201,7 +201,7 @@ def verify_packed(root: StrPath, progress: Callable[[int], None] | None = None) 
     Example:
         >>> from pathlib import Path
         >>> from monai_gds.imagenet import open_images, pack_folder
-        >>> from monai_gds.bench.jpegs import write_image_folder
+        >>> from monai_gds.bench.made_up import write_image_folder
         >>> packed = pack_folder(open_images(write_image_folder(Path("images"), 3)), "packed")
         >>> verify_packed("packed")
         {}

@@ -1,25 +1,24 @@
 """Writes packed folders (:mod:`~monai_gds.imagenet.files.packed`) over any executor, and continues if interrupted.
 
-While a folder is being packed it holds ``packing.json``, which records what is packed and how. Each file is written
-under a temporary name and renamed, and the index is written last. So an unfinished folder does not count as packed, and
-packing the same images again keeps every file in it that is whole. The index of a finished folder records the same but
-for the folder that the images were in, so that packing them once more is seen to be done.
+While a folder is being packed it holds ``packing.json``, which records what is packed and how, and its packer has a
+lease on it (:mod:`monai_gds.shared.leases`). Each file is written in ``.tmp`` and renamed, and the index is written
+last. So an unfinished folder does not count as packed, and packing the same images again keeps every file in it that is
+whole. Two packers, of which one was frozen while the other took over its lease, write the same files. The index of a
+finished folder records the same but for the folder that the images were in, so that packing them once more is seen to
+be done.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import contextlib
 import json
 import os
-import uuid
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +32,14 @@ from monai_gds.imagenet.files.listing import UNFINISHED, ImageList, StrPath
 from monai_gds.imagenet.files.packed import FORMAT, INDEX, PackedImages, describe, file_name, is_packed, open_packed
 from monai_gds.imagenet.files.resizing import pillow, smaller_jpeg
 from monai_gds.items.tree import tensor_bytes
+from monai_gds.shared.leases import Leases
+from monai_gds.shared.temporary import FOLDER, being_written, publish, tidy
 from monai_gds.storage import open_storage
 
 __all__ = ["empty_folder", "pack_folder"]
 
-#: The notes that are open in this process.
-_notes: weakref.WeakSet[TextIO] = weakref.WeakSet()
+#: The lease of a folder that is being packed. Its temporary files have this digest too.
+_LEASE = f"{0:032x}"
 
 
 def pack_folder(
@@ -68,7 +69,7 @@ def pack_folder(
     Raises:
         BackendUnavailable: ``max_side`` is given, and Pillow is not installed.
         ImageListError: ``out`` is a file, holds something else, such as other images or these before they were changed,
-            is being packed already, or is on a file system without locks.
+            or is being packed already.
         BrokenImage: an image file is empty, or is to be made smaller and cannot be decoded.
         OSError: an image cannot be read, or the disk is full.
         ValueError: ``file_bytes``, ``max_side`` or ``quality`` is out of range.
@@ -76,7 +77,7 @@ def pack_folder(
     Example:
         >>> from pathlib import Path
         >>> from monai_gds.imagenet import open_images
-        >>> from monai_gds.bench.jpegs import write_image_folder
+        >>> from monai_gds.bench.made_up import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> packed = pack_folder(open_images(folder), "packed", max_side=256)
         >>> len(open_images("packed").images)
@@ -109,12 +110,9 @@ def pack_folder(
         written = _write_all(portions, executor, progress)
         packed = replace(images, sizes=np.concatenate([record.sizes for record in written]))
         rows = [[len(record.sizes), int(record.sizes.sum()), record.offset, record.nbytes] for record in written]
-        temporary = top / f"{INDEX}.tmp"
-        temporary.unlink(missing_ok=True)
-        with closing(open_storage(device="cpu")) as storage:
-            index = {**FORMAT, **describe(packed, 0, len(images)), "files": torch.tensor(rows), "made": made}
-            save_item(storage, temporary, index)
-        os.replace(temporary, top / INDEX)
+        index = {**FORMAT, **describe(packed, 0, len(images)), "files": torch.tensor(rows), "made": made}
+        with closing(open_storage(device="cpu")) as storage, being_written(str(top), _LEASE, str(top / INDEX)) as file:
+            save_item(storage, Path(file), index)
     return open_packed(top)
 
 
@@ -183,7 +181,6 @@ def _write(portion: _Portion) -> ImageRecord:
     if (found := _intact(portion)) is not None:
         return found
     sources = [images.path(i) for i in range(len(images))]
-    temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")
     with closing(open_storage(device="cpu")) as storage:
         data = read_files(storage, sources, images.sizes.tolist())
         if portion.max_side is not None:
@@ -191,11 +188,8 @@ def _write(portion: _Portion) -> ImageRecord:
             smaller = [_smaller(source, image, portion) for source, image in zip(sources, encoded, strict=True)]
             images = replace(images, sizes=np.asarray([len(image) for image in smaller], dtype=np.int64))
             data = torch.frombuffer(bytearray(b"".join(smaller)), dtype=torch.uint8)
-        try:
-            save_item(storage, temporary, {**FORMAT, **describe(images, 0, len(images)), "images": data})
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with being_written(os.path.dirname(path), _LEASE, path) as file:
+            save_item(storage, Path(file), {**FORMAT, **describe(images, 0, len(images)), "images": data})
     return read_layout(path)
 
 
@@ -247,67 +241,30 @@ def _ranges(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
 def _packing(top: Path, plan: str) -> Iterator[None]:
     """Notes in a folder what is being packed into it, so that the same call can go on; removes that at the end."""
     note = top / UNFINISHED
-    new = is_packed(top) or not note.exists()
-    if new:
+    if is_packed(top) or not note.exists():
         empty_folder(top)
-    with _locked_note(note, new) as file:
-        before = file.read().rstrip("\0")
-        if before != plan and plan.startswith(before):  # the disk was full, or a power cut came, while it was written
-            before = ""
-        # checked again under the lock: another process may have begun or ended since
-        if is_packed(top) or (not before and {path.name for path in top.iterdir()} != {UNFINISHED}):
-            if new:
-                note.unlink(missing_ok=True)
-            raise _not_empty(top)
-        if before not in ("", plan):
-            raise ImageListError(
-                f"{top} holds an unfinished folder of other images, or packed in another way ({before}): pack these "
-                "into another folder, or remove that one"
-            )
-        if not before:
-            file.seek(0)
-            file.truncate()
-            file.write(plan)
-            file.flush()
-            os.fsync(file.fileno())  # without the note, packing could not be continued
-        for abandoned in top.glob("images-*.safetensors.*.tmp"):
-            abandoned.unlink(missing_ok=True)
-        yield
-        note.unlink()
-
-
-@contextmanager
-def _locked_note(note: Path, new: bool) -> Iterator[TextIO]:
-    """Opens and locks the note, for one thread of one process at a time. It is created if ``new``."""
-    busy = f"{note.parent} is being packed by another process or thread"
+    lease = Leases(top).take(_LEASE)
+    if lease is None:
+        raise ImageListError(f"{top} is being packed by another process or thread")
     try:
-        file = note.open("x+" if new else "r+", errors="replace")
-    except (FileExistsError, FileNotFoundError) as e:  # the other one began, or ended, a moment ago
-        raise ImageListError(busy) from e
-    with file:
-        _notes.add(file)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise ImageListError(busy) from e
-        except OSError as e:
-            if new:
-                note.unlink()
-            if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                raise
-            raise ImageListError(
-                f"the file system of {note.parent} has no locks: pack into a local folder and copy it"
-            ) from e
-        yield file
-
-
-def _close_notes() -> None:
-    """Runs in a forked child, which may outlive this process: a lock lasts as long as its file is open anywhere."""
-    for file in list(_notes):
-        file.close()
-
-
-os.register_at_fork(after_in_child=_close_notes)
+        with lease:
+            # looked at again under the lease: another process may have begun or ended since
+            before = note.read_text(errors="replace") if note.exists() else ""
+            if is_packed(top) or (not before and {path.name for path in top.iterdir()} - {UNFINISHED, FOLDER}):
+                raise _not_empty(top)
+            if before not in ("", plan):
+                raise ImageListError(
+                    f"{top} holds an unfinished folder of other images, or packed in another way ({before}): pack "
+                    "these into another folder, or remove that one"
+                )
+            if not before:
+                publish(str(top), str(note), plan.encode())
+            yield
+            note.unlink(missing_ok=True)
+    finally:
+        tidy(top)
+        with contextlib.suppress(OSError):  # somebody writes in it, or has a file there
+            os.rmdir(top / FOLDER)
 
 
 def empty_folder(out: StrPath) -> Path:
@@ -319,7 +276,7 @@ def empty_folder(out: StrPath) -> Path:
         file = next((path for path in (top, *top.parents) if os.path.lexists(path) and not path.is_dir()), top)
         what = "a file" if file.exists() else "a link that leads nowhere"
         raise ImageListError(f"{file} is {what}: name a folder to pack into, a new or an empty one") from e
-    if any(top.iterdir()):
+    if any(path.name != FOLDER for path in top.iterdir()):
         raise _not_empty(top)
     return top
 

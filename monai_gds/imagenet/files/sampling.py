@@ -66,7 +66,7 @@ class Sampler:
         count: images in all.
         batch_size: images per batch.
         shuffle: a new order every epoch; otherwise the order of the list.
-        seed: of the order, 0 or more. The shards of a run must use the same.
+        seed: seeds the order, 0 or more. The shards of a run must use the same.
         shard_id, num_shards: this shard, and how many there are.
         last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` drops an
             incomplete last batch; ``"partial"`` makes the last batch smaller, and repeats one image if this shard would

@@ -1,53 +1,23 @@
-"""Block maps: which blocks of a disk the files of a folder occupy. Built from the file system, saved as JSON, verified.
+"""Block maps: which blocks of a disk the files of a folder occupy. Built from the file system, saved, verified.
 
 A map is made where the file system is mounted and used where it may not be: by the ``xnvme-block`` backend over a
-user-space driver, or by another program. A saved map is one JSON object, from paths to blocks::
-
-    {
-      "__blockmap__": {"version": 1, "block_size": 512, "parent": "/data", "kind": "ext4", "uuid": "…", "start": 0,
-                       "disk": {…}, "folders": ["train/n01491361", "train/without_files"],
-                       "unmapped": {"train/n01491361/shared.JPEG": {"size": 5000, "why": "its blocks are …"}}},
-      "train/n01491361/n01491361_8657.JPEG":
-          {"startblock": 2048, "endblock": 2275, "size": 116504, "inode": 13, "mtime_ns": 1700000000000000000,
-           "wsum64": "2fd6a3fbe3b2b1d0"},
-      "train/n01491361/cut.JPEG":
-          {"extents": [[0, 4096, 4103], [8, 9000, 9003]], "size": 6000, "inode": 14, "mtime_ns": …, "wsum64": …}
-    }
-
-* Paths are relative to the parent of the mapped folder, so they begin with the folder's name. ``parent`` is where that
-  was; a reader whose disk is mounted elsewhere takes another one.
-* Blocks have ``block_size`` bytes, the logical block size of the disk, and are numbered from the start of the whole
-  disk. ``endblock`` is the last one.
-* A file of one extent has ``startblock`` and ``endblock``, which any program that knows only these reads correctly.
-  Every other file has ``extents`` instead, each ``[first block within the file, startblock, endblock]``; such a program
-  fails on it instead of reading wrong bytes. Ranges that no extent covers are zeros.
-* ``wsum64`` is the checksum of the file's bytes, 16 hexadecimal digits (:mod:`monai_gds.base.checksum` defines it), in
-  maps that were built with checksums.
-* ``folders`` lists all folders. One without files appears nowhere else, but may be a class that takes a label.
-* ``unmapped`` lists the files whose bytes cannot be read from the disk, and why.
-* Without ``__blockmap__`` it is the plain format of the comparison of DALI and xNVMe: blocks of 512 bytes, no sizes, no
-  checksums. :meth:`BlockMap.load` reads it, and :meth:`BlockMap.save` writes it with ``plain=True``.
-* ``folders``, ``unmapped`` and ``wsum64`` may be missing, as in older maps.
+user-space driver, or by another program. :mod:`.saved` specifies its saved form.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
-import re
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
-from monai_gds.base.plain_read import read_at
+from monai_gds.base.file_systems import read_at
 from monai_gds.errors import BlockMapError, FileChanged, NotMappable, StorageError
 from monai_gds.storage.blockmap.extents import (
     Disk,
@@ -55,128 +25,21 @@ from monai_gds.storage.blockmap.extents import (
     Extent,
     FileSystem,
     MountedFileSystems,
-    extents_in,
-    look,
     read_uuid,
     runs,
 )  # fmt: skip
+from monai_gds.storage.blockmap.saved import NOT_PLAIN, PLAIN_BLOCK, FileBlocks, Origin, Saved, Unmapped, fits_plain
 
-__all__ = ["BlockMap", "FileBlocks", "Origin", "Unmapped"]
+__all__ = ["BlockMap"]
 
 T = TypeVar("T")
 
 #: Called with (files done, files in all).
 Progress: TypeAlias = Callable[[int, int], None]
 
-VERSION = 1
-HEADER = "__blockmap__"  # not a path: those contain a slash
-PLAIN_BLOCK = 512
 _THREADS = 16  # measured on 2 cores: most of the time goes into waiting for inodes from the disk
 _CHUNK = 256  # files per task
 _COMPARE_BYTES = 8 << 20
-_CHECKSUM = "wsum64"
-_PLAIN = frozenset(("startblock", "endblock"))  # all that a plain map holds of a file
-_NOT_PLAIN = "is empty, has holes or has several extents, which a plain map cannot hold"
-
-
-class FileBlocks(NamedTuple):
-    """Where one file lies.
-
-    Attributes:
-        size: its bytes; in a plain map, those of its blocks.
-        extents: in order. Ranges that none covers are zeros.
-        inode: its inode number; None in a plain map.
-        mtime_ns: time of its last change; None in a plain map.
-        checksum: of its bytes, see :mod:`monai_gds.base.checksum`; None in a map that was built without checksums.
-    """
-
-    size: int
-    extents: tuple[Extent, ...]
-    inode: int | None = None
-    mtime_ns: int | None = None
-    checksum: int | None = None
-
-    @classmethod
-    def of(cls, fd: int, fs: FileSystem, path: str) -> FileBlocks:
-        """The current blocks of an open file. Raises NotMappable, or BlockMapError for another file system."""
-        st = os.fstat(fd)
-        if st.st_dev != fs.device:
-            raise BlockMapError(f"{path} is on another file system than the rest: build a map for each")
-        extents = extents_in(look(fd, st.st_size), fd, st.st_size, fs, path)
-        return cls(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
-
-    def check(self, now: FileBlocks, path: str) -> None:
-        """Raises FileChanged unless this entry has the current blocks of its file."""
-        change = self._change(now)
-        if change:
-            raise FileChanged(f"{path} is not where the block map says: {change}; build the map again")
-
-    def _change(self, now: FileBlocks) -> str | None:
-        if self.inode is None:  # a plain entry may end with the last block of the file or of the file system
-            same_start = [e.start for e in self.extents] == [e.start for e in now.extents]
-            return None if same_start and self.size >= now.size else "its blocks moved"
-        if self.inode != now.inode:
-            return f"it was replaced (inode {self.inode} became {now.inode})"
-        if self.size != now.size:
-            return f"its size changed from {self.size} to {now.size} bytes"
-        if self.mtime_ns != now.mtime_ns:
-            return "it was written to"
-        return None if self.extents == now.extents else "its blocks moved"
-
-    def to_json(self, block: int) -> dict[str, Any]:
-        """The entry in a saved map."""
-        extents = [[e.offset // block, e.start // block, (e.start + e.nbytes) // block - 1] for e in self.extents]
-        single = len(extents) == 1 and self.extents[0].offset == 0 and self.extents[0].nbytes >= self.size
-        entry = {"startblock": extents[0][1], "endblock": extents[0][2]} if single else {"extents": extents}
-        if self.inode is None:
-            return entry
-        known = {"size": self.size, "inode": self.inode, "mtime_ns": self.mtime_ns}
-        return {**entry, **known} if self.checksum is None else {**entry, **known, _CHECKSUM: f"{self.checksum:016x}"}
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any], block: int) -> FileBlocks:
-        """Reads an entry of a saved map. One that is malformed raises KeyError, TypeError or ValueError."""
-        runs = entry["extents"] if "extents" in entry else [[0, entry["startblock"], entry["endblock"]]]
-        extents = tuple(
-            Extent(_whole(offset) * block, _whole(first) * block, (_whole(last) + 1 - first) * block)
-            for offset, first, last in runs
-        )
-        size = _whole(entry.get("size", sum(e.nbytes for e in extents)))
-        if "inode" not in entry:
-            return cls(size, extents)
-        known = entry.get(_CHECKSUM)
-        if known is not None and not re.fullmatch("[0-9a-f]{16}", _text(known)):
-            raise ValueError(f"{known!r:.40} is not a checksum")
-        checksum = None if known is None else int(known, 16)
-        return cls(size, extents, _whole(entry["inode"]), _whole(entry["mtime_ns"]), checksum)
-
-
-class Unmapped(NamedTuple):
-    """A file whose bytes cannot be read from the disk.
-
-    Attributes:
-        size: its bytes.
-        why: the reason, and the remedy if there is one.
-    """
-
-    size: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a map was made: the folder that its paths are relative to, and its file system on the disk.
-
-    Attributes:
-        uuid: UUID of the file system, by which a disk is recognised.
-        start: first byte of the file system on the disk.
-    """
-
-    parent: str
-    kind: str
-    uuid: str
-    start: int
-    disk: Disk
 
 
 class BlockMap(Mapping[str, FileBlocks]):
@@ -201,7 +64,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         Build a map of a folder with ``blocks = BlockMap.build("/data/imagenet/train")``. By hand, with one file of two
         blocks of 4096 bytes:
 
-        >>> from monai_gds.storage.blockmap.block_map import FileBlocks
+        >>> from monai_gds.storage.blockmap.saved import FileBlocks
         >>> from monai_gds.storage.blockmap.extents import Extent
         >>> one = FileBlocks(size=5000, extents=(Extent(offset=0, start=1 << 20, nbytes=8192),))
         >>> blocks = BlockMap({"train/n01491361/n01491361_8657.JPEG": one})
@@ -341,8 +204,8 @@ class BlockMap(Mapping[str, FileBlocks]):
         """The files that a plain map can hold. The others are listed in ``unmapped``, with the reason."""
         files, unmapped = dict(self._files), dict(self.unmapped)
         for path, entry in self._files.items():
-            if _PLAIN - entry.to_json(self.block_size).keys():
-                unmapped[path] = Unmapped(files.pop(path).size, f"it {_NOT_PLAIN}; a map that is not plain can")
+            if not fits_plain(entry):
+                unmapped[path] = Unmapped(files.pop(path).size, f"it {NOT_PLAIN}; a map that is not plain can")
         return BlockMap(files, self.origin, self.folders, unmapped)
 
     # Saving and loading.
@@ -351,29 +214,13 @@ class BlockMap(Mapping[str, FileBlocks]):
         """Writes the map as JSON (see the module's docstring). The file appears whole or not at all.
 
         Args:
-            file: where to.
+            file: where the map is written to.
             plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes, and nothing of ``unmapped``.
 
         Raises:
             BlockMapError: ``plain``, and a file is empty, has a hole or several extents.
         """
-        block = PLAIN_BLOCK if plain else self.block_size
-        entries = {path: blocks.to_json(block) for path, blocks in self._files.items()}
-        if plain:
-            if (path := next((path for path, entry in entries.items() if _PLAIN - entry.keys()), None)) is not None:
-                raise BlockMapError(f"{path} {_NOT_PLAIN}: plain_part() leaves it out")
-            entries = {path: {key: entry[key] for key in ("startblock", "endblock")} for path, entry in entries.items()}
-        elif self.origin is not None:
-            known = {"version": VERSION, "block_size": self.block_size, **asdict(self.origin)}
-            unmapped = {path: entry._asdict() for path, entry in self.unmapped.items()}
-            entries = {HEADER: {**known, "folders": self.folders, "unmapped": unmapped}, **entries}
-        temporary = Path(f"{os.fspath(file)}.{uuid.uuid4().hex}")
-        try:
-            with open(temporary, "x", encoding="ascii") as out:
-                json.dump(entries, out, separators=(",", ":"))
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        Saved(self._files, self.origin, self.folders, self.unmapped).write(file, plain=plain)
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], parent: str | os.PathLike[str] | None = None) -> BlockMap:
@@ -392,23 +239,18 @@ class BlockMap(Mapping[str, FileBlocks]):
             OSError: it cannot be read.
         """
         try:
-            entries = json.loads(Path(file).read_bytes())
-            header = entries.pop(HEADER, None)
-            if header is None:
-                return cls(_files(entries, PLAIN_BLOCK), parent=parent)
-            if header["version"] > VERSION:
-                raise BlockMapError(f"it has format {header['version']}, newer than {VERSION}: update monai_gds")
-            origin, folders = _origin(header), header.get("folders", [])
-            if not isinstance(folders, list):
-                raise TypeError("its folders are not a list of paths")
-            files, unmapped = _files(entries, origin.disk.block_size), _unmapped(header.get("unmapped", {}))
-            return cls(files, origin, map(_below, folders), unmapped, parent)
+            return cls(*Saved.read(file), parent)
         except BlockMapError as e:
             raise BlockMapError(f"{file}: {e}") from e
         except RecursionError as e:
             raise BlockMapError(f"{file} is not a block map: it is nested too deeply") from e
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             raise BlockMapError(f"{file} is not a block map: {type(e).__name__}: {e}") from e
+
+    @classmethod
+    def given(cls, blockmap: BlockMap | str | os.PathLike[str] | None) -> BlockMap | None:
+        """The map that an argument means: itself, the path of a saved one, or None. Raises as :meth:`load` does."""
+        return blockmap if isinstance(blockmap, BlockMap) or blockmap is None else cls.load(blockmap)
 
     # Verifying.
 
@@ -589,58 +431,11 @@ def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
             raise BlockMapError(f"{path} has a size of {blocks.size} bytes")
 
 
-def _files(entries: Mapping[str, Any], block: int) -> dict[str, FileBlocks]:
-    return {_below(path): FileBlocks.from_json(entry, block) for path, entry in entries.items()}
-
-
-def _unmapped(entries: Mapping[str, Any]) -> dict[str, Unmapped]:
-    found = {_below(path): Unmapped(_whole(entry["size"]), _text(entry["why"])) for path, entry in entries.items()}
-    if any(entry.size < 0 for entry in found.values()):
-        raise ValueError("the size of a file is negative")
-    return found
-
-
-def _below(path: Any) -> str:
-    """A path of a saved map, which must not lead out of the folder that it is relative to."""
-    if {"", ".."} & set(_text(path).split("/")) or "\0" in path:
-        raise ValueError(f"{path!r:.200} is not a path below the folder")
-    os.fsencode(path)  # raises ValueError for what no path can contain
-    return str(path)
-
-
-def _origin(header: Mapping[str, Any]) -> Origin:
-    disk = Disk(**header["disk"])
-    if not re.fullmatch(r"[A-Za-z0-9][\w!:.-]*", _text(disk.name), re.ASCII):
-        raise ValueError(f"{disk.name!r:.100} is not the name of a disk in /dev")
-    if not re.fullmatch(r"[0-9]+:[0-9]+", _text(disk.number), re.ASCII):
-        raise ValueError(f"{disk.number!r:.100} is not the number of a disk")
-    if _whole(disk.block_size) not in (512, 1024, 2048, 4096) or header["block_size"] != disk.block_size:
-        raise BlockMapError(f"blocks of {header['block_size']} bytes on a disk with blocks of {disk.block_size}")
-    if _whole(disk.nbytes) < 1 or _whole(disk.max_transfer) < disk.block_size:
-        raise ValueError("its disk is empty, or takes commands of less than a block")
-    start = _whole(header["start"])
-    if not 0 <= start < disk.nbytes:
-        raise ValueError(f"its file system begins at byte {start} of a disk of {disk.nbytes} bytes")
-    return Origin(_text(header["parent"]), _text(header["kind"]), _text(header["uuid"]), start, disk)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is not text")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or abs(value) >= 1 << 63:
-        raise TypeError(f"{value!r:.40} is not a whole number of 64 bits")
-    return value
-
-
 def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:
     """Raises StorageError where the disk, or a hole, does not hold the bytes that are read through the file."""
     device = disk.open()
     try:
-        # Aligned, as O_DIRECT demands. Closing it would fail behind a Ctrl-C that leaves a part of it in use.
+        # Aligned, as O_DIRECT demands. Closing it would fail after a Ctrl-C that leaves a part of it in use.
         aligned = memoryview(mmap.mmap(-1, _COMPARE_BYTES))
         for offset, start, nbytes in _pieces(blocks):
             expected = read_at(fd, min(nbytes, blocks.size - offset), offset)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monai_gds import limits
-from monai_gds.base.mounts import Mount, mounts
+from monai_gds.base.file_systems import Mount, mounts
 from monai_gds.errors import NotMappable, StorageError
 
 __all__ = [
@@ -359,7 +359,7 @@ def transfers(
     Args:
         extents, offset, nbytes: what is read.
         base: address of the destination.
-        room: bytes behind the destination that may be overwritten.
+        room: bytes after the destination that may be overwritten.
         block: bytes per block of the disk.
         most: bytes per transfer, a multiple of ``block``.
         direct: whether the disk reaches the destination.

@@ -1,6 +1,6 @@
 """Inodes on a disk that is not mounted: where one lies, and whether it still belongs to a mapped file.
 
-A file may be written anew, replaced or deleted between mapping it and unmounting its disk, and its old blocks keep
+A file may be rewritten, replaced or deleted between mapping it and unmounting its disk, and its old blocks keep
 their bytes. Its inode shows that. After a clean unmount the inodes on the disk are up to date.
 
 Formats: "ext4 Data Structures and Algorithms" (Documentation/filesystems/ext4), and the XFS Algorithms & Data

@@ -20,8 +20,9 @@ import torch
 
 from monai_gds.base.checksum import checksums
 from monai_gds.errors import FileChanged, NotMappable
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks, Origin
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.inodes import InodeTable, inode_table
+from monai_gds.storage.blockmap.saved import FileBlocks, Origin
 from monai_gds.storage.files import Expected, FileId, check_identity
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads

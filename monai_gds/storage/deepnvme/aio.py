@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from monai_gds.base import huge_pages
 from monai_gds.base.process import PerProcess
 from monai_gds.errors import StorageError
 from monai_gds.storage.backend import Availability
@@ -37,6 +36,7 @@ from monai_gds.storage.deepnvme.lanes import Lane, Verb
 from monai_gds.storage.deepnvme.settings import Settings
 from monai_gds.storage.deepnvme.verified import VerifiedBackend
 from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.memory import collapse_to_huge_pages
 
 __all__ = ["DeepNvmeBackend"]
 
@@ -74,7 +74,7 @@ class _AioLane(Lane):
             else:
                 _check_lockable(self._nbytes)
                 self._buffer = self._handle.new_cpu_locked_tensor(self._nbytes, torch.empty(0, dtype=torch.uint8))
-                huge_pages.collapse(self._buffer)
+                collapse_to_huge_pages(self._buffer)
         return self._buffer
 
     def reaches(self, dest: torch.Tensor) -> bool:

@@ -70,7 +70,7 @@ _LOG_LINES = 25
 _RESULTS = Path(__file__).with_name("results.h")
 
 
-#: Lines put in front of some of DeepSpeed's files, and the macros undefined behind each; see the module's docstring.
+#: Lines put in front of some of DeepSpeed's files, and the macros undefined after each; see the module's docstring.
 #: torch's headers come first where they use the same name.
 _CHANGES = {
     "csrc/aio/py_lib/deepspeed_py_io_handle.cpp": (

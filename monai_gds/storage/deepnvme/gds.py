@@ -31,7 +31,7 @@ import torch
 
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
-from monai_gds.storage.backend import CUDA_ONLY, Availability
+from monai_gds.storage.backend import Availability
 from monai_gds.storage.deepnvme import build
 from monai_gds.storage.deepnvme.gds_helper import MESSAGE_BYTES
 from monai_gds.storage.deepnvme.lanes import Lane, Verb
@@ -157,6 +157,7 @@ class DeepNvmeGdsBackend(VerifiedBackend):
         ValueError: a setting that DeepNVMe does not work with.
     """
 
+    needs_cuda = True
     reaches_gpu = True
     transfer_bytes = VerifiedBackend.piece_bytes  # one cuFile call per piece
 
@@ -166,8 +167,6 @@ class DeepNvmeGdsBackend(VerifiedBackend):
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
-        if device.type != "cuda":
-            return Availability(False, CUDA_ONLY, 'use backend="deepnvme" for a CPU target')
         found = build.probe("gds")
         return Availability(True, f"{_how()}: {found.reason}") if found else found
 

@@ -20,7 +20,7 @@ _INT_MAX = 2**31 - 1
 class Settings:
     """The settings of a handle, by DeepSpeed's names and in the order of its arguments.
 
-    The defaults were measured with ``monai-gds bench tensor tune --mb-size 256`` on a virtual disk and 2 cores, beside
+    The defaults were measured with ``python -m tools.bench tune --mb-size 256`` on a virtual disk and 2 cores, beside
     other work (2026-11-21). Only ``block_size`` made a difference, and only for stores: 1.72 GB/s with 8 MiB, 1.33 with
     1 MiB (median of eleven turns). Over all 72 combinations, every other setting, and this one for loads, changed the
     result by no more than a tenth. The command finds the settings that suit another drive.

@@ -130,9 +130,9 @@ class VerifiedBackend(BlockingBackend):
     # Reading.
 
     def _open(self, path: str, expected: Expected) -> int:
-        fd = files.open_regular(path, expected)
+        fd = files.open_file(path, expected, regular=True)
         try:
-            os.close(_open_direct(fd, path))  # now, with a clear error
+            os.close(files.open_direct(fd, path))  # now, with a clear error
         except BaseException:
             os.close(fd)
             raise
@@ -191,7 +191,7 @@ class VerifiedBackend(BlockingBackend):
 
     def _write_all(self, fd: int, path: str, sources: Sequence[_Source], total: int) -> None:
         pending = Pending([], torch.device("cpu"))
-        direct = _open_direct(fd, path)
+        direct = files.open_direct(fd, path)
 
         def do(offset: int) -> None:
             try:
@@ -238,16 +238,6 @@ class VerifiedBackend(BlockingBackend):
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), **asdict(self.settings)}
-
-
-def _open_direct(fd: int, path: str) -> int:
-    try:
-        return files.open_direct(fd, path)
-    except StorageError as e:
-        if e.errno != errno.EINVAL:
-            raise
-        refused = 'the file system refuses O_DIRECT, which DeepNVMe needs; use backend="posix"'
-        raise StorageError(errno.EINVAL, refused, path) from None
 
 
 def _transfer_ends(count: int, shares: int, size: int) -> Iterator[int]:

@@ -7,7 +7,7 @@ page cache of a machine where KvikIO's threads reached 20.
 
 Without cuFile, KvikIO's threads fill this package's pinned slots, and the copy stream copies them to the device,
 without waiting for what training has queued. KvikIO's own copies would run on streams that wait for the legacy default
-stream: a read behind 300 ms of queued work took 305 ms. Python threads reached only 18 GB/s with pieces of 4 MiB,
+stream: a read after 300 ms of queued work took 305 ms. Python threads reached only 18 GB/s with pieces of 4 MiB,
 because after each piece a thread has to get the interpreter's lock. Small reads, and reads into host memory, go through
 the ``posix`` backend.
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -33,7 +32,7 @@ import torch
 from monai_gds import limits
 from monai_gds.errors import StorageError
 from monai_gds.storage import files, plan, staging
-from monai_gds.storage.backend import CUDA_ONLY, Availability, check_threads
+from monai_gds.storage.backend import Availability, check_threads
 from monai_gds.storage.files import ALIGNMENT, Buffer, Expected
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.plain.posix import PosixBackend
@@ -108,6 +107,7 @@ class KvikioBackend(QueueBackend):
         ValueError: ``threads`` is not positive.
     """
 
+    needs_cuda = True
     group_bytes = limits.KVIKIO_LEAST_BYTES  # one piece per slot
     open_files = 16  # each takes three descriptors: KvikIO opens a file once with O_DIRECT and once without
 
@@ -136,17 +136,13 @@ class KvikioBackend(QueueBackend):
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
-        if device.type != "cuda":
-            return Availability(False, CUDA_ONLY, 'use backend="posix" for a CPU target')
-        if not torch.cuda.is_available():
-            return Availability(False, "there is no CUDA device (KvikIO needs libcuda.so.1)", 'use device="cpu"')
-        if importlib.util.find_spec("kvikio") is None:
-            extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
-            return Availability(False, "the package kvikio is not installed", f"pip install 'monai_gds[{extra}]'")
         try:
             import kvikio
             import kvikio.defaults
         except Exception as e:
+            if isinstance(e, ModuleNotFoundError) and e.name == "kvikio":
+                extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
+                return Availability(False, "the package kvikio is not installed", f"pip install 'monai_gds[{extra}]'")
             return Availability(False, f"importing kvikio failed: {e}", "install the wheel for your CUDA version")
         how = "cuFile" if through_cufile() else "its threads and pinned staging"
         return Availability(True, f"KvikIO {kvikio.__version__} through {how}")
@@ -161,12 +157,12 @@ class KvikioBackend(QueueBackend):
         if all(on_device) and large.all():
             return super().start(reads, into)
         large &= np.array(on_device)[reads.dest]
-        reads = reads.with_room(into)  # only all reads together show the room behind each
+        reads = reads.with_room(into)  # only all reads together show the room after each
         parts = [super().start(reads[large], into), self._posix.start(reads[~large], into)]
         return Pending.joined(parts, list(into), self.device)
 
     def _open(self, path: str, expected: Expected) -> _File:
-        fd = files.open_regular(path, expected)
+        fd = files.open_file(path, expected, regular=True)
         try:
             return _File(fd, self._cu_file(fd, "r", path))
         except BaseException:

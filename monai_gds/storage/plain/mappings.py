@@ -31,9 +31,9 @@ def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
     """Maps a part of a file and returns its address.
 
     Args:
-        fd: of the file.
+        fd: descriptor of the file.
         offset: a multiple of the page size.
-        nbytes: how many.
+        nbytes: how many bytes are mapped.
         shared: read-only and shared; else writable and private (copy-on-write).
 
     Raises:

@@ -34,7 +34,7 @@ class PinnedFile:
     """A whole file, registered until nothing refers to this object.
 
     Args:
-        path: of the file.
+        path: path of the file.
         file: its identity.
 
     Raises:

@@ -23,14 +23,13 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base import huge_pages
-from monai_gds.base.pooled_memory import tensor_at
 from monai_gds.base.units import bytes_of
 from monai_gds.errors import StorageError
 from monai_gds.storage import files, plan
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend, OpenFiles, naming_file
 from monai_gds.storage.files import ALIGNMENT, Expected, FileId
+from monai_gds.storage.memory import HUGE, prefer_huge_pages_for_mapping, tensor_at
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.plain import mappings
 from monai_gds.storage.plain.pinned_files import PinnedFiles
@@ -45,8 +44,8 @@ def _mapped(fd: int, offset: int, nbytes: int) -> torch.Tensor:
     skip = offset % mmap.ALLOCATIONGRANULARITY
     length = nbytes + skip
     start = mappings.map_file(fd, offset - skip, length)
-    if huge_pages.HUGE <= nbytes <= limits.HUGE_MAP_BYTES:
-        huge_pages.prefer_for_mapping(start, length)
+    if HUGE <= nbytes <= limits.HUGE_MAP_BYTES:
+        prefer_huge_pages_for_mapping(start, length)
     return tensor_at(start + skip, nbytes, partial(mappings.unmap, start, length))
 
 

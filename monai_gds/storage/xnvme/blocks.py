@@ -23,10 +23,11 @@ import torch
 from monai_gds.base.units import bytes_of
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.backend import Availability
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent, disk_of, extents_in, look, transfers
-from monai_gds.storage.blockmap.mapped import MappedFiles, Start, WholeDisk, identity, lookup
-from monai_gds.storage.files import Buffer, Expected, FileId, ends_early, open_regular
+from monai_gds.storage.blockmap.mapped import MappedFiles, WholeDisk, identity, lookup
+from monai_gds.storage.blockmap.saved import FileBlocks
+from monai_gds.storage.files import Buffer, Expected, FileId, ends_early, open_file
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.storage.reads import Reads
@@ -37,7 +38,7 @@ from monai_gds.storage.xnvme.files import probe_library
 from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
 from monai_gds.storage.xnvme.user_space import UPCIE, full_address
 
-__all__ = ["XnvmeBlockBackend", "disk_behind"]
+__all__ = ["BlockBackend", "XnvmeBlockBackend", "disk_behind"]
 
 _KERNEL = (*KERNEL_INTERFACES, PASSTHROUGH)
 
@@ -48,122 +49,33 @@ _GPU_DRIVERS = ("upcie-cuda",)
 _BURST = 16
 
 
-class XnvmeBlockBackend(QueueBackend):
-    """Reads files' blocks from their device; see the module's docstring. ext4 and XFS on Linux, for CPU and CUDA.
+class BlockBackend(QueueBackend):
+    """Reads files' blocks through the queues of their drives.
 
     Args:
-        device: where destinations live.
-        uri: the device to read: a whole disk (``/dev/nvme0n1``), its NVMe character device (``/dev/ng0n1``), or the PCI
-            address of a drive for a driver in user space. None: the disk that each file lies on.
-        be: how commands reach it: ``io_uring``, ``libaio`` or ``thrpool`` through the kernel, ``io_uring_cmd`` for NVMe
-            passthrough, or a user-space driver that libxnvme was built with (``spdk``, ``upcie``, ``upcie-cuda``…).
-            None: ``io_uring`` or, where the kernel does not allow it, ``thrpool``.
-        mem: memory that commands read into: ``cpu``, ``gpu``, or xNVMe's name of an allocator. None: what suits ``be``.
-        queue_depth: commands in flight at once, a power of two.
-        blockmap: a saved map, or the path of one. Files must be where it says. Needed for a user-space driver: there a
-            file that was written, replaced or deleted after it was mapped is an error, and so are other bytes where the
-            map has checksums and the file is read whole. If files are below another folder than the map was made in,
-            pass ``BlockMap.load(map, parent=…)``.
-        nsid: the namespace, for a user-space driver. None: the first.
-        heap_bytes: size of ``upcie``'s heap in huge pages, such as ``"128MiB"``; ``upcie-cuda`` has a second heap of
-            that size on the GPU. The first drive of a process decides. None: 1 GiB; 128 MiB are enough for one drive.
-
-    Raises:
-        BackendUnavailable: libxnvme is missing, does not fit, or was built without ``be``.
-        ValueError: arguments that do not go together.
-        BlockMapError: the map cannot be used.
-        NotMappable: ``uri`` is a partition, or made of other devices.
+        setup: how the drives are opened.
+        drive: the class of drives.
     """
 
     coherent = False
 
     piece_bytes = QueueBackend.group_bytes
 
-    def __init__(
-        self,
-        device: torch.device,
-        uri: str | None = None,
-        be: str | None = None,
-        mem: str | None = None,
-        queue_depth: int = 64,
-        blockmap: BlockMap | str | os.PathLike[str] | None = None,
-        nsid: int | None = None,
-        heap_bytes: float | str | None = None,
-    ) -> None:
-        super().__init__(device)
-        self.check(
-            device, uri=uri, be=be, mem=mem, queue_depth=queue_depth, blockmap=blockmap, nsid=nsid,
-            heap_bytes=heap_bytes,
-        )  # fmt: skip
-        if not (isinstance(blockmap, BlockMap) or blockmap is None):
-            blockmap = BlockMap.load(blockmap)
-        origin = None if blockmap is None else blockmap.origin
-        self.reaches_gpu = _reaches_gpu(be, mem)
-        address = None if uri is None else full_address(uri)
-        user_space = _in_user_space(uri, be)
-        heap = None if heap_bytes is None else bytes_of(heap_bytes, "heap_bytes", least=1)
-        if mem == "cpu" or (mem == "gpu" and be in _GPU_DRIVERS):
-            mem = None  # xNVMe has no such name; its default is meant
-        disk = None if uri is None or user_space else disk_behind(uri)
-        library = libxnvme.load()
-        if be is not None:
-            library.check_driver(be)
-        setup = Setup(
-            library, device, address or uri, disk, be, mem, queue_depth, origin, user_space, self.reaches_gpu, nsid,
-            heap,
-        )  # fmt: skip
-        self._read_through(Drives(setup), setup, blockmap)
-
-    @classmethod
-    def check(
-        cls, device: torch.device, *, uri: str | None = None, be: str | None = None, mem: str | None = None,
-        queue_depth: int = 64, blockmap: BlockMap | str | os.PathLike[str] | None = None, nsid: int | None = None,
-        heap_bytes: float | str | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        user_space = _in_user_space(uri, be)
-        _check_options(uri, be, mem, queue_depth, nsid, heap_bytes, user_space)
-        if heap_bytes is not None:
-            bytes_of(heap_bytes, "heap_bytes", least=1)
-        if user_space and blockmap is None:
-            raise ValueError("a driver in user space reads without a file system: give the blockmap made before")
-        if _reaches_gpu(be, mem) and (device.type != "cuda" or uri is None):
-            raise ValueError("buffers on a GPU need a CUDA target, and the address of the drive as uri")
-
-    def _read_through(self, drives: Drives, setup: Setup, blockmap: BlockMap | None) -> None:
-        self._drives, self._setup, self._blockmap = drives, setup, blockmap
+    def __init__(self, setup: Setup, drive: type[Drive] = Drive) -> None:
+        super().__init__(setup.target)
+        self.reaches_gpu = setup.reaches_gpu
+        self._setup, self._drives = setup, Drives(setup, drive)
         if setup.user_space:
-            assert blockmap is not None and setup.uri is not None, "the constructor asks for them"
-            self._mapped = MappedFiles(blockmap, setup.uri, self.device)
+            assert setup.blockmap is not None and setup.uri is not None, "the constructors ask for them"
+            self._mapped = MappedFiles(setup.blockmap, setup.uri, self.device)
         self._waiting: deque[_Transfer] = deque()  # of commands that _submit() took
         self._complete: list[tuple[Command, int | Exception]] = []
         self._burst = 0
 
-    @classmethod
-    def probe(cls, device: torch.device) -> Availability:
-        return probe_library()
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        if self.device.type == "cpu":
-            assert self._setup.library is not None, "it was loaded"
-            return host_tensor(self._setup.library, nbytes)
-        if not self.reaches_gpu:
-            return super().memory(nbytes)
-        drive = self._drives.only()
-        try:
-            assert drive.buffers is not None, "the setup asks for them"
-            return drive.buffers.tensor(nbytes)
-        finally:
-            self._drives.release(drive)
-
     # Reading.
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        pending = self._start_checked(super().start, reads, into)
-        if self.reaches_gpu:
-            pending.on_hand_off(lambda: used_by_current_stream([tensor for tensor in into if tensor.is_cuda]))
-        return pending
-
-    def _start_checked(self, start: Start, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        start = super().start
         return self._mapped.start(start, reads, into) if self._setup.user_space else start(reads, into)
 
     def _open(self, path: str, expected: Expected) -> _File:
@@ -174,17 +86,17 @@ class XnvmeBlockBackend(QueueBackend):
         if self._setup.user_space:
             blocks = self._mapped.entry(path, expected, expected.device if isinstance(expected, FileId) else 0)
             return _File(path, blocks.size, blocks.extents, self._drives.only())
-        fd = open_regular(path, expected)
+        fd = open_file(path, expected, regular=True)
         drive: Drive | None = None
         try:
             st = os.fstat(fd)
             fs, drive = self._drives.of_file(fd, st.st_dev, path)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
-            if self._blockmap is not None:
+            if self._setup.blockmap is not None:
                 now = FileBlocks(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
                 try:
-                    lookup(self._blockmap, path, by_end=True).check(now, path)
+                    lookup(self._setup.blockmap, path, by_end=True).check(now, path)
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
             return _File(path, st.st_size, extents, drive, fd, answer)
@@ -285,15 +197,114 @@ class XnvmeBlockBackend(QueueBackend):
         self._drives.close()
 
     def describe(self) -> dict[str, Any]:
+        uri = self._setup.uri or "the disk that each file lies on"
+        return {**super().describe(), "uri": uri, "queue_depth": self._setup.depth}
+
+
+class XnvmeBlockBackend(BlockBackend):
+    """Reads files' blocks from their device; see the module's docstring. ext4 and XFS on Linux, for CPU and CUDA.
+
+    Args:
+        device: where destinations live.
+        uri: the device to read: a whole disk (``/dev/nvme0n1``), its NVMe character device (``/dev/ng0n1``), or the PCI
+            address of a drive for a driver in user space. None: the disk that each file lies on.
+        be: how commands reach it: ``io_uring``, ``libaio`` or ``thrpool`` through the kernel, ``io_uring_cmd`` for NVMe
+            passthrough, or a user-space driver that libxnvme was built with (``spdk``, ``upcie``, ``upcie-cuda``…).
+            None: ``io_uring`` or, where the kernel does not allow it, ``thrpool``.
+        mem: memory that commands read into: ``cpu``, ``gpu``, or xNVMe's name of an allocator. None: what suits ``be``.
+        queue_depth: commands in flight at once, a power of two.
+        blockmap: a saved map, or the path of one. Files must be where it says. Needed for a user-space driver: there a
+            file that was written, replaced or deleted after it was mapped is an error, and so are other bytes where the
+            map has checksums and the file is read whole. If files are below another folder than the map was made in,
+            pass ``BlockMap.load(map, parent=…)``.
+        nsid: the namespace, for a user-space driver. None: the first.
+        heap_bytes: size of ``upcie``'s heap in huge pages, such as ``"128MiB"``; ``upcie-cuda`` has a second heap of
+            that size on the GPU. The first drive of a process decides. None: 1 GiB; 128 MiB are enough for one drive.
+
+    Raises:
+        BackendUnavailable: libxnvme is missing, does not fit, or was built without ``be``.
+        ValueError: arguments that do not go together.
+        BlockMapError: the map cannot be used.
+        NotMappable: ``uri`` is a partition, or made of other devices.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        uri: str | None = None,
+        be: str | None = None,
+        mem: str | None = None,
+        queue_depth: int = 64,
+        blockmap: BlockMap | str | os.PathLike[str] | None = None,
+        nsid: int | None = None,
+        heap_bytes: float | str | None = None,
+    ) -> None:
+        self.check(
+            device, uri=uri, be=be, mem=mem, queue_depth=queue_depth, blockmap=blockmap, nsid=nsid,
+            heap_bytes=heap_bytes,
+        )  # fmt: skip
+        given = BlockMap.given(blockmap)
+        address = None if uri is None else full_address(uri)
+        user_space = _in_user_space(uri, be)
+        disk = None if uri is None or user_space else disk_behind(uri)
+        library = libxnvme.load()
+        if be is not None:
+            library.check_driver(be)
+        named = mem == "cpu" or (mem == "gpu" and be in _GPU_DRIVERS)  # not by xNVMe: its default is meant
+        super().__init__(
+            Setup(
+                target=device, uri=address or uri, disk=disk, depth=queue_depth, blockmap=given, user_space=user_space,
+                reaches_gpu=_reaches_gpu(be, mem), library=library, be=be, mem=None if named else mem, nsid=nsid,
+                heap_bytes=None if heap_bytes is None else bytes_of(heap_bytes, "heap_bytes", least=1),
+            )
+        )  # fmt: skip
+
+    @classmethod
+    def check(
+        cls, device: torch.device, *, uri: str | None = None, be: str | None = None, mem: str | None = None,
+        queue_depth: int = 64, blockmap: BlockMap | str | os.PathLike[str] | None = None, nsid: int | None = None,
+        heap_bytes: float | str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        user_space = _in_user_space(uri, be)
+        _check_options(uri, be, mem, queue_depth, nsid, heap_bytes, user_space)
+        if heap_bytes is not None:
+            bytes_of(heap_bytes, "heap_bytes", least=1)
+        if user_space and blockmap is None:
+            raise ValueError("a driver in user space reads without a file system: give the blockmap made before")
+        if _reaches_gpu(be, mem) and (device.type != "cuda" or uri is None):
+            raise ValueError("buffers on a GPU need a CUDA target, and the address of the drive as uri")
+
+    @classmethod
+    def probe(cls, device: torch.device) -> Availability:
+        return probe_library()
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            assert self._setup.library is not None, "it was loaded"
+            return host_tensor(self._setup.library, nbytes)
+        if not self.reaches_gpu:
+            return super().memory(nbytes)
+        drive = self._drives.only()
+        try:
+            assert drive.buffers is not None, "the setup asks for them"
+            return drive.buffers.tensor(nbytes)
+        finally:
+            self._drives.release(drive)
+
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        pending = super().start(reads, into)
+        if self.reaches_gpu:
+            pending.on_hand_off(lambda: used_by_current_stream([tensor for tensor in into if tensor.is_cuda]))
+        return pending
+
+    def describe(self) -> dict[str, Any]:
         setup = self._setup
         assert setup.library is not None, "it was loaded"
         return {
             **super().describe(),
             "library": setup.library.describe(),
-            "uri": setup.uri or "the disk that each file lies on",
             "be": setup.be or "io_uring, else thrpool",
             "mem": setup.mem or "that of be",
-            "queue_depth": setup.depth,
         }
 
 

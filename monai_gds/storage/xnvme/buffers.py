@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from monai_gds.base.pooled_memory import tensor_at
 from monai_gds.base.process import Owner
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
 from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.xnvme.libxnvme import Device, Library
 
 __all__ = [
@@ -166,7 +166,7 @@ class GpuBuffers:
         return array is not None and array.buffers is self
 
     def retire(self, address: int, streams: set[torch.cuda.Stream]) -> None:
-        """Takes a buffer whose tensor is gone. It is freed behind the work queued on its streams."""
+        """Takes a buffer whose tensor is gone. It is freed after the work queued on its streams."""
         self._retired.append((address, [stream.record_event() for stream in streams]))
         if self._closing:
             self._free_retired(wait=True)

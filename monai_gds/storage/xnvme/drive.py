@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from monai_gds.errors import StorageError
-from monai_gds.storage.blockmap.block_map import Origin
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
+from monai_gds.storage.blockmap.saved import Origin
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.xnvme.buffers import BounceBuffers, GpuBounceBuffers, GpuBuffers, HostBounceBuffers
 from monai_gds.storage.xnvme.libxnvme import PASSTHROUGH, Completion, Device, Library, Queue
@@ -51,34 +52,39 @@ class CommandQueue(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """How devices are opened: the backend's options, checked.
 
     Attributes:
-        library: libxnvme; None where no command goes through it.
         target: where destinations live.
-        uri, be, mem: as :class:`.blocks.XnvmeBlockBackend` has them.
+        uri: as :class:`.blocks.XnvmeBlockBackend` has it.
         disk: the disk behind ``uri``; None without one, and for a driver in user space.
         depth: commands in flight at once.
-        origin: where the block map was made, if there is a map that records that.
-        user_space: whether ``be`` takes the drive from the kernel, so that only a block map shows where files are.
-        gpu_memory: whether xNVMe's buffers lie on the GPU.
-        nsid, heap_bytes: as :class:`.blocks.XnvmeBlockBackend` has them.
+        blockmap: the block map, if there is one.
+        user_space: whether the drive is taken from the kernel, so that only a block map shows where files are.
+        reaches_gpu: whether commands may name memory of the GPU.
+        library: libxnvme; None where no command goes through it.
+        be, mem, nsid, heap_bytes: as :class:`.blocks.XnvmeBlockBackend` has them.
     """
 
-    library: Library | None
     target: torch.device
     uri: str | None
     disk: Disk | None
-    be: str | None
-    mem: str | None
     depth: int
-    origin: Origin | None
+    blockmap: BlockMap | None
     user_space: bool
-    gpu_memory: bool
-    nsid: int | None
-    heap_bytes: int | None
+    reaches_gpu: bool
+    library: Library | None = None
+    be: str | None = None
+    mem: str | None = None
+    nsid: int | None = None
+    heap_bytes: int | None = None
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the block map was made, if there is a map that records that."""
+        return None if self.blockmap is None else self.blockmap.origin
 
     def interfaces(self, uri: str) -> tuple[str, ...]:
         """The interfaces to try, in this order."""
@@ -107,7 +113,7 @@ class Drive:
         most: most bytes per command.
         buffers: memory on a GPU that it reaches; None if it reaches host memory.
         users: how many open files, and others, need it open.
-        broken: whether it gave an error. Then it is opened anew once nobody uses it.
+        broken: whether it gave an error. Then it is opened again once nobody uses it.
 
     Raises:
         StorageError: it cannot be opened, or is not the disk that the block map was made on.
@@ -138,7 +144,7 @@ class Drive:
         device, queue = _open_queue(self.uri, setup)
         most = most_bytes(device, disk)
         try:
-            if not setup.gpu_memory:
+            if not setup.reaches_gpu:
                 return device, queue, HostBounceBuffers(device, most)
             self.buffers = GpuBuffers(device, setup.target)
             return device, queue, GpuBounceBuffers(self.buffers, most)
@@ -240,7 +246,7 @@ def _open_queue(uri: str, setup: Setup) -> tuple[Device, Queue]:
     for interface in setup.interfaces(uri):
         device: Device | None = None
         try:
-            gpu = setup.target.index if setup.gpu_memory else None
+            gpu = setup.target.index if setup.reaches_gpu else None
             device = Device(setup.library, uri, interface, setup.mem, gpu, setup.nsid, setup.heap_bytes)
             return device, Queue(device, setup.depth)
         except StorageError as e:

@@ -17,7 +17,7 @@ import torch
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend
-from monai_gds.storage.files import Buffer, Expected, as_bytes_view, new_file, open_regular, total_bytes
+from monai_gds.storage.files import Buffer, Expected, as_bytes_view, new_file, open_file, total_bytes
 from monai_gds.storage.xnvme import libxnvme
 
 __all__ = ["XnvmeBackend", "probe_library"]
@@ -59,7 +59,7 @@ class XnvmeBackend(BlockingBackend):
         return probe_library()
 
     def _open(self, path: str, expected: Expected) -> _Handle:
-        fd = open_regular(path, expected)  # xNVMe would leave a descriptor behind for any other
+        fd = open_file(path, expected, regular=True)  # xNVMe would leave a descriptor behind for any other
         try:
             return _Handle(self._open_again(fd, path, self._library.options()), path)
         finally:

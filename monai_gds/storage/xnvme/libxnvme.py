@@ -17,9 +17,10 @@ import subprocess
 import threading
 import time
 from ctypes import POINTER, c_char, c_char_p, c_int, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
+from monai_gds.base.library import library
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage.xnvme.user_space import claims
 
@@ -262,7 +263,7 @@ class Device:
         mem: xNVMe's name of an allocator; None for the interface's own.
         gpu: index of the CUDA device for a driver with buffers on a GPU.
         nsid: namespace of a drive in user space; None for the first.
-        heap_bytes: of uPCIe's heaps; None for its own default.
+        heap_bytes: size of uPCIe's heaps; None for its own default.
 
     Raises:
         StorageError: it cannot be opened.
@@ -402,7 +403,7 @@ class Queue:
         Raises:
             StorageError: the queue is broken, or a drive without the kernel's time limit does not answer.
         """
-        now = time.monotonic()  # first: this process may be stopped behind any line, and the drive answers meanwhile
+        now = time.monotonic()  # first: this process may be stopped after any line, and the drive answers meanwhile
         code = self._api.xnvme_queue_poke(self._queue, 0)
         if code < 0 and code not in (-errno.EBUSY, -errno.EAGAIN, -errno.EINTR):
             raise StorageError(-code, f"xnvme_queue_poke: {os.strerror(-code)}", self._device.uri)
@@ -479,18 +480,9 @@ def load() -> Library:
 
 @lru_cache(maxsize=8)
 def _load(named: str | None) -> Library:
-    if named:
-        try:
-            return Library(ctypes.CDLL(named, use_errno=True))
-        except OSError as e:
-            raise BackendUnavailable(f"{ENVIRONMENT} names {named}, which does not load: {e}") from e
-    candidates = [*_NAMES, *_from_pkg_config()]
-    for candidate in candidates:
-        try:
-            return Library(ctypes.CDLL(candidate, use_errno=True))
-        except OSError:
-            continue
-    raise BackendUnavailable(f"no libxnvme was found ({ENVIRONMENT} is not set; tried {', '.join(candidates)})")
+    names = [named] if named else [*_NAMES, *_from_pkg_config()]
+    hint = f"{ENVIRONMENT} {'names it' if named else 'is not set'}"
+    return Library(library(names, hint, load=partial(ctypes.CDLL, use_errno=True), error=BackendUnavailable))
 
 
 def _from_pkg_config() -> list[str]:

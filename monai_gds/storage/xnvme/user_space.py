@@ -43,9 +43,9 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
 
     Args:
         code: the errno.
-        address: of the drive.
+        address: address of the drive.
         driver: xNVMe's name of the driver.
-        heap_bytes: of uPCIe's heap; None for its default.
+        heap_bytes: size of uPCIe's heap; None for its default.
         root: where /proc and /sys are.
     """
     if full_address(address) is None:

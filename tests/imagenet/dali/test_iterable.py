@@ -337,7 +337,7 @@ def test_a_store_runs_no_code(tmp_path: Path, options: dict[str, Any]) -> None:
     driver = module.MessagepackDriver(str(tmp_path / "store"))
     proof = tmp_path / "proof"
     driver.store.set([{"image": np.array([Attack(proof)], dtype=object)}], key="0")
-    with pytest.raises(ImageListError, match=r"store holds an array of Python objects.*write the store anew"):
+    with pytest.raises(ImageListError, match=r"store holds an array of Python objects.*write the store again"):
         list(loader(squirrel_source(driver, **options)))
     assert not proof.exists()
     with pytest.raises(TypeError, match="not an array of numbers"):

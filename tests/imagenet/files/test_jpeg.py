@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from monai_gds.bench.jpegs import jpeg
+from monai_gds.bench.made_up import jpeg
 from monai_gds.imagenet.files.jpeg import jpeg_nbytes
 
 

@@ -15,8 +15,9 @@ from monai_gds.errors import ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images
 from monai_gds.imagenet.files import listing
 from monai_gds.imagenet.files.listing import EXTENSIONS, list_block_map, list_folder
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks, Origin
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent
+from monai_gds.storage.blockmap.saved import FileBlocks, Origin
 from tests.imagenet.conftest import samples_of_dali
 from tests.loopdisk import loop_disk
 

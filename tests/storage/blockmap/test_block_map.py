@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ import torch
 
 from monai_gds.base.checksum import checksum
 from monai_gds.errors import BlockMapError, FileChanged, NotMappable
-from monai_gds.storage.blockmap import block_map, extents, inodes
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks, Origin
+from monai_gds.storage.blockmap import extents, inodes, saved
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent
+from monai_gds.storage.blockmap.saved import FileBlocks, Origin
 from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
 
 SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 116_000, 3_000_001)
@@ -347,7 +349,7 @@ class TestRefusals:
     )  # fmt: skip
     def test_every_flag(self, ext4: LoopDisk, monkeypatch: pytest.MonkeyPatch, flag: int, match: str) -> None:
         answer = struct.pack("=QQQ16xI12x", 0, 1 << 20, 12_288, flag | 0x1)
-        monkeypatch.setattr(block_map, "look", lambda *_: answer)
+        monkeypatch.setattr(saved, "look", lambda *_: answer)
         refused(self.one_file(ext4), match)
 
     @pytest.mark.parametrize(("mark", "match"), [("dm", "device-mapper"), ("md", "md array"), ("bcache", "bcache")])
@@ -646,7 +648,7 @@ class TestVerify:
         blocks = BlockMap.build(folder)
         (folder / "file.bin").read_bytes()
         fd = os.open(ext4.device, os.O_RDWR | os.O_DIRECT | os.O_SYNC)
-        page = memoryview(block_map.mmap.mmap(-1, 4096))
+        page = memoryview(mmap.mmap(-1, 4096))
         os.preadv(fd, [page], blocks["set/file.bin"].extents[0].start)
         page[100] ^= 1
         os.pwritev(fd, [page], blocks["set/file.bin"].extents[0].start)

@@ -45,6 +45,8 @@ SHORT = [0, 1, 4096]
 class OnTheHost(KvikioBackend):
     """Hands everything to KvikIO, in small pieces, and fills host memory."""
 
+    needs_cuda = False
+
     def __init__(self, device: torch.device, **options: Any) -> None:
         super().__init__(device, **options)
         self.piece_bytes = 512 << 10
@@ -117,7 +119,7 @@ WAYS = [
 def cached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool, list[Any]]:
     """A cache, whether crops are read of its records, and the items of its epochs."""
     (compression, crops), folder = request.param, tmp_path_factory.mktemp("cache")
-    with dataset(folder, crops, compression=compression, tiles=compression and 32) as made:
+    with dataset(folder, crops, compression=compression, options={"tiles": compression and 32}) as made:
         made.populate(progress=False)
     return folder, crops, [epoch(dataset(folder, crops), seed) for seed in range(EPOCHS)]
 

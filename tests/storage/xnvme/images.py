@@ -8,8 +8,9 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks, Origin
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent
+from monai_gds.storage.blockmap.saved import FileBlocks, Origin
 
 #: Where the file system begins on the image, as in a partition.
 _START = 1 << 20

@@ -27,9 +27,10 @@ from monai_gds import GDSDataset
 from monai_gds.errors import CacheWarning, FileChanged, NotMappable, StorageError
 from monai_gds.storage import FileId, Pending, Reads, Storage, open_storage
 from monai_gds.storage import queue as queue_module
-from monai_gds.storage.blockmap.block_map import BlockMap, FileBlocks
+from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Extent
 from monai_gds.storage.blockmap.inodes import inode_table
+from monai_gds.storage.blockmap.saved import FileBlocks
 from monai_gds.storage.xnvme import libxnvme
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
 from monai_gds.testing import BackendContract, CudaBackendContract, FullContract, WriteContract
@@ -810,7 +811,7 @@ class TestUserSpace:
                 [Reads.of(f"set/{n}.bin", [(0, s)]) for n, s in (("file", 3_000_000), ("other", 70_000))]
             )
             storage.load(reads).wait()
-            (extent,) = storage._backend._blockmap["set/file.bin"].extents
+            (extent,) = storage._backend._setup.blockmap["set/file.bin"].extents
             _flip(disk.device, extent.start + 1_000_000)
             pending = storage.load(reads)
             assert list(pending.errors) == [0]
@@ -834,7 +835,7 @@ class TestUserSpace:
             with _unmounted(disk):
                 reads = Reads.join([Reads.of(f"set/{name}", [(0, nbytes)]) for name, nbytes in names.items()])
                 assert list(storage.load(reads).errors) == [2]
-                (extent,) = storage._backend._blockmap["set/damaged"].extents
+                (extent,) = storage._backend._setup.blockmap["set/damaged"].extents
                 _flip(disk.device, extent.start + 10_000)
                 pending = storage.load(reads)
                 assert sorted(pending.errors) == [1, 2]

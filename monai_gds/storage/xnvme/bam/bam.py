@@ -1,6 +1,6 @@
 """The ``xnvme-bam`` backend: a file's blocks by NVMe commands that CUDA threads submit themselves.
 
-As ``xnvme-block`` it knows from the kernel, or from a saved :class:`~monai_gds.BlockMap`, where a file's bytes lie. The
+As with ``xnvme-block``, the kernel or a saved :class:`~monai_gds.BlockMap` shows where a file's bytes lie. The
 commands are built, submitted and polled by a kernel (``bam.cu``), as in BaM (Qureshi et al., 2023)::
 
     reads ─plan─▶ extents ─▶ commands ─▶ kernel: entries, doorbells, completions ─▶ pool ─copy stream─▶ destination
@@ -14,20 +14,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from monai_gds.errors import BackendUnavailable, StorageError
-from monai_gds.storage.backend import CUDA_ONLY, Availability
+from monai_gds.storage.backend import Availability
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk
-from monai_gds.storage.pending import Pending
-from monai_gds.storage.queue import QueueBackend
-from monai_gds.storage.reads import Reads
 from monai_gds.storage.xnvme.bam.controller import Controller
 from monai_gds.storage.xnvme.bam.queues import (
     LOST,
@@ -40,9 +36,9 @@ from monai_gds.storage.xnvme.bam.queues import (
     why_not,
 )
 from monai_gds.storage.xnvme.bam.software_controller import SoftwareController
-from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend, disk_behind
+from monai_gds.storage.xnvme.blocks import BlockBackend, disk_behind
 from monai_gds.storage.xnvme.buffers import MOST_BYTES, BounceBuffers
-from monai_gds.storage.xnvme.drive import BlockDevice, CommandQueue, Drive, Drives, Setup, most_bytes
+from monai_gds.storage.xnvme.drive import BlockDevice, CommandQueue, Drive, Setup, most_bytes
 from monai_gds.storage.xnvme.libxnvme import Completion
 
 __all__ = ["XnvmeBamBackend"]
@@ -56,7 +52,7 @@ _NO_DRIVE = (
 )
 
 
-class XnvmeBamBackend(XnvmeBlockBackend):
+class XnvmeBamBackend(BlockBackend):
     """Reads files' blocks by commands of a CUDA kernel; see the module's docstring. For CUDA targets.
 
     Args:
@@ -77,6 +73,8 @@ class XnvmeBamBackend(XnvmeBlockBackend):
         NotMappable: ``uri`` is a partition, or made of other devices.
     """
 
+    needs_cuda = True
+
     def __init__(
         self,
         device: torch.device,
@@ -87,20 +85,18 @@ class XnvmeBamBackend(XnvmeBlockBackend):
         blockmap: BlockMap | str | os.PathLike[str] | None = None,
         seconds: float = 30.0,
     ) -> None:
-        QueueBackend.__init__(self, device)
         self.check(device, controller=controller, queues=queues, queue_depth=queue_depth, seconds=seconds)
-        if not (isinstance(blockmap, BlockMap) or blockmap is None):
-            blockmap = BlockMap.load(blockmap)
+        given = BlockMap.given(blockmap)
         image = uri is not None and _is_file(uri)
-        if image and blockmap is None:
+        if image and given is None:
             raise ValueError(f"uri={uri!r} is an image, in which only a block map shows where files are: give blockmap")
-        self.reaches_gpu = device.type == "cuda"
         setup = BamSetup(
-            None, device, uri, disk_behind(uri) if uri is not None and not image else None, None, None, queue_depth,
-            None if blockmap is None else blockmap.origin, image, self.reaches_gpu, None, None, self._kernel, queues,
-            seconds,
+            target=device, uri=uri, disk=disk_behind(uri) if uri is not None and not image else None,
+            depth=queue_depth, blockmap=given, user_space=image, reaches_gpu=device.type == "cuda", kernel=self._kernel,
+            queues=queues, seconds=seconds,
         )  # fmt: skip
-        self._read_through(Drives(setup, BamDrive), setup, blockmap)
+        super().__init__(setup, BamDrive)
+        self._settings = {"controller": controller, "queues": queues, "seconds": seconds}
 
     @classmethod
     def check(
@@ -122,30 +118,13 @@ class XnvmeBamBackend(XnvmeBlockBackend):
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
-        if device.type != "cuda":
-            return Availability(False, CUDA_ONLY, "give a CUDA device")
         problem = why_not()
         if problem is not None:
             return Availability(False, problem, "pip install 'monai_gds[cuda13]' (or cuda12)")
         return Availability(True, "NVMe reads by a CUDA kernel, to controller='software' only")
 
-    def memory(self, nbytes: int) -> torch.Tensor:
-        return QueueBackend.memory(self, nbytes)
-
-    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        return self._start_checked(partial(QueueBackend.start, self), reads, into)
-
     def describe(self) -> dict[str, Any]:
-        setup = self._setup
-        assert isinstance(setup, BamSetup)
-        return {
-            **QueueBackend.describe(self),
-            "uri": setup.uri or "the disk that each file lies on",
-            "controller": "software",
-            "queues": setup.queues,
-            "queue_depth": setup.depth,
-            "seconds": setup.seconds,
-        }
+        return {**super().describe(), **self._settings}
 
 
 def _is_file(uri: str) -> bool:
@@ -155,7 +134,7 @@ def _is_file(uri: str) -> bool:
         raise StorageError(e.errno, "there is no such device", uri) from e
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BamSetup(Setup):
     """The setup of a :class:`BamDrive`.
 

@@ -86,10 +86,10 @@ class Pool(BounceBuffers):
     """The memory that a controller reads into: slots of the same size, copied on from there.
 
     Args:
-        controller: whose memory it is.
+        controller: the controller whose memory it is.
         target: where destinations live.
         slot_bytes: per slot, at least ``controller.max_transfer``.
-        slots: how many.
+        slots: how many slots there are.
     """
 
     def __init__(self, controller: Controller, target: torch.device, slot_bytes: int, slots: int) -> None:
@@ -121,7 +121,7 @@ class Pool(BounceBuffers):
         self.give_back(bounce._replace(copied=stream.record_event()))
 
     def close(self) -> None:
-        """Frees the slots behind the copies from them. The queues whose commands name them must have been deleted."""
+        """Frees the slots after the copies from them. The queues whose commands name them must have been deleted."""
         for bounce in self._free:
             if bounce.copied is not None:
                 bounce.copied.synchronize()

@@ -58,6 +58,7 @@ class HostBamBackend(XnvmeBamBackend):
     """The backend, but for a CPU target."""
 
     name = "xnvme-bam"
+    needs_cuda = False
 
     def _kernel(self) -> HostKernel:
         return HostKernel()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from monai_gds import GDSDataset, ImageNetDataset
-from monai_gds.bench.jpegs import write_image_folder
+from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage import Reads, Storage, available_backends, open_storage, registry
 from monai_gds.storage.blockmap.block_map import BlockMap

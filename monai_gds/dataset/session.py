@@ -1,0 +1,438 @@
+"""``Session``: what a dataset does in this process, for ``GDSDataset``, ``populate``, the loader and the command.
+
+The arguments are in :class:`Settings`. What is made on demand in each process, such as the view of the cache directory,
+is in :class:`Runtime`. A session joins these two with the dataset, which has the data, the transforms and the methods
+that a subclass may override.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from monai.data import PersistentDataset
+
+from monai_gds.base import stages
+from monai_gds.base.process import Owner
+from monai_gds.dataset.item_keys import ItemKeys
+from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, look
+from monai_gds.dataset.settings import Settings
+from monai_gds.errors import CacheWarning
+from monai_gds.folder.budget import Budget
+from monai_gds.folder.directory import CacheDirectory, tidy
+from monai_gds.folder.index import Index
+from monai_gds.folder.tiers import TwoTiers
+from monai_gds.folder.uses import Uses
+from monai_gds.folder.writer import process_writer
+from monai_gds.keys.key import Key, Pipeline
+from monai_gds.keys.sources import Sources
+from monai_gds.pipeline.settings import applied
+from monai_gds.pipeline.split import Split, before_cuda, uncached
+from monai_gds.pipeline.words import naming
+from monai_gds.programs.draws import Draws, Turn
+from monai_gds.programs.ghosts import drawn_ahead
+from monai_gds.programs.indices import takes_runs
+from monai_gds.records.compression import Compression
+from monai_gds.records.pending import PendingItem
+from monai_gds.storage import open_storage
+
+__all__ = ["Begun", "Runtime", "Session"]
+
+
+class Runtime:
+    """What a dataset makes on demand in this process, and does not send to another.
+
+    It has slots because MONAI's ``set_rnd`` walks every ``__dict__`` that it can reach from a dataset, and would seed
+    the transforms that are reachable from here a second time.
+    """
+
+    __slots__ = (
+        "cache", "cache_owner", "keys", "local", "misses", "on_values", "owner", "pipeline", "split", "uses",
+        "warned_of_cpu",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.owner = self.cache_owner = Owner()
+        self.split: Split | None = None
+        self.keys: ItemKeys | None = None
+        self.cache: CacheDirectory | None = None
+        self.uses: tuple[Uses, ...] = ()
+        self.pipeline: Pipeline | None = None  # whose use was noted last
+        self.local = threading.local()
+        self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
+        self.misses = Misses()
+        self.warned_of_cpu = False
+
+    def may_write_later(self) -> bool:
+        """Whether this process may write after it has gone on.
+
+        A worker of a loader is killed soon after the epoch, and a forked process may end without waiting.
+        """
+        return torch.utils.data.get_worker_info() is None and self.owner.is_this_process()
+
+    def queue(self, split: Split, device: torch.device) -> Draws:
+        """The queue of this thread's loop. A loop ends when nothing is begun; a loader's has a thread of its own."""
+        queue: Draws | None = getattr(self.local, "queue", None)
+        if queue is None or queue.split is not split or queue.idle:
+            queue = self.local.queue = Draws(split, device, self.on_values)
+        return queue
+
+
+class Session(NamedTuple):
+    """What a dataset does in this process. Making one costs nothing: a dataset makes one whenever it is asked.
+
+    Attributes:
+        dataset: has the data, the transforms, and the methods that a subclass may override.
+        settings: its arguments.
+        runtime: what it has made so far in this process.
+        own_end: whether a subclass overrides how an item gets its random transforms.
+    """
+
+    dataset: PersistentDataset
+    settings: Settings
+    runtime: Runtime
+    own_end: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return attrgetter("session"), (self.dataset,)
+
+    def split(self) -> Split:
+        """The pipeline in two halves: what is cached, and what runs in every epoch."""
+        runtime, transform = self.runtime, self.dataset.transform
+        if runtime.split is None or runtime.split.compose is not transform:  # the first time, or it was replaced
+            runtime.split, runtime.keys = Split(transform), None
+            runtime.on_values = {}  # of the transforms before
+            runtime.misses.warn_again()
+            try:
+                keys = self.keys()
+            except BaseException:
+                runtime.split = None  # or the next access would use the key of the old transforms
+                raise
+            if self.settings.cache_dir is not None and (why := uncached(runtime.split)):
+                warnings.warn(why, CacheWarning, stacklevel=3)
+            if self.caches:
+                self.note_use(keys.pipeline())
+            if runtime.cache is not None:
+                runtime.cache.compression = self.record_form()
+        return runtime.split
+
+    def keys(self) -> ItemKeys:
+        """Makes the keys of items.
+
+        Raises:
+            HashingError: a transform has no stable hash.
+        """
+        split, settings = self.split(), self.settings
+        if self.runtime.keys is None:
+            dataset, options, folder = self.dataset, settings.options, settings.cache_dir
+            sources = Sources(options.sources, None if folder is None else str(folder))
+            self.runtime.keys = ItemKeys(
+                split, dataset.hash_func, dataset.hash_transform, sources, settings.form.root, options.monai_version,
+                dataset.reset_ops_id, options.mantissa_bits, settings.version,
+            )  # fmt: skip
+            dataset.transform_hash = self.runtime.keys.transform_hash
+        return self.runtime.keys
+
+    def key(self, index: int) -> Key:
+        """The key of an item, made now."""
+        return self.keys()([self.dataset.data[index]])[0]
+
+    @property
+    def caches(self) -> bool:
+        """Whether there is a cache directory, and a deterministic transform in front."""
+        return self.settings.cache_dir is not None and bool(self.split().deterministic)
+
+    def target(self) -> torch.device:
+        """Where items come in this process: the device, or the CPU in a worker of a DataLoader or a forked process.
+
+        CUDA does not work in a forked process. In a spawned worker it does, but MONAI cannot send a CUDA MetaTensor
+        back ("sharing CUDA metatensor across processes not implemented", raised in a thread where it is lost).
+        """
+        device, runtime = self.settings.device, self.runtime
+        worker = torch.utils.data.get_worker_info()
+        if device.type == "cpu" or runtime.may_write_later():
+            return device
+        if not runtime.warned_of_cpu and (worker is None or worker.id == 0):
+            warnings.warn(
+                f"CUDA cannot be used in a worker or forked process: items come as CPU tensors instead of on {device}. "
+                "Use num_workers=0 with ThreadDataLoader.",
+                stacklevel=2,
+            )
+        runtime.warned_of_cpu = True
+        return torch.device("cpu")
+
+    def cache(self) -> CacheDirectory | None:
+        """This process's view of the cache directory: threads, streams and pinned memory do not survive a fork."""
+        runtime = self.runtime
+        if self.settings.cache_dir is not None and (runtime.cache is None or not runtime.cache_owner.is_this_process()):
+            runtime.cache, runtime.cache_owner = _opened(self), Owner()
+        return runtime.cache
+
+    def begin(
+        self, indices: Sequence[Any], items: Sequence[Any] | None = None, *, whole: bool = False, alone: bool = False
+    ) -> list[Begun]:
+        """Begins to read the items that are cached.
+
+        Args:
+            indices: of the items.
+            items: the items themselves; by default those that the data have under these indices.
+            whole: whether no random transforms follow.
+            alone: whether this is one item that is ended at once.
+
+        Returns:
+            One object per index, whose ``end()`` is to be called in the same thread.
+        """
+        split, runtime = self.split(), self.runtime
+        items = [self.dataset.data[index] for index in indices] if items is None else items
+        cache = self.cache() if split.deterministic else None
+        if cache is None:
+            return [Begun(self, *one) for one in zip(items, indices, strict=True)]
+        stages.enter("keys")
+        keys = self.keys()(items)
+        if keys and keys[0].pipeline is not runtime.pipeline:
+            self.note_use(keys[0].pipeline)
+        stages.enter("reading")
+        digests = [key.digest for key in keys]
+        # Not in inference mode, where writes into ghosts go unnoticed.
+        draws = not (whole or self.own_end or torch.is_inference_mode_enabled()) and bool(drawn_ahead(split))
+        started = cache.start(digests, lazily=draws)
+        # An item without draws needs a turn only if later items are begun before it is finished.
+        is_whole = alone and started[0] is not None and not started[0].tiled
+        queue = runtime.queue(split, self.target()) if draws and not is_whole else None
+        found: list[Begun] = []
+        for item, index, key, one in zip(items, indices, keys, started, strict=True):
+            pending, lazy = (None, one) if one is not None and one.tiled else (one, None)
+            turn = None if queue is None else Turn(queue, lazy, item)
+            found.append(Begun(self, item, index, cache, key, pending, turn))
+        if queue is not None:
+            queue.begin([begun.turn for begun in found if begun.turn is not None])
+        return found
+
+    def items(self) -> ItemMaker:
+        """Computes items up to their random transforms."""
+        bits = self.settings.options.mantissa_bits
+        return ItemMaker(self.dataset._pre_transform, self.target(), self.settings.form, bits, self.runtime.misses)
+
+    def fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
+        """An item without a record, up to its random transforms; it is computed and saved."""
+        options = self.settings.options
+        behind = self.runtime.may_write_later() and not options.durable
+        maker = RecordMaker(self.items(), self.keys(), cache)
+        return maker.fill(key, item, index, of=len(self.dataset.data), unsupported=options.unsupported, behind=behind)
+
+    def save(self, index: int, anyway: bool = False) -> Saved:
+        """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
+
+        Raises:
+            NotSaved: the record cannot be written.
+            FileChanged: a file that the item names changed while it was computed.
+            Exception: whatever the transforms raise.
+        """
+        settings = self.settings
+        with nullcontext() if settings.computes_under is None else applied(settings.computes_under):
+            cache = self.cache()
+            assert cache is not None, "the caller has checked that items are cached"
+            maker = RecordMaker(self.items(), self.keys(), cache)
+            return maker.save(self.dataset.data[index], index, anyway=anyway, convert=settings.converts)
+
+    def read(self, index: int) -> Any:
+        """An item up to its random transforms, as its record holds it; None if it has no usable record."""
+        cache, item = self.cache(), self.dataset.data[index]
+        found = None if cache is None else look(cache, self.key(index), item)
+        return None if found is None else found[0]
+
+    def holds(self, key: Key) -> bool:
+        """Whether there is a record of a key; in a copy that converts, one that may stay as it is."""
+        cache = self.cache()
+        return cache is not None and cache.holds(key.digest, self.settings.converts)
+
+    def record_path(self, key: Key) -> str:
+        """The path of a key's record, which need not exist; empty without a cache."""
+        cache = self.cache()
+        return "" if cache is None else cache.record_path(key.digest)
+
+    def record_form(self) -> Compression:
+        """The form in which records are saved.
+
+        Raises:
+            ValueError: items come on the CPU in this process, and ``compression`` names a codec for GPUs.
+            CodecMissing: the codec's library is not installed.
+        """
+        settings = self.settings
+        if settings.saves_in is not None:
+            return settings.saves_in
+        crops = drawn_ahead(self.split())
+        on_cuda, by_label = self.target().type == "cuda", any(map(takes_runs, crops))
+        return Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), by_label)
+
+    def pipeline_digest(self) -> str:
+        """Hex digits that identify the deterministic transforms and the settings of this process; empty without a hash.
+
+        ``monai-gds cache ls`` shows the first of them, and ``prune --pipeline`` takes them.
+        """
+        return self.keys().pipeline().digest
+
+    def note_use(self, pipeline: Pipeline) -> None:
+        """Notes for other processes what this one uses of the cache, so that they do not delete it."""
+        for uses in _uses(self):
+            uses.open(pipeline.digest)
+        self.runtime.pipeline = pipeline
+
+    def flush(self) -> None:
+        """Waits until every item computed so far is saved, or a warning has given the reason why not."""
+        process_writer().flush()
+        for uses in self.runtime.uses:
+            uses.flush()
+
+    def tidy(self) -> None:
+        """Removes the half-written files of killed processes from the cache directory."""
+        for folder in self.settings.folders:
+            tidy(folder)
+
+    def for_worker(self, *, convert: bool = False, loads: bool = False) -> Session:
+        """The session of a copy of the dataset, for another process whose items come on the CPU.
+
+        Args:
+            convert: whether records in another form than the one asked for count as missing, and are converted.
+            loads: whether that process loads items too, up to the first transform that names a CUDA device. Otherwise
+                it only makes records.
+
+        Raises:
+            ValueError: items are to be loaded, and ``compression`` names a codec for GPUs.
+        """
+        settings, view = self.settings, copy(self.dataset)
+        if loads:
+            Compression.of(settings.compression, settings.options.tiles, False, crops=False)  # only to check
+            split = self.split()
+            steps = split.steps()
+            if (count := before_cuda(steps)) < len(steps):
+                view.transform = split.first(count)
+        view.settings = replace(
+            settings.on_cpu(), saves_in=self.record_form(), converts=convert, computes_under=self.keys().capture()
+        )
+        session: Session = view.session
+        return session
+
+
+class Begun:
+    """An item that :meth:`Session.begin` began. Hundreds are in flight.
+
+    Attributes:
+        turn: its place in the queue of draws; None if nothing is drawn ahead.
+    """
+
+    __slots__ = ("_arrived", "_cache", "_index", "_item", "_key", "_pending", "_session", "turn")
+
+    def __init__(
+        self, session: Session, item: Any, index: Any,
+        cache: CacheDirectory | None = None, key: Key | None = None, pending: PendingItem | None = None,
+        turn: Turn | None = None,
+    ) -> None:  # fmt: skip
+        self._session, self._item, self._index = session, item, index
+        self._cache, self._key, self._pending, self.turn = cache, key, pending, turn
+        self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
+
+    @property
+    def cached(self) -> bool:
+        """Whether the item has a record."""
+        return self._pending is not None or (self.turn is not None and self.turn.lazy is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what is being read, and of what is unpacked from it; 0 if there is no record.
+
+        While the item :attr:`waits` to be drawn, this is the size of all its tensors.
+        """
+        if self._pending is not None:
+            return self._pending.nbytes
+        return 0 if self.turn is None else self.turn.nbytes
+
+    @property
+    def waits(self) -> bool:
+        """Whether the item is still to be drawn. Afterwards ``nbytes`` may be less."""
+        return self.turn is not None and self.turn.waits
+
+    def arrive(self) -> None:
+        """Waits for the item, or computes it, up to its random transforms. If it fails, the item may be begun again."""
+        turn, drawn = self.turn, None
+        if turn is not None and turn.queue.split is self._session.split():
+            drawn = turn.queue.take(turn)
+        if drawn is not None:
+            self._session.runtime.misses.hit()
+        self._arrived = (self.finish(), 0) if drawn is None else drawn
+
+    def end(self) -> Any:
+        """The item on the device, after its random transforms. If it was not cached, it is computed and saved."""
+        session, turn = self._session, self.turn
+        try:
+            if self._arrived is None:
+                self.arrive()
+            assert self._arrived is not None, "the line above has set it"
+            (item, done), self._arrived = self._arrived, None
+            with naming(self._index, self._item):
+                return session.dataset._post_transform(item) if turn is None else session.split().after(item, done)
+        finally:
+            if turn is not None:
+                turn.queue.go_on()
+
+    def finish(self) -> Any:
+        """The item up to its random transforms. If it was not cached, it is computed here and saved."""
+        cache, key = self._cache, self._key
+        if cache is None or key is None:
+            return self._session.items().make(self._item, self._index)
+        pending = self._pending
+        # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
+        found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
+        if found is None:
+            return self._session.fill(cache, key, self._item, self._index)
+        self._session.runtime.misses.hit()
+        return found[0]
+
+
+def _uses(session: Session) -> tuple[Uses, ...]:
+    """The notes of what this process uses, one per folder of the cache."""
+    settings, runtime = session.settings, session.runtime
+    runtime.uses = runtime.uses or tuple(
+        Uses(folder, settings.began, settings.file_mode) for folder in settings.folders
+    )
+    return runtime.uses
+
+
+def _opened(session: Session) -> CacheDirectory:
+    """The cache directory as this process sees it."""
+    settings, device = session.settings, session.target()
+    options, here = settings.options, device == settings.device
+    storage = open_storage(settings.backend if here else "auto", device, **(settings.backend_options if here else {}))
+    folder, uses = settings.folders[0], _uses(session)
+    shared: dict[str, Any] = {
+        "durable": options.durable, "verify": options.verify, "mmap": options.mmap, "form": settings.form,
+        "compression": session.record_form(), "file_mode": settings.file_mode, "run": settings.began,
+        "index": Index(folder, settings.file_mode), "unmade": settings.unmade, "uses": uses[:1],
+        "budget": _budget(session, 0, settings.max_bytes, "max_bytes"),
+    }  # fmt: skip
+    kept = settings.device_bytes if device.type == "cuda" else 0
+    if settings.local_dir is None:
+        return CacheDirectory(folder, storage, device_bytes=kept, **shared)
+    of_copies = {
+        "index": None, "copies": True, "unmade": settings.local_unmade,
+        "uses": uses,  # using a copy is using the shared record too
+        "budget": _budget(session, 1, settings.local_bytes, "local_bytes"),
+    }  # fmt: skip
+    near = CacheDirectory(settings.local_dir, storage, device_bytes=kept, **{**shared, **of_copies})
+    return TwoTiers(near, session.runtime.may_write_later(), folder, storage, **shared)
+
+
+def _budget(session: Session, which: int, nbytes: int | None, argument: str) -> Budget | None:
+    """The limit of one of the cache's folders; None if it has none."""
+    settings = session.settings
+    if nbytes is None:
+        return None
+    uses = _uses(session)[which]
+    return Budget(str(settings.folders[which]), nbytes, uses, settings.began, settings.file_mode, argument)

@@ -1,0 +1,184 @@
+"""A dataset in words, for its user: what is cached, and why an item is not. Nothing is changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from monai.transforms import MapTransform, Transform
+from monai.transforms.traits import RandomizableTrait
+
+from monai_gds import limits
+from monai_gds.base.units import shown
+from monai_gds.dataset.making import nearest_record
+from monai_gds.dataset.session import Session
+from monai_gds.errors import MonaiGdsError, printable
+from monai_gds.folder import maintenance
+from monai_gds.folder.explain import Nearest
+from monai_gds.folder.index import Index
+from monai_gds.keys.key import Key
+from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.split import cacheable_after, name_of
+from monai_gds.programs.ghosts import drawn_ahead, hazard
+
+__all__ = ["describe", "explain"]
+
+
+def describe(session: Session) -> str:
+    """Target, backend, what is cached, where the split is and why, and the sources of the first item."""
+    split, settings, count = session.split(), session.settings, len(session.dataset.data)
+    below = f", relative to {settings.form.root}" if settings.cache_dir and settings.form.root else ""
+    rows = [
+        ("target", str(settings.device)),
+        ("backend", f"{settings.backend} ({settings.backend_reason})"),
+        ("cache", f"{settings.cache_dir or 'none'}{below}"),
+        *_limits(session),
+        ("cached", _names(split.deterministic) or "nothing"),
+        ("each epoch", _names(split.rest) or "nothing"),
+        ("split", _split(split.deterministic, split.rest)),
+    ]
+    if drawn := drawn_first(session):
+        rows.append(("crops", drawn))
+    if session.caches:
+        rows.append(("records", _records(session)))
+        rows.append(("pipeline", _pipeline(session)))
+    if (bits := settings.options.mantissa_bits) is not None:
+        rows.append(("rounded", f"large float tensors, to {bits} bits of mantissa"))
+    if count and split.deterministic:
+        rows.append(("sources", _sources(session)))
+    head = f"{type(session.dataset).__name__} of {count} items"
+    return printable("\n".join([head, *(f"  {name + ':':<12}{text}" for name, text in rows)]))
+
+
+def _names(transforms: Sequence[Callable[..., Any]]) -> str:
+    return ", ".join(map(name_of, transforms))
+
+
+def _limits(session: Session) -> list[tuple[str, str]]:
+    rows, settings = [], session.settings
+    if settings.max_bytes is not None:
+        rows.append(("budget", shown(settings.max_bytes)))
+    if settings.local_dir is not None:
+        limit = "" if settings.local_bytes is None else f", of up to {shown(settings.local_bytes)}"
+        rows.append(("copies", f"{settings.local_dir}{limit}"))
+    return rows
+
+
+def _records(session: Session) -> str:
+    try:
+        form = session.record_form()
+    except (MonaiGdsError, ValueError) as e:  # print() must work on a broken dataset
+        return f"none: {e}"
+    return f"{_count_of_records(session)}, new ones as {form}"
+
+
+def _count_of_records(session: Session) -> str:
+    """How many records this pipeline has, for the items of this dataset and of others."""
+    try:
+        return f"{Index(session.settings.cache_dir or '').count(session.pipeline_digest())} of this pipeline"
+    except (OSError, MonaiGdsError, ValueError):  # no such folder yet
+        return "none"
+
+
+def _pipeline(session: Session) -> str:
+    """The hash of the pipeline and of the process's settings, as ``monai-gds cache ls`` shows it."""
+    try:
+        return session.pipeline_digest()[: maintenance.SHOWN] or "not part of the key"
+    except (MonaiGdsError, ValueError) as e:
+        return f"none: {e}"
+
+
+def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
+    if not rest:
+        return "at the end: no transform is random"
+    later = cacheable_after(rest)
+    if later:
+        return f"in front of {name_of(rest[0])}, which is not a Transform of MONAI's; {later} after it could be cached"
+    if not isinstance(rest[0], (Transform, RandomizableTrait)):
+        return f"in front of {name_of(rest[0])}, which is not a Transform of MONAI's and counts as random"
+    return f"in front of {name_of(rest[0])}, the first random transform"
+
+
+def drawn_first(session: Session) -> str:
+    """Which random transforms are drawn before anything is read, and why others are not; empty if nothing crops."""
+    split = session.split()
+    rest = split.steps()
+    crops = [step for step in rest if any("Crop" in type(part).__name__ for part in parts(step))]
+    if not crops or not session.caches:
+        return ""
+    if not drawn_ahead(split):
+        name, why = next((name_of(step), why) for step in rest if (why := hazard(step)))
+        return f"none is drawn before items are read: {name} comes first, and {why}"
+    notes = [f"{name} ran on values: {why}" for name, why in session.runtime.on_values.items()]
+    return "; ".join([f"{_names(drawn_ahead(split))} drawn before anything is read", *notes])
+
+
+def _arrays_read_whole(session: Session, index: int) -> list[str]:
+    """The keys of an item under which crops get large NumPy arrays, which the cache reads whole."""
+    steps = drawn_ahead(session.split())
+    keys = {key for step in steps for part in parts(step) if isinstance(part, MapTransform) for key in part.keys}
+    item = session.read(index) if keys else None
+    if not isinstance(item, dict):
+        return []
+    return [str(key) for key in item if key in keys and _is_large(item[key])]
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.nbytes >= limits.TILED_BYTES
+
+
+def _sources(session: Session) -> str:
+    policy = session.settings.options.sources
+    if policy is None:
+        return "files do not count (sources=None)"
+    by = policy if isinstance(policy, str) else name_of(policy)
+    try:
+        found = session.key(0).sources
+    except Exception as e:  # print() must work on a broken dataset
+        return f"unknown, since item 0 has no key: {e}"
+    return f"of item 0, by {by}: {', '.join(found) or 'none'}"
+
+
+def explain(session: Session, index: int) -> str:
+    """Whether an item has a record, and where. If not, the most similar record and how it differs."""
+    if not session.caches or session.settings.cache_dir is None:
+        return f"item {index} is computed at every access: nothing is cached"
+    session.flush()
+    key = session.key(index)
+    if session.holds(key):
+        lines = _hit(session, index, key)
+    else:
+        near = nearest_record(Index(session.settings.cache_dir), key)
+        lines = [f"item {index} is a miss: there is no {session.record_path(key)}", *_lines(near)]
+    state = ", ".join(f"{name} {value}" for name, value in key.pipeline.state) or "defaults"
+    lines.append(f"  settings of the process: {state}")
+    lines.extend(
+        f"  source {path}: {identity.size} bytes, {identity.content}" for path, identity in key.sources.items()
+    )
+    return printable("\n".join(lines))
+
+
+def _hit(session: Session, index: int, key: Key) -> list[str]:
+    path, cache = session.record_path(key), session.cache()
+    if cache is not None and (why := cache.why_unusable(key.digest)):
+        return [f"item {index} is computed at every access: {path} cannot be used here and is not replaced: {why}"]
+    found = maintenance.look(path)
+    packed = f" {found.packed}" if found is not None and found.packed else ""
+    lines = [f"item {index} is a hit: {path}{packed}"]
+    if drawn := drawn_first(session):
+        lines.append(f"  crops: {drawn}")
+    for name in _arrays_read_whole(session, index):
+        lines.append(
+            f"  {name!r} is an array, so it is read whole for every crop: end the cached part with EnsureTyped"
+        )
+    return lines
+
+
+def _lines(near: Nearest) -> list[str]:
+    if near.entry is None:
+        return [f"  {'; '.join(near.differences)}"]
+    made = f"{datetime.fromtimestamp(near.entry.mtime_ns / 1e9):%Y-%m-%d %H:%M}"
+    head = f"  the nearest record is {near.entry.name}, made {made}; what differs:"
+    return [head, *(f"    {difference}" for difference in near.differences)]

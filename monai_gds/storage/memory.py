@@ -1,0 +1,176 @@
+"""Host memory: on huge pages, and given back when the last tensor over it is gone, to a pool for instance.
+
+Huge pages mean fewer page faults, and fewer and larger requests to a drive. A read with O_DIRECT is cut where its
+memory is not physically contiguous. Measured on a virtual disk: into page-locked buffers of 16 MiB, DeepSpeed's handle
+read 1.3 GB/s with pages of 4 KiB and 2.7 GB/s with pages of 2 MiB; into fresh memory of 64 MiB and more, ``preadv``
+read 0.7 to 1.1 and 2.5 GB/s. Where /sys/kernel/mm/transparent_hugepage/enabled is ``madvise``, the default of most
+distributions, the kernel gives huge pages only on request. No function here fails: a kernel without huge pages keeps
+its usual pages.
+
+The kernel zeroes fresh memory page by page, which can take longer than filling it. So large batches
+(:mod:`monai_gds.loader.collate`), what is read of tensors in tiles, and the buffers of images come from pools.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from monai_gds import limits
+
+__all__ = [
+    "HUGE", "collapse_to_huge_pages", "pooled_empty", "pooled_scratch", "pooled_volume", "prefer_huge_pages",
+    "prefer_huge_pages_for_mapping", "tensor_at",
+]  # fmt: skip
+
+#: Bytes of a huge page on x86-64, and on ARM with base pages of 4 KiB.
+HUGE = 2 << 20
+
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25  # Linux 6.1
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def prefer_huge_pages(memory: torch.Tensor) -> None:
+    """Requests huge pages for memory that is not in use yet."""
+    _advise(memory, _MADV_HUGEPAGE)
+
+
+def prefer_huge_pages_for_mapping(start: int, nbytes: int) -> None:
+    """As :func:`prefer_huge_pages`, for a whole mapping of a file, whatever its alignment.
+
+    Advice for a part would split the mapping in the kernel, which allows 65,530 per process.
+    """
+    _libc.madvise(start, nbytes, _MADV_HUGEPAGE)
+
+
+def collapse_to_huge_pages(memory: torch.Tensor) -> None:
+    """Replaces the pages of memory in use, page-locked or not, by huge ones: 10 to 50 ms for 16 MiB."""
+    _advise(memory, _MADV_COLLAPSE)
+
+
+def _advise(memory: torch.Tensor, advice: int) -> None:
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    start += -start % HUGE
+    end -= end % HUGE
+    if start < end:
+        _libc.madvise(start, end - start, advice)
+
+
+def tensor_at(address: int, nbytes: int, release: Callable[[], object]) -> torch.Tensor:
+    """A tensor over memory that somebody else owns, as ``torch::from_blob`` with a deleter.
+
+    Args:
+        address: where the CPU memory begins, which lasts until ``release``.
+        nbytes: how many bytes the tensor covers. A tensor is pickled with its whole storage, and the bytes after these
+            may be those of an earlier batch.
+        release: called when the tensor and everything that shares its memory is gone. It may be called in any thread,
+            by the garbage collector too, so it must take no lock; and after the interpreter's modules are gone.
+
+    Returns:
+        A 1-D uint8 CPU tensor. ``resize_`` cannot grow it.
+    """
+    return torch.from_numpy(np.asarray(_Exporter(address, nbytes, release)))
+
+
+class _Exporter:
+    """The owner of the memory, to NumPy, which keeps it as long as there is an array or a tensor over the memory."""
+
+    __slots__ = ("__array_interface__", "_release")
+
+    def __init__(self, address: int, nbytes: int, release: Callable[[], object]) -> None:
+        self._release = release
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    def __del__(self) -> None:
+        self._release()
+
+
+class _Block:
+    """Memory on huge pages. Its size is noted, since the garbage collector may return it and must not call torch."""
+
+    __slots__ = ("memory", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.nbytes = nbytes
+        prefer_huge_pages(self.memory)
+
+
+class _Pool:
+    """Unused blocks, the one used last at the end.
+
+    The list is changed by single operations of the interpreter, without a lock: the garbage collector may return a
+    block in a thread that is just taking one. It is never copied: CPython before 3.12 may run the collector between
+    looking up a list's items and copying them, and a returned block moves them. Iterating looks them up at each step.
+
+    Args:
+        max_bytes: bytes to keep at most.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.blocks: list[_Block] = []
+        self._max_bytes = max_bytes
+
+    def take(self, nbytes: int, most: int) -> _Block:
+        """A kept block of ``nbytes`` to ``most`` bytes, or a new one of ``nbytes``."""
+        for block in reversed(self.blocks):
+            if nbytes <= block.nbytes <= most:
+                try:
+                    self.blocks.remove(block)
+                except ValueError:  # another thread has taken it
+                    continue
+                return block
+        return _Block(nbytes)
+
+    def give_back(self, block: _Block) -> None:
+        if block.nbytes > self._max_bytes:
+            return
+        self.blocks.append(block)
+        while sum(kept.nbytes for kept in self.blocks) > self._max_bytes:
+            del self.blocks[:1]
+
+
+_pool = _Pool(limits.POOL_BYTES)
+_volumes = _Pool(limits.VOLUME_POOL_BYTES)
+_scratch = _Pool(limits.SCRATCH_POOL_BYTES)
+
+
+def pooled_empty(nbytes: int) -> torch.Tensor:
+    """Uninitialised memory, that of an earlier tensor of this function if possible.
+
+    Stacking six batches of 28 MB of crops beside their consumer on two cores took 24 to 29 ms this way, and 41 in
+    fresh memory.
+
+    Returns:
+        A 1-D uint8 CPU tensor on huge pages. Its memory returns to the pool when nothing shares it any more.
+    """
+    size = nbytes + -nbytes % HUGE
+    return _tensor(_pool, _pool.take(size, size), nbytes)
+
+
+def pooled_volume(nbytes: int) -> torch.Tensor:
+    """As :func:`pooled_empty`, for sizes that vary: block sizes are powers of two. Batches do not use up this pool."""
+    return _power_of_two(_volumes, limits.VOLUME_POOL_BYTES, nbytes)
+
+
+def pooled_scratch(nbytes: int) -> torch.Tensor:
+    """As :func:`pooled_volume`, for short-lived data. Such small blocks would push volumes out of their pool."""
+    return _power_of_two(_scratch, limits.SCRATCH_POOL_BYTES, nbytes)
+
+
+def _power_of_two(pool: _Pool, max_bytes: int, nbytes: int) -> torch.Tensor:
+    if nbytes > max_bytes:  # it would not be kept
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    size = max(HUGE, 1 << (nbytes - 1).bit_length())
+    return _tensor(pool, pool.take(size, 2 * size), nbytes)
+
+
+def _tensor(pool: _Pool, block: _Block, nbytes: int) -> torch.Tensor:
+    return tensor_at(block.memory.data_ptr(), nbytes, partial(pool.give_back, block))

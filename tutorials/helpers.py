@@ -1,0 +1,12 @@
+"""Made-up data for the notebooks of this folder, so that nothing has to be downloaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from monai_gds.bench.made_up import ct_like, find_pairs, write_image_folder, write_volumes
+
+__all__ = ["ct_like", "find_pairs", "write_image_folder", "write_volumes"]
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of a clone: for tools/bench
