@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import json
 import multiprocessing
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -1476,6 +1478,20 @@ def test_options_cannot_be_changed_and_go_to_other_processes() -> None:
     with pytest.raises(FrozenInstanceError):
         options.verify = "never"  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(options)) == options
+
+
+def test_a_dataset_that_is_dropped_takes_its_cache_along(make: Make) -> None:
+    """At once, and not when the collector finds it: a cache may hold memory of the device."""
+    dataset = make()
+    _ = dataset[0]
+    cache = weakref.ref(dataset.session.cache())
+    dataset.flush()
+    gc.disable()
+    try:
+        del dataset
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
