@@ -2284,7 +2284,7 @@ row(
 row(
     MISS,
     "bits_of_mantissa_where_transforms_do_not_count",
-    settings=({"hash_transform": None}, {"hash_transform": None, "mantissa_bits": 13}),
+    settings=({"hash_transform": None}, {"hash_transform": None, "options": {"mantissa_bits": 13}}),
     array=LARGE,
 )
 
