@@ -1,5 +1,5 @@
 # make demo   sets up and runs the main job on the CPU (or on a GPU: make demo EXTRAS=cuda12 CONSTRAINTS=)
-# make test   sets up and runs the tests, in TEST_PROCESSES processes (2), but for the long ones
+# make test   sets up and runs the tests but for the long ones, in TEST_PROCESSES processes (2); each file in one of them, so that its disks are made once
 # make test-long  the long tests, and those of hypothesis with many more examples
 # make mutants  one-line faults that the tests have to notice, each in a copy of this tree (MUTANTS="records keys": only in these files)
 # make soak   campaigns of faults against the cache, MINUTES (10) in all, and a tally (CAMPAIGNS="kills hostile": only these)
@@ -37,7 +37,7 @@ demo: $(VENV)/.core
 	$(bin)/monai-gds demo $(DEMO)
 
 test: $(VENV)/.test
-	$(bin)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(PYTEST)
+	$(bin)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST)
 
 test-long: $(VENV)/.test $(VENV)/.deepnvme
 	$(bin)/python -m pytest -m "long or hypothesis" --hypothesis-profile=long $(PYTEST)

@@ -33,7 +33,7 @@ def round_trip(cache: CacheDirectory) -> Callable[[Any], Any]:
 
     def through(item: Any) -> Any:
         assert cache.publish(key(), encode_item(item))
-        found = cache.start(key().digest).wait()  # type: ignore[union-attr]
+        found = cache.start([key().digest])[0].wait()  # type: ignore[union-attr]
         assert found is not None
         return found[0]
 

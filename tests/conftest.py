@@ -1,4 +1,4 @@
-"""What every test module shares: the ``gpu`` marker, hypothesis's profiles, and a Ctrl-C that works everywhere."""
+"""What every test module shares: the ``gpu`` marker, hypothesis's profiles, Ctrl-C everywhere, and a budget of time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import platform
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +50,40 @@ def pytest_collection_finish() -> None:
     """Keeps the garbage collector off what was imported: many tests collect, and each pass would go through it all."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _left_alone() -> Iterator[None]:
+    """Keeps it off what the tests of a module leave, such as caches: late in a run, a pass took two seconds."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+#: Seconds that the tests of each folder may take in ``make test``, all processes together; ``.`` is for files outside
+#: the folders. In all they are eight minutes of two quiet cores.
+BUDGET = {
+    "base": 40, "bench": 40, "command": 50, "dataset": 90, "doctor": 20, "folder": 50, "imagenet": 40, "items": 10,
+    "keys": 40, "loader": 140, "pipeline": 40, "programs": 100, "records": 35, "shared": 40, "soak": 20, "storage": 110,
+    "tiles": 10, "tools": 10, ".": 75,
+}  # fmt: skip
+
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds up what each folder takes."""
+    inside = report.nodeid.partition("::")[0].removeprefix("tests/").split("/")
+    _seconds[inside[0] if len(inside) > 1 else "."] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which folders are over their budget. A busy machine is one reason, so that nothing fails."""
+    over = [name for name in sorted(_seconds) if _seconds[name] > BUDGET.get(name, 0)]
+    if terminalreporter.config.option.markexpr == "not long" and over:
+        terminalreporter.section("over the budget of seconds (tests/conftest.py)")
+        for name in over:
+            terminalreporter.line(f"{name}: {_seconds[name]:.0f} s, of {BUDGET.get(name, 0)}")
 
 
 @pytest.fixture(scope="session")

@@ -291,5 +291,5 @@ class RecordMaker(NamedTuple):
 
 def look(cache: CacheDirectory, key: Key, item: Any) -> Any:
     """The item in a tuple if it has a record by now, else None."""
-    pending = cache.start(key.digest)
+    (pending,) = cache.start([key.digest])
     return None if pending is None else pending.wait(item)

@@ -40,7 +40,7 @@ from monai_gds.programs.draws import Draws, Turn
 from monai_gds.programs.ghosts import drawn_ahead
 from monai_gds.programs.indices import takes_runs
 from monai_gds.records.compression import Compression
-from monai_gds.records.pending_item import PendingItem
+from monai_gds.records.pending import PendingItem
 from monai_gds.storage import open_storage
 
 __all__ = ["Begun", "Runtime", "Session"]
@@ -201,17 +201,14 @@ class Session(NamedTuple):
         stages.enter("reading")
         digests = [key.digest for key in keys]
         # Not in inference mode, where writes into ghosts go unnoticed.
-        if whole or self.own_end or not drawn_ahead(split) or torch.is_inference_mode_enabled():
-            started: Sequence[Any] = cache.start_all(digests)
-            queue = None
-        else:
-            started = cache.start_all_lazily(digests)
-            # An item without draws needs a turn only if later items are begun before it is finished.
-            is_whole = alone and isinstance(started[0], PendingItem)
-            queue = None if is_whole else runtime.queue(split, self.target())
+        draws = not (whole or self.own_end or torch.is_inference_mode_enabled()) and bool(drawn_ahead(split))
+        started = cache.start(digests, lazily=draws)
+        # An item without draws needs a turn only if later items are begun before it is finished.
+        is_whole = alone and started[0] is not None and not started[0].tiled
+        queue = runtime.queue(split, self.target()) if draws and not is_whole else None
         found: list[Begun] = []
         for item, index, key, one in zip(items, indices, keys, started, strict=True):
-            pending, lazy = (one, None) if isinstance(one, PendingItem) else (None, one)
+            pending, lazy = (None, one) if one is not None and one.tiled else (one, None)
             turn = None if queue is None else Turn(queue, lazy, item)
             found.append(Begun(self, item, index, cache, key, pending, turn))
         if queue is not None:

@@ -8,7 +8,7 @@ A reader sees a whole record or none, and a mapping of a record stays valid when
 processes may fill one directory. Nothing here ends an epoch: a record that cannot be read is reported once and counts
 as absent, one that cannot be written is reported once and left out.
 
-The parts: :mod:`.reading`, :mod:`.heads` (what is kept in memory), :mod:`.problems` (warnings).
+Records are read by :mod:`monai_gds.records.reader`; :mod:`monai_gds.records.problems` warns of those that cannot be.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from monai_gds.items.tree import EncodedItem
 from monai_gds.keys.key import Key
 from monai_gds.keys.source_memo import SourceMemo
 from monai_gds.records.compression import WHOLE, Compression
-from monai_gds.records.conversion import read_whole
+from monai_gds.records.entries import read_whole
 from monai_gds.records.header import SUFFIX, parse
 from monai_gds.records.heads import Form
-from monai_gds.records.lazy_item import LazyItem
-from monai_gds.records.pending_item import PendingItem, is_of_record
+from monai_gds.records.pending import PendingItem, start
 from monai_gds.records.problems import Problems, with_advice
 from monai_gds.records.reader import Mmap, RecordReader, Verify
 from monai_gds.records.writing import pack_record
@@ -103,7 +102,8 @@ class CacheDirectory:
         self._problems = Problems(self.path, unmade, copies, run)
         self._budget = budget
         self._failed = -math.inf  # when a record could not be copied
-        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, uses, copies)
+        note = partial(_note_use, uses)  # not a method: a circle would outlive the dataset, and with it what it uses
+        self._reader = RecordReader(storage, verify, form, self._problems, device_bytes, mmap, note, copies)
 
     def record_path(self, digest: str) -> str:
         """The path of a key's record, which need not exist."""
@@ -111,23 +111,18 @@ class CacheDirectory:
 
     # Reading
 
-    def start(self, digest: str) -> PendingItem | None:
-        """Starts reading a record, after waiting for it if it is just being saved.
+    def start(self, digests: Sequence[str], lazily: bool = False) -> list[PendingItem | None]:
+        """Starts reading records, after waiting for those that are just being saved. Small ones are read together.
 
-        Returns None if there is no usable record. Anything but a plain absence has been reported.
+        Args:
+            digests: of the records' keys.
+            lazily: whether to leave out tensors in tiles, of which boxes are requested later.
+
+        Returns:
+            For each record what is being read of it; None if there is no usable one. Anything but a plain absence has
+            been reported.
         """
-        (path,) = self._saved([digest])
-        return self._reader.start(path)
-
-    def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
-        """As :meth:`start`, for several records; small ones are read together."""
-        if len(digests) == 1:  # reading one record "together" costs 5 us
-            return [CacheDirectory.start(self, digests[0])]
-        return self._reader.start_all(self._saved(digests))
-
-    def start_all_lazily(self, digests: Sequence[str]) -> list[LazyItem | PendingItem | None]:
-        """As :meth:`start_all`, but reads only those boxes of tensors in tiles that are requested later."""
-        return self._reader.start_all_lazily(self._saved(digests))
+        return start(self._reader, self._saved(digests), lazily)
 
     def _saved(self, digests: Sequence[str]) -> list[str]:
         """The paths of records. Waits for those that this process is saving."""
@@ -146,12 +141,12 @@ class CacheDirectory:
             digest: of the record's key.
             converted: whether a record counts only if :meth:`convert` would leave it as it is.
         """
-        return self._reader.is_sound(self.record_path(digest), digest, self.compression.suits if converted else None)
+        return self._reader.is_sound(self.record_path(digest), self.compression.suits if converted else None)
 
     def why_unusable(self, digest: str) -> str | None:
         """Why the record of a key cannot be used here; None if it can, as far as its header shows."""
         try:
-            self._reader.examine(self.record_path(digest), digest)
+            self._reader.examine(self.record_path(digest))
         except (RecordError, OSError) as e:
             return str(e)
         return None
@@ -208,12 +203,8 @@ class CacheDirectory:
         path = self.record_path(key.digest)
         try:
             file, item = read_whole(path, key.digest)
-        except FileNotFoundError:
-            return None
         except Exception as e:
-            if not is_of_record(e):
-                raise
-            self._reader.report_unusable(path, e)
+            self._reader.give_up(path, e)
             return "cached" if isinstance(e, NewerRecord) else None
         try:
             self.save(key, item, replaces=file)
@@ -262,6 +253,11 @@ class CacheDirectory:
             process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
         elif done is not None:
             done()
+
+
+def _note_use(folders: Sequence[Uses], digest: str) -> None:
+    for uses in folders:
+        uses.read(digest)
 
 
 def _size(path: str) -> int:

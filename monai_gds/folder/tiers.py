@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.writer import process_writer
-from monai_gds.records.lazy_item import LazyItem
-from monai_gds.records.pending_item import PendingItem
+from monai_gds.records.pending import PendingItem
 from monai_gds.shared.leases import Leases
 from monai_gds.storage import Storage
 
@@ -38,25 +37,13 @@ class TwoTiers(CacheDirectory):
         super().__init__(path, storage, **more)
         self._near, self._in_background = near, in_background
 
-    def start(self, digest: str) -> PendingItem | None:
-        (found,) = self.start_all([digest])
-        return found
-
-    def start_all(self, digests: Sequence[str]) -> list[PendingItem | None]:
-        return self._start_from(digests, CacheDirectory.start_all)
-
-    def start_all_lazily(self, digests: Sequence[str]) -> list[LazyItem | PendingItem | None]:
-        return self._start_from(digests, CacheDirectory.start_all_lazily)
-
-    def _start_from(
-        self, digests: Sequence[str], start: Callable[[CacheDirectory, Sequence[str]], list[Any]]
-    ) -> list[Any]:
+    def start(self, digests: Sequence[str], lazily: bool = False) -> list[PendingItem | None]:
         """Starts records from the near directory, and those it lacks from the shared one. Those are then copied."""
-        found = start(self._near, digests)
+        found = self._near.start(digests, lazily)
         absent = [i for i, one in enumerate(found) if one is None]
         if not absent:
             return found
-        for i, one in zip(absent, start(self, [digests[i] for i in absent]), strict=True):
+        for i, one in zip(absent, super().start([digests[i] for i in absent], lazily), strict=True):
             found[i] = one
             if one is not None:
                 self._copy(digests[i])

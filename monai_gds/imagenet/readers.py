@@ -2,8 +2,7 @@
 
 A reader is given the image indices of every batch of an epoch and yields one :class:`Batch` for each. It decides which
 files to read when; :mod:`~monai_gds.imagenet.files.image_storage` does the reading. The images of a batch are slices
-of one
-buffer, or of one buffer per large file: with small files, Python calls cost more time than bytes.
+of one buffer, or of one buffer per large file: with small files, Python calls cost more time than bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base.checksum import checksum
 from monai_gds.base.process import PerProcess
 from monai_gds.errors import BrokenImage, FileChanged, RecordError, StorageError
 from monai_gds.imagenet.files.image_storage import Fetch, ImageStorage
@@ -200,9 +198,7 @@ class PackedReader(ImageReader):
             return self._storage.start_range(path, self._packed.place(use.begin), sizes, identity)
         try:
             return self._start_verified(use, path)
-        except RecordError as e:  # raised by wait(), after the batches before it
-            return Fetch(Pending.completed([], self.device, damaged(path, e)))
-        except OSError as e:
+        except (RecordError, OSError) as e:  # raised by wait(), after the batches before it
             return Fetch(Pending.completed([], self.device, e))
 
     def _start_verified(self, use: _FileUse, path: str) -> Fetch:
@@ -210,22 +206,21 @@ class PackedReader(ImageReader):
         record, identity = self._storage.head(path)
         expected = self._packed.check_head(use.file, record, identity.size)
         begin, end = self._packed.bounds[use.file : use.file + 2].tolist()
-
-        def verify(data: torch.Tensor) -> None:
-            if checksum(data) != expected:
-                raise damaged(path, "the bytes of its images do not match their checksum")
-            _verified()[path, self._packed.index] = identity
-
+        noted = partial(_verified().__setitem__, (path, self._packed.index), identity)
         sizes = self.images.sizes[begin:end].tolist()
-        fetch = self._storage.start_range(path, self._packed.place(begin), sizes, identity, verify)
+        fetch = self._storage.start_range(path, self._packed.place(begin), sizes, identity, expected, noted)
         return replace(fetch, split=lambda filled: fetch.split(filled)[use.begin - begin : use.end - begin])
 
     def _held(self, use: _FileUse, fetch: Fetch) -> _HeldFile:
+        path = self._packed.path(use.file)
         try:
-            return _HeldFile(use, fetch)
-        except FileChanged:  # it was copied again, so it is verified again
-            _verified().pop((self._packed.path(use.file), self._packed.index), None)
-        return _HeldFile(use, self._start(use))
+            try:
+                return _HeldFile(use, fetch)
+            except FileChanged:  # it was copied again, so it is verified again
+                _verified().pop((path, self._packed.index), None)
+                return _HeldFile(use, self._start(use))
+        except RecordError as e:
+            raise damaged(path, e) from e
 
     def close(self) -> None:
         self._storage.close()

@@ -23,7 +23,7 @@ from monai_gds.base import data_root
 from monai_gds.base.dtypes import MOST_AXES
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 from monai_gds.items.encoding import ARRAY_ALIGNMENT
-from monai_gds.items.types import MAX_DEPTH, Type
+from monai_gds.items.types import MAX_DEPTH, Type, numpy_dtype
 
 __all__ = ["Build", "Form", "Parser", "Recipe", "TreePlan", "fields", "tensor_of"]
 
@@ -72,12 +72,12 @@ class Parser:
     """Splits a tree into its form, which :meth:`form` returns, and its immutable ``values``.
 
     Args:
-        rows: of the types, by tag. JSON's own lists and dicts have ``$list`` and ``$dict``.
+        rows: the table of types, by tag. JSON's own dicts have ``$dict``.
         names, track_meta, numpy, root: see :func:`monai_gds.items.tree.compile_tree`.
     """
 
     def __init__(
-        self, rows: Mapping[str, Type], names: Container[str], track_meta: bool, numpy: bool, root: str | None
+        self, rows: Mapping[str | type, Type], names: Container[str], track_meta: bool, numpy: bool, root: str | None
     ) -> None:
         self.values: list[Any] = []
         self.track_meta, self.numpy, self.root = track_meta, numpy, root
@@ -93,15 +93,16 @@ class Parser:
             if len(node) == 1:
                 tag = next(iter(node))
                 row = self._rows.get(tag)
-                if row is not None and tag != "$list":  # JSON has lists itself
+                if row is not None:
                     return row.parse(self, node[tag])  # type: ignore[no-any-return]
             unknown = [key for key in node if key.startswith("$")]
             if unknown:
                 raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
             return "$dict", tuple(node), None, self.forms(node.values())
         if kind is list:
-            return self._rows["$list"].parse(self, node)  # type: ignore[no-any-return]
-        return self.value(node)
+            return self._rows[list].parse(self, node)  # type: ignore[no-any-return]
+        self.values.append(node)  # as value() does: most nodes are values
+        return len(self.values) - 1
 
     def forms(self, nodes: Iterable[Any]) -> tuple[Form, ...]:
         """The forms of the nodes inside another."""
@@ -156,7 +157,7 @@ class TreePlan:
     #: Estimated bytes of memory per node: a closure.
     _NODE_BYTES = 100
 
-    def __init__(self, form: Form, rows: Mapping[str, Type]) -> None:
+    def __init__(self, form: Form, rows: Mapping[str | type, Type]) -> None:
         self.end = 0
         self.nbytes = 0
         self._rows = rows
@@ -235,7 +236,7 @@ class TreePlan:
         if isinstance(form, int) or form[0] != "$array" or len(form[2]) > 1:
             return None
         _, descr, shape, offset = form
-        dtype = np.dtype(descr)
+        dtype = numpy_dtype(descr)
         if not self.take(dtype, shape, offset) or not dtype.itemsize or ARRAY_ALIGNMENT % dtype.itemsize:
             return None
         if offset % dtype.itemsize:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -105,9 +105,9 @@ class Encoder:
         rest = None if self._root is None else data_root.below(value, self._root)
         return value if rest is None else {"$root": rest}
 
-    def is_rooted(self, value: Any) -> bool:
-        """Whether this is a string at or below the data root."""
-        return self._root is not None and type(value) is str and data_root.below(value, self._root) is not None
+    def has_rooted(self, texts: Iterable[str]) -> bool:
+        """Whether any of these strings is at or below the data root."""
+        return self._root is not None and any(data_root.below(text, self._root) is not None for text in texts)
 
     def members(self, value: Any, path: Path) -> list[Any]:
         """The nodes of a container's members."""

@@ -6,7 +6,6 @@ import ast
 import base64
 import datetime
 import enum
-import functools
 import math
 import pathlib
 import sys
@@ -27,13 +26,14 @@ from monai_gds.items.types import (
     NUMERIC,
     STORED_AS_REAL,
     Type,
-    UnknownHere,
     codec_named,
     dtype_name,
     enum_member,
+    gone,
     is_monai_enum,
     is_named_tuple,
     named_tuple,
+    numpy_dtype,
     torch_dtype,
 )  # fmt: skip
 
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
     from monai.data import MetaTensor
 
 __all__ = ["FIXED", "OTHERS", "ROWS"]
-
-
-def _gone(what: str, payload: Any = None) -> Any:
-    raise UnknownHere(f"it holds {what}, which this version stores only by monai_gds.register_type")
 
 
 def _value(decode: Callable[[Any], Any]) -> Callable[[Parser, Any], Form]:
@@ -123,7 +119,7 @@ def _zone_of(payload: Any) -> Any:
         return None
     kind, what, *name = payload
     if kind == "zone":
-        _gone("a time zone with a key")
+        raise gone("a time zone with a key")
     if kind != "offset":
         raise NewerRecord(f"it holds a time zone of the kind {kind!r}, which this version does not know")
     return datetime.timezone(datetime.timedelta(*what), *name)
@@ -155,7 +151,7 @@ def _scalar(encoder: Encoder, value: np.generic, path: Path) -> Any:
 
 def _scalar_of(payload: list[Any]) -> Any:
     descr, data = payload
-    return np.frombuffer(base64.b64decode(data), _dtype_of(descr), 1)[0]
+    return np.frombuffer(base64.b64decode(data), numpy_dtype(descr), 1)[0]
 
 
 def _describe(dtype: np.dtype[Any], value: Any, path: Path) -> str:
@@ -164,14 +160,6 @@ def _describe(dtype: np.dtype[Any], value: Any, path: Path) -> str:
     if descr is None or np.dtype(descr) != dtype:
         raise unsupported(value, path, f"has the dtype {dtype}, which cannot be stored in a record")
     return descr  # type: ignore[return-value]
-
-
-def _dtype_of(descr: Any) -> np.dtype[Any]:
-    if type(descr) is list or descr.startswith("|V"):
-        _gone("an array of fields or raw bytes")
-    if np.dtype(descr).kind in "OV":
-        raise DamagedRecord("it holds an array of pointers, or of fields named by text")
-    return np.dtype(descr)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,12 +183,7 @@ def _opaque_of(payload: Any) -> Any:
 
 
 def _container(
-    tag: str,
-    cls: type,
-    make: Callable[[Any], Any],
-    encode: Callable[..., Any] | None = None,
-    *,
-    immutable: bool = False,
+    tag: str | type, cls: type, make: Callable[[Any], Any], encode: Any = None, *, immutable: bool = False
 ) -> Type:
     """A container made from the list of its members. If all of them are values, they become one value."""
 
@@ -220,7 +203,7 @@ def _container(
 
 
 def _dict(encoder: Encoder, value: dict[Any, Any], path: Path) -> Any:
-    if all(type(key) is str and not key.startswith("$") and not encoder.is_rooted(key) for key in value):
+    if all(type(key) is str and not key.startswith("$") for key in value) and not encoder.has_rooted(value):
         return encoder.inside(value, path, lambda: {k: encoder.node(v, (*path, k)) for k, v in value.items()})
     return {"$dict": encoder.inside(value, path, lambda: encoder.pairs(value, path))}
 
@@ -290,10 +273,8 @@ def _array(encoder: Encoder, value: np.ndarray, path: Path) -> Any:
         node = _tensor(encoder, _as_tensor(value, native), path)
         node["$tensor"]["numpy"] = _DESCRIPTIONS[native]
         return node
-    if value.dtype.kind == "U":
-        members = value.ravel().tolist()
-        if any(map(encoder.is_rooted, members)):
-            return _texts(encoder, value, members, path)
+    if value.dtype.kind == "U" and encoder.has_rooted(map(str, value.flat)):
+        return _texts(encoder, value, path)
     descr = _describe(value.dtype, value, path)
     return {"$array": [descr, list(value.shape), encoder.pack(value.tobytes(), value.dtype.itemsize)]}
 
@@ -312,22 +293,23 @@ def _as_tensor(value: np.ndarray, dtype: np.dtype[Any]) -> torch.Tensor:
 
 def _array_form(parser: Parser, payload: list[Any]) -> Form:
     descr, shape, offset = payload
-    _dtype_of(descr)
+    if type(descr) is list:
+        numpy_dtype(descr)  # refuses it
     return "$array", descr, tuple(shape), offset
 
 
 def _array_plan(plan: TreePlan, descr: str, shape: tuple[int, ...], offset: int) -> Build:
-    dtype = np.dtype(descr)
+    dtype = numpy_dtype(descr)
     if not plan.take(dtype, shape, offset) or not dtype.itemsize:
         return lambda t, v, a: np.ndarray(shape, dtype)
     return lambda t, v, a: np.ndarray(shape, dtype, a[-1], offset)
 
 
-def _texts(encoder: Encoder, value: np.ndarray, members: list[str], path: Path) -> Any:
+def _texts(encoder: Encoder, value: np.ndarray, path: Path) -> Any:
     """An array of text, some of it below the root. The reader's root determines its width."""
     if value.nbytes > limits.TEXTS_BYTES:
         raise unsupported(value, path, f"takes {value.nbytes} bytes")
-    width = value.dtype.itemsize // 4
+    members, width = value.ravel().tolist(), value.dtype.itemsize // 4
     chosen = None if width == max(map(len, members)) else width
     return {"$texts": [value.dtype.str[0], chosen, list(value.shape), [encoder.text(text) for text in members]]}
 
@@ -450,7 +432,7 @@ def _metatensor_plan(plan: TreePlan, data: Form, attributes: Form) -> Build:
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
 
-_LIST = _container("$list", list, list, Encoder.members)
+_LIST = _container(list, list, list, Encoder.members)
 
 #: Types that come first when an item is taken apart. Registering one of them has no effect.
 _FREQUENT = (
@@ -483,7 +465,7 @@ _FREQUENT = (
 _OTHERS = (
     Type("$metatensor", (torch.Tensor,), _metatensor, _metatensor_form, _metatensor_plan),
     Type("$scalar", (np.generic,), _scalar, _value(_scalar_of)),
-    Type("$dtype", (np.dtype,), lambda e, v, p: {"$dtype": _describe(v, v, p)}, _value(_dtype_of)),
+    Type("$dtype", (np.dtype,), lambda e, v, p: {"$dtype": _describe(v, v, p)}, _value(numpy_dtype)),
     Type("$enum", (enum.Enum,), _enum, _value(lambda p: enum_member(*p))),
     Type("$path", (pathlib.PurePath,), _path, lambda parser, p: parser.value(pathlib.Path(parser.text(p)))),
     Type("$namedtuple", (tuple,), _named_tuple, _named_tuple_form, _named_tuple_plan),
@@ -515,9 +497,17 @@ _MADE = (
     Type("$opaque", (), None, _value(_opaque_of)),
 )  # fmt: skip
 
+
+def _refused(tag: str) -> Type:
+    def parse(parser: Parser, payload: Any) -> Form:
+        raise gone(f"a {tag!r}")
+
+    return Type(tag, (), None, parse)
+
+
 #: Types in records of earlier versions. They are refused like types that nobody registered.
 _GONE = tuple(
-    Type(f"${name}", (), None, _value(functools.partial(_gone, f"a '${name}'")))
+    _refused(f"${name}")
     for name in (
         "bytearray", "counter", "decimal", "defaultdict", "deque", "ellipsis", "fraction", "masked", "masked_array",
         "namespace", "numpy_bytes", "numpy_type", "objects", "proxy", "uuid", "void",

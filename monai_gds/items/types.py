@@ -25,7 +25,8 @@ from monai_gds.errors import DamagedRecord
 
 __all__ = [
     "MAX_DEPTH", "NUMERIC", "STORED_AS_REAL", "Codec", "Type", "UnknownHere", "codec_for", "codec_named", "dtype_name",
-    "enum_member", "is_monai_enum", "is_named_tuple", "named_tuple", "register_type", "torch_dtype",
+    "enum_member", "gone", "is_monai_enum", "is_named_tuple", "named_tuple", "numpy_dtype", "register_type",
+    "torch_dtype",
 ]  # fmt: skip
 
 #: How deep containers may be nested. Python's recursion limit allows about half as much again.
@@ -47,7 +48,7 @@ class Type(NamedTuple):
     """How the values of a type become nodes of a tree, and nodes become values.
 
     Attributes:
-        tag: marks the nodes.
+        tag: marks the nodes. JSON's own lists, which have none, have the type ``list`` instead.
         types: those whose values this row encodes.
         encode: makes the node of a value; called with the encoder, the value and its path. None if nodes with this tag
             are made elsewhere.
@@ -56,7 +57,7 @@ class Type(NamedTuple):
             ``parse`` always makes a value.
     """
 
-    tag: str
+    tag: str | type
     types: tuple[type, ...]
     encode: Callable[..., Any] | None
     parse: Callable[..., Any]
@@ -127,6 +128,11 @@ class UnknownHere(DamagedRecord):
     """A record holds a type that this process lacks. Another process may be able to read it."""
 
 
+def gone(what: str) -> UnknownHere:
+    """The error for a record of an earlier version that holds something of a type which records no longer hold."""
+    return UnknownHere(f"it holds {what}, which this version stores only by monai_gds.register_type")
+
+
 def codec_named(name: Any) -> Codec:
     """The codec registered under a name. Raises UnknownHere if there is none."""
     if type(name) is not str or name.startswith("$"):
@@ -153,6 +159,16 @@ def torch_dtype(name: str, of_data: bool = False) -> torch.dtype:
     if of_data and not has_name(dtype) and dtype not in STORED_AS_REAL:
         raise DamagedRecord(f"it holds a small tensor of the dtype {name!r}")
     return dtype
+
+
+def numpy_dtype(descr: Any) -> np.dtype[Any]:
+    """The NumPy dtype of this name. Raises UnknownHere for fields and raw bytes, which records held once."""
+    if type(descr) is list or descr.startswith("|V"):
+        raise gone("an array of fields or raw bytes")
+    dtype = np.dtype(descr)
+    if dtype.kind in "OV":
+        raise DamagedRecord("it holds an array of pointers, or of fields named by text")
+    return dtype  # type: ignore[no-any-return]
 
 
 def is_monai_enum(cls: type) -> bool:

@@ -35,7 +35,8 @@ from monai_gds.programs.indices import standing_in
 from monai_gds.tiles.boxes import whole_box
 
 if TYPE_CHECKING:
-    from monai_gds.records.lazy_item import LazyItem, Volume, Volumes
+    from monai_gds.records.pending import PendingItem, Volumes
+    from monai_gds.records.volumes import Volume
     from monai_gds.tiles.runs import Runs
 
 __all__ = ["Draws", "Turn"]
@@ -71,7 +72,7 @@ class Turn:
 
     __slots__ = ("__weakref__", "drawn", "item", "lazy", "queue", "taken", "volumes")
 
-    def __init__(self, queue: Draws, lazy: LazyItem | None, item: Any) -> None:
+    def __init__(self, queue: Draws, lazy: PendingItem | None, item: Any) -> None:
         self.queue, self.lazy, self.item = queue, lazy, item
         self.drawn: _Drawn | None = None
         self.volumes: Volumes | _NoVolumes | None = None
@@ -144,7 +145,7 @@ class Draws:
         if lazy is None or volumes is None:
             return None
         if drawn is None:
-            found = lazy.assemble({name: volume.whole() for name, volume in volumes.items()}, turn.item)
+            found = lazy.wait(turn.item, {name: volume.whole() for name, volume in volumes.items()})
             return None if found is None else (found[0], 0)
         item = drawn.ghosts.realize(drawn.item, volumes, self._device)
         drawn.after.follow(drawn.before)
@@ -210,7 +211,7 @@ class Draws:
             ghosts = Ghosts(turn.lazy.tiled)
             done = 0
             try:
-                found = turn.lazy.assemble(ghosts.tensors, turn.item)
+                found = turn.lazy.wait(turn.item, ghosts.tensors)
                 if found is None:
                     turn.lazy = None
                     break
@@ -227,7 +228,7 @@ class Draws:
             before.put_back()
         return None
 
-    def _with_runs(self, ghosts: Ghosts, lazy: LazyItem) -> Callable[[Any, Any], Any]:
+    def _with_runs(self, ghosts: Ghosts, lazy: PendingItem) -> Callable[[Any, Any], Any]:
         """Returns a function that runs a transform. It takes the indices of a label from the runs in the record."""
 
         def runs_of(tensor: torch.Tensor) -> Runs | None:

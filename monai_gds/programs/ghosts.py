@@ -30,7 +30,7 @@ from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import Split
 
 if TYPE_CHECKING:
-    from monai_gds.records.lazy_item import Volume
+    from monai_gds.records.volumes import Volume
     from monai_gds.tiles.boxes import Box
 
 __all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "drawn_ahead", "hazard"]

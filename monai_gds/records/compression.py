@@ -1,7 +1,7 @@
 """The form in which new records are written: a codec and an edge of tiles, or whole tensors; what ``auto`` chooses.
 
-Used by the dataset, which knows no codec's library, and by :mod:`.directory` and :mod:`.conversion`, which compare the
-form asked for with a record's own. Any form of a record is a hit: only misses and conversions write the form asked for.
+Used by the dataset, which knows no codec's library, and by cache directories, which compare the form asked for with a
+record's own. Any form of a record is a hit: only misses and conversions write the form asked for.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
-"""What a process keeps in memory of records it has read, so that the next hit takes one request and parses nothing."""
+"""What a process keeps of records that it has read, so that the next hit costs less.
+
+A head in memory saves all parsing: the hit takes one request. A packed record in the memory of a CUDA device saves the
+read and the copy: the hit only decodes it.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +26,7 @@ from monai_gds.tiles.runs import RunTable
 from monai_gds.tiles.tiles import Layout, Tiles
 from monai_gds.tiles.unpacking import why_not
 
-__all__ = ["Form", "HeadMemory", "RecordHead", "TensorForm", "TensorTable", "check_codecs"]
+__all__ = ["Form", "HeadMemory", "KeptRecords", "RecordHead", "TensorForm", "TensorTable", "check_codecs", "tiles_of"]
 
 
 # Bytes of memory, measured. Per head besides its recipe and its path: ids, slots in dicts. Per table: the arrays of its
@@ -90,10 +95,7 @@ class RecordHead(NamedTuple):
             CodecMissing: its tiles cannot be unpacked here.
         """
         recipe = compile_tree(record.tree, blocks.get(ARRAYS, b""), record.tensors, **form._asdict())
-        tiles = {}
-        for name, (layout, _, _) in record.tiles.items():
-            table_bytes = np.frombuffer(blocks[TABLE + name], np.uint8)
-            tiles[name] = Tiles(Layout.of_node(layout), table_bytes, record.tensors[name].nbytes)
+        tiles = {name: tiles_of(record, name, np.frombuffer(blocks[TABLE + name], np.uint8)) for name in record.tiles}
         check_codecs(record, on_gpu)
         entries = record.tensors.values()
         tensors = tuple([(name, getattr(torch, e.dtype), e.shape) for name, e in record.tensors.items()])
@@ -120,6 +122,11 @@ def _runs(record: Header, tiled: dict[str, TensorForm], blocks: dict[str, bytes]
             )
             found[name] = table, at.offset
     return found
+
+
+def tiles_of(record: Header, name: str, table: np.ndarray) -> Tiles:
+    """The tiles of a packed tensor, given the bytes of their table. Raises RecordError."""
+    return Tiles(Layout.of_node(record.tiles[name].layout), table, record.tensors[name].nbytes)
 
 
 def check_codecs(record: Header, on_gpu: bool) -> None:
@@ -183,3 +190,56 @@ def _own_bytes(path: str, head: RecordHead) -> int:
     tiles = sum(tiles.nbytes for tiles in head.tiles.values()) + (head.rest.nbytes if head.tiled else 0)
     runs = sum(table.nbytes for table, _ in head.runs.values())
     return _HEAD_BYTES + len(path) + head.recipe.nbytes + _CHECKSUM_BYTES * len(head.checksums) + tiles + runs
+
+
+class KeptRecords:
+    """What was read of records, by path, within a budget. Thread-safe.
+
+    An epoch reads every record once, so the first records are kept and none is replaced by another.
+
+    Args:
+        budget: bytes on the device.
+
+    Attributes:
+        nbytes: bytes kept now.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.nbytes = 0
+        self._budget = budget
+        self._records: dict[str, tuple[FileId, Sequence[torch.Tensor]]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> Sequence[torch.Tensor] | None:
+        """The tensors kept of the file that is at a path now; None if there are none.
+
+        Raises:
+            OSError: the file no longer exists.
+        """
+        found = self._records.get(path)
+        if found is None:
+            return None
+        file, raw = found
+        if FileId.of(path) == file:
+            return raw
+        self.drop(path)
+        return None
+
+    def has_room(self, path: str, nbytes: int) -> bool:
+        """Whether a record of ``nbytes`` would be kept. Another thread may take the room meanwhile."""
+        return path in self._records or self.nbytes + nbytes <= self._budget
+
+    def keep(self, path: str, file: FileId, raw: Sequence[torch.Tensor]) -> None:
+        """Keeps what was read of a file, if there is room. Nobody else may write to it."""
+        nbytes = sum(tensor.nbytes for tensor in raw)
+        with self._lock:
+            if path not in self._records and self.nbytes + nbytes <= self._budget:
+                self._records[path] = file, raw
+                self.nbytes += nbytes
+
+    def drop(self, path: str) -> None:
+        """Frees what was kept of a path, if anything."""
+        with self._lock:
+            found = self._records.pop(path, None)
+            if found is not None:
+                self.nbytes -= sum(tensor.nbytes for tensor in found[1])

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.base.notices import Notice
-from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord
+from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord, RecordError
 from monai_gds.items.types import UnknownHere
 
-__all__ = ["Problems", "with_advice"]
+__all__ = ["Problems", "is_of_record", "with_advice"]
 
 #: Errors that concern the directory, its disk or this process rather than one file: hundreds of records have the same.
 _SHARED = (
@@ -28,11 +28,20 @@ _ADVICE: dict[Any, str] = {
     errno.EACCES: "give yourself permission, or move {folder}",
     errno.EPERM: "give yourself permission, or move {folder}",
     errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move {folder}",
-    errno.ESTALE: "the file server has lost it: mount it anew",
+    errno.ESTALE: "the file server has lost it: mount it again",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
     errno.EOPNOTSUPP: 'GDSDataset(backend="posix") reads without it; `monai-gds doctor` tells more',
     errno.ENFILE: "this machine has too many files open: raise fs.file-max",
 }
+
+
+def is_of_record(error: Exception) -> bool:
+    """Whether an error costs the record only: it is damaged or cannot be read, or declares more than fits into memory.
+
+    An error of CUDA is not about a record, and neither is too little memory there.
+    """
+    of_memory = isinstance(error, MemoryError) or (type(error) is RuntimeError and "CPUAllocator" in str(error))
+    return isinstance(error, (RecordError, OSError)) or of_memory
 
 
 class Problems:

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from monai_gds.base.checksum import checksum
 from monai_gds.errors import DamagedRecord
 from monai_gds.items.passthrough import ANYTHING
 from monai_gds.items.tree import compile_tree
 from monai_gds.items.types import UnknownHere
-from monai_gds.records.conversion import read_entry
+from monai_gds.records.entries import read
 from monai_gds.records.header import ARRAYS, BLOCKS, RUNS, TABLE, Header
+from monai_gds.records.heads import tiles_of
 from monai_gds.tiles import blosc
 from monai_gds.tiles.runs import RunTable
-from monai_gds.tiles.tiles import Layout, Tiles
+from monai_gds.tiles.tiles import Tiles
 from monai_gds.tiles.unpacking import unpack, why_not
 
 __all__ = ["check_record"]
@@ -36,23 +36,15 @@ def check_record(file: BufferedReader, record: Header) -> None:
         NewerRecord: only a later version can make the item.
         OSError: it cannot be read.
     """
-    front = {name: read_entry(file, entry) for name, entry in record.front().items()}
-    blocks = {BLOCKS + name: entries.blocks for name, entries in record.runs.items()}
-    wrong = [name for name, entry in record.front().items() if checksum(front[name]) != entry.checksum]
-    labels: dict[str, torch.Tensor] = {}
-    for name, entry in {**record.tensors, **blocks}.items():
-        data = read_entry(file, entry)
-        of = name.removeprefix(BLOCKS)
-        if checksum(data) != entry.checksum:
-            wrong.append(name)
-        elif name in record.tiles and TABLE + name not in wrong:
-            unpacked = _unpacked(record, name, front[TABLE + name], data)
-            if name in record.runs and unpacked is not None:
-                labels[name] = unpacked
-        elif name in blocks and of in record.tiles and RUNS + of not in wrong:
-            _check_runs(record, of, front[RUNS + of], data, labels.pop(of, None))
-    if wrong:
-        raise DamagedRecord(f"the bytes of {', '.join(map(repr, wrong))} do not match their checksum")
+    front = {name: read(file, name, entry) for name, entry in record.front().items()}
+    for name, entry in record.tensors.items():
+        data = read(file, name, entry)
+        if name in record.tiles:
+            tiles = tiles_of(record, name, front[TABLE + name].numpy())
+            tensor = _unpacked(tiles, data)
+            if name in record.runs:
+                blocks = read(file, BLOCKS + name, record.runs[name].blocks)
+                _check_runs(name, tiles, front[RUNS + name], blocks, tensor)
     _check_item(record, bytes(front[ARRAYS].numpy()) if ARRAYS in front else b"")
     try:
         with safe_open(f"/proc/self/fd/{file.fileno()}", "np"):  # by its name there may be another record by now
@@ -63,20 +55,17 @@ def check_record(file: BufferedReader, record: Header) -> None:
         raise DamagedRecord(f"the safetensors library refuses it: {e}") from e
 
 
-def _unpacked(record: Header, name: str, table: torch.Tensor, streams: torch.Tensor) -> torch.Tensor | None:
+def _unpacked(tiles: Tiles, streams: torch.Tensor) -> torch.Tensor | None:
     """A tensor in tiles; None if it cannot be unpacked here, and only its checksums were compared."""
-    tiles = Tiles(Layout.of_node(record.tiles[name].layout), table.numpy(), len(streams))
     tiles.check(streams.numpy(), tiles.starts, np.arange(len(tiles.sizes)))
     if why_not(tiles.layout.codec) is not None:
         return None
     return unpack(tiles, streams.numpy())
 
 
-def _check_runs(
-    record: Header, name: str, table: torch.Tensor, blocks: torch.Tensor, label: torch.Tensor | None
-) -> None:
+def _check_runs(name: str, tiles: Tiles, table: torch.Tensor, blocks: torch.Tensor, label: torch.Tensor | None) -> None:
     """Checks that the runs of a label are those of its voxels, as far as it could be unpacked."""
-    layout = Layout.of_node(record.tiles[name].layout)
+    layout = tiles.layout
     found = RunTable(layout.shape, layout.dtype, table.numpy(), len(blocks))
     if blosc.why_not() is not None:
         return

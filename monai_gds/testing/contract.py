@@ -18,7 +18,15 @@ from monai_gds.testing.errors import FailsFileByFile
 from monai_gds.testing.life import LivesAmongThreads
 from monai_gds.testing.memory import GivesMemoryAway
 from monai_gds.testing.reads import ReadsRightBytes
-from monai_gds.testing.tools import LENGTHS, bytes_of, content, descriptors, property_test, without_permission
+from monai_gds.testing.tools import (
+    LENGTHS,
+    assert_file,
+    bytes_of,
+    content,
+    descriptors,
+    property_test,
+    without_permission,
+)
 
 __all__ = ["BackendContract", "WriteContract"]
 
@@ -56,7 +64,7 @@ class WriteContract(BackendContract):
         path = folder / "file.bin"
         storage.write(str(path), parts, durable=durable)
         expected = b"".join(bytes_of(p) if isinstance(p, torch.Tensor) else bytes(p) for p in parts)
-        assert path.read_bytes() == expected
+        assert_file(path, expected)
         self.assert_gives(storage, path, expected, (0, len(expected)))
 
     def test_a_file_has_its_permissions_from_the_beginning(self, storage: Storage, folder: Path) -> None:
@@ -78,7 +86,7 @@ class WriteContract(BackendContract):
         path = folder / "file.bin"
         path.unlink(missing_ok=True)
         storage.write(str(path), [t if i % 2 else p for i, (p, t) in enumerate(zip(parts, tensors, strict=True))])
-        assert path.read_bytes() == b"".join(parts)
+        assert_file(path, b"".join(parts))
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self.assert_gives(storage, path, b"".join(parts), *zip(starts, sizes, strict=True))
 
@@ -86,14 +94,14 @@ class WriteContract(BackendContract):
         parts = [content(1 + i % 7, i) for i in range(3000)]
         path = folder / "file.bin"
         storage.write(str(path), parts)
-        assert path.read_bytes() == b"".join(parts)
+        assert_file(path, b"".join(parts))
 
     def test_writes_an_empty_file(self, storage: Storage, folder: Path) -> None:
         empty: list[list[bytes | torch.Tensor]] = [[], [b""], [b"", torch.zeros(0, dtype=torch.uint8)]]
         for i, buffers in enumerate(empty):
             path = folder / f"{i}.bin"
             storage.write(str(path), buffers)
-            assert path.read_bytes() == b""
+            assert_file(path, b"")
             self.assert_gives(storage, path, b"", (0, 0))
 
     @pytest.mark.usefixtures("stable_descriptors")
@@ -102,7 +110,7 @@ class WriteContract(BackendContract):
         for buffers in ([b"new"], [torch.ones(5000, dtype=torch.uint8, device=storage.device)], []):
             with pytest.raises(FileExistsError, match=r"file\.bin"):
                 storage.write(str(path), buffers)
-        assert path.read_bytes() == b"precious"
+        assert_file(path, b"precious")
 
     @pytest.mark.usefixtures("stable_descriptors")
     def test_a_directory_that_is_missing_or_closed_is_named(self, storage: Storage, folder: Path) -> None:

@@ -18,7 +18,7 @@ from monai_gds import limits
 from monai_gds.storage import Reads, Storage, open_storage, staging
 from monai_gds.testing.contract import BackendContract
 from monai_gds.testing.full import FullContract
-from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, bytes_of, content
+from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_file, bytes_of, content
 
 __all__ = ["LONG", "CudaBackendContract", "CudaFullContract", "Scenario"]
 
@@ -332,7 +332,7 @@ class CudaFullContract(CudaBackendContract, FullContract):
         data = content(2 * limits.SLOT_BYTES + 4097)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(storage.device)
         storage.write(str(folder / "file.bin"), [b"head", tensor, tensor[5 : 2 << 20], b"tail"])
-        assert (folder / "file.bin").read_bytes() == b"head" + data + data[5 : 2 << 20] + b"tail"
+        assert_file(folder / "file.bin", b"head" + data + data[5 : 2 << 20] + b"tail")
 
     def test_writes_what_the_current_stream_is_still_computing(self, storage: Storage, folder: Path) -> None:
         with torch.cuda.stream(_stream(storage)):
@@ -340,4 +340,4 @@ class CudaFullContract(CudaBackendContract, FullContract):
             _sleep(LONG)
             tensor.fill_(9)
             storage.write(str(folder / "file.bin"), [b"head", tensor[1:], tensor[:1]])
-        assert (folder / "file.bin").read_bytes() == b"head" + b"\x09" * (5 << 20)
+        assert_file(folder / "file.bin", b"head" + b"\x09" * (5 << 20))

@@ -16,7 +16,7 @@ import torch
 from monai_gds.errors import StorageError
 from monai_gds.storage import Reads, Storage
 from monai_gds.testing.base import OverABackend
-from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, error_of
+from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_file, error_of
 
 __all__ = ["LivesAmongThreads"]
 
@@ -43,7 +43,7 @@ class LivesAmongThreads(OverABackend):
                 assert isinstance(self.ended(missing).errors[0], OSError)
                 path = folder / f"{seed}-{i}.bin"
                 storage.write(str(path), [b"x", dest])
-                assert path.read_bytes() == b"x" + expected
+                assert_file(path, b"x" + expected)
 
         with ThreadPoolExecutor(8) as pool:
             for future in [pool.submit(work, seed) for seed in range(8)]:

@@ -13,7 +13,7 @@ import torch
 
 from monai_gds.storage import ALIGNMENT, Reads, Storage
 from monai_gds.testing.base import OverABackend
-from monai_gds.testing.tools import assert_bytes, assert_each, content, descriptors
+from monai_gds.testing.tools import assert_bytes, assert_each, assert_file, content, descriptors
 
 __all__ = ["GivesMemoryAway"]
 
@@ -46,7 +46,7 @@ class GivesMemoryAway(OverABackend):
             first.zero_()
             assert_bytes(first, bytes(nbytes))
             assert_bytes(second, data)
-            assert path.read_bytes() == data
+            assert_file(path, data)
             self.assert_gives(storage, path, data, (0, nbytes), map=how == "map")
 
     @_how

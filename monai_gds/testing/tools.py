@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 __all__ = [
-    "BLOB_BYTES", "LENGTHS", "OFFSETS", "assert_bytes", "assert_each", "blob_content", "bytes_of", "content",
-    "descriptors", "error_of", "few_descriptors", "property_test", "without_permission",
+    "BLOB_BYTES", "LENGTHS", "OFFSETS", "assert_bytes", "assert_each", "assert_file", "blob_content", "bytes_of",
+    "content", "descriptors", "error_of", "few_descriptors", "property_test", "without_permission",
 ]  # fmt: skip
 
 #: Bytes around the sizes at which backends change their behaviour: sectors, pages, pieces.
@@ -27,7 +27,7 @@ OFFSETS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (4 << 20) - 1,
 BLOB_BYTES = (20 << 20) + 123
 
 property_test = settings(
-    max_examples=min(100, settings.default.max_examples // 2),  # each is a read: the profile's number is for less
+    max_examples=min(100, settings().max_examples // 2),  # each is a read: the profile's number is for less
     deadline=None,
     # differing_executors: each backend's class inherits the same test, on purpose
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.differing_executors],
@@ -39,15 +39,27 @@ def content(nbytes: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(nbytes)
 
 
+class _Blob(bytes):
+    """Is not printed: hypothesis shows all arguments of a test that fails."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} bytes>"
+
+
 @functools.cache
 def blob_content() -> bytes:
     """The content of the file that most tests read."""
-    return content(BLOB_BYTES)
+    return _Blob(content(BLOB_BYTES))
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes, on the host."""
     return tensor.cpu().numpy().tobytes()
+
+
+def assert_file(path: Path, expected: bytes) -> None:
+    """As :func:`assert_bytes`, for what is in a file."""
+    assert_bytes(torch.from_numpy(np.fromfile(path, np.uint8)), expected, str(path))
 
 
 def assert_bytes(tensor: torch.Tensor, expected: bytes, what: str = "a tensor") -> None:

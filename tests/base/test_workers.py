@@ -25,6 +25,7 @@ from rich.live import Live
 from monai_gds import WorkerDied
 from monai_gds.base.workers import Workers
 from tests.machines import ROOT, python
+from tests.polls import until
 
 
 class Odd(Exception):
@@ -282,10 +283,7 @@ def test_where_no_more_processes_can_be_started_none_stays(monkeypatch: pytest.M
         during.setattr(os, "fork", fork)
         with pytest.raises(BlockingIOError):
             Workers(process, 3, "fork")
-    end = time.monotonic() + 20
-    while set(multiprocessing.active_children()) - before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert set(multiprocessing.active_children()) <= before
+    until(lambda: set(multiprocessing.active_children()) <= before)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # Python's own: its pipes to the process that was not
 
@@ -328,7 +326,7 @@ def test_closing_half_way_drops_the_rest(work: Callable[[float], float]) -> None
     time.sleep(0.3)
     start = time.monotonic()
     workers.close()
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 15, "it waited for the work, which takes 20 s"
     assert isinstance(futures[0].exception(timeout=0), WorkerDied)
     assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
 
@@ -424,14 +422,7 @@ def test_workers_end_with_their_parent(tmp_path: Path, context: str) -> None:
     (pids := tmp_path / "pids").mkdir()
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen([sys.executable, script, context], cwd=pids, env=env)
-    _until(lambda: len(os.listdir(pids)) == 2)
+    until(lambda: len(os.listdir(pids)) == 2)
     parent.kill()
     parent.wait()
     assert all(gone(int(pid), 10) for pid in os.listdir(pids))
-
-
-def _until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from monai_gds.errors import StorageError
 from monai_gds.folder import maintenance
 from tests.commands import Done, on_a_terminal, run
 from tests.machines import ROOT
+from tests.polls import until
 
 SMALL_DEMO = ["demo", "--volumes", "1", "--size", "24", "24", "24", "--crop", "16", "16", "16", "--epochs", "2"]
 
@@ -140,9 +140,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(command: list[str], tmp_path: Path
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    end = time.monotonic() + 100
-    while running.poll() is None and not any(tmp_path.rglob("*")) and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: running.poll() is not None or any(tmp_path.rglob("*")))
     running.send_signal(signal.SIGINT)
     _, told = running.communicate(timeout=100)
     assert (running.returncode, told) == (130, "monai-gds: stopped\n")

@@ -25,6 +25,7 @@ from monai_gds.dataset.populate import Populated
 from monai_gds.shared.temporary import tidy
 from tests.dataset.test_populate import MODULE, Make, log, made, make, processes, warm
 from tests.machines import ROOT
+from tests.polls import until
 from tests.test_docs import examples
 
 __all__ = ["log", "make"]
@@ -270,7 +271,7 @@ def test_dask_over_tcp_with_a_worker_killed_in_the_middle(tmp_path: Path, log: P
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        _until(lambda: len(made(log)) > 20)
+        until(lambda: len(made(log)) > 20)
         os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
         told, warned = running.communicate(timeout=200)
     assert running.returncode == 0, warned
@@ -317,13 +318,6 @@ def test_workers_that_cannot_import_the_dataset_end_it(tmp_path: Path, log: Path
         PopulateError, match="cannot load the dataset: ModuleNotFoundError: No module named 'training_els"
     ):
         dataset.populate(executor=client.get_executor())
-
-
-def _until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 100
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_warm_over_dask_used_wrongly(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from monai_gds.tiles import blosc
 from tests.commands import run
 from tests.fixtures_nifti import pipeline, write_volumes
 from tests.machines import ROOT, in_child, mounted_tmpfs, read_only
+from tests.polls import until
 from tests.same import assert_same
 
 needs_blosc2 = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
@@ -395,15 +396,10 @@ data = [{{"n": n, "sleep": 0.1}} for n in range(30)]
 GDSDataset(data, mt.Compose([Make(Path({str(log)!r}))]), {str(tmp_path / "cache")!r}, device="cpu").populate(2)
 """
     process = subprocess.Popen([sys.executable, "-c", code])
-    end = time.monotonic() + 100
-    while len(made(log)) < 6:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: len(made(log)) >= 6)
     process.kill()
     process.wait()
-    while any(os.path.exists(f"/proc/{pid}") for pid in processes(log)):  # the workers end by themselves
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in processes(log)), "the workers end by themselves")
     done = set(made(log))
     assert len(done) < 30
     dataset = make(30, each={"sleep": 0.1})

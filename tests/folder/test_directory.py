@@ -51,7 +51,7 @@ def put(cache: CacheDirectory, name: str, value: float, nbytes: int = LARGE) -> 
 
 def get(cache: CacheDirectory, name: str) -> Any:
     """The item of a record, checked to be consistent; None when there is none."""
-    pending = cache.start(key(name).digest)
+    pending = cache.start([key(name).digest])[0]
     found = None if pending is None else pending.wait()
     if found is None:
         return None
@@ -119,7 +119,7 @@ def test_a_record_replaced_while_its_front_is_read_is_not_damaged(
     assert publish(key(), encode_item({"text": kind("x" * 50_000)}))
     monkeypatch.setattr(PosixBackend, "head", replaced_behind)
     assert not cache.holds(key().digest)
-    pending = cache.start(key().digest)
+    pending = cache.start([key().digest])[0]
     assert pending is not None
     found = pending.wait()
     assert found is not None and len(str(found[0]["text"])) == 200_000
@@ -152,7 +152,7 @@ def test_a_record_that_another_process_replaced_is_read_anew(cache: CacheDirecto
 def test_an_item_in_use_survives_replacing_and_removing_its_record(cache: CacheDirectory) -> None:
     put(cache, "a", 1)
     get(cache, "a")
-    held = cache.start(key("a").digest).wait()[0]["image"]  # type: ignore[union-attr]
+    held = cache.start([key("a").digest])[0].wait()[0]["image"]  # type: ignore[union-attr]
     put(cache, "a", 2)
     path_of(cache, "a").unlink()
     assert bool((held == 1).all())
@@ -225,12 +225,12 @@ def test_thousands_of_records_of_one_pipeline_are_kept_in_little_memory(tmp_path
         meta |= {f"field{j}": np.array(j, np.int16) for j in range(30)}
         meta |= {"filename_or_obj": f"/data/case{i}.nii.gz", "space": "RAS", "original_channel_dim": float("nan")}
         writer.publish(key(str(i)), encode_item({"image": MetaTensor(torch.zeros(3), meta=meta), "id": i}))
-    assert reader.start(key("-1").digest) is not None  # pays for what they share
+    assert reader.start([key("-1").digest])[0] is not None  # pays for what they share
     gc.collect()
     tracemalloc.start()
     before, counted = tracemalloc.get_traced_memory()[0], memory.nbytes
     for i in range(count):
-        reader.start(key(str(i)).digest)
+        reader.start([key(str(i)).digest])[0]
     gc.collect()
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
@@ -263,7 +263,7 @@ def test_where_the_tensors_of_records_lie_is_counted_too(tmp_path: Path, tensors
 
 
 def get_all(cache: CacheDirectory, name: str) -> Any:
-    pending = cache.start(key(name).digest)
+    pending = cache.start([key(name).digest])[0]
     return None if pending is None else pending.wait()
 
 
@@ -271,11 +271,11 @@ def test_tensors_share_no_storage(cache: CacheDirectory) -> None:
     two = {"image": torch.ones(LARGE), "label": torch.ones(4), "mask": torch.ones(LARGE // 8)}
     cache.publish(key("a"), encode_item(two))
     for _ in range(2):  # read and verified; mapped
-        back = cache.start(key("a").digest).wait()[0]  # type: ignore[union-attr]
+        back = cache.start([key("a").digest])[0].wait()[0]  # type: ignore[union-attr]
         for name, tensor in back.items():
             assert tensor.untyped_storage().nbytes() <= tensor.nbytes + 4096, name
             tensor.fill_(7)
-    assert bool((cache.start(key("a").digest).wait()[0]["image"] == 1).all())  # type: ignore[union-attr]
+    assert bool((cache.start([key("a").digest])[0].wait()[0]["image"] == 1).all())  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_verify_decides_when_bytes_are_compared(tmp_path: Path, verify: Any, not
         flip(path_of(cache, "a"), place, keep_mtime=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            cache.start(key("a").digest).wait()  # type: ignore[union-attr]
+            cache.start([key("a").digest])[0].wait()  # type: ignore[union-attr]
         assert bool(caught) == (moment in noticed), (verify, moment)
 
 
@@ -415,7 +415,7 @@ def test_records_without_tensors_are_read_together_with_others(tmp_path: Path) -
     for i, made in enumerate(items):
         assert cache.publish(key(str(i)), encode_item(made))
     for _ in range(2):  # those whose heads are in memory are read together
-        started = cache.start_all([key(str(i)).digest for i in range(4)])
+        started = cache.start([key(str(i)).digest for i in range(4)])
         for pending, made in zip(started, items, strict=True):
             found = None if pending is None else pending.wait()
             assert found is not None
@@ -728,7 +728,7 @@ def image(seed: int = 0) -> torch.Tensor:
 
 
 def image_of(cache: CacheDirectory, name: str) -> torch.Tensor | None:
-    pending = cache.start(key(name).digest)
+    pending = cache.start([key(name).digest])[0]
     found = None if pending is None else pending.wait()
     return None if found is None else found[0]["image"]
 

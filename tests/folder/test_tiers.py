@@ -26,7 +26,8 @@ from monai_gds.folder import directory
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.uses import Uses
 from monai_gds.records import reader
-from monai_gds.records.pending_item import PendingItem
+from monai_gds.records.pending import PendingItem
+from monai_gds.records.reader import Begun
 from monai_gds.shared import temporary
 from monai_gds.shared.leases import Leases
 from monai_gds.storage import FileId, Pending
@@ -172,7 +173,7 @@ def test_a_copy_whose_data_cannot_be_read_is_read_from_afar_and_replaced(
     def failing(self: PendingItem, item: Any = None) -> Any:
         if self._head.file in bad:  # a sector behind the header is bad
             error = StorageError(errno.EIO, "reading at byte 4096: Input/output error", self._path)
-            self._pending = Pending.completed([], torch.device("cpu"), error)
+            self._begun = Begun(Pending.completed([], torch.device("cpu"), error), None)
         return wait(self, item)
 
     monkeypatch.setattr(PendingItem, "wait", failing)

@@ -23,6 +23,7 @@ from monai_gds.items.tree import EncodedItem
 from monai_gds.keys.key import Key, Pipeline
 from tests import interrupts
 from tests.machines import ROOT, in_child
+from tests.polls import until
 
 
 def key(name: str) -> Key:
@@ -344,10 +345,7 @@ def check(session: Session) -> None:
     in_time(session.writer.flush)
     assert session.disk.got[-1][:2] == ("large", 1.0)
     in_time(lambda: session.writer.wait_for("large"))
-    end = time.monotonic() + 60
-    while any(thread.name == "monai-gds-writer" for thread in threading.enumerate()):
-        assert time.monotonic() < end, "the thread ends"
-        time.sleep(0.0001)
+    until(lambda: not any(thread.name == "monai-gds-writer" for thread in threading.enumerate()), "the thread ends")
 
 
 @pytest.mark.parametrize("call", CALLS)

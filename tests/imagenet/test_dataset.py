@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from monai_gds.imagenet.readers import PlainReader
 from monai_gds.testing.disks import small_disk
 from tests.fresh import Interpreter
 from tests.imagenet.conftest import COUNT, as_dali_reads, samples_of_dali
+from tests.polls import until
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 
@@ -357,10 +357,7 @@ def test_dropped_half_way_nothing_stays(folder: Path, packed: Path) -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         use()
-    soon = time.monotonic() + 20
-    while threading.active_count() > threads and time.monotonic() < soon:
-        time.sleep(0.01)
-    assert threading.active_count() <= threads
+    until(lambda: threading.active_count() <= threads)
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 

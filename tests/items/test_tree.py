@@ -44,7 +44,7 @@ from monai_gds.items import types as item_types
 from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_item, register_type, tensor_of
 from monai_gds.keys.hashing import canonical_hash, hash_item
 from monai_gds.records import header
-from monai_gds.records.reader import read_record
+from monai_gds.records.entries import read_record
 from monai_gds.storage import Reads, open_storage
 from tests.caches import key
 from tests.same import assert_same, mutable_parts

@@ -38,6 +38,7 @@ from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
 from tests.fresh import Interpreter
 from tests.interrupts import interrupted
 from tests.machines import in_child, python
+from tests.polls import until
 from tests.same import assert_same
 
 Make = Callable[..., GDSDataset]
@@ -289,8 +290,7 @@ def test_what_workers_leave_half_written_goes_with_them(make: Make, tmp_path: Pa
     monkeypatch.setattr(os, "rename", hang)
     temporary = tmp_path / "cache" / ".tmp"
     for _ in with_workers(make(transform=mt.Compose([Pid()])), batch_size=1):
-        while not os.listdir(temporary):
-            time.sleep(0.01)
+        until(lambda: os.listdir(temporary))
         break
     gc.collect()
     assert os.listdir(temporary) == []

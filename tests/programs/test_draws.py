@@ -25,7 +25,7 @@ from monai_gds.dataset.session import Begun
 from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.randomness import States, put_state
 from monai_gds.programs.ghosts import Ghosts
-from monai_gds.records.lazy_item import LazyItem, Volumes
+from monai_gds.records.pending import PendingItem, Volumes
 from tests.global_states import GlobalStates
 from tests.same import assert_same, strides
 
@@ -115,18 +115,18 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.ran: list[str] = []
         self.boxes: list[dict[str, Any]] = []
-        run, read = Ghosts.run, LazyItem.read
+        run, read = Ghosts.run, PendingItem.read
 
         def watched_run(ghosts: Ghosts, step: Any, *args: Any) -> Any:
             self.ran.append(type(step).__name__)
             return run(ghosts, step, *args)
 
-        def watched_read(lazy: LazyItem, boxes: Any) -> Volumes:
+        def watched_read(lazy: PendingItem, boxes: Any) -> Volumes:
             self.boxes.append(boxes)
             return read(lazy, boxes)
 
         patch.setattr(Ghosts, "run", watched_run)
-        patch.setattr(LazyItem, "read", watched_read)
+        patch.setattr(PendingItem, "read", watched_read)
 
     def whole(self) -> list[bool]:
         """Whether all of the image was read, for each item."""
@@ -461,16 +461,16 @@ def test_a_size_that_changes_in_between(folder: Path) -> None:
 def test_an_item_that_cannot_be_drawn_ahead_spoils_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
     begun = mine.session.begin([0])
-    read = LazyItem.read
+    read = PendingItem.read
 
-    def refused(lazy: LazyItem, boxes: Any) -> Any:
+    def refused(lazy: PendingItem, boxes: Any) -> Any:
         raise MemoryError("for the next item")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LazyItem, "read", refused)
+        patch.setattr(PendingItem, "read", refused)
         begun += mine.session.begin([1])
         found = [begun[0].end()]
-    assert LazyItem.read is read
+    assert PendingItem.read is read
     assert_as_monai(theirs, mine, [0, 1], [*found, begun[1].end()])
 
 

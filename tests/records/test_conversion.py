@@ -76,7 +76,7 @@ def form_of(path: Path) -> str:
 
 def assert_sound(folder: Path) -> None:
     """The record gives the item, as new, and the command finds nothing wrong with it."""
-    pending = cache_in(folder).start(KEY.digest)
+    pending = cache_in(folder).start([KEY.digest])[0]
     found = None if pending is None else pending.wait()
     assert found is not None
     assert_same(found[0], item())
@@ -113,13 +113,13 @@ def test_a_record_is_converted_into_what_saving_it_would_have_given(
 def test_readers_go_on_with_what_they_have_and_then_with_the_new_form(tmp_path: Path) -> None:
     path = saved(tmp_path, WHOLE)
     reader = cache_in(tmp_path)
-    held = reader.start(KEY.digest).wait()[0]["image"]  # type: ignore[union-attr]
-    begun = reader.start(KEY.digest)
+    held = reader.start([KEY.digest])[0].wait()[0]["image"]  # type: ignore[union-attr]
+    begun = reader.start([KEY.digest])[0]
     assert cache_in(tmp_path, LZ4).convert(KEY) == "converted"
     assert begun is not None and form_of(path) == "lz4 32"
     for _ in range(3):
         assert_same(begun.wait()[0], item())
-        begun = reader.start(KEY.digest)
+        begun = reader.start([KEY.digest])[0]
         assert begun is not None
     assert_same(held, item()["image"])
 

@@ -28,8 +28,7 @@ from monai_gds.folder.maintenance import check, survey
 from monai_gds.items.tree import encode_item
 from monai_gds.records import header
 from monai_gds.records.compression import WHOLE, Compression
-from monai_gds.records.conversion import read_whole
-from monai_gds.records.lazy_item import LazyItem
+from monai_gds.records.entries import read_whole
 from monai_gds.storage import open_storage
 from monai_gds.tiles import blosc
 from monai_gds.tiles.boxes import whole_box
@@ -80,21 +79,21 @@ class Place:
         """What each way of reading returns: the item in a tuple, or None."""
         found = {}
         for verify in ("first", "always", "never"):
-            pending = self.cache(verify=verify).start(key().digest)
+            pending = self.cache(verify=verify).start([key().digest])[0]
             found[verify] = None if pending is None else pending.wait()
         again = self.cache()
         for n in range(2):  # read, then mapped
-            pending = again.start(key().digest)
+            pending = again.start([key().digest])[0]
             found[f"the same {n}"] = None if pending is None else pending.wait()
-        first, second = self.cache().start_all([key().digest, key("b").digest])
+        first, second = self.cache().start([key().digest, key("b").digest])
         found["together"] = None if first is None else first.wait()
         assert second is not None and second.wait() is not None
         found["lazily"] = self._lazily()
         return found
 
     def _lazily(self) -> Any:
-        (lazy,) = self.cache().start_all_lazily([key().digest])
-        if not isinstance(lazy, LazyItem):
+        (lazy,) = self.cache().start([key().digest], lazily=True)
+        if lazy is None or not lazy.tiled:
             return None if lazy is None else lazy.wait()
         for runs in lazy.runs.values():
             for value in range(len(runs.values)):
@@ -102,7 +101,7 @@ class Place:
                 with contextlib.suppress(RecordError, IndexError):
                     runs.find(chosen, runs.count(chosen) - 1)
         parts = lazy.read({name: [whole_box(form.shape)] for name, form in lazy.tiled.items()}).wait()
-        return None if parts is None else lazy.assemble({name: volume.whole() for name, volume in parts.items()})
+        return None if parts is None else lazy.wait(tensors={name: volume.whole() for name, volume in parts.items()})
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +352,7 @@ def test_more_than_fits_into_memory_is_refused(small: Place, monkeypatch: pytest
     small.put(small.sound)
     monkeypatch.setattr(torch, "empty", _too_much(torch.empty))
     with pytest.warns(CacheWarning, match="computed anew"):
-        pending = small.cache().start(key().digest)
+        pending = small.cache().start([key().digest])[0]
         assert pending is None or pending.wait() is None
 
 

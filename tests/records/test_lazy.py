@@ -21,8 +21,8 @@ from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items.tree import encode_item
 from monai_gds.records.compression import Compression
 from monai_gds.records.heads import Form, TensorForm
-from monai_gds.records.lazy_item import LazyItem, Volume
-from monai_gds.records.pending_item import PendingItem
+from monai_gds.records.pending import PendingItem
+from monai_gds.records.volumes import Volume
 from monai_gds.storage import memory as pools
 from monai_gds.storage import open_storage
 from monai_gds.storage.plain.posix import PosixBackend
@@ -65,13 +65,13 @@ def crop(volume: Volume, whole: torch.Tensor, wanted: Box) -> torch.Tensor:
     return volume.view(view.size(), view.stride(), view.storage_offset())
 
 
-def lazily(cache: CacheDirectory) -> LazyItem:
-    (found,) = cache.start_all_lazily([key().digest])
-    assert isinstance(found, LazyItem)
+def lazily(cache: CacheDirectory) -> PendingItem:
+    (found,) = cache.start([key().digest], lazily=True)
+    assert found is not None and found.tiled
     return found
 
 
-def read(found: LazyItem, boxes: dict[str, Any]) -> dict[str, Volume]:
+def read(found: PendingItem, boxes: dict[str, Any]) -> dict[str, Volume]:
     volumes = found.read(boxes).wait()
     assert volumes is not None
     return volumes
@@ -101,13 +101,13 @@ def test_the_item_is_put_together_with_any_tensors(tmp_path: Path) -> None:
     found = lazily(cache)
     assert set(found.tiled) == {"image", "label"}
     given = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in found.tiled.items()}
-    (ghosts,) = found.assemble(given)
+    (ghosts,) = found.wait(tensors=given)
     assert ghosts["image"].is_meta and isinstance(ghosts["image"], MetaTensor)
     assert (ghosts["array"] == 1).all() and isinstance(ghosts["array"], np.ndarray) and ghosts["name"] == "x"
     ghosts["array"][:] = 5
     ghosts["image"].meta["more"] = 1
     whole = read(found, {name: [box(0, 0, 0, 80, 90, 100)] for name in given})
-    (again,) = found.assemble({name: volume.whole() for name, volume in whole.items()})
+    (again,) = found.wait(tensors={name: volume.whole() for name, volume in whole.items()})
     assert (again["array"] == 1).all() and "more" not in again["image"].meta
     assert torch.equal(again["image"].as_tensor(), image()) and again["image"].is_contiguous()
     assert torch.equal(again["label"].as_tensor(), item()["label"].as_tensor())
@@ -129,22 +129,22 @@ def published(path: Path, **settings: Any) -> Path:
 
 def tile_at(cache: CacheDirectory, wanted: Box) -> int:
     """Where in the file a stream is that a box needs."""
-    head = cache._reader._head(cache.record_path(key().digest))
+    head = cache._reader.head(cache.record_path(key().digest))
     selection = head.tiles["image"].select(head.tiles["image"].touched([wanted]))
     return int(head.table.reads.offset[0] + selection.offset[0]) + 50
 
 
 def place_of(cache: CacheDirectory, name: str) -> int:
     """Where in the file a byte of a tensor is that is not in tiles."""
-    head = cache._reader._head(cache.record_path(key().digest))
+    head = cache._reader.head(cache.record_path(key().digest))
     names = [name for name, _, _ in head.table.tensors]
     return int(head.table.reads.offset[names.index(name)]) + 1000
 
 
 def corner(cache: CacheDirectory, wanted: Box = CORNER) -> bool | None:
     """Whether a box comes as it should; None if there is no usable record."""
-    (found,) = cache.start_all_lazily([key().digest])
-    volumes = found.read({"image": [wanted]}).wait() if isinstance(found, LazyItem) else None
+    (found,) = cache.start([key().digest], lazily=True)
+    volumes = found.read({"image": [wanted]}).wait() if found is not None else None
     return None if volumes is None else torch.equal(crop(volumes["image"], image(), wanted), image()[(..., *wanted)])
 
 
@@ -185,7 +185,7 @@ def test_each_tile_is_compared_once_or_always_or_never(tmp_path: Path, monkeypat
     assert counts(never) == [0, 0, 0, 0]
     assert counts(always) == [1, 1, 8, 8]
     whole = opened(tmp_path)
-    assert whole.start(key().digest).wait() is not None  # type: ignore[union-attr]
+    assert whole.start([key().digest])[0].wait() is not None  # type: ignore[union-attr]
     assert counts(whole) == [0, 0, 0, 0]
 
 
@@ -202,7 +202,7 @@ def test_a_record_that_is_replaced_is_read_anew_and_one_that_is_deleted_is_absen
     found = lazily(cache)
     path.unlink()
     assert found.read({"image": [CORNER]}).wait() is None
-    assert cache.start_all_lazily([key().digest]) == [None]
+    assert cache.start([key().digest], lazily=True) == [None]
 
 
 def test_an_input_output_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_damaged_tensor_that_is_not_in_tiles_is_reported(tmp_path: Path) -> No
     cache = opened(tmp_path)
     found = lazily(cache)
     with pytest.warns(CacheWarning, match="'noise' do not match"):
-        assert found.assemble({"image": torch.empty(1, 80, 90, 100, device="meta")}) is None
+        assert found.wait(tensors={"image": torch.empty(1, 80, 90, 100, device="meta")}) is None
 
 
 def test_a_replaced_record_is_verified_although_no_head_is_kept(
@@ -237,11 +237,11 @@ def test_a_replaced_record_is_verified_although_no_head_is_kept(
     for damaged in (False, True):
         assert writer.publish(key(), encode_item({"image": image(), "noise": torch.randn(200_000)}))
         if not damaged:
-            assert lazily(cache).assemble(given) is not None
+            assert lazily(cache).wait(tensors=given) is not None
     flip(path_of(cache, "a"), place_of(cache, "noise"))
     found = lazily(cache)
     with pytest.warns(CacheWarning, match="'noise' do not match"):
-        assert found.assemble(given) is None
+        assert found.wait(tensors=given) is None
 
 
 def test_a_damaged_table_makes_no_item(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_damaged_table_makes_no_item(tmp_path: Path) -> None:
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
     flip(path, header + 20)
     with pytest.warns(CacheWarning, match="__tiles.image"):
-        assert opened(tmp_path).start_all_lazily([key().digest]) == [None]
+        assert opened(tmp_path).start([key().digest], lazily=True) == [None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,8 +325,8 @@ def test_a_record_without_tiles_is_read_whole(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     assert cache.publish(key(), encode_item({"image": image(), "n": 1}))
     for _ in range(2):
-        (found,) = cache.start_all_lazily([key().digest])
-        assert isinstance(found, PendingItem)
+        (found,) = cache.start([key().digest], lazily=True)
+        assert found is not None and not found.tiled
         (read_whole,) = found.wait()
         assert torch.equal(read_whole["image"], image()) and read_whole["n"] == 1
 
@@ -335,8 +335,8 @@ def test_complex_tensors_and_those_with_gradients_are_read_whole(tmp_path: Path)
     cache = opened(tmp_path, codec="lz4")
     some = {"a": image().requires_grad_(), "b": torch.complex(image(), image())}
     assert cache.publish(key(), encode_item(some))
-    (found,) = cache.start_all_lazily([key().digest])
-    assert isinstance(found, PendingItem)
+    (found,) = cache.start([key().digest], lazily=True)
+    assert found is not None and not found.tiled
     (one,) = found.wait()
     assert torch.equal(one["a"], image()) and one["a"].requires_grad and torch.equal(one["b"], some["b"])
 

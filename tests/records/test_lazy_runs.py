@@ -16,8 +16,7 @@ from monai_gds.folder.maintenance import check
 from monai_gds.items.tree import encode_item
 from monai_gds.records import header
 from monai_gds.records.heads import Form, HeadMemory
-from monai_gds.records.lazy_item import LazyItem
-from monai_gds.records.pending_item import PendingItem
+from monai_gds.records.pending import PendingItem
 from monai_gds.tiles import blosc, runs
 from tests.caches import key
 from tests.records.test_lazy import box, item, lazily, opened
@@ -31,7 +30,7 @@ def label() -> torch.Tensor:
     return found
 
 
-def only_organ(found: LazyItem) -> tuple[Any, np.ndarray]:
+def only_organ(found: PendingItem) -> tuple[Any, np.ndarray]:
     of_label = found.runs["label"]
     return of_label, (of_label.values == 3).numpy()
 
@@ -61,8 +60,8 @@ def test_an_item_that_keeps_arrays_has_runs_of_tensors_only(tmp_path: Path) -> N
 def test_what_is_stored_whole_has_no_runs(tmp_path: Path, codec: str | None) -> None:
     cache = opened(tmp_path, codec=codec)
     assert cache.publish(key(), encode_item({"label": label()[:, :10] if codec else label()}))
-    (found,) = cache.start_all_lazily([key().digest])
-    assert isinstance(found, PendingItem)
+    (found,) = cache.start([key().digest], lazily=True)
+    assert found is not None and not found.tiled
 
 
 def blocks_in(path: Path) -> slice:
@@ -125,7 +124,7 @@ def test_strange_entries_are_refused(tmp_path: Path, change: Change, says: str) 
     entries["__metadata__"]["checksums"] = json.dumps({**sums, **dict.fromkeys(entries, "0" * 16)})
     path.write_bytes(with_header(path.read_bytes(), entries))
     with pytest.warns(CacheWarning, match=says):
-        assert cache.start_all_lazily([key().digest]) == [None]
+        assert cache.start([key().digest], lazily=True) == [None]
 
 
 def test_runs_that_contradict_their_table_are_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ from monai_gds.base.digest import digest_of
 from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError, NewerRecord, RecordError
 from monai_gds.items.tree import compile_tree, encode_item, tensor_of
 from monai_gds.records.compression import WHOLE, Compression
+from monai_gds.records.entries import read_record
 from monai_gds.records.header import ARRAYS, parse
-from monai_gds.records.reader import read_record
 from monai_gds.records.writing import LARGE, check_name, pack_record
 from monai_gds.storage import ALIGNMENT, Reads, Storage, open_storage
 from monai_gds.tiles import blosc

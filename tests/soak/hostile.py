@@ -28,10 +28,9 @@ from monai_gds.folder.maintenance import Unwanted, check, prunable, survey
 from monai_gds.imagenet.files.packed import INDEX, PackedImages
 from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.imagenet.source import ImageSource, open_images
-from monai_gds.records.conversion import read_whole
+from monai_gds.records.entries import read_whole
 from monai_gds.records.header import bytes_of, digest_in, parse
 from monai_gds.records.heads import Form
-from monai_gds.records.reader import LazyItem
 from monai_gds.storage import open_storage
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.saved import HEADER
@@ -226,7 +225,7 @@ def _opened(path: Path, verify: Any) -> CacheDirectory:
 def read_whole_item(path: Path) -> None:
     """As a dataset does, and what its user may do with the item."""
     for verify in ("first", "never"):
-        pending = _opened(path, verify).start(str(digest_in(path.name)))
+        pending = _opened(path, verify).start([str(digest_in(path.name))])[0]
         found = None if pending is None else pending.wait({"source": "/x", "index": 0})
         if found is not None:
             touch(found[0])
@@ -236,15 +235,15 @@ def read_together(path: Path) -> None:
     """As a batch."""
     digest = str(digest_in(path.name))
     cache = _opened(path, "first")
-    for pending in [*cache.start_all([digest, digest]), *cache.start_all([digest, digest])]:
+    for pending in [*cache.start([digest, digest]), *cache.start([digest, digest])]:
         if pending is not None:
             pending.wait()
 
 
 def read_boxes(path: Path) -> None:
     """As crops are."""
-    (found,) = _opened(path, "first").start_all_lazily([str(digest_in(path.name))])
-    if not isinstance(found, LazyItem):
+    (found,) = _opened(path, "first").start([str(digest_in(path.name))], lazily=True)
+    if found is None or not found.tiled:
         if found is not None:
             found.wait()
         return
@@ -262,7 +261,7 @@ def read_boxes(path: Path) -> None:
         except (RecordError, OSError):
             break
     if volumes is not None:
-        found.assemble({name: torch.zeros(1) for name in volumes})
+        found.wait(tensors={name: torch.zeros(1) for name in volumes})
 
 
 def look_only(path: Path) -> None:

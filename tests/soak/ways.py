@@ -12,7 +12,6 @@ from monai_gds.errors import RecordError
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.records.header import digest_in
 from monai_gds.records.heads import Form
-from monai_gds.records.reader import LazyItem
 from monai_gds.storage import open_storage
 from monai_gds.tiles.boxes import Box, last_three, whole_box
 from monai_gds.tiles.runs import Runs
@@ -61,16 +60,16 @@ class Ways:
         return wrong
 
     def _whole(self, cache: CacheDirectory, rng: random.Random) -> str:
-        pending = cache.start(self.digest)
+        pending = cache.start([self.digest])[0]
         return self._compare(None if pending is None else pending.wait())
 
     def _together(self, cache: CacheDirectory, rng: random.Random) -> str:
-        found = cache.start_all([self.digest, "0" * 32, self.digest])
+        found = cache.start([self.digest, "0" * 32, self.digest])
         return "".join(self._compare(None if pending is None else pending.wait()) for pending in found)
 
     def _in_boxes(self, cache: CacheDirectory, rng: random.Random) -> str:
-        found = cache.start_all_lazily([self.digest])[0]
-        if not isinstance(found, LazyItem):
+        found = cache.start([self.digest], lazily=True)[0]
+        if found is None or not found.tiled:
             return self._compare(None if found is None else found.wait())
         boxes = {name: [_box(form.shape, rng) for _ in range(2)] for name, form in found.tiled.items()}
         volumes = found.read(boxes).wait()
@@ -86,7 +85,7 @@ class Ways:
         whole = found.read({name: [whole_box(form.shape)] for name, form in found.tiled.items()}).wait()
         if whole is None:
             return said
-        return said + self._compare(found.assemble({name: volume.whole() for name, volume in whole.items()}))
+        return said + self._compare(found.wait(tensors={name: volume.whole() for name, volume in whole.items()}))
 
     def _find(self, name: str, runs: Runs, rng: random.Random) -> str:
         """Finds an element by the runs of a label, as crops by label do. An unusable record is none of their errors."""

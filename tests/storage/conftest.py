@@ -8,17 +8,14 @@ import pytest
 
 from monai_gds.testing import BackendContract
 from monai_gds.testing.tools import blob_content
-from tests.storage.broken_backends import GROSS
+from tests.storage.broken_backends import CORE
 
 #: The whole contract runs over these: a blocking backend, a queue, and a device that is read by blocks.
 WHOLE = {"TestPosixOnCpu", "TestSampleQueueBackend", "TestBlocksOfTheDoubleToCpu"}
 
-#: What runs over every other combination of a backend with options, a library and a disk. The rest is ``long`` there.
-CORE = {"test_describes_itself", *(test.partition("[")[0] for _, test in GROSS.values())}
-
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Leaves to ``make test-long`` what a combination is unlikely to break by itself."""
+    """Leaves to ``make test-long`` what another combination is unlikely to break by itself."""
     if isinstance(item, pytest.Function) and item.cls is not None and issubclass(item.cls, BackendContract):
         of_the_contract = item.function.__module__.startswith("monai_gds.testing")
         if of_the_contract and item.cls.__name__ not in WHOLE and item.originalname not in CORE:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from monai_gds.storage import Storage
-from monai_gds.testing import BackendContract
+from monai_gds.testing import BackendContract, FullContract, WriteContract
 from tests.machines import ROOT
 from tests.storage import broken_backends
-from tests.storage.broken_backends import BROKEN, WritesOverFiles
+from tests.storage.broken_backends import ALONE, WritesOverFiles
 from tests.storage.sample_blocking_backend import SampleBackend
 
 
@@ -21,23 +21,44 @@ class _Outcomes:
     """Which test of which class failed."""
 
     def __init__(self) -> None:
-        self.failed: set[str] = set()
-        self.ran: set[str] = set()
+        self.failed: dict[str, set[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.split("::")[1]
-        self.ran.add(name)
+        _, name, test = report.nodeid.split("::")
+        failed = self.failed.setdefault(name.removeprefix("Test"), set())
         if report.failed:
-            self.failed.add(name)
+            failed.add(test.partition("[")[0])
 
 
-def test_every_broken_promise_is_noticed() -> None:
-    names = [f"{broken_backends.__file__}::Test{backend.__name__}::{test}" for backend, (_, test) in BROKEN.items()]
+def failed(*names: str) -> dict[str, set[str]]:
+    """By the names of broken backends, which tests fail over them."""
     outcomes = _Outcomes()
     options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "no:faulthandler"]
-    pytest.main([*options, "-p", "no:timeout", "--tb=native", *names], plugins=[outcomes])
-    assert outcomes.ran == {f"Test{backend.__name__}" for backend in BROKEN}
-    assert outcomes.ran - outcomes.failed == set()
+    tests = [f"{broken_backends.__file__}::Test{name}" for name in names]
+    pytest.main([*options, "-p", "no:timeout", "--tb=no", "--assert=plain", *tests], plugins=[outcomes])
+    return outcomes.failed
+
+
+@pytest.mark.parametrize("which", ["GROSS", "SUBTLE"])
+def test_every_broken_promise_is_noticed(which: str) -> None:
+    broken = getattr(broken_backends, which)
+    found = failed(*(f"{backend.__name__}::{test}" for backend, (_, test) in broken.items()))
+    assert found == {backend.__name__: {test.partition("[")[0]} for backend, (_, test) in broken.items()}
+
+
+def in_contract(contract: type) -> set[str]:
+    return {name for name in dir(contract) if name.startswith("test_")}
+
+
+def test_every_test_is_there_for_a_broken_promise() -> None:
+    assert ALONE.keys() == in_contract(FullContract) | in_contract(WriteContract)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("test", ALONE)
+def test_that_no_other_test_notices(test: str) -> None:
+    name = ALONE[test].__name__
+    assert failed(name) == {name: {test}}
 
 
 def test_a_backend_that_writes_is_to_be_held_to_what_writers_promise() -> None:

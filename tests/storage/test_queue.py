@@ -25,6 +25,7 @@ from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.testing import BackendContract, FullContract
 from monai_gds.testing.tools import bytes_of, content, descriptors
 from tests.interrupts import interrupted
+from tests.polls import until
 from tests.storage import sample_queue_backend, simulated
 from tests.storage.sample_queue_backend import SampleQueueBackend
 
@@ -393,8 +394,7 @@ def test_one_caller_works_for_all_where_no_thread_can_be_started(
         patch.setattr(Pump, "_work", together)
         for caller in callers:
             caller.start()
-        while not device.waiting:
-            time.sleep(0.001)
+        until(lambda: device.waiting)
         threading.Timer(0.1, device.go.set).start()
         device.close()
         assert device.go.is_set(), "close() waits for a caller that works"
@@ -433,11 +433,7 @@ def test_a_backend_that_is_dropped_ends_its_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     names = make(tmp_path, 300_000)
     start(Device(), (names[0], 0, 300_000))  # nobody waits either
-    deadline = time.monotonic() + 30
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline
-        gc.collect()
-        time.sleep(0.01)
+    until(lambda: gc.collect() >= 0 and threading.active_count() <= before)
 
 
 def test_an_idle_pump_does_nothing(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items.tree import encode_item
 from monai_gds.records import reader
 from monai_gds.records.compression import Compression
-from monai_gds.records.lazy_item import LazyItem
 from monai_gds.storage import open_storage
 from monai_gds.tiles import blosc, device
 from monai_gds.tiles.boxes import Box
@@ -83,7 +82,7 @@ def _saved(folder: Path) -> CacheDirectory:
 
 
 def _hit(cache: CacheDirectory) -> Any:
-    pending = cache.start(key().digest)
+    pending = cache.start([key().digest])[0]
     found = None if pending is None else pending.wait()
     return None if found is None else found[0]
 
@@ -103,8 +102,8 @@ def test_boxes(tmp_path: Path, device_bytes: int) -> None:
     cache = _cache(tmp_path, device_bytes=device_bytes)
     boxes: list[Box] = [(slice(3, 20), slice(70, 90), slice(1, 9)), (slice(60, 80), slice(0, 33), slice(95, 100))]
     for _ in range(3):
-        (lazy,) = cache.start_all_lazily([key().digest])
-        assert isinstance(lazy, LazyItem)
+        (lazy,) = cache.start([key().digest], lazily=True)
+        assert lazy is not None and lazy.tiled
         found = lazy.read({"label": boxes, "image": boxes[:1]}).wait()
         assert found is not None
         for name, volume in found.items():

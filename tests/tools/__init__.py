@@ -1,4 +1,4 @@
-"""The scripts of ``tools/`` are no package: tests load them by their path."""
+"""Tests of ``tools/``: its scripts are loaded by their path; ``tools/bench`` is a package."""
 
 from __future__ import annotations
 

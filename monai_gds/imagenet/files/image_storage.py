@@ -5,9 +5,9 @@ The readers and the packing code call it, and need not know how reads are descri
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base.checksum import checksum
 from monai_gds.base.process import PerProcess
-from monai_gds.errors import DamagedRecord
-from monai_gds.items.tree import compile_tree, encode_item, tensor_of
-from monai_gds.records.header import ARRAYS, Header
-from monai_gds.records.reader import read_record
+from monai_gds.items.tree import compile_tree, encode_item
+from monai_gds.records import header
+from monai_gds.records.entries import check, read, read_record, read_whole
+from monai_gds.records.header import Header
 from monai_gds.records.writing import pack_record
 from monai_gds.storage import ALIGNMENT, FileId, Pending, Reads, Storage, open_storage
 from monai_gds.storage.memory import tensor_at
@@ -85,7 +84,8 @@ class ImageStorage:
         offset: int,
         sizes: list[int],
         file: FileId,
-        verify: Callable[[torch.Tensor], None] | None = None,
+        expected: int | None = None,
+        matched: Callable[[], None] = lambda: None,
     ) -> Fetch:
         """Starts reading images of the given sizes that lie back to back in a large file, from ``offset`` on.
 
@@ -94,19 +94,21 @@ class ImageStorage:
             offset: where the first image begins.
             sizes: bytes of each image.
             file: the file's identity; a different one fails with FileChanged.
-            verify: called with the bytes of all the images once they have arrived, in the thread that read them. If it
-                raises, the read fails.
+            expected: the checksum of the bytes of all the images, compared once they have arrived, in the thread that
+                read them. If it differs, the read fails with DamagedRecord. None compares nothing.
+            matched: called if it does not differ.
         """
         nbytes = sum(sizes)
         reads = Reads.of(path, [(offset, nbytes)], file)
 
         def verified(filled: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
-            if verify is not None and not errors:
-                verify(filled[0][:nbytes])
+            if expected is not None and not errors:
+                check("images", expected, filled[0][:nbytes])
+                matched()
             return filled
 
         return self._start(
-            reads, lambda filled: torch.split(filled[0][:nbytes], sizes), None if verify is None else verified
+            reads, lambda filled: torch.split(filled[0][:nbytes], sizes), None if expected is None else verified
         )
 
     def _start(
@@ -186,11 +188,10 @@ class ImageRecord(NamedTuple):
 
 def read_layout(path: str) -> ImageRecord:
     """Reads where the images lie in a file that :func:`save_item` wrote. Raises RecordError, OSError."""
-    with closing(open_storage(device="cpu")) as storage:
-        record, file, _ = read_record(path, storage)
-        entry = record.tensors["sizes"]
-        (sizes,) = storage.load(Reads.of(path, [(entry.offset, entry.nbytes)], file)).wait()
-    return ImageRecord(sizes.view(torch.int64).numpy().copy(), record.tensors["images"].offset, file.size)
+    with open(path, "rb") as file:
+        record = header.read(file.fileno())
+        sizes = read(file, "sizes", record.tensors["sizes"]).view(torch.int64).numpy()
+        return ImageRecord(sizes, record.tensors["images"].offset, os.fstat(file.fileno()).st_size)
 
 
 def load_item(path: str) -> Any:
@@ -198,13 +199,5 @@ def load_item(path: str) -> Any:
 
     Raises RecordError for a record that is damaged or of a newer format, and OSError.
     """
-    with closing(open_storage(device="cpu")) as storage:
-        record, file, blocks = read_record(path, storage)
-        ranges = [(entry.offset, entry.nbytes) for entry in record.tensors.values()]
-        raw = storage.load(Reads.of(path, ranges, file)).wait()
-    tensors = {}
-    for (name, entry), data in zip(record.tensors.items(), raw, strict=True):
-        if checksum(data) != entry.checksum:
-            raise DamagedRecord(f"the bytes of {name!r} do not match their checksum")
-        tensors[name] = tensor_of(data, getattr(torch, entry.dtype), entry.shape)
-    return compile_tree(record.tree, blocks.get(ARRAYS, b""), record.tensors)(tensors)
+    _, item = read_whole(path)
+    return compile_tree(item.tree, item.arrays, item.tensors)(item.tensors)

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from monai_gds.base.checksum import checksum
 from monai_gds.errors import DamagedRecord, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder, readers
+from monai_gds.imagenet.files import image_storage
 from monai_gds.imagenet.files.image_storage import Fetch, ImageStorage, load_item, save_item
 from monai_gds.imagenet.files.packed import INDEX, PackedImages, open_packed
 from monai_gds.imagenet.readers import PackedReader
+from monai_gds.records.entries import check
 from monai_gds.storage import open_storage
 from tests.commands import run
 from tests.imagenet.conftest import COUNT
@@ -258,7 +259,7 @@ def test_damage_outside_of_a_shard_is_found_where_its_file_is_read(copy: Path) -
 def test_checksums_are_compared_once_in_a_process(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many epochs and datasets read the files."""
     compared: list[int] = []
-    monkeypatch.setattr(readers, "checksum", lambda data: (compared.append(data.numel()), checksum(data))[1])
+    monkeypatch.setattr(image_storage, "check", lambda *entry: (compared.append(entry[2].numel()), check(*entry)))
     for number in range(2):
         images = open_packed(copy)
         reader = PackedReader(images, Counting(), ahead=2)
@@ -286,7 +287,7 @@ def test_where_storage_bypasses_the_file_system_they_are_compared_in_every_epoch
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(readers, "checksum", lambda data: (compared.append(data.numel()), checksum(data))[1])
+    monkeypatch.setattr(image_storage, "check", lambda *entry: (compared.append(entry[2].numel()), check(*entry)))
     monkeypatch.setattr(Counting, "coherent", False)
     images = open_packed(packed)
     reader = PackedReader(images, Counting(), ahead=2)

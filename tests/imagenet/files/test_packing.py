@@ -33,6 +33,7 @@ from monai_gds.storage import Storage
 from monai_gds.storage.plain.posix import PosixBackend
 from tests.imagenet.conftest import COUNT, samples_of_dali
 from tests.machines import ROOT
+from tests.polls import until
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed on this machine")
 
@@ -397,9 +398,7 @@ def test_the_command_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "monai_gds", "pack", str(tmp_path / "images"), str(tmp_path / "out"),
                "--max-side", "300", "--file-mb", "1", "--num-workers", "1"]  # fmt: skip
     killed = subprocess.Popen(command, cwd=ROOT)
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("out/images-*.safetensors"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: len(list(tmp_path.glob("out/images-*.safetensors"))) >= 3)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("out/images-*.safetensors")}

@@ -22,6 +22,7 @@ from monai_gds.storage.plain import posix as posix_module
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.testing import BackendContract, CudaBackendContract, CudaFullContract, FullContract, WriteContract
 from monai_gds.testing.tools import BLOB_BYTES, bytes_of, descriptors
+from tests.polls import until
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -207,9 +208,7 @@ class TestPosixPinnedOnCuda(CudaFullContract):
 
 def _until_pinned(storage: Storage) -> None:
     """Waits for the thread that registers files."""
-    end = time.monotonic() + 20
-    while not storage.describe()["pinned"] and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: storage.describe()["pinned"])
     time.sleep(0.2)
 
 
@@ -235,10 +234,7 @@ def test_a_cold_file_is_announced_as_a_whole_and_stays_in_the_page_cache(tmp_pat
     fd = os.open(path, os.O_RDONLY)
     try:
         files.expect_cold(fd, 0, 8 << 20)
-        deadline = time.monotonic() + 20
-        while pagecache.cached(path) < 1:
-            assert time.monotonic() < deadline, "the kernel was not told of the end of the file"
-            time.sleep(0.01)
+        until(lambda: pagecache.cached(path) == 1, "the kernel was not told of the end of the file")
     finally:
         os.close(fd)
     _drop(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monai_gds.records.kept import KeptRecords
+from monai_gds.records.heads import KeptRecords
 from monai_gds.storage import FileId
 
 
