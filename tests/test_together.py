@@ -172,11 +172,11 @@ def test_an_item_is_leased_until_its_record_is_there(tmp_path: Path, monkeypatch
     _ = dataset[0]
     assert publishing.wait(20)
     assert Leases(tmp_path / "cache").held_elsewhere(digest(dataset, 0))
-    assert dataset.save(0).how == "busy"
+    assert dataset.session.save(0).how == "busy"
     on.set()
     dataset.flush()
     assert not Leases(tmp_path / "cache").held_elsewhere(digest(dataset, 0))
-    assert dataset.save(0).how == "cached"
+    assert dataset.session.save(0).how == "cached"
     assert log(tmp_path) == [0]
 
 
