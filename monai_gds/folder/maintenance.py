@@ -21,7 +21,7 @@ from typing import Any
 
 from monai_gds.base.digest import digest_of
 from monai_gds.base.dtypes import DTYPES
-from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
+from monai_gds.errors import DamagedRecord, RecordError
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.folder.uses import Used
 from monai_gds.records import header
@@ -190,7 +190,8 @@ def look(path: str | os.PathLike[str], every_byte: bool = False) -> Found | None
             with contextlib.suppress(OSError):
                 st = os.stat(path)
                 file = Found(path, st.st_size, mtime_ns=st.st_mtime_ns)
-        return replace(file, problem=str(e), damaged=_is_damage(e))
+        damaged = isinstance(e, DamagedRecord) or (isinstance(e, OSError) and e.errno == errno.EIO)
+        return replace(file, problem=str(e), damaged=damaged)
     tensors = tuple((name, t.dtype, t.shape) for name, t in read.tensors.items())
     return replace(file, tensors=tensors, form=read.form, **facts)
 
@@ -212,13 +213,6 @@ def _facts(key: dict[str, Any], name: str) -> dict[str, Any]:
     if digest != header.digest_in(name):
         raise DamagedRecord("its key does not match its name: the file was swapped, copied or renamed")
     return {"item": item, "pipeline": pipeline, "sources": sources, "same": same}
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether an error is the file's fault, rather than that of its version or the reader's permissions."""
-    if isinstance(error, OSError):
-        return error.errno == errno.EIO
-    return not isinstance(error, NewerRecord)
 
 
 def _check_bytes(file: BufferedReader, read: Header) -> None:

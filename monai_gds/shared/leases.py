@@ -154,18 +154,15 @@ class Leases:
         lease = Lease(self._folder, digest)
         if not lease._holder.claim(lease):
             return None
-        try:
-            if self._make_file(lease):
-                lease._holder.keep_beating()
-                return lease
-        except OSError:  # full, read-only, somebody else's: computed all the same
-            lease._forget_file()
-            return lease
-        except BaseException:
-            lease.release()
-            raise
-        lease.release()
-        return None
+        with lease:
+            try:
+                if self._make_file(lease):
+                    lease._holder.keep_beating()
+                    lease.hand_over()
+            except OSError:  # full, read-only, somebody else's: computed all the same
+                lease._forget_file()
+                lease.hand_over()
+        return lease if lease._handed_over else None
 
     def none(self, digest: str) -> Lease:
         """A lease that holds nothing, for an item that is computed without one."""
@@ -187,11 +184,9 @@ class Leases:
         """Whether a living process, or a thread of this one, holds an item's lease."""
         if _here().holds((self._folder, digest)):
             return True
-        try:
-            with opened(self._folder) as fd:
-                return not _is_abandoned(fd, *_look(fd, digest))
-        except OSError:
-            return False
+        with contextlib.suppress(OSError), opened(self._folder) as fd:
+            return not _is_abandoned(fd, *_look(fd, digest))
+        return False
 
     def sweep(self) -> None:
         """Removes the leases of dead processes. Nobody may ever ask for these items again."""
@@ -282,7 +277,7 @@ class _Holder:
         known = self.held.get(what)
         return known is not None and known() is not None
 
-    # The thread is started and ended without a lock, which an interrupt could leave locked for ever.
+    # The thread is started and ended without a lock, which an interrupt could leave locked forever.
 
     def keep_beating(self) -> None:
         """Starts the thread unless it runs."""

@@ -118,7 +118,7 @@ def _place() -> str:
 def _started(pid: int | str) -> str | None:
     """When a process started, in clock ticks since boot; None if there is no such process.
 
-    A process that has ended may stay in the table until its parent asks for it, in some containers for ever.
+    A process that has ended may stay in the table until its parent asks for it, in some containers forever.
     """
     try:
         with open(f"/proc/{pid}/stat") as f:
