@@ -181,7 +181,8 @@ class ReadAhead:
 
     def _arrived(self) -> Begun:
         """The next item of the current batch, up to its random transforms. Waits for its worker, if one computes it."""
-        self._begin_what_fits()
+        while (room := self._room()) and (self._waiting or self._draw()):
+            self._begin(min(room, len(self._waiting)))
         upcoming = self._current[0]
         if upcoming.begun is None:  # even without room: the batch has to be completed
             self._begin(1)
@@ -201,10 +202,6 @@ class ReadAhead:
         begun.arrive()
         upcoming.begun = None
         return begun
-
-    def _begin_what_fits(self) -> None:
-        while (room := self._room()) and (self._waiting or self._draw()):
-            self._begin(min(room, len(self._waiting)))
 
     def _room(self) -> int:
         """How many more records, each as large as the last one, may be begun; one while no size is known."""

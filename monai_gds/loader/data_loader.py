@@ -31,7 +31,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from numbers import Integral
 from typing import Any, Literal
 
@@ -51,8 +51,8 @@ from monai_gds.loader.collate import collate
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
 from monai_gds.loader.openmp import heed_load
 from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
-from monai_gds.loader.stats import Recorder, Stats
-from monai_gds.loader.transform_workers import Processes, WorkerBatches, with_seed
+from monai_gds.loader.stats import MeasuredEpoch, Stats
+from monai_gds.loader.transform_workers import Order, Processes, WorkerBatches, with_seed
 
 __all__ = ["GDSDataLoader"]
 
@@ -150,13 +150,12 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # of the loop that was begun last
         self._loaded: Mapping[str, Any] | None = None  # the state from which the next loop continues
-        self._recorder: Recorder | None = Recorder() if stats else None
+        self._measures = stats
+        self._epoch: MeasuredEpoch | None = None  # that was begun last
 
     def __iter__(self) -> Iterator[Any]:
-        return Later(self._measured)
-
-    def _measured(self) -> Iterator[Any]:
-        return self._begin(None) if self._recorder is None else self._recorder.measure(self._begin)
+        epoch = MeasuredEpoch() if self._measures else None
+        return Later(partial(self._begin, epoch), epoch)
 
     def stats(self) -> Stats:
         """Where the time of the last epoch went, or of the current one so far.
@@ -164,9 +163,11 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             RuntimeError: the loader was made without ``stats=True``, or no epoch has begun.
         """
-        if self._recorder is None:
+        if not self._measures:
             raise RuntimeError("nothing is measured: make the loader with stats=True")
-        return self._recorder.stats()
+        if self._epoch is None:
+            raise RuntimeError("no epoch has begun: iterate over the loader first")
+        return self._epoch.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop that was begun last: after the last batch that it gave.
@@ -196,17 +197,17 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has begun no loop."""
-        recorder = None if self._recorder is None else Recorder()
-        return {**self.__dict__, "idle": [], "_place": None, "_recorder": recorder}
+        return {**self.__dict__, "idle": [], "_place": None, "_epoch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         weakref.finalize(self, _close_all, self.idle)
 
-    def _begin(self, watch: Watch | None) -> Iterator[Any]:
+    def _begin(self, epoch: MeasuredEpoch | None) -> Iterator[Any]:
+        self._epoch = epoch
         state, self._loaded = self._loaded, None
         try:
-            return self._begin_at(state, watch)
+            return self._begin_at(state, None if epoch is None else epoch.watch)
         except BaseException:  # a second attempt continues from the same state
             self._loaded = state
             raise
@@ -237,13 +238,10 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def index_batches(self) -> Iterator[Sequence[int]]:
         """The indices of the batches of an epoch, drawn as torch's own loader draws them, random seeds included."""
-        settings = {"batch_sampler": self.batch_sampler} if self.batch_sampler is not None else {
-            "sampler": self.sampler, "batch_size": None
-        }  # fmt: skip
+        batched = self.batch_sampler is not None
+        settings = {"batch_sampler": self.batch_sampler} if batched else {"sampler": self.sampler, "batch_size": None}
         loader = TorchDataLoader(_Indices(), collate_fn=lambda found: found, generator=self.generator, **settings)
-        if self.batch_sampler is not None:
-            return iter(loader)
-        return ([index] for index in loader)
+        return iter(loader) if batched else ([index] for index in loader)
 
     def batches_in_flight(self) -> int:
         """How many batches workers may be making, or have made without the consumer having taken them."""
@@ -340,8 +338,11 @@ class Epoch(Iterator[Any]):
         draw = partial(_drawn, loader)
         if loader.transforms_on:
             place, seeded = begin_or_go_on(loader, partial(with_seed, loader.generator, draw), state)
-            ahead = workers = WorkerBatches(loader, gds_datasets(loader.dataset), device, seeded, watch)
-            assemble = ahead.assemble
+            most = loader.prefetch_bytes or limits.PREFETCH_BYTES
+            order = Order(loader.num_workers, loader.multiprocessing_context, loader.batches_in_flight(), most)
+            parts = gds_datasets(loader.dataset)
+            ahead = workers = WorkerBatches(order, loader.idle, loader.collation, parts, device, seeded, watch)
+            assemble = loader.pinned if ahead.whole else loader.assemble
         else:
             place, batches = begin_or_go_on(loader, draw, state)
             workers = cache_workers
@@ -406,8 +407,7 @@ def _stop_all() -> None:
 def _drawn(loader: GDSDataLoader) -> Iterator[list[tuple[GDSDataset, int]]]:
     """The dataset and index of each item, by batch. The first batch, and with it a sampler's seed, is drawn at once."""
     batches, dataset = loader.index_batches(), loader.dataset
-    first = next(batches, None)
-    drawn = batches if first is None else chain([first], batches)
+    drawn = chain(list(islice(batches, 1)), batches)
     return ([find_item(dataset, index) for index in indices] for indices in drawn)
 
 

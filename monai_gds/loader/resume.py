@@ -12,6 +12,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset
 
+from monai_gds.loader.stats import MeasuredEpoch
 from monai_gds.pipeline.randomness import Slot, is_generator, put_back, slots, states_at
 
 __all__ = ["Later", "Place", "begin_or_go_on", "check"]
@@ -31,8 +33,6 @@ _SHARED = {
     "numpy": Slot(np.random.mtrand, "_rand"),
     "python": Slot(random, "_inst"),
 }
-
-_NOTHING = object()
 
 
 class Place:
@@ -129,10 +129,10 @@ def begin_or_go_on(
         pass
     place.arrive(state, epochs)
     if place.batches:
-        following = next(batches, _NOTHING)
-        if following is _NOTHING:
+        following = list(islice(batches, 1))
+        if not following:
             return Place(loader), begin()
-        batches = chain([following], batches)
+        batches = chain(following, batches)
     return place, batches
 
 
@@ -153,21 +153,22 @@ class Later(Iterator[Any]):
     """A loop that begins with its first batch: one that nobody iterates over draws nothing.
 
     A trainer may begin a loop that it does not use, and tell the sampler of another its epoch after ``iter``. Of
-    several threads that share a loop, one begins it.
+    several threads that share a loop, one begins it. If there is an ``epoch``, the waiting for batches is measured.
     """
 
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self._begin = begin
+    def __init__(self, begin: Callable[[], Iterator[Any]], epoch: MeasuredEpoch | None = None) -> None:
+        self._begin, self._epoch = begin, epoch
         self._batches: Iterator[Any] | None = None
         self._lock = threading.RLock()
 
     def __next__(self) -> Any:
-        if self._batches is None:
-            with self._lock:
-                if self._batches is None:
-                    self._batches = self._begin()
         try:
-            return next(self._batches)
+            with nullcontext() if self._epoch is None else self._epoch.consumer_waits():
+                if self._batches is None:
+                    with self._lock:
+                        if self._batches is None:
+                            self._batches = self._begin()
+                return next(self._batches)
         except KeyboardInterrupt:  # as in Epoch
             del self
             raise

@@ -23,6 +23,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,16 +48,12 @@ _numbers = itertools.count()
 
 
 class Place(NamedTuple):
-    """Where a worker finds an arena.
-
-    Attributes:
-        file: device and inode. The descriptor may be that of another file by now, which must not be written to.
-    """
+    """Where a worker finds an arena."""
 
     number: int
     process: int
     descriptor: int
-    file: tuple[int, int]
+    file: tuple[int, int]  # device and inode: the descriptor may be another file's by now, not to be written to
     nbytes: int
 
 
@@ -104,29 +101,28 @@ class Arena:
 
     def pin(self, nbytes: int) -> None:
         """Page-locks the first bytes for copies to a CUDA device, unless they are or CUDA refuses."""
-        if nbytes > self._pinned.nbytes:
-            self._pinned.renew(nbytes)
-
-
-class _Pinned:
-    """How much of an arena is page-locked."""
-
-    def __init__(self, address: int) -> None:
-        self._address, self.nbytes = address, 0
-
-    def renew(self, nbytes: int) -> None:
-        self.end()
+        if nbytes <= self._pinned.nbytes:
+            return
+        self._pinned.end()
         try:
-            pin(self._address, nbytes)
-            self.nbytes = nbytes
+            pin(self._pinned.address, nbytes)
+            self._pinned.nbytes = nbytes
         except RuntimeError as e:
             if Notice("not page-locked", str(e)).is_new():
                 _log.warning("batches are copied from memory that is not page-locked, which is slower: %s", e)
 
+
+@dataclass
+class _Pinned:
+    """How much of an arena is page-locked."""
+
+    address: int
+    nbytes: int = 0
+
     def end(self) -> None:
         if self.nbytes:
             self.nbytes = 0
-            unpin(self._address)
+            unpin(self.address)
 
 
 def _free(owner: Owner, descriptor: int, pinned: _Pinned) -> None:
@@ -177,13 +173,12 @@ class Arenas:
         self._made[arena.place.number] = arena
         return arena
 
-    def give_back(self, arena: Arena) -> None:
-        """Takes back an arena whose batch is gone."""
-        self._free.append(arena)
-
-    def give_back_behind(self, copies: torch.cuda.Event, arena: Arena) -> None:
-        """Takes back an arena, to be reused after the event of the copies from it."""
-        self._copied.append((copies, arena))
+    def give_back(self, arena: Arena, copied: torch.cuda.Event | None = None) -> None:
+        """Takes back an arena whose batch is gone, or will be when it is ``copied``."""
+        if copied is None:
+            self._free.append(arena)
+        else:
+            self._copied.append((copied, arena))
 
     def note(self, packed: Packed) -> None:
         """Makes arenas from now on large enough for batches like this one."""
@@ -238,19 +233,12 @@ def _mapping(place: Place) -> mmap.mmap:
 
 
 class Packed(NamedTuple):
-    """A packed batch.
+    """A packed batch."""
 
-    Attributes:
-        pickled: everything but large buffers.
-        spans: offset and size of each buffer in the arena, and whether it goes to the device.
-        nbytes: bytes of an arena that the buffers take.
-        loose: the buffers, if they are not in the arena.
-    """
-
-    pickled: bytes
-    spans: list[tuple[int, int, bool]]
-    nbytes: int
-    loose: list[np.ndarray] | None
+    pickled: bytes  # everything but large buffers
+    spans: list[tuple[int, int, bool]]  # offset and size of each buffer in the arena, and whether it goes to the device
+    nbytes: int  # of an arena that the buffers take
+    loose: list[np.ndarray] | None  # the buffers, if they are not in the arena
 
 
 def pack(batch: Any, moving: Iterable[torch.Tensor], room: memoryview | None) -> Packed:

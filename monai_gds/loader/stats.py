@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from monai_gds.base.stages import Watch
 
-__all__ = ["Recorder", "Stats"]
+__all__ = ["MeasuredEpoch", "Stats"]
 
 #: The stages in which the loader's thread has nothing to do.
 _AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
@@ -133,39 +133,22 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "0%"
 
 
-class Recorder:
-    """Measures the epochs of a loader, and keeps the figures of the last one. It keeps no loop alive."""
-
-    def __init__(self) -> None:
-        self._epoch: _Epoch | None = None
-
-    def measure(self, begin: Callable[[Watch], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of an epoch, which ``begin`` begins."""
-        self._epoch = _Epoch()
-        return _Loop(self._epoch, begin)
-
-    def stats(self) -> Stats:
-        """See :meth:`GDSDataLoader.stats`."""
-        if self._epoch is None:
-            raise RuntimeError("no epoch has begun: iterate over the loader first")
-        return self._epoch.stats()
-
-
-class _Epoch:
-    """The measurements of an epoch."""
+class MeasuredEpoch:
+    """The measurements of an epoch. It keeps no loop alive."""
 
     def __init__(self) -> None:
         self.watch = Watch()
-        self.began = time.perf_counter()
-        self.seconds = self.waiting = 0.0
+        self.began = self.seconds = self.waiting = 0.0
         self.batches = 0
 
     @contextmanager
     def consumer_waits(self) -> Iterator[None]:
-        """Counts the time of the block as waiting of the consumer."""
+        """Counts the time of the block as waiting of the consumer for a batch."""
         asked = time.perf_counter()
+        self.began = self.began or asked
         try:
             yield
+            self.batches += 1
         finally:
             now = time.perf_counter()
             self.waiting += now - asked
@@ -175,11 +158,10 @@ class _Epoch:
         seconds, counts = dict(self.watch.seconds), dict(self.watch.counts)
         behind = seconds.pop(("saving", "in the background"), 0.0)
         stages: defaultdict[str, float] = defaultdict(float)
-        parts: dict[str, dict[str, float]] = {"transforms": {}, "random transforms": {}}
+        parts: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for (stage, part), taken in sorted(seconds.items(), key=lambda item: -item[1]):
             stages[stage] += taken
-            if stage in parts:
-                parts[stage][part] = taken
+            parts[stage][part] = taken
         return Stats(
             seconds=self.seconds,
             waiting=self.waiting,
@@ -193,27 +175,3 @@ class _Epoch:
             nbytes=counts.get("bytes", 0),
             in_workers=self.watch.in_workers,
         )
-
-
-class _Loop(Iterator[Any]):
-    """A loop over the batches of an epoch that is measured."""
-
-    def __init__(self, epoch: _Epoch, begin: Callable[[Watch], Iterator[Any]]) -> None:
-        self._epoch = epoch
-        with epoch.consumer_waits():
-            self._batches = begin(epoch.watch)
-
-    def __next__(self) -> Any:
-        try:
-            with self._epoch.consumer_waits():
-                batch = next(self._batches)
-        except KeyboardInterrupt:  # as in Epoch
-            del self
-            raise
-        self._epoch.batches += 1
-        return batch
-
-    def close(self) -> None:
-        """Leaves the loop and ends its thread."""
-        if hasattr(self._batches, "close"):
-            self._batches.close()

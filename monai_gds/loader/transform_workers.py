@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from numbers import Number
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from monai.transforms.utils import reset_ops_id
 
-from monai_gds import limits
 from monai_gds.base.notices import attach, place
 from monai_gds.base.stages import Measurements, Watch, enter, measured
 from monai_gds.base.workers import Workers
@@ -47,21 +46,13 @@ _DELIVERED = 4
 
 
 class Work(NamedTuple):
-    """What a worker needs for every batch.
+    """What a worker needs for every batch."""
 
-    Attributes:
-        parts: the datasets.
-        collate: makes a batch of a list of items; None leaves that to the loader's process.
-        on_device: whether batches go to a CUDA device.
-        state: the settings of the loader's process.
-        told: where that process notes what its user has been told.
-    """
-
-    parts: list[Session]
-    collate: Callable[[list[Any]], Any] | None
-    on_device: bool
-    state: State
-    told: tuple[str, int, int] | None
+    parts: list[Session]  # of the datasets
+    collate: Callable[[list[Any]], Any] | None  # makes a batch of a list of items; None: the loader's process does
+    on_device: bool  # whether batches go to a CUDA device
+    state: State  # the settings of the loader's process
+    told: tuple[str, int, int] | None  # where that process notes what its user has been told
 
 
 class Task(NamedTuple):
@@ -95,9 +86,7 @@ class Worker:
 
     def _packed(self, task: Task) -> Packed:
         work = self._work = self._work or _unpickled(self._pickled)
-        items = [
-            _item(work.parts[part], index, task.seed, task.first + i) for i, (part, index) in enumerate(task.items)
-        ]
+        items = [_item(work.parts[p], index, task.seed, task.first + i) for i, (p, index) in enumerate(task.items)]
         work.parts[0].flush()  # this process may be killed before its own writer is done
         enter("collating")
         first = None if work.collate is None else _first(items)
@@ -144,12 +133,9 @@ def _moving(value: Any, item: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if not isinstance(item, (Number, np.ndarray, np.generic)):
             yield value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _moving(part, _at(item, key))
-    elif isinstance(value, (list, tuple)):
-        for i, part in enumerate(value):
-            yield from _moving(part, _at(item, i))
 
 
 def _at(item: Any, key: Any) -> Any:
@@ -166,12 +152,12 @@ def _at(item: Any, key: Any) -> Any:
 class Order(NamedTuple):
     """What processes are started for. Processes with an equal order are used again."""
 
-    work: bytes
     num_workers: int
     context: Any
-    ahead: int
-    most_bytes: int
-    process: int
+    ahead: int  # how many batches may be under way
+    most_bytes: int  # of shared memory
+    work: bytes = b""
+    process: int = 0  # that starts them
 
 
 class Processes:
@@ -202,8 +188,7 @@ def with_seed(
     generator: torch.Generator | None, draw: Callable[[], Iterator[Sequence[tuple[GDSDataset, int]]]]
 ) -> Iterator[Drawn]:
     """The batches of an epoch, whose seed is what torch's loader is about to draw for its workers."""
-    ahead = torch.Generator()
-    ahead.set_state((generator or torch.default_generator).get_state())
+    ahead = (generator or torch.default_generator).clone_state()
     return _numbered(draw(), int(torch.empty((), dtype=torch.int64).random_(generator=ahead)))
 
 
@@ -222,25 +207,20 @@ class _Running(NamedTuple):
     arena: Arena | None
 
 
-class Loader(Protocol):
-    """The part of a GDSDataLoader that this file uses."""
-
-    num_workers: int
-    multiprocessing_context: Any
-    prefetch_bytes: int | None
-    idle: list[Processes]
-    collation: Callable[[list[Any]], Any]
-
-    def batches_in_flight(self) -> int: ...
-    def assemble(self, items: list[Any]) -> Any: ...
-    def pinned(self, batch: Any) -> Any: ...
-
-
 class WorkerBatches:
     """The batches of one epoch, in order. Belongs to the loader's thread, but for :meth:`close`.
 
+    Args:
+        order: what processes are started for; their work is added here.
+        idle: processes of the last epoch; those of this one are left there.
+        collate: makes a batch of a list of items.
+        parts: the datasets.
+        device: where batches go.
+        batches: what to make.
+        watch: adds up what workers measure.
+
     Attributes:
-        assemble: turns the result of :meth:`next_batch` into a batch for the consumer.
+        whole: whether :meth:`next_batch` returns batches, rather than items for the rest of their transforms.
 
     Raises:
         ValueError: something cannot be sent to workers.
@@ -249,31 +229,19 @@ class WorkerBatches:
     finished = 0, 0
 
     def __init__(
-        self, loader: Loader, parts: Sequence[GDSDataset], device: torch.device, batches: Iterable[Drawn],
-        watch: Watch | None = None,
+        self, order: Order, idle: list[Processes], collate: Callable[[list[Any]], Any], parts: Sequence[GDSDataset],
+        device: torch.device, batches: Iterable[Drawn], watch: Watch | None,
     ) -> None:  # fmt: skip
         self._parts, self._device, self._batches, self._watch = parts, device, iter(batches), watch
         views = [part.session.for_worker(loads=True) for part in parts]
         self._done = [len(view.split().steps()) for view in views]
-        self.whole = all(
-            len(part.session.split().steps()) == done for part, done in zip(parts, self._done, strict=True)
-        )
-        self.assemble = loader.pinned if self.whole else loader.assemble
-        collate = loader.collation if self.whole else None
-        work = Work(views, collate, device.type == "cuda", capture_all(), place())
-        ahead = loader.batches_in_flight()
-        order = Order(
-            _pickled(work),
-            loader.num_workers,
-            loader.multiprocessing_context,
-            ahead,
-            loader.prefetch_bytes or limits.PREFETCH_BYTES,
-            os.getpid(),
-        )
-        self._idle = loader.idle
-        while self._idle and self._idle[-1].order != order:
-            self._idle.pop().close()
-        self._processes = self._idle.pop() if self._idle else Processes(order)
+        self.whole = self._done == [len(part.session.split().steps()) for part in parts]
+        work = Work(views, collate if self.whole else None, device.type == "cuda", capture_all(), place())
+        order = order._replace(work=_pickled(work), process=os.getpid())
+        self._idle = idle
+        while idle and idle[-1].order != order:
+            idle.pop().close()
+        self._processes = idle.pop() if idle else Processes(order)
         self._running: deque[_Running] = deque()
         self._news: queue.SimpleQueue[object] = queue.SimpleQueue()  # the next batch is ready, or the loop was left
         self._error: Exception | None = None  # raised after the running batches
@@ -330,14 +298,8 @@ class WorkerBatches:
         arenas = self._processes.arenas
         arena = arenas.take()
         items = [(self._parts.index(dataset), index) for dataset, index in drawn.places]
-        task = Task(
-            items,
-            drawn.seed,
-            drawn.first,
-            None if arena is None else arena.place,
-            arenas.numbers,
-            self._watch is not None,
-        )
+        place = None if arena is None else arena.place
+        task = Task(items, drawn.seed, drawn.first, place, arenas.numbers, self._watch is not None)
         self._running.append(_Running(drawn, self._processes.workers.submit(task), arena))
         return True
 
@@ -350,10 +312,11 @@ class WorkerBatches:
                 arenas.give_back(arena)
             return unpack(packed, None, self._copied)
         if self._device.type == "cpu":
-            return unpack(packed, arena.shared(packed.nbytes, partial(arenas.give_back, arena)), _in_place)
+            memory = arena.shared(packed.nbytes, partial(arenas.give_back, arena))
+            return unpack(packed, memory, lambda buffer, moves: buffer)
         arena.pin(packed.nbytes)
         batch = unpack(packed, arena.memory, self._copied)
-        arenas.give_back_behind(torch.cuda.current_stream(self._device).record_event(), arena)
+        arenas.give_back(arena, torch.cuda.current_stream(self._device).record_event())
         return batch
 
     def _copied(self, buffer: np.ndarray, moves: bool) -> Any:
@@ -370,10 +333,6 @@ class WorkerBatches:
         with naming(index, dataset.data[index]):
             seed_transforms(split.steps()[done:], drawn.seed, drawn.first + number, _HERE)
             return split.after(item, done)
-
-
-def _in_place(buffer: np.ndarray, moves: bool) -> Any:
-    return buffer
 
 
 def _pickled(work: Work) -> bytes:
