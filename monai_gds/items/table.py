@@ -11,6 +11,7 @@ import pathlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -64,10 +65,6 @@ def _plain(tag: str, cls: type, encode: Callable[[Any], Any], decode: Callable[[
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers, classes, dates and times
-
-
-def _int_of(digits: str) -> int:
-    return int(digits, 16)
 
 
 def _complex(encoder: Encoder, value: complex, path: Path) -> Any:
@@ -393,16 +390,16 @@ def _metatensor(encoder: Encoder, value: torch.Tensor, path: Path) -> Any:
     # Without importing MONAI: packed images are records too, and need none of it.
     if type(value) is not getattr(sys.modules.get("monai.data.meta_tensor"), "MetaTensor", None):
         raise unsupported(value, path)
-    return encoder.inside(value, path, lambda: _metatensor_node(encoder, value, path))
 
+    def node() -> Any:
+        data = _tensor(encoder, value.as_subclass(torch.Tensor), path)
+        encoder.on_host += 1
+        try:
+            return {"$metatensor": [data, encoder.pairs(vars(value), path)]}
+        finally:
+            encoder.on_host -= 1
 
-def _metatensor_node(encoder: Encoder, value: torch.Tensor, path: Path) -> Any:
-    data = _tensor(encoder, value.as_subclass(torch.Tensor), path)
-    encoder.on_host += 1
-    try:
-        return {"$metatensor": [data, encoder.pairs(vars(value), path)]}
-    finally:
-        encoder.on_host -= 1
+    return encoder.inside(value, path, node)
 
 
 def _metatensor_form(parser: Parser, payload: list[Any]) -> Form:
@@ -436,7 +433,9 @@ _LIST = _container(list, list, list, Encoder.members)
 
 #: Types that come first when an item is taken apart. Registering one of them has no effect.
 _FREQUENT = (
-    Type("$int", (int,), lambda e, v, p: v if -(2**63) <= v < 2**64 else {"$int": hex(v)}, _value(_int_of)),
+    Type(
+        "$int", (int,), lambda e, v, p: v if -(2**63) <= v < 2**64 else {"$int": hex(v)}, _value(partial(int, base=16))
+    ),
     Type("$float", (float,), lambda e, v, p: v if math.isfinite(v) else {"$float": repr(v)}, _value(float)),
     Type("$complex", (complex,), _complex, _value(_complex_of)),
     _plain("$bytes", bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
@@ -498,22 +497,6 @@ _MADE = (
 )  # fmt: skip
 
 
-def _refused(tag: str) -> Type:
-    def parse(parser: Parser, payload: Any) -> Form:
-        raise gone(f"a {tag!r}")
-
-    return Type(tag, (), None, parse)
-
-
-#: Types in records of earlier versions. They are refused like types that nobody registered.
-_GONE = tuple(
-    _refused(f"${name}")
-    for name in (
-        "bytearray", "counter", "decimal", "defaultdict", "deque", "ellipsis", "fraction", "masked", "masked_array",
-        "namespace", "numpy_bytes", "numpy_type", "objects", "proxy", "uuid", "void",
-    )
-)  # fmt: skip
-
 FIXED = {cls: row.encode for row in _FREQUENT if row.encode for cls in row.types}
 OTHERS = {cls: row.encode for row in _OTHERS if row.encode for cls in row.types}
-ROWS = {row.tag: row for row in (*_FREQUENT, *_OTHERS, *_MADE, *_GONE)}
+ROWS = {row.tag: row for row in (*_FREQUENT, *_OTHERS, *_MADE)}
