@@ -158,7 +158,7 @@ def check_holes(file: int | str) -> None:
     soon as they are read. A record has none when it is written, but a copy may have some where the tensors have zeros,
     as may any file on a file system that does not store zeros. So a file is refused only if it cannot be such a copy:
     it has more than 256 MiB of holes, and less than 1/64 as much data, on a file system that keeps zeros. Its item is
-    computed anew, and the new record has no holes.
+    computed again, and the new record has no holes.
 
     Raises:
         DamagedRecord: the file is refused.

@@ -349,7 +349,7 @@ def test_arrays_are_what_was_asked_for(make: Make, arrays: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# When an item is computed anew
+# When an item is computed again
 
 
 def test_changed_source_changed_transform_changed_item(make: Make, tmp_path: Path) -> None:
