@@ -58,7 +58,8 @@ class Problems:
         self._directory = directory
         self._run = run
         self._unmade = unmade
-        self._folder, self._instead = ("local_dir", "read from cache_dir") if copies else ("cache_dir", "computed again")
+        self._folder = "local_dir" if copies else "cache_dir"
+        self._instead = "read from cache_dir" if copies else "computed again"
         self._reported: set[Any] = set()
         self._newer: set[str] = set()
         self._lock = threading.Lock()
