@@ -94,8 +94,8 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", **options: Any
     first.
 
     Args:
-        cache_dir: for datasets that name no folder of their own, as ``CacheDataset`` never does.
-        device: for datasets that name none. ``"cpu"``, as MONAI's are.
+        cache_dir: the folder of datasets that do not name one, as ``CacheDataset`` never does.
+        device: the device of datasets that do not name one. The default is the CPU, as in MONAI.
         options: further arguments of :class:`~monai_gds.GDSDataset`.
 
     Returns:

@@ -181,8 +181,8 @@ class Session(NamedTuple):
         """Begins to read the items that are cached.
 
         Args:
-            indices: of the items.
-            items: the items themselves; by default those that the data have under these indices.
+            indices: which items.
+            items: the items themselves; by default, ``data`` at these indices.
             whole: whether no random transforms follow.
             alone: whether this is one item that is ended at once.
 

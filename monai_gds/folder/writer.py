@@ -97,7 +97,7 @@ class Writer:
         """Queues optional work. Drops it if the queue is full, or has work of this name. Never waits.
 
         Args:
-            name: of the work.
+            name: what the work is called.
             work: called by the thread. What it raises is raised as by :meth:`submit`.
             nbytes: how much it will write.
         """

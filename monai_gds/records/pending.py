@@ -39,7 +39,7 @@ def start(reader: RecordReader, paths: Sequence[str], lazily: bool = False) -> l
 
     Args:
         reader: reads them.
-        paths: of the records.
+        paths: the records.
         lazily: whether to leave out tensors in tiles, of which :meth:`PendingItem.read` then reads boxes.
 
     Returns:
@@ -124,7 +124,7 @@ class PendingItem:
 
         Args:
             item: the dataset's own item, from which values are taken that no record can store.
-            tensors: in place of those in :attr:`tiled`, by name.
+            tensors: replace those in :attr:`tiled`, by name.
 
         Returns:
             ``(item,)``, since an item may itself be None. It shares nothing with that of another call. None if the
