@@ -90,7 +90,7 @@ class Workers(Generic[T]):
             try:
                 sent = pickle.dumps(work)
             except Exception as e:
-                return f"what they would run cannot be pickled: {e}"
+                return f"the function that they would run cannot be pickled: {e}"
         self._executor = ProcessPoolExecutor(
             num_workers, mp_context=context, initializer=_begin, initargs=(sent, environment)
         )
@@ -252,7 +252,7 @@ def _begin(work: Any, environment: Mapping[str, str] | None) -> None:
         try:
             work = pickle.loads(work)
         except Exception as e:
-            _problem = f"what they would run cannot be unpickled in another process: {e}"
+            _problem = f"the function that they would run cannot be unpickled in another process: {e}"
     _work = work
 
 

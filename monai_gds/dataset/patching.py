@@ -67,7 +67,7 @@ class Patch:
             RuntimeError: another patch has been made since, and must be undone first.
         """
         if any(getattr(place, name) is not self._stand_ins[name] for place, name, _ in self._before):
-            raise RuntimeError("the names of monai.data were replaced again since: undo that first")
+            raise RuntimeError("the names of monai.data have been replaced again since: undo that first")
         for place, name, original in self._before:
             setattr(place, name, original)
             if original is _MONAIS[name] and "__reduce_ex__" in vars(original):

@@ -255,7 +255,7 @@ def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ..
     for part in _with_inner(code):
         before: list[Any] = [0, None]
         for instruction in dis.get_instructions(part):
-            if instruction.opname == "EXTENDED_ARG":  # in front of any whose argument is above 255
+            if instruction.opname == "EXTENDED_ARG":  # before any whose argument is above 255
                 continue
             if instruction.opname == "IMPORT_NAME":
                 level, members = before

@@ -30,7 +30,7 @@ _ADVICE: dict[Any, str] = {
     errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move {folder}",
     errno.ESTALE: "the file server has lost it: mount it again",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
-    errno.EOPNOTSUPP: 'GDSDataset(backend="posix") reads without it; `monai-gds doctor` tells more',
+    errno.EOPNOTSUPP: 'GDSDataset(backend="posix") reads without it; `monai-gds doctor` shows more',
     errno.ENFILE: "this machine has too many files open: raise fs.file-max",
 }
 
