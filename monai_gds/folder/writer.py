@@ -98,7 +98,7 @@ class Writer:
 
         Args:
             name: what the work is called.
-            work: called by the thread. What it raises is raised as by :meth:`submit`.
+            work: called by the thread. Its errors are raised as by :meth:`submit`.
             nbytes: how much it will write.
         """
         if name not in self._queue and self._has_room(nbytes):

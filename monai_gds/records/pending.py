@@ -99,7 +99,7 @@ class PendingItem:
 
     Attributes:
         tiled: dtype and shape, by name, of each tensor of which :meth:`read` reads boxes. Empty if all of the item is
-            being read. What comes as a NumPy array, is complex or requires a gradient is not among them.
+            being read. Tensors that come as NumPy arrays, are complex or require a gradient are not among them.
         nbytes: bytes of the record. If boxes are read, bytes of the reads begun so far, and of the memory of what they
             are unpacked to.
     """

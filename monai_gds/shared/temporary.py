@@ -7,7 +7,7 @@
 following links, and everything is deleted relative to that descriptor. Only regular files whose names have exactly the
 form above are deleted; nothing else there is touched.
 
-What is written gets the group and mode of the cache directory. So whoever may read the directory may read its records,
+Files get the group and mode of the cache directory. So whoever may read the directory may read its records,
 and whoever may add files to it may add records, whatever the umask of the user who came first. In a folder with the
 sticky bit, where users keep their hands off each other's files, only the owner may write to a file; nobody needs to,
 since records are replaced and never changed.
