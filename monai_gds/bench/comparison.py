@@ -82,14 +82,14 @@ class Comparison:
 
     Args:
         title: the question it answers.
-        items, transform: of the datasets.
+        items, transform: what the datasets are made of.
         keys: the tensors of a result that are consumed and compared.
         device: the target.
-        folder: for the caches.
+        folder: holds the caches.
         competitors: the competitors by name, in the order of the rows.
         repeats: timed epochs of each.
         batch_size: items per batch.
-        unit: of :attr:`amount` per second.
+        unit: the unit of :attr:`amount`, per second.
         reference: the competitor that the others are compared with.
         cold: each epoch begins with none of the competitor's files in the page cache.
         uncached: gives the results that those of the competitors must equal.

@@ -66,7 +66,7 @@ class LoaderSettings:
         options: storage options, each for the backends that take it. With ``blockmap``, those that take it read the
             images that the map holds.
         resized: for ``packed-resized``: the same images, packed and made smaller; made where missing.
-        max_side, quality: how, as for :func:`~monai_gds.imagenet.files.packing.pack_folder`.
+        max_side, quality: how they are made smaller, as for :func:`~monai_gds.imagenet.files.packing.pack_folder`.
     """
 
     datadir: Path

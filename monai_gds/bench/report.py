@@ -38,7 +38,7 @@ class Row:
     """One competitor's figures, or the reason why it has none.
 
     Args:
-        name: in the table.
+        name: the first column of the table.
         samples: one figure per repetition, in the report's unit; empty if it could not run.
         reason: why it could not run, with the remedy.
         notes: further columns, as text by heading: ``{"page cache": "warm"}``.

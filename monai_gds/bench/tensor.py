@@ -54,7 +54,7 @@ class Tensors:
         methods: names of methods, in the order of the rows.
         loop: timed repetitions of each; one more comes first and does not count.
         validate: compare with what plain Python reads or wrote.
-        options: for the backends in :data:`TUNABLE`.
+        options: passed to the backends in :data:`TUNABLE`.
     """
 
     methods: Sequence[str]

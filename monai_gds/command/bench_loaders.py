@@ -164,7 +164,7 @@ def _readers(
     Args:
         named: the readers that the user named, if any.
         by_blocks: the readers that take ``options``.
-        options: of the block readers, as the user gave them.
+        options: what the user gave for the block readers.
         resizes: whether images are made smaller.
         has_folder: whether there is a folder of images. Block readers can do with a block map.
     """

@@ -97,8 +97,8 @@ class Writer:
         """Queues optional work. Drops it if the queue is full, or has work of this name. Never waits.
 
         Args:
-            name: of the work.
-            work: called by the thread. What it raises is raised as by :meth:`submit`.
+            name: what the work is called.
+            work: called by the thread. Its errors are raised as by :meth:`submit`.
             nbytes: how much it will write.
         """
         if name not in self._queue and self._has_room(nbytes):

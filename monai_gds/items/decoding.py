@@ -97,7 +97,7 @@ class Parser:
                     return row.parse(self, node[tag])  # type: ignore[no-any-return]
             unknown = [key for key in node if key.startswith("$")]
             if unknown:
-                raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
+                raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not support")
             return "$dict", tuple(node), None, self.forms(node.values())
         if kind is list:
             return self._rows[list].parse(self, node)  # type: ignore[no-any-return]
@@ -253,7 +253,7 @@ def fields(payload: dict[str, Any], of: str, *needed: str, **optional: Any) -> l
     """
     unknown = payload.keys() - {*needed, *optional}
     if unknown:
-        raise NewerRecord(f"it holds {of} with {sorted(unknown)}, which this version does not know")
+        raise NewerRecord(f"it holds {of} with {sorted(unknown)}, which this version does not support")
     return [*(payload[name] for name in needed), *(payload.get(name, default) for name, default in optional.items())]
 
 

@@ -39,7 +39,7 @@ def start(reader: RecordReader, paths: Sequence[str], lazily: bool = False) -> l
 
     Args:
         reader: reads them.
-        paths: of the records.
+        paths: the records.
         lazily: whether to leave out tensors in tiles, of which :meth:`PendingItem.read` then reads boxes.
 
     Returns:
@@ -101,7 +101,7 @@ class PendingItem:
 
     Attributes:
         tiled: dtype and shape, by name, of each tensor of which :meth:`read` reads boxes. Empty if all of the item is
-            being read. What comes as a NumPy array, is complex or requires a gradient is not among them.
+            being read. Tensors that come as NumPy arrays, are complex or require a gradient are not among them.
         nbytes: bytes of the record. If boxes are read, bytes of the reads begun so far, and of the memory of what they
             are unpacked to.
     """
@@ -126,7 +126,7 @@ class PendingItem:
 
         Args:
             item: the dataset's own item, from which values are taken that no record can store.
-            tensors: in place of those in :attr:`tiled`, by name.
+            tensors: replace those in :attr:`tiled`, by name.
 
         Returns:
             ``(item,)``, since an item may itself be None. It shares nothing with that of another call. None if the

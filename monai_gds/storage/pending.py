@@ -122,7 +122,7 @@ class Pending:
                 handed out like destinations; it must allocate on the current stream. It must not read from the same
                 storage, since it may run in the storage's own thread: there a queue raises RuntimeError.
             aside: on a CUDA target, run the step on one of several other streams, so that later copies do not wait for
-                it. For work that takes longer than a copy.
+                it. This suits work that takes longer than a copy.
 
         Returns:
             Pending of the tensors that ``step`` returns. An exception in ``step`` fails every file.

@@ -187,7 +187,7 @@ class RunTable:
         """The block that holds the ``k``-th element of the chosen values, counted from 0.
 
         Returns:
-            Its index, how many such elements are in front of it, and how many elements of any value are.
+            Its index, how many such elements come before it, and how many elements of any value do.
         """
         ends = np.cumsum(self._counts[:, chosen].sum(1, dtype=np.int64))
         block = int(np.searchsorted(ends, k, side="right"))

@@ -80,7 +80,7 @@ def unpack_boxes(
         buffer: 1-D uint8, into which their streams were read. It is overwritten.
         boxes: the voxels to fill.
         arrangement: where their voxels go.
-        memory: 1-D CPU tensor of the arrangement's size and the layout's dtype. What lies between boxes may change.
+        memory: 1-D CPU tensor of the arrangement's size and the layout's dtype. Elements between the boxes may change.
 
     Raises:
         DamagedRecord: a stream is not what was compressed.

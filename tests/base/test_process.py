@@ -70,8 +70,8 @@ def test_a_forked_child_makes_its_own_and_frees_none_of_its_parents() -> None:
         del results  # its own result is freed as usual
         return empty and other, freed == [], Stream.freed
 
-    anew, parents_kept, freed = in_child(child)
-    assert anew
+    fresh, parents_kept, freed = in_child(child)
+    assert fresh
     assert parents_kept
     assert len(freed) == 1
     assert results() is ours

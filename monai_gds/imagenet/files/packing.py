@@ -61,7 +61,7 @@ def pack_folder(
         file_bytes: image bytes per file, such as ``"32MiB"``. A larger image gets its own file.
         max_side: images with more pixels than this in height or width are made smaller and become JPEGs, rotated
             according to their EXIF data. All others are packed as they are.
-        quality: of these JPEGs, 1 to 100.
+        quality: the quality of these JPEGs, 1 to 100.
         executor: where files are packed, such as a ProcessPoolExecutor, or Dask's ``client.get_executor()``, whose
             workers see ``images.root`` and ``out`` under the same paths. Default: here, one after the other.
         progress: called with the number of images packed so far.

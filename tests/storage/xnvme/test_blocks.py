@@ -366,7 +366,7 @@ class TestQueue:
             with pytest.raises(StorageError, match=match) as caught:
                 whole(storage, file)
             assert str(file) in str(caught.value)
-            assert double.count("devices") == 0, "it is opened anew, should it be back"
+            assert double.count("devices") == 0, "it is opened again, should it be back"
             assert whole(storage, file) == content(3_000_000)  # contexts are reused, and their status is not
 
     def test_a_refused_command(self, file: Path, double: libraries.Double) -> None:
@@ -1021,7 +1021,7 @@ def _dataset(cache_dir: Path, items: list[dict[str, int]], **options: Any) -> GD
 
 @pytest.mark.parametrize("kind", ["real", "double next"])
 def test_a_cache_over_it(disk: LoopDisk, kind: str, calls: Callable[[], list[int]]) -> None:
-    """GDSDataset gives the same on a miss and on a hit, also for a record that was written anew elsewhere."""
+    """GDSDataset gives the same on a miss and on a hit, also for a record that was written again elsewhere."""
     with libraries.using(kind):
         dataset = _dataset(disk.folder / "cache", [{"n": n} for n in range(4)])
         missed = [dataset[i] for i in range(4)]
