@@ -209,19 +209,15 @@ class Saved(NamedTuple):
         origin, folders = _origin(header), header.get("folders", [])
         if not isinstance(folders, list):
             raise TypeError("its folders are not a list of paths")
-        files, unmapped = _files(entries, origin.disk.block_size), _unmapped(header.get("unmapped", {}))
-        return cls(files, origin, tuple(map(_below, folders)), unmapped)
+        left_out = header.get("unmapped", {}).items()
+        unmapped = {_below(path): Unmapped(_whole(entry["size"]), _text(entry["why"])) for path, entry in left_out}
+        if any(entry.size < 0 for entry in unmapped.values()):
+            raise ValueError("the size of a file is negative")
+        return cls(_files(entries, origin.disk.block_size), origin, tuple(map(_below, folders)), unmapped)
 
 
 def _files(entries: Mapping[str, Any], block: int) -> dict[str, FileBlocks]:
     return {_below(path): FileBlocks.from_json(entry, block) for path, entry in entries.items()}
-
-
-def _unmapped(entries: Mapping[str, Any]) -> dict[str, Unmapped]:
-    found = {_below(path): Unmapped(_whole(entry["size"]), _text(entry["why"])) for path, entry in entries.items()}
-    if any(entry.size < 0 for entry in found.values()):
-        raise ValueError("the size of a file is negative")
-    return found
 
 
 def _below(path: Any) -> str:

@@ -88,11 +88,6 @@ class _File:
         if self._cold:
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
-    def close(self) -> None:
-        with contextlib.suppress(Exception):  # every byte is read by now
-            self.cu_file.close()
-        os.close(self.fd)
-
 
 class KvikioBackend(QueueBackend):
     """Reads into CUDA tensors through KvikIO, https://docs.rapids.ai/api/kvikio/.
@@ -164,27 +159,22 @@ class KvikioBackend(QueueBackend):
     def _open(self, path: str, expected: Expected) -> _File:
         fd = files.open_file(path, expected, regular=True)
         try:
-            return _File(fd, self._cu_file(fd, path))
+            try:
+                cu_file = self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r")  # the path may name another file by now
+            except Exception as e:
+                with files.naming(path):
+                    os.close(os.dup(fd))  # the system's own error, where there is one, names the cause
+                # The disk is well: a plain open found the file. cuFile refuses some file systems and containers.
+                raise StorageError(errno.EOPNOTSUPP, f"KvikIO could not open it: {e}", path) from e
+            return _File(fd, cu_file)
         except BaseException:
             os.close(fd)
             raise
 
     def _close(self, handle: _File) -> None:
-        handle.close()
-
-    def _cu_file(self, fd: int, path: str) -> Any:
-        """Opens the file of a descriptor, since its path may name another file by now.
-
-        Raises:
-            OSError: the system's own error where there is one, because KvikIO's does not name the cause.
-        """
-        try:
-            return self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r")
-        except Exception as e:
-            with files.naming(path):
-                os.close(os.dup(fd))
-            # The disk is well: a plain open found the file. cuFile refuses some file systems and containers.
-            raise StorageError(errno.EOPNOTSUPP, f"KvikIO could not open it: {e}", path) from e
+        with contextlib.suppress(Exception):  # every byte is read by now
+            handle.cu_file.close()
+        os.close(handle.fd)
 
     def _submit(self, command: Command) -> bool:
         file: _File = command.handle

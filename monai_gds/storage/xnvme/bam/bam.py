@@ -136,13 +136,7 @@ def _is_file(uri: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BamSetup(Setup):
-    """The setup of a :class:`BamDrive`.
-
-    Attributes:
-        kernel: makes the kernel that drives the queues of one drive.
-        queues: queue pairs per drive.
-        seconds: the kernel's time limit.
-    """
+    """The setup of a :class:`BamDrive`: the maker of its kernel, its queue pairs, and the kernel's time limit."""
 
     kernel: Callable[[], Kernel]
     queues: int

@@ -83,14 +83,7 @@ def why_not() -> str | None:
 
 
 class Pool(BounceBuffers):
-    """The memory that a controller reads into: slots of the same size, copied on from there.
-
-    Args:
-        controller: the controller whose memory it is.
-        target: where destinations live.
-        slot_bytes: per slot, at least ``controller.max_transfer``.
-        slots: how many slots there are.
-    """
+    """The memory that a controller reads into: slots of at least its ``max_transfer``, copied on from there."""
 
     def __init__(self, controller: Controller, target: torch.device, slot_bytes: int, slots: int) -> None:
         super().__init__(slot_bytes)
@@ -140,14 +133,7 @@ class _Read(NamedTuple):
 class BamQueue:
     """Queue pairs of a controller that a kernel drives. Reads that arrive while it runs wait for the next launch.
 
-    Args:
-        controller: its controller.
-        kernel: what drives them.
-        pool: where commands read into.
-        pairs: number of queue pairs.
-        depth: entries per queue.
-        seconds: after this time without a completion, a queue's commands are lost.
-        target: where the kernel runs.
+    After ``seconds`` without a completion, a queue's commands are lost. The kernel runs on ``target``.
     """
 
     def __init__(
