@@ -134,7 +134,8 @@ class Pending:
             if aside and self._device.type == "cuda":
                 with staging.on_side_stream(self._tensors, self._device, self._arrived):
                     after._tensors = step(self._tensors, self._errors)
-                    return staging.current_stream(self._device).record_event()
+                    event: torch.cuda.Event = staging.current_stream(self._device).record_event()
+                    return event
             with staging.on_copy_stream(self._device):
                 after._tensors = step(self._tensors, self._errors)
             return None

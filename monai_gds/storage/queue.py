@@ -500,26 +500,26 @@ class _Pump:
         group.unfinished -= 1
         if group.unfinished:
             return
-        sent = group.slot is not None and self._send(group, group.slot)
+        sent = None if group.slot is None else self._send(group, group.slot)
         group.job.unfinished -= 1
         if not group.job.unfinished:
             self._jobs.remove(group.job)
             # Its last copy is after all others of the job, which went to the same stream before it.
-            group.job.pending.finish(group.slot.event if sent and group.slot is not None else None)
+            group.job.pending.finish(sent)
 
-    def _send(self, group: _Group, slot: staging.StagingSlot) -> bool:
-        """Queues a group's copies. Returns whether the slot's event is after them: not if there were none."""
+    def _send(self, group: _Group, slot: staging.StagingSlot) -> torch.cuda.Event | None:
+        """Queues a group's copies. Returns the event after them; None if there were none, or one was refused."""
         stream, into = staging.copy_stream(self.device), group.job.into
+        after: torch.cuda.Event | None = slot.event if group.copies else None
         try:
             for at, dest, start, nbytes in group.copies:
                 slot.send(into[dest].data_ptr() + start, nbytes, stream, at)
-            sent = bool(group.copies)
         except Exception as e:
             group.fail(e)
-            sent = False
+            after = None
         assert self._slots is not None, "the slot came from there"
         self._slots.sent(slot)
-        return sent
+        return after
 
     def _give_up(self, jobs: list[_Job], error: Exception) -> None:
         """Ends jobs after an error of the queue itself: the device may still write to memory of what was in flight."""

@@ -235,7 +235,7 @@ def test_gaps_that_are_copied_count_for_the_size_of_a_group() -> None:
     reads = reads.with_room([SimpleNamespace(numel=lambda: 40 * ALIGNMENT)])  # type: ignore[list-item]
     groups = plan.group(reads, 10 * ALIGNMENT, 100, 1 << 20)
     assert len(groups) > 1
-    assert all(plan.stage(reads[which]).reads.sizes[0] <= 10 * ALIGNMENT for which in groups)
+    assert all(plan.stage(reads[which])[0].sizes[0] <= 10 * ALIGNMENT for which in groups)
 
 
 def test_a_read_of_another_file_keeps_two_of_one_file_apart() -> None:

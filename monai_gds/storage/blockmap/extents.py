@@ -347,15 +347,10 @@ class Transfer(NamedTuple):
 def transfers(
     extents: Sequence[Extent], offset: int, nbytes: int, *, base: int, room: int, block: int, most: int, direct: bool
 ) -> Iterator[Transfer]:
-    """Cuts one read into transfers.
+    """Cuts one read into transfers of at most ``most`` bytes, a multiple of the disk's ``block``.
 
-    Args:
-        extents, offset, nbytes: what is read.
-        base: address of the destination.
-        room: bytes after the destination that may be overwritten.
-        block: bytes per block of the disk.
-        most: bytes per transfer, a multiple of ``block``.
-        direct: whether the disk reaches the destination.
+    The destination begins at the address ``base``, and ``room`` bytes after it may be overwritten. ``direct``: whether
+    the disk reaches it.
     """
     end = offset + nbytes
     for begin, stop, place in runs(extents, offset, end):

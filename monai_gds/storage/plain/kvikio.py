@@ -92,7 +92,7 @@ class _File:
 class KvikioBackend(QueueBackend):
     """Reads into CUDA tensors through KvikIO, https://docs.rapids.ai/api/kvikio/.
 
-    Files are written as by ``posix``, through pinned memory: from an H100 that took half the time of KvikIO.
+    Files are written as by ``posix``, through pinned memory and the page cache.
 
     Args:
         device: a CUDA device.
