@@ -174,9 +174,7 @@ class Saved(NamedTuple):
         block = PLAIN_BLOCK if plain or self.origin is None else self.origin.disk.block_size
         entries = {path: blocks.to_json(block) for path, blocks in self.files.items()}
         if plain:
-            if (
-                path := next((path for path, blocks in self.files.items() if not fits_plain(blocks)), None)
-            ) is not None:
+            for path in (path for path, blocks in self.files.items() if not fits_plain(blocks)):
                 raise BlockMapError(f"{path} {NOT_PLAIN}: plain_part() leaves it out")
             entries = {path: {key: entry[key] for key in _PLAIN} for path, entry in entries.items()}
         elif self.origin is not None:
