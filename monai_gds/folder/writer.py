@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
+from torch import Tensor
+
 from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.process import Bell, PerProcess, start_thread
 from monai_gds.items.tree import EncodedItem
 from monai_gds.keys.key import Key
-from monai_gds.storage.snapshot import Snapshot, snapshot
+from monai_gds.storage.snapshot import snapshot
 
 __all__ = ["Writer", "process_writer"]
 
@@ -190,9 +192,11 @@ class Writer:
             self._bells.popleft().ring()
 
 
-def _write(publish: Publish, key: Key, rest: EncodedItem, names: tuple[str, ...], copies: Snapshot) -> None:
+def _write(
+    publish: Publish, key: Key, rest: EncodedItem, names: tuple[str, ...], copies: Callable[[], list[Tensor]]
+) -> None:
     began = time.perf_counter()
-    publish(key, replace(rest, tensors=dict(zip(names, copies.wait(), strict=True))))
+    publish(key, replace(rest, tensors=dict(zip(names, copies(), strict=True))))
     stages.saved(time.perf_counter() - began)
 
 

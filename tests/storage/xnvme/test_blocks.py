@@ -395,7 +395,7 @@ class TestQueue:
     ) -> None:
         with opened() as storage:
             with monkeypatch.context() as patch:
-                patch.setattr(queue_module._Engine, "_check", lambda *_: 1 / 0)
+                patch.setattr(queue_module._Pump, "_check", lambda *_: 1 / 0)
                 pendings = [start(storage, file) for _ in range(3)]
                 for pending in pendings:
                     with pytest.raises(StorageError, match=r"division by zero.*file\.bin"):
