@@ -189,6 +189,12 @@ def safe_from_another_backend(storage: Storage, path: Path, data: bytes, consume
     return bytes_of(seen) == data[100 : 100 + nbytes]
 
 
+_SCENARIOS = (
+    handed_over, handed_over_to_every_stream, slow_consumer_keeps_its_data, refilled_after_use,
+    dropped_destination_is_not_reused, safe_from_another_backend,
+)  # fmt: skip
+
+
 @pytest.mark.gpu
 class CudaBackendContract(BackendContract):
     """What a backend promises for a CUDA target."""
@@ -200,18 +206,7 @@ class CudaBackendContract(BackendContract):
             return torch.cuda.default_stream(storage.device)
         return _stream(storage)
 
-    @pytest.mark.parametrize(
-        "scenario",
-        [
-            handed_over,
-            handed_over_to_every_stream,
-            slow_consumer_keeps_its_data,
-            refilled_after_use,
-            dropped_destination_is_not_reused,
-            safe_from_another_backend,
-        ],
-        ids=lambda scenario: scenario.__name__,
-    )
+    @pytest.mark.parametrize("scenario", _SCENARIOS, ids=lambda scenario: scenario.__name__)
     def test_memory_is_safe(
         self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream, scenario: Scenario
     ) -> None:
@@ -325,8 +320,7 @@ class CudaFullContract(CudaBackendContract, FullContract):
                 assert_bytes(t, data[offset : offset + nbytes])
 
         with ThreadPoolExecutor(8) as pool:
-            for future in [pool.submit(consume, seed) for seed in range(8)]:
-                future.result()
+            list(pool.map(consume, range(8)))
 
     def test_writes_tensors_larger_than_a_staging_slot(self, storage: Storage, folder: Path) -> None:
         data = content(2 * limits.SLOT_BYTES + 4097)

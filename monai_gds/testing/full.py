@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -17,7 +18,15 @@ import torch
 from monai_gds.errors import StorageError
 from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage
 from monai_gds.testing.contract import BackendContract
-from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_each, content, descriptors, few_descriptors
+from monai_gds.testing.tools import (
+    BLOB_BYTES,
+    assert_bytes,
+    assert_each,
+    content,
+    descriptors,
+    few_descriptors,
+    meanwhile,
+)
 
 __all__ = ["FullContract"]
 
@@ -28,7 +37,7 @@ class FullContract(BackendContract):
     #: Reads of a file that is cut and grown meanwhile. Fewer where each error takes seconds.
     reads_while_shrinking: ClassVar[int] = 200
 
-    # Steps behind the reads.
+    # Steps after the reads.
 
     def test_a_step_sees_bytes_and_errors_once_and_what_it_gives_is_handed_out(
         self, storage: Storage, folder: Path
@@ -65,9 +74,9 @@ class FullContract(BackendContract):
             pending = storage.load(Reads.of(str(blob), [(5, nbytes)]))
             early = pending.then(step)
             late = self.ended(pending).then(step)
-            behind = early.then(lambda tensors, errors: tensors)
+            last = early.then(lambda tensors, errors: tensors)
             nothing = storage.load(Reads.join([])).then(step)
-            for after in (early, late, behind, nothing):
+            for after in (early, late, last, nothing):
                 with pytest.raises(ArithmeticError, match="not a tile"):
                     self.ended(after).wait()
             assert_bytes(pending.wait()[0], data[5 : 5 + nbytes])
@@ -171,20 +180,9 @@ class FullContract(BackendContract):
         self, storage: Storage, folder: Path
     ) -> None:
         path = self.make(folder, bytes(2 << 20))
-        stop = threading.Event()
-
-        def saw() -> None:
-            while not stop.is_set():
-                os.truncate(path, 5000)
-                os.truncate(path, 2 << 20)
-
-        thread = threading.Thread(target=saw)
-        thread.start()
-        try:
+        sizes = itertools.cycle([5000, 2 << 20])
+        with meanwhile(lambda: os.truncate(path, next(sizes))):
             for i in range(self.reads_while_shrinking):
                 reads = Reads.of(str(path), [(0, 2 << 20), (4096, 10_000)])
                 pending = self.ended(storage.map(reads) if i % 2 else storage.load(reads))
                 assert all(isinstance(error, StorageError) for error in pending.errors.values())
-        finally:
-            stop.set()
-            thread.join()
