@@ -18,13 +18,13 @@ from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 
 import typer
 
 from monai_gds.base.console import broken, progress_bar, say, say_lines, stderr, stdout
 from monai_gds.base.units import bytes_of, seconds_of
-from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
+from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from, parsed
 from monai_gds.folder import maintenance
 from monai_gds.folder.budget import KNOWN_SECONDS
 from monai_gds.folder.index import Index
@@ -40,8 +40,6 @@ app = typer.Typer(
     help="List, verify, prune, fill and explain cache directories.",
     epilog="Example: monai-gds cache ls /nvme/cache",
 )
-
-T = TypeVar("T")
 
 CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
 
@@ -249,14 +247,6 @@ def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
                 yield found
 
 
-def _parsed(parse: Callable[[str], T], text: str | None, default: T, option: str) -> T:
-    """The value of an option, or its default. A ValueError of ``parse`` is wrong usage."""
-    try:
-        return default if text is None else parse(text)
-    except ValueError as e:
-        raise typer.BadParameter(str(e), param_hint=option) from None
-
-
 PipelineOption = Annotated[
     str | None,
     typer.Option(
@@ -327,15 +317,15 @@ def prune(
     unwanted = Unwanted(
         missing_sources=missing_sources,
         identify=Sources("content", str(directory)).identity if check_sources else None,
-        older_than=_parsed(seconds_of, older_than, math.inf, "--older-than"),
-        unused_for=_parsed(seconds_of, unused_for, math.inf, "--unused-for"),
-        max_size=_parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size"),
+        older_than=parsed(seconds_of, older_than, math.inf, "--older-than"),
+        unused_for=parsed(seconds_of, unused_for, math.inf, "--unused-for"),
+        max_size=parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size"),
         keep=kept,
     )
     records = maintenance.survey(directory)
     for missing in kept.keys() - {found.pipeline for found in records}:
         say(f"--keep: no record here is of the pipeline of {kept[missing]} ({missing[:SHOWN]})", stderr)
-    named = _parsed(partial(maintenance.pipeline_of, records), pipeline, "", "--pipeline")
+    named = parsed(partial(maintenance.pipeline_of, records), pipeline, "", "--pipeline")
     uses, began = Uses(directory), time.time()
     useless, idle = maintenance.choose(
         directory, records, replace(unwanted, pipeline=named), uses.look(), _checked if damaged else None
@@ -355,7 +345,7 @@ def prune(
 
 def _dataset_to_keep(text: str) -> GDSDataset:
     """The dataset of ``"module:function fold=3"``."""
-    words: list[str] = _parsed(lambda line: shlex.split(line), text, [], "--keep")
+    words: list[str] = parsed(lambda line: shlex.split(line), text, [], "--keep")
     function, *arguments = words or [""]
     try:
         return dataset_from(function, arguments)
