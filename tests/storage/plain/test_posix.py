@@ -20,9 +20,10 @@ from monai_gds.storage import Reads, Storage, files, open_storage
 from monai_gds.storage.files import FileId
 from monai_gds.storage.plain import posix as posix_module
 from monai_gds.storage.plain.posix import PosixBackend
-from monai_gds.testing import BackendContract, CudaBackendContract, CudaFullContract, FullContract, WriteContract
+from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.tools import BLOB_BYTES, bytes_of, descriptors
 from tests.polls import until
+from tests.storage.full_contract import CudaFullContract, FullContract
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
