@@ -172,15 +172,15 @@ def test_an_item_is_leased_until_its_record_is_there(tmp_path: Path, monkeypatch
     _ = dataset[0]
     assert publishing.wait(20)
     assert Leases(tmp_path / "cache").held_elsewhere(digest(dataset, 0))
-    assert dataset.save(0).how == "busy"
+    assert dataset.session.save(0).how == "busy"
     on.set()
     dataset.flush()
     assert not Leases(tmp_path / "cache").held_elsewhere(digest(dataset, 0))
-    assert dataset.save(0).how == "cached"
+    assert dataset.session.save(0).how == "cached"
     assert log(tmp_path) == [0]
 
 
-@pytest.mark.parametrize("way", [lambda d: d.save(0).how, lambda d: d[0] and "cached"], ids=["save", "index"])
+@pytest.mark.parametrize("way", [lambda d: d.session.save(0).how, lambda d: d[0] and "cached"], ids=["save", "index"])
 def test_what_another_finished_just_before_is_not_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[[GDSDataset], str]
 ) -> None:
@@ -188,7 +188,7 @@ def test_what_another_finished_just_before_is_not_computed_again(
 
     def late(leases: Leases, name: str) -> Any:
         monkeypatch.setattr(Leases, "take", take)
-        theirs.save(0)  # after this one looked for the record, and before it has the lease
+        theirs.session.save(0)  # after this one looked for the record, and before it has the lease
         return take(leases, name)
 
     monkeypatch.setattr(Leases, "take", late)

@@ -99,7 +99,7 @@ class Parser:
             if unknown:
                 if unknown[0] in GONE:
                     raise gone(f"a {unknown[0]!r}")
-                raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
+                raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not support")
             return "$dict", tuple(node), None, self.forms(node.values())
         if kind is list:
             return self._rows[list].parse(self, node)  # type: ignore[no-any-return]
@@ -254,7 +254,7 @@ def fields(payload: dict[str, Any], of: str, *needed: str, **optional: Any) -> l
     """
     unknown = payload.keys() - {*needed, *optional}
     if unknown:
-        raise NewerRecord(f"it holds {of} with {sorted(unknown)}, which this version does not know")
+        raise NewerRecord(f"it holds {of} with {sorted(unknown)}, which this version does not support")
     return [*(payload[name] for name in needed), *(payload.get(name, default) for name, default in optional.items())]
 
 

@@ -94,7 +94,7 @@ def _class(encoder: Encoder, value: type, path: Path) -> Any:
 
 def _class_of(name: Any) -> type:
     if name not in _CLASSES:
-        raise NewerRecord(f"it holds the type {name!r}, which this version does not know")
+        raise NewerRecord(f"it holds the type {name!r}, which this version does not support")
     return _CLASSES[name]
 
 
@@ -118,7 +118,7 @@ def _zone_of(payload: Any) -> Any:
     if kind == "zone":
         raise gone("a time zone with a key")
     if kind != "offset":
-        raise NewerRecord(f"it holds a time zone of the kind {kind!r}, which this version does not know")
+        raise NewerRecord(f"it holds a time zone of the kind {kind!r}, which this version does not support")
     return datetime.timezone(datetime.timedelta(*what), *name)
 
 
@@ -326,9 +326,9 @@ def _tensor(encoder: Encoder, value: torch.Tensor, path: Path) -> Any:
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.device.type == "meta":
         raise unsupported(value, path, f"has layout {value.layout}, device {value.device}")
     if not has_name(value.dtype) and value.dtype not in STORED_AS_REAL:
-        raise unsupported(value, path, f"has dtype {value.dtype}, which safetensors does not know")
+        raise unsupported(value, path, f"has dtype {value.dtype}, which safetensors does not support")
     if value.dim() + (value.dtype in STORED_AS_REAL) > MOST_AXES:
-        raise unsupported(value, path, f"has {value.dim()} axes, more than NumPy knows")
+        raise unsupported(value, path, f"has {value.dim()} axes, more than NumPy allows")
     flags = {"requires_grad": True} if value.requires_grad else {}
     value = value.detach().resolve_conj().resolve_neg()
     if encoder.on_host:

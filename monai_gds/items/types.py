@@ -159,7 +159,7 @@ def torch_dtype(name: str, of_data: bool = False) -> torch.dtype:
     """The torch dtype of this name. With ``of_data``, only dtypes of which a tensor can safely be made."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise DamagedRecord(f"it holds the dtype {name!r}, which this torch does not know")
+        raise DamagedRecord(f"it holds the dtype {name!r}, which this torch does not have")
     if of_data and not has_name(dtype) and dtype not in STORED_AS_REAL:
         raise DamagedRecord(f"it holds a small tensor of the dtype {name!r}")
     return dtype
@@ -184,7 +184,7 @@ def is_monai_enum(cls: type) -> bool:
 def enum_member(cls: str, member: str) -> enum.Enum:
     found = _monai_enum(cls)
     if found is None or member not in found.__members__:
-        raise DamagedRecord(f"it holds {cls}.{member}, which this MONAI does not know")
+        raise DamagedRecord(f"it holds {cls}.{member}, which this MONAI does not have")
     return found[member]
 
 

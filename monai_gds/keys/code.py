@@ -89,8 +89,8 @@ def _version(root: str, file: str) -> str:
 def library_of_function(function: types.FunctionType) -> bytes | None:
     """As :func:`library_of`, for a function: None unless its code is a library's, too.
 
-    ``functools.wraps`` gives a user's function the name of the library's that it calls. What ``eval`` makes, such as a
-    function in a bundle's configuration, is of no module.
+    ``functools.wraps`` gives a user's function the name of the library's that it calls. A function that
+    ``eval`` makes, as in a bundle's configuration, has no module.
     """
     home = function.__globals__.get("__name__", function.__module__)
     if function.__module__ is None or library_of(home) is None:
@@ -192,7 +192,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "L
 def handed_on(code: types.CodeType) -> set[str]:
     """The names of which a function, and those inside it, do more than read attributes: of ``f(a, b.c)``, a and c.
 
-    What a function imports under another name has its own name here.
+    A module that a function imports under another name has its own name here.
     """
     found: set[str] = set()
     imported: list[tuple[str, str]] = []
@@ -248,7 +248,7 @@ def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ..
     for part in _with_inner(code):
         before: list[Any] = [0, None]
         for instruction in dis.get_instructions(part):
-            if instruction.opname == "EXTENDED_ARG":  # in front of any whose argument is above 255
+            if instruction.opname == "EXTENDED_ARG":  # before any whose argument is above 255
                 continue
             if instruction.opname == "IMPORT_NAME":
                 level, members = before
@@ -320,8 +320,8 @@ _CLASS_NOISE = frozenset(
 class Code(Described):
     """Hashes functions, classes and modules. :class:`~monai_gds.keys.hashing.Values` derives from it.
 
-    What a function or class holds is a value. What it names, a user's functions, classes and modules, is hashed after
-    the values, each once (:meth:`definitions`).
+    A function or class holds values. The user's functions, classes and modules that it names are hashed after the
+    values, each once (:meth:`definitions`).
     """
 
     def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:

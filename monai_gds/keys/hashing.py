@@ -137,7 +137,7 @@ def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None =
 
 
 class Values(Code):
-    """Hashes values: one walk over a value. What is code is hashed by :class:`~monai_gds.keys.code.Code`.
+    """Hashes values: one walk over a value. Code is hashed by :class:`~monai_gds.keys.code.Code`.
 
     Args:
         root: see :func:`hash_item`.

@@ -233,7 +233,7 @@ class Unpacking:
         wanted: for each tensor that is read, None, or its tiles, where the stream of each begins in what is read, and
             which tiles these are (None for all); see :class:`Part`.
         keep: called with what was read once it is known to be sound, to keep it; or None.
-        kept: what was read belongs to somebody who keeps it. What is not unpacked is copied.
+        kept: what was read belongs to somebody who keeps it. Tensors that are not unpacked are copied.
         only: the indices of the tensors to return; None for all.
     """
 

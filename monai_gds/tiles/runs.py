@@ -145,7 +145,7 @@ class RunTable:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, table: np.ndarray, nbytes: int) -> None:
         self.shape, self.dtype = shape, dtype
-        numbers = table[:12].copy().view(np.uint32).tolist() if len(table) >= 12 else [0, 0, 0]
+        numbers: list[int] = table[:12].copy().view(np.uint32).tolist() if len(table) >= 12 else [0, 0, 0]
         self._count, self._per_block, values = numbers
         blocks = -(-self._count // max(self._per_block, 1))
         ends = np.cumsum([12, 4 * blocks, 4 * blocks, 4 * blocks * values, values * dtype.itemsize])
@@ -179,7 +179,7 @@ class RunTable:
         """The block that holds the ``k``-th element of the chosen values, counted from 0.
 
         Returns:
-            Its index, how many such elements are in front of it, and how many elements of any value are.
+            Its index, how many such elements come before it, and how many elements of any value do.
         """
         ends = np.cumsum(self._counts[:, chosen].sum(1, dtype=np.int64))
         block = int(np.searchsorted(ends, k, side="right"))

@@ -140,13 +140,13 @@ class Layout:
         if type(node) is not dict or not all(key in node for key in known):
             raise malformed
         if strange := set(node) - set(known):
-            raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
+            raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not support")
         if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
             raise malformed
         if node["codec"] not in CODECS or node["filter"] != CODECS[node["codec"]].filter:
             known_here = ", ".join(f"{codec.filter!r} with {name!r}" for name, codec in CODECS.items())
             raise NewerRecord(
-                f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version knows "
+                f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version supports "
                 f"{known_here}"
             )
         shape, tile, values = node["shape"], node["tile"], node["palette"]

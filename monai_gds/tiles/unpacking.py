@@ -80,7 +80,7 @@ def unpack_boxes(
         buffer: 1-D uint8, into which their streams were read. It is overwritten.
         boxes: the voxels to fill.
         arrangement: where their voxels go.
-        memory: 1-D CPU tensor of the arrangement's size and the layout's dtype. What lies between boxes may change.
+        memory: 1-D CPU tensor of the arrangement's size and the layout's dtype. Elements between the boxes may change.
 
     Raises:
         DamagedRecord: a stream is not what was compressed.
@@ -265,8 +265,9 @@ def _lines(layout: Layout, which: np.ndarray, firsts: np.ndarray, lead: int, par
     along_x, along_y = (np.arange(part[i].start, part[i].stop) for i in (0, 1))
     planes = firsts.take(np.searchsorted(which, tiles)).take(along_y // layout.tile[1] - y[0], 1)
     planes += (along_y % layout.tile[1])[:, None]
-    lines = planes.take(along_x // layout.tile[0] - x[0], 0)
-    return lines + (along_x % layout.tile[0] * layout.tile[1])[:, None, None]
+    lines: np.ndarray = planes.take(along_x // layout.tile[0] - x[0], 0)
+    lines = lines + (along_x % layout.tile[0] * layout.tile[1])[:, None, None]
+    return lines
 
 
 class _Scratch:
@@ -280,7 +281,8 @@ class _Scratch:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if name not in self._held or len(self._held[name]) < nbytes:
             self._held[name] = pooled_scratch(nbytes).numpy()
-        return self._held[name][:nbytes].view(dtype).reshape(shape)
+        found: np.ndarray = self._held[name][:nbytes].view(dtype).reshape(shape)
+        return found
 
 
 def _within(voxels: slice, tiles: slice, edge: int) -> slice:

@@ -1255,7 +1255,7 @@ def test_what_is_as_deep_as_can_be_stored_comes_back(deeper: Callable[[Any], Any
     ids=str,
 )
 def test_trees_of_a_newer_version_are_not_damaged(node: Any) -> None:
-    with pytest.raises(NewerRecord, match="which this version does not know"):
+    with pytest.raises(NewerRecord, match="which this version does not support"):
         compile_tree({"a": [node]}, b"\0" * 8, {"x"})
 
 

@@ -38,7 +38,7 @@ class Full:
 
 @contextmanager
 def memory(full: Full, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    begin, arrive = GDSDataset.begin, Begun.arrive
+    begin, arrive = Session.begin, Begun.arrive
 
     def asking_begin(self: Session, indices: Any) -> Any:
         full.ask()
@@ -54,7 +54,7 @@ def memory(full: Full, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(ahead, "_PAUSES", (0.0,) * 3)
-        patch.setattr(GDSDataset, "begin", asking_begin)
+        patch.setattr(Session, "begin", asking_begin)
         patch.setattr(Begun, "arrive", asking_arrive)
         patch.setattr("tests.loader.test_no_memory.collate", asking_collate)
         yield

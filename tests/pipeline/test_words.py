@@ -131,7 +131,7 @@ def test_a_traceback_ends_with_the_item(broken: GDSDataset, load: Any, cached: b
 
 
 def test_saving_names_it(broken: GDSDataset) -> None:
-    assert raised(lambda: broken.save(2)).endswith(expected(broken))
+    assert raised(lambda: broken.session.save(2)).endswith(expected(broken))
 
 
 def test_a_worker_of_the_loader_names_it_too(broken: GDSDataset) -> None:

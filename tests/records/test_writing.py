@@ -25,7 +25,7 @@ from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError, NewerRe
 from monai_gds.items.tree import compile_tree, encode_item, tensor_of
 from monai_gds.records.compression import WHOLE, Compression
 from monai_gds.records.entries import read_record
-from monai_gds.records.header import ARRAYS, parse
+from monai_gds.records.header import ARRAYS, CRC, parse
 from monai_gds.records.writing import LARGE, check_name, pack_record
 from monai_gds.storage import ALIGNMENT, Reads, Storage, open_storage
 from monai_gds.tiles import blosc
@@ -208,6 +208,18 @@ def test_every_cut_is_found(path: Path, storage: Storage) -> None:
     for length in sorted(lengths):
         error = _refused(blob[:length], path, storage)
         assert isinstance(error, DamagedRecord), length
+
+
+def test_data_that_does_not_begin_on_a_page_is_damage(path: Path, storage: Storage) -> None:
+    """Also where the checksum of the header is right."""
+    blob = bytearray(pack(ITEM))
+    length = int.from_bytes(blob[:8], "little")
+    text = blob[8 : 8 + length] + b" " * 8
+    text[CRC] = b"00000000"
+    text[CRC] = b"%08x" % zlib.crc32(text)
+    error = _refused((length + 8).to_bytes(8, "little") + text + blob[8 + length :], path, storage)
+    assert isinstance(error, DamagedRecord)
+    assert "impossible length" in str(error)
 
 
 def test_a_sparse_file_cannot_make_the_reader_take_gigabytes(path: Path, storage: Storage) -> None:

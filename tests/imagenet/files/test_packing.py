@@ -80,16 +80,6 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert runner.invoke(app, ["pack", str(folder), str(tmp_path / "x"), "--file-mb", "0"]).exit_code == 2
 
 
-def test_the_command_writes_a_squirrel_store(folder: Path, tmp_path: Path) -> None:
-    driver = pytest.importorskip("squirrel.driver", reason="squirrel-core is not installed")
-    out = tmp_path / "store"
-    done = CliRunner().invoke(app, ["pack", str(folder), str(out), "--format", "squirrel", "--size", "16"])
-    assert done.exit_code == 0, done.output
-    samples = driver.MessagepackDriver(str(out)).get_iter().collect()
-    assert {sample["image"].shape for sample in samples} == {(3, 16, 16)}
-    assert len(samples) == COUNT
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Interrupted, and over executors
 
@@ -287,7 +277,7 @@ def test_nor_do_two_threads(folder: Path, tmp_path: Path) -> None:
     assert verify_packed(out) == {}
 
 
-@pytest.mark.parametrize("others", ["ended", "began anew"])
+@pytest.mark.parametrize("others", ["ended", "began again"])
 def test_a_folder_that_another_process_packs_at_this_moment_is_left_alone(
     folder: Path, copy_of: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
@@ -302,7 +292,7 @@ def test_a_folder_that_another_process_packs_at_this_moment_is_left_alone(
         if path.name == "packing.json":
             monkeypatch.undo()
             pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
-            if others == "began anew":
+            if others == "began again":
                 path.write_bytes(b"")
         return found
 
