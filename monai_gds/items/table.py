@@ -63,7 +63,6 @@ def _plain(tag: str, cls: type, encode: Callable[[Any], Any], decode: Callable[[
     return Type(tag, (cls,), encoded, _value(decode))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Numbers, classes, dates and times
 
 
@@ -134,7 +133,6 @@ def _clock_of(cls: type[datetime.datetime] | type[datetime.time]) -> Callable[[l
     return decode
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # NumPy's scalars and dtypes
 
 
@@ -159,7 +157,6 @@ def _describe(dtype: np.dtype[Any], value: Any, path: Path) -> str:
     return descr  # type: ignore[return-value]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Paths, and what lies outside of the record
 
 
@@ -175,7 +172,6 @@ def _opaque_of(payload: Any) -> Any:
     return payload.value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Containers
 
 
@@ -258,7 +254,6 @@ def _registered_form(parser: Parser, payload: list[Any]) -> Form:
     return "$registered", name, *parser.forms([node])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Arrays and tensors
 
 _DESCRIPTIONS = {dtype: descr for descr, dtype in NUMERIC.items()}
@@ -426,7 +421,6 @@ def _metatensor_plan(plan: TreePlan, data: Form, attributes: Form) -> Build:
     return build
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The table
 
 _LIST = _container(list, list, list, Encoder.members)

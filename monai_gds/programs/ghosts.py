@@ -64,7 +64,6 @@ class NotOnGhosts(Exception):
     """A transform cannot be run on ghosts; the message says why, as the end of a sentence."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Which transforms see ghosts
 
 
@@ -145,7 +144,6 @@ def _origin(value: Any) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The ghosts of an item
 
 
