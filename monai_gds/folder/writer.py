@@ -123,9 +123,8 @@ class Writer:
 
     def _has_room(self, nbytes: int) -> bool:
         waiting = list(self._queue.values())
-        if not waiting:
-            return True
-        return len(waiting) < limits.QUEUE_ITEMS and sum(job.nbytes for job in waiting) + nbytes <= self._limit
+        room = len(waiting) < limits.QUEUE_ITEMS and sum(job.nbytes for job in waiting) + nbytes <= self._limit
+        return room or not waiting
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -165,7 +164,8 @@ class Writer:
                     if list(self._turns)[0] is turn:  # noqa: RUF015 (other threads change the dict; list() copies it atomically)
                         for path in list(self._queue):
                             self._publish(path, own_thread)
-                            self._ring()
+                            while self._bells:
+                                self._bells.popleft().ring()
                 finally:
                     self._turns.pop(turn, None)
             finally:  # Ctrl-C may have struck before the line above if the caller publishes
@@ -186,10 +186,6 @@ class Writer:
             if not own_thread and not isinstance(e, Exception):  # Ctrl-C: the item stays in the queue
                 raise
             self._error = self._error or e
-
-    def _ring(self) -> None:
-        while self._bells:
-            self._bells.popleft().ring()
 
 
 def _write(

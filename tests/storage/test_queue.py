@@ -21,11 +21,12 @@ from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import Pending, Reads, Storage, queue, staging
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.queue import LINGER, Command, QueueBackend, _Pump
-from monai_gds.testing import BackendContract, FullContract
+from monai_gds.testing import BackendContract
 from monai_gds.testing.tools import bytes_of, content, descriptors
 from tests.interrupts import interrupted
 from tests.polls import until
 from tests.storage import sample_queue_backend, simulated
+from tests.storage.full_contract import FullContract
 from tests.storage.sample_queue_backend import SampleQueueBackend
 
 CPU = torch.device("cpu")
