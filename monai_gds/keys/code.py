@@ -213,11 +213,6 @@ def handed_on(code: types.CodeType) -> set[str]:
     return found.union(own for name, own in imported if name in found)
 
 
-def texts_in(code: types.CodeType) -> set[str]:
-    """The texts among the constants of a function and the functions inside it."""
-    return {const for part in _with_inner(code) for const in part.co_consts if isinstance(const, str)}
-
-
 def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
     """The user's own modules that a function imports when it is called. They are imported here."""
     for name, members in sorted(_imports(function.__code__, function.__globals__.get("__package__") or "")):
@@ -287,7 +282,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Hashing
 
 
@@ -393,7 +387,9 @@ class Code(Described):
             if name in function.__globals__ and not self.is_device(name, function.__globals__[name]):
                 value = as_in_the_script(name, function.__globals__[name])
                 if isinstance(value, dict) and name == REFERENCES:
-                    value = {key: value[key] for key in sorted(texts_in(function.__code__)) if key in value}
+                    consts = [const for part in _with_inner(function.__code__) for const in part.co_consts]
+                    texts = {const for const in consts if isinstance(const, str)}
+                    value = {key: value[key] for key in sorted(value.keys() & texts)}
                 is_new = id(value) not in self._modules
                 with contextlib.suppress(*let_pass):
                     yield name.encode() + self.digest(value, f"{where}'s global {name}")

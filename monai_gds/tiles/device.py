@@ -195,12 +195,6 @@ class Part(NamedTuple):
     starts: np.ndarray
     ids: np.ndarray | None = None
 
-    @property
-    def has_streams(self) -> bool:
-        """Whether any of these tiles has a stream."""
-        sizes = self.tiles.sizes if self.ids is None else self.tiles.sizes[self.ids]
-        return bool(sizes.max() > 0)
-
 
 class Outcome:
     """Whether unpacking went well, known once the device has done it."""
@@ -339,7 +333,8 @@ def _queue(parts: Sequence[Part], work: _Workspace, most: int, sound: torch.Tens
     tiles = (work.tables, len(parts), total, work.columns)
     stub = (sound.data_ptr(), len(sound))
     _launch("prepare", device, -(-total // _THREADS), _THREADS, (*tiles, *stub), stream)
-    if any(part.has_streams for part in parts):
+    sizes_of = (part.tiles.sizes if part.ids is None else part.tiles.sizes[part.ids] for part in parts)
+    if any(sizes.max() > 0 for sizes in sizes_of):
         streams, sizes, addresses, squeezed, outs, out_sizes = (work.columns + 8 * total * n for n in range(6))
         nvcomp.crc32(total, streams, sizes, most, work.crcs, stream)
         _launch("check", device, -(-total // _THREADS), _THREADS, (*tiles, *stub, work.crcs, failed), stream)

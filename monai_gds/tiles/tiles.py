@@ -195,7 +195,7 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
         return None
     slabs = _slabs(tensor.view(PATTERNS[tensor.element_size()]).view(-1, *last_three(layout.shape)), layout)
     most = int(tensor.nbytes / _LEAST_GAIN) - layout.table_bytes
-    done: dict[int, _Aligned] = {}
+    done: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     # The middle of a volume is where its content is. If nothing is gained there, the rest is not tried.
     middle = len(slabs) // 2
     for n in [middle, *range(middle), *range(middle + 1, len(slabs))]:
@@ -204,14 +204,15 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
         if palette is not None:
             region = palette.indices(region.view(tensor.dtype)).view(layout.packed_dtype)
         done[n] = _align(_compress(_cut(region, tile), codec))
-        most -= len(done[n].streams)
-        if most < 0 or (n == middle and len(done[n].streams) * _LEAST_GAIN > plain_bytes):
+        nbytes = len(done[n][0])
+        most -= nbytes
+        if most < 0 or (n == middle and nbytes * _LEAST_GAIN > plain_bytes):
             return None
-    sizes, crcs = (np.concatenate([done[n][i] for n in range(len(slabs))]) for i in (1, 2))
+    streams, sizes, crcs = zip(*(done[n] for n in range(len(slabs))), strict=True)
     values = np.empty(0, np.uint8) if palette is None else palette.values.view(torch.uint8).numpy()
-    table = np.concatenate([sizes.view(np.uint8), crcs.view(np.uint8), values])
-    streams = np.concatenate([np.zeros(_STREAM_ALIGNMENT, np.uint8), *(done[n].streams for n in range(len(slabs)))])
-    return Packed(layout, torch.from_numpy(table), torch.from_numpy(streams))
+    table = np.concatenate([*(part.view(np.uint8) for part in (*sizes, *crcs)), values])
+    front = np.zeros(_STREAM_ALIGNMENT, np.uint8)
+    return Packed(layout, torch.from_numpy(table), torch.from_numpy(np.concatenate([front, *streams])))
 
 
 def _compress(tiles: torch.Tensor, codec: str) -> blosc.Blocks:
@@ -233,15 +234,8 @@ def _compress(tiles: torch.Tensor, codec: str) -> blosc.Blocks:
     return blosc.Blocks(data, starts, sizes.numpy())
 
 
-class _Aligned(NamedTuple):
+def _align(blocks: blosc.Blocks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Streams in slots, as they lie in a record; their sizes, int32; their CRC-32, uint32."""
-
-    streams: np.ndarray
-    sizes: np.ndarray
-    crcs: np.ndarray
-
-
-def _align(blocks: blosc.Blocks) -> _Aligned:
     starts, nbytes = _slots(blocks.sizes)
     out = np.zeros(nbytes, np.uint8)
     crcs = np.zeros(len(starts), np.uint32)
@@ -250,7 +244,7 @@ def _align(blocks: blosc.Blocks) -> _Aligned:
         stream = blocks.data[source : source + size]
         out[starts[i] : starts[i] + size] = stream
         crcs[i] = zlib.crc32(stream.data)
-    return _Aligned(out, blocks.sizes.astype(np.int32), crcs)
+    return out, blocks.sizes.astype(np.int32), crcs
 
 
 def _slots(sizes: np.ndarray) -> tuple[np.ndarray, int]:
