@@ -22,7 +22,6 @@ from monai_gds import limits
 from monai_gds.base.process import PerProcess
 from monai_gds.errors import BrokenImage, FileChanged, RecordError, StorageError
 from monai_gds.imagenet.files.image_storage import Fetch, ImageStorage
-from monai_gds.imagenet.files.jpeg import jpeg_nbytes
 from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.files.packed import PackedImages, damaged
 from monai_gds.storage import FileId, Pending
@@ -33,19 +32,12 @@ __all__ = ["Batch", "FileReader", "ImageReader", "PackedReader", "PlainReader"]
 
 @dataclass(slots=True)
 class Batch:
-    """The encoded images of a batch.
+    """The encoded images of a batch."""
 
-    Args:
-        indices: positions in the list of images, int64, (batch,).
-        images: 1-D uint8 tensors on the reader's device, slices of a shared buffer.
-        labels: int32, (batch,).
-        release: gives the images' memory back.
-    """
-
-    indices: np.ndarray
-    images: Sequence[torch.Tensor]
-    labels: np.ndarray
-    release: Callable[[], None]
+    indices: np.ndarray  # positions in the list of images, int64, (batch,)
+    images: Sequence[torch.Tensor]  # 1-D uint8 tensors on the reader's device, slices of a shared buffer
+    labels: np.ndarray  # int32, (batch,)
+    release: Callable[[], None]  # gives the images' memory back
 
     def done(self) -> None:
         """Gives the memory back to be overwritten. Only for callers that know that nothing reads from it any more."""
@@ -125,20 +117,7 @@ class FileReader(ImageReader):
         return self._storage.start_files([self.images.path(i) for i in indices.tolist()], sizes)
 
     def _finish(self, indices: np.ndarray, fetch: Fetch) -> Batch:
-        images = self._cut(indices, fetch.wait())
-        return Batch(indices, images, self.images.labels[indices], fetch.release)
-
-    def _cut(self, indices: np.ndarray, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Cuts images that were read in whole blocks to the size that their bytes show, and notes the size."""
-        rounded = self.images.rounded
-        if rounded is None:
-            return images
-        for index, image in zip(indices.tolist(), images, strict=True):
-            if rounded[index]:
-                self.images.sizes[index] = jpeg_nbytes(image.cpu().numpy()) or image.numel()
-                rounded[index] = False
-        sizes = self.images.sizes[indices].tolist()
-        return [image[:nbytes] for image, nbytes in zip(images, sizes, strict=True)]
+        return Batch(indices, fetch.wait(), self.images.labels[indices], fetch.release)
 
     def close(self) -> None:
         self._storage.close()

@@ -24,10 +24,9 @@ from typing import Any, cast
 
 from monai_gds.errors import HashingError
 from monai_gds.keys.described import Described, join
+from monai_gds.keys.of_libraries import REFERENCES, UNVERSIONED
 
 __all__ = [
-    "REFERENCES",
-    "UNVERSIONED",
     "Code",
     "as_in_the_script",
     "attributes_of",
@@ -37,12 +36,6 @@ __all__ = [
     "module_name",
     "own_attribute",
 ]
-
-#: Libraries that count by name only. The layer that adds one makes its version an ingredient of keys.
-UNVERSIONED = {"monai_gds"}
-
-#: Names of global dicts in which a library's functions look others up by constant keys. Their other keys do not count.
-REFERENCES: set[str] = set()
 
 _STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
 
@@ -399,7 +392,7 @@ class Code(Described):
         for name in sorted(globals_read(function.__code__)):
             if name in function.__globals__ and not self.is_device(name, function.__globals__[name]):
                 value = as_in_the_script(name, function.__globals__[name])
-                if isinstance(value, dict) and name in REFERENCES:
+                if isinstance(value, dict) and name == REFERENCES:
                     value = {key: value[key] for key in sorted(texts_in(function.__code__)) if key in value}
                 is_new = id(value) not in self._modules
                 with contextlib.suppress(*let_pass):

@@ -323,7 +323,7 @@ def unpack(parts: Sequence[Part]) -> Outcome:
     most = max(part.tiles.layout.tile_bytes for part in parts)
     sound = _sound_stream(layout.codec, layout.packed_dtype, most, device)
     stream = staging.raw_current_stream(device)
-    work = _Workspace(parts, device)
+    work = _Workspace(parts, most, device)
     host = _upload(parts, work, device, stream)
     outcome = Outcome(host)  # where nvCOMP refuses too, nobody gets this memory before its copy is over
     try:
@@ -352,44 +352,27 @@ def _queue(parts: Sequence[Part], work: _Workspace, most: int, sound: torch.Tens
 class _Workspace:
     """One piece of memory on the device for everything that a call needs, since each allocation is slow.
 
-    All attributes but the sizes are addresses. The memory is freed with this object, for later work on the current
-    stream.
-
-    Attributes:
-        total: how many tiles all parts have.
-        table_bytes: how many bytes there are from ``tables`` on: the parts' descriptors, and what they refer to.
-        scratch_bytes: how many bytes the decompressed tiles take.
-        tables, columns, crcs, statuses, got, temp, scratch: what the kernels and nvCOMP use.
+    What the kernels and nvCOMP use are addresses: ``tables`` of the parts' descriptors and what they refer to,
+    ``columns``, ``crcs``, ``statuses``, ``got``, ``temp``, and ``scratch`` for the decompressed tiles. The memory is
+    freed with this object, for later work on the current stream.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part], most: int, device: torch.device) -> None:
         self.total = sum(len(part.starts) for part in parts)
         self.table_bytes = _aligned(len(parts) * 8 * _FIELDS)
-        self.scratch_bytes, most = 0, 0
+        self.scratch_bytes = 0
         for part in parts:
-            tile_bytes = part.tiles.layout.tile_bytes
-            most = max(most, tile_bytes)
-            self.scratch_bytes += len(part.starts) * _aligned(tile_bytes)
+            self.scratch_bytes += len(part.starts) * _aligned(part.tiles.layout.tile_bytes)
             self.table_bytes += _aligned(part.tiles.table.nbytes) + _aligned(part.starts.nbytes)
             self.table_bytes += 0 if part.ids is None else _aligned(part.ids.nbytes)
         codec = parts[0].tiles.layout.codec
         self.temp_bytes = _aligned(nvcomp.temp_bytes(codec, self.total, most, self.scratch_bytes))
-        words = _aligned(4 * self.total)
-        sizes = (
-            self.table_bytes,
-            7 * 8 * self.total,
-            words,
-            words,
-            8 * self.total,
-            self.temp_bytes,
-            self.scratch_bytes,
-        )
+        words, longs = 4 * self.total, 8 * self.total
+        sizes = (self.table_bytes, 7 * longs, words, words, longs, self.temp_bytes, self.scratch_bytes)
         begins = list(itertools.accumulate(map(_aligned, sizes), initial=0))
         self._memory = torch.empty(begins[-1], dtype=torch.uint8, device=device)
-        base = self._memory.data_ptr()
-        self.tables, self.columns, self.crcs, self.statuses, self.got, self.temp, self.scratch = (
-            base + begin for begin in begins[:-1]
-        )
+        addresses = [self._memory.data_ptr() + begin for begin in begins[:-1]]
+        self.tables, self.columns, self.crcs, self.statuses, self.got, self.temp, self.scratch = addresses
 
 
 class _Host:

@@ -12,10 +12,9 @@ filled up with the last voxel, so all tiles of a tensor have one size and go thr
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -194,14 +193,13 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
     layout = Layout(tensor.dtype, tuple(tensor.shape), tile, codec, 0 if palette is None else len(palette.values))
     if layout.row_bytes > blosc.MOST_BYTES:
         return None
-    whole = tensor.view(PATTERNS[tensor.element_size()]).view(-1, *last_three(layout.shape))
-    slabs = list(_slabs(layout))
+    slabs = _slabs(tensor.view(PATTERNS[tensor.element_size()]).view(-1, *last_three(layout.shape)), layout)
     most = int(tensor.nbytes / _LEAST_GAIN) - layout.table_bytes
     done: dict[int, _Aligned] = {}
     # The middle of a volume is where its content is. If nothing is gained there, the rest is not tried.
     middle = len(slabs) // 2
     for n in [middle, *range(middle), *range(middle + 1, len(slabs))]:
-        region = slabs[n].of(whole, tile).contiguous()
+        region = slabs[n].contiguous()
         plain_bytes = region.nbytes
         if palette is not None:
             region = palette.indices(region.view(tensor.dtype)).view(layout.packed_dtype)
@@ -404,65 +402,21 @@ def _worth_joining(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     return joins
 
 
-class _Slab(NamedTuple):
-    """Tiles that follow one another in one row of tiles of axis -3."""
+def _slabs(whole: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The regions of a tensor with one leading axis that hold about :data:`limits.SLAB_BYTES` of its tiles, in order.
 
-    lead: int  # index of the leading axes
-    row: int  # of axis -3, in tiles
-    first: int  # of axis -2, in tiles
-    last: int  # after the last of axis -2, in tiles
-
-    def of(self, whole: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
-        """The region of a tensor with one leading axis that these tiles cover."""
-        x, y, _ = tile
-        return whole[self.lead, self.row * x : (self.row + 1) * x, self.first * y : self.last * y]
-
-
-def _slabs(layout: Layout) -> Iterator[_Slab]:
-    """All tiles in order, in slabs of about :data:`limits.SLAB_BYTES`."""
-    leading, rows, columns, deep = layout.grid
-    step = max(1, limits.SLAB_BYTES // (deep * layout.tile_bytes))
-    for lead in range(leading):
-        for row in range(rows):
-            for first in range(0, columns, step):
-                yield _Slab(lead, row, first, min(first + step, columns))
+    The tiles of a slab follow one another in one row of tiles of axis -3.
+    """
+    step = layout.tile[1] * max(1, limits.SLAB_BYTES // layout.row_bytes)
+    return [slab for lead in whole for row in lead.split(layout.tile[0]) for slab in row.split(step, 1)]
 
 
 def _cut(region: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
     """The tiles of a region, one per row, filled up with its last voxels."""
-    grid = [-(-size // edge) for size, edge in zip(region.shape, tile, strict=True)]
-    tiles = torch.empty(*grid, *tile, dtype=region.dtype, device="cpu")
-    for inside, part in _parts(tiles, region):
-        inside.copy_(part)
-    for axis, (size, edge) in enumerate(zip(region.shape, tile, strict=True)):
-        if rest := size % edge:
-            last = tiles.narrow(axis, grid[axis] - 1, 1)
-            last.narrow(axis + 3, rest, edge - rest).copy_(last.narrow(axis + 3, rest - 1, 1))
-    return tiles.view(-1, math.prod(tile))
-
-
-def _parts(tiles: torch.Tensor, region: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of views, in the tiles and in the region: of whole tiles, and of those in which the region ends."""
-    edges = [list(_edges(size, edge)) for size, edge in zip(region.shape, tiles.shape[3:], strict=True)]
-    for x, y, z in itertools.product(*edges):
-        part = region[x.voxels, y.voxels, z.voxels]
-        for axis, along in ((2, z), (1, y), (0, x)):
-            part = part.unflatten(axis, (-1, along.edge))  # type: ignore[no-untyped-call]
-        inside = tiles[x.tiles, y.tiles, z.tiles, : x.edge, : y.edge, : z.edge]
-        yield inside, part.permute(0, 2, 4, 1, 3, 5)
-
-
-@dataclass(frozen=True)
-class _Edge:
-    tiles: slice
-    voxels: slice
-    edge: int
-
-
-def _edges(size: int, edge: int) -> Iterator[_Edge]:
-    """Along one axis: the whole tiles, and the one that the tensor ends in."""
-    whole, rest = divmod(size, edge)
-    if whole:
-        yield _Edge(slice(0, whole), slice(0, whole * edge), edge)
-    if rest:
-        yield _Edge(slice(whole, whole + 1), slice(whole * edge, size), rest)
+    for axis, edge in enumerate(tile):
+        if missing := -region.shape[axis] % edge:
+            last = region.narrow(axis, region.shape[axis] - 1, 1)
+            region = torch.cat([region, last.repeat_interleave(missing, axis)], axis)
+    for axis, edge in ((2, tile[2]), (1, tile[1]), (0, tile[0])):
+        region = region.unflatten(axis, (-1, edge))  # type: ignore[no-untyped-call]
+    return region.permute(0, 2, 4, 1, 3, 5).reshape(-1, math.prod(tile))

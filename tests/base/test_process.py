@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.base.process import Owner, PerProcess, start_undisturbed
+from monai_gds.base.process import Owner, PerProcess, undisturbed
 from tests.machines import in_child, python
 from tests.polls import until
 
@@ -158,7 +158,8 @@ def test_a_ctrl_c_while_a_thread_starts_is_raised_once_it_runs(monkeypatch: pyte
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(threading.Thread, "start", interrupted)
-            start_undisturbed(threading.Thread(target=ran.set))
+            with undisturbed():
+                threading.Thread(target=ran.set).start()
         assert ran.wait(20)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

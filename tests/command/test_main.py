@@ -229,15 +229,12 @@ def test_images_are_not_made_in_an_existing_folder(tmp_path: Path) -> None:
     assert "leave --make out" in done.output
 
 
-@pytest.mark.parametrize("form", ["records", "squirrel"])
 @pytest.mark.parametrize("below", ["", "folder"])
-def test_pack_into_a_file_is_an_error_with_a_remedy(form: str, below: str, tmp_path: Path) -> None:
-    if form == "squirrel":
-        pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+def test_pack_into_a_file_is_an_error_with_a_remedy(below: str, tmp_path: Path) -> None:
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"\xff\xd8")
     (tmp_path / "afile").touch()
-    done = run("pack", tmp_path / "images", tmp_path / "afile" / below, "--format", form)
+    done = run("pack", tmp_path / "images", tmp_path / "afile" / below)
     assert (done.exit_code, done.stdout) == (1, "")
     assert "afile is a file: name a folder to pack into, a new or an empty one" in done.stderr
 
@@ -393,14 +390,3 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
 
 def test_done_joins_both_streams() -> None:
     assert Done(0, "│ a\n│ b", "\nc").output == "a b c"
-
-
-@pytest.mark.parametrize("sizes", [["--size", "24,20,16"], ["--size=24,20,16"], ["--size", "24", "20", "16"]])
-def test_a_size_may_be_written_with_commas(sizes: list[str]) -> None:
-    assert main._split_sizes(["demo", *sizes, "--epochs", "2"]) == ["demo", "--size", "24", "20", "16", "--epochs", "2"]
-
-
-def test_what_is_no_size_stays_as_it_is() -> None:
-    given = ["cache", "ls", "1,2,3", "/data/1,2,3", "--sort=name", "a=1,2", "1,2,3,4", "m:f", "spacing=1,2,3"]
-    given += ["--keep", "m:f spacing=1,2,3", "--keep=m:f spacing=1,2,3"]
-    assert main._split_sizes(given) == given

@@ -637,7 +637,7 @@ def test_half_a_record_is_never_served_and_goes_with_its_writer(tmp_path: Path) 
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    assert [found.path for found in abandoned(tmp_path)] == [f"{tmp_path}/.tmp/{half}"]
+    assert [path for path, _ in abandoned(tmp_path)] == [f"{tmp_path}/.tmp/{half}"]
     assert get(opened(tmp_path), "a") is None
     prepare(tmp_path)
     assert temporaries(tmp_path) == []

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
@@ -54,8 +54,6 @@ class ImageList:
         labels: int32, (images,).
         sizes: bytes of each, int64, (images,).
         blocks: the block map that was listed, if it was one.
-        rounded: bool, (images,): whether a size is rounded up to whole blocks, as a plain block map has it. A reader
-            that learns the exact size updates both arrays. None: no size is rounded.
         bounds: None; see :class:`~monai_gds.imagenet.files.packed.PackedImages`.
     """
 
@@ -65,7 +63,6 @@ class ImageList:
     labels: np.ndarray
     sizes: np.ndarray
     blocks: BlockMap | None = None
-    rounded: np.ndarray | None = None
     bounds: ClassVar[None] = None
 
     def __len__(self) -> int:
@@ -147,7 +144,8 @@ def list_block_map(map_: StrPath | BlockMap) -> ImageList:
     """Lists the images of a block map as :func:`list_folder` lists those of the folder it was built from.
 
     A plain map does not record where that folder is: without a parent, it is looked for beside the map and in the
-    current folder. It holds sizes in whole blocks: they are replaced by those of the files that exist.
+    current folder. It holds sizes in whole blocks: they are replaced by those of the files that exist. The others come
+    with the rest of their last block, which decoders ignore.
 
     Raises:
         ImageListError: it is not a block map, or holds no image ``<root>/<class>/<file>``.
@@ -175,7 +173,11 @@ def list_block_map(map_: StrPath | BlockMap) -> ImageList:
         sizes=np.asarray(sizes, dtype=np.int64),
         blocks=blocks,
     )
-    return listed if blocks.origin else replace(listed, rounded=_still_rounded(listed))
+    if blocks.origin is None and os.path.isdir(listed.root):
+        for i, whole_blocks in enumerate(listed.sizes.tolist()):
+            with suppress(OSError):
+                listed.sizes[i] = min(whole_blocks, os.stat(listed.path(i)).st_size)
+    return listed
 
 
 def _loaded(file: StrPath) -> tuple[BlockMap, str, str]:
@@ -195,18 +197,6 @@ def _place(folder: str, parents: Sequence[str]) -> str:
     return next(filter(os.path.isdir, paths), paths[0])
 
 
-def _still_rounded(images: ImageList) -> np.ndarray | None:
-    """Replaces sizes in whole blocks by those of the files that exist. Returns which stay rounded; None if none do."""
-    rounded = np.ones(len(images), dtype=bool)
-    if os.path.isdir(images.root):
-        for i, blocks in enumerate(images.sizes.tolist()):
-            with suppress(OSError):
-                size = os.stat(images.path(i)).st_size
-                if size <= blocks:
-                    images.sizes[i], rounded[i] = size, False
-    return rounded if rounded.any() else None
-
-
 def _stat(entry: os.DirEntry[str]) -> os.stat_result:
     try:
         return entry.stat()
@@ -223,17 +213,13 @@ def is_image(name: str) -> bool:
 
 def _sorted_images(folder: str) -> list[tuple[str, int]]:
     """(name, bytes) of every image directly in a folder, in byte-wise order."""
-    return sorted(_images_in(folder), key=lambda image: os.fsencode(image[0]))
-
-
-def _images_in(folder: str) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of every image directly in a folder, in any order."""
+    found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not is_image(entry.name):
-                continue
-            st = _stat(entry)
-            if stat.S_ISREG(st.st_mode):
-                yield entry.name, st.st_size
-            elif entry.is_symlink():
-                raise ImageListError(f"{entry.path} is named like an image, but does not lead to a regular file")
+            if is_image(entry.name):
+                st = _stat(entry)
+                if stat.S_ISREG(st.st_mode):
+                    found.append((entry.name, st.st_size))
+                elif entry.is_symlink():
+                    raise ImageListError(f"{entry.path} is named like an image, but does not lead to a regular file")
+    return sorted(found, key=lambda image: os.fsencode(image[0]))

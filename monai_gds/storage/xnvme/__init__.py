@@ -3,7 +3,7 @@ the block maps that these need.
 
 What it is for:
 
-* ``xnvme`` reads and writes files through xNVMe's file API, to compare xNVMe with the other backends on the same files.
+* ``xnvme`` reads files through xNVMe's file API, to compare xNVMe with the other backends on the same files.
 * ``xnvme-block`` reads the blocks of files straight from their disk, with large commands and a deep queue. It serves
   drives that a user-space driver has taken from the kernel (SPDK, uPCIe), where no file system is mounted, and drives
   that write to GPU memory by themselves. It also reads mounted ext4 and XFS.
@@ -20,6 +20,5 @@ What it costs:
   with the file is refused. Only ext4 and XFS directly on a disk, a partition or a loop device can be read.
 * More code than any other backend: FIEMAP and sysfs, bindings, drives with their queues and bounce buffers.
 
-Nothing outside this folder imports more than ``BlockMap``, except that the doctor reads mounts and disks through
-``extents``. Nothing here ever writes to a device. ``block_map`` and ``extents`` import neither torch nor libxnvme.
+Nothing here ever writes to a device.
 """

@@ -33,11 +33,12 @@ from monai_gds.storage.blockmap.inodes import inode_table
 from monai_gds.storage.blockmap.saved import FileBlocks
 from monai_gds.storage.xnvme import libxnvme
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
-from monai_gds.testing import BackendContract, CudaBackendContract, FullContract, WriteContract
+from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.disks import small_disk
 from monai_gds.testing.tools import bytes_of, content
 from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
 from tests.storage import simulated
+from tests.storage.full_contract import FullContract
 from tests.storage.xnvme import libraries
 
 SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 116_000, 3_000_001)
@@ -395,7 +396,7 @@ class TestQueue:
     ) -> None:
         with opened() as storage:
             with monkeypatch.context() as patch:
-                patch.setattr(queue_module._Engine, "_check", lambda *_: 1 / 0)
+                patch.setattr(queue_module._Pump, "_check", lambda *_: 1 / 0)
                 pendings = [start(storage, file) for _ in range(3)]
                 for pending in pendings:
                     with pytest.raises(StorageError, match=r"division by zero.*file\.bin"):
