@@ -187,7 +187,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "L
 def handed_on(code: types.CodeType) -> set[str]:
     """The names of which a function, and those inside it, do more than read attributes: of ``f(a, b.c)``, a and c.
 
-    A module that a function imports under another name has its own name here.
+    Anything that a function imports under another name has its own name here.
     """
     found: set[str] = set()
     imported: list[tuple[str, str]] = []

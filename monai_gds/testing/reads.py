@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage
@@ -140,6 +140,7 @@ class ReadsRightBytes(OverABackend):
 
     @property_test
     @given(ranges=st.lists(st.tuples(st.integers(0, BLOB_BYTES - 1), st.integers(0, 1 << 20)), max_size=12))
+    @example(ranges=[(BLOB_BYTES - 5000, 5000)])  # an offset of more than 24 bits
     def test_loads_and_maps_any_ranges(
         self, storage: Storage, blob: Path, data: bytes, ranges: list[tuple[int, int]]
     ) -> None:

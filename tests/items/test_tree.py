@@ -231,8 +231,8 @@ def test_any_item_comes_back_equal(scratch: CacheDirectory, item: Any) -> None:
     import safetensors
 
     assert scratch.publish(key(), encode_item(item))
-    (first,) = scratch.start(key().digest).wait()  # type: ignore[union-attr]
-    (second,) = scratch.start(key().digest).wait()  # type: ignore[union-attr]
+    (first,) = scratch.start([key().digest])[0].wait()  # type: ignore[union-attr]
+    (second,) = scratch.start([key().digest])[0].wait()  # type: ignore[union-attr]
     expected = as_returned(item)
     assert_same(expected, first)
     assert_same(first, second)

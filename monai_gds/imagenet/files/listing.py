@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
@@ -54,6 +54,8 @@ class ImageList:
         labels: int32, (images,).
         sizes: bytes of each, int64, (images,).
         blocks: the block map that was listed, if it was one.
+        rounded: bool, (images,): whether a size is rounded up to whole blocks, as a plain block map has it. A reader
+            that learns the exact size updates both arrays. None: no size is rounded.
         bounds: None; see :class:`~monai_gds.imagenet.files.packed.PackedImages`.
     """
 
@@ -63,6 +65,7 @@ class ImageList:
     labels: np.ndarray
     sizes: np.ndarray
     blocks: BlockMap | None = None
+    rounded: np.ndarray | None = None
     bounds: ClassVar[None] = None
 
     def __len__(self) -> int:
@@ -144,8 +147,7 @@ def list_block_map(map_: StrPath | BlockMap) -> ImageList:
     """Lists the images of a block map as :func:`list_folder` lists those of the folder it was built from.
 
     A plain map does not record where that folder is: without a parent, it is looked for beside the map and in the
-    current folder. It holds sizes in whole blocks: they are replaced by those of the files that exist. The others come
-    with the rest of their last block, which decoders ignore.
+    current folder. It holds sizes in whole blocks: they are replaced by those of the files that exist.
 
     Raises:
         ImageListError: it is not a block map, or holds no image ``<root>/<class>/<file>``.
@@ -173,11 +175,7 @@ def list_block_map(map_: StrPath | BlockMap) -> ImageList:
         sizes=np.asarray(sizes, dtype=np.int64),
         blocks=blocks,
     )
-    if blocks.origin is None and os.path.isdir(listed.root):
-        for i, whole_blocks in enumerate(listed.sizes.tolist()):
-            with suppress(OSError):
-                listed.sizes[i] = min(whole_blocks, os.stat(listed.path(i)).st_size)
-    return listed
+    return listed if blocks.origin else replace(listed, rounded=_still_rounded(listed))
 
 
 def _loaded(file: StrPath) -> tuple[BlockMap, str, str]:
@@ -195,6 +193,18 @@ def _place(folder: str, parents: Sequence[str]) -> str:
     """The path of a folder below the first of ``parents`` that has it, or else below the first."""
     paths = [os.path.abspath(os.path.join(parent, folder)) for parent in parents]
     return next(filter(os.path.isdir, paths), paths[0])
+
+
+def _still_rounded(images: ImageList) -> np.ndarray | None:
+    """Replaces sizes in whole blocks by those of the files that exist. Returns which stay rounded; None if none do."""
+    rounded = np.ones(len(images), dtype=bool)
+    if os.path.isdir(images.root):
+        for i, blocks in enumerate(images.sizes.tolist()):
+            with suppress(OSError):
+                size = os.stat(images.path(i)).st_size
+                if size <= blocks:
+                    images.sizes[i], rounded[i] = size, False
+    return rounded if rounded.any() else None
 
 
 def _stat(entry: os.DirEntry[str]) -> os.stat_result:

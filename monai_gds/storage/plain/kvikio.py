@@ -31,9 +31,9 @@ import torch
 
 from monai_gds import limits
 from monai_gds.errors import StorageError
-from monai_gds.storage import files, staging
+from monai_gds.storage import files, plan, staging
 from monai_gds.storage.backend import Availability, check_threads
-from monai_gds.storage.files import Expected
+from monai_gds.storage.files import ALIGNMENT, Buffer, Expected
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.storage.queue import Command, QueueBackend
@@ -88,11 +88,14 @@ class _File:
         if self._cold:
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # every byte is read by now
+            self.cu_file.close()
+        os.close(self.fd)
+
 
 class KvikioBackend(QueueBackend):
-    """Reads into CUDA tensors through KvikIO, https://docs.rapids.ai/api/kvikio/.
-
-    Files are written as by ``posix``, through pinned memory and the page cache.
+    """Reads and writes CUDA tensors through KvikIO, https://docs.rapids.ai/api/kvikio/.
 
     Args:
         device: a CUDA device.
@@ -144,6 +147,8 @@ class KvikioBackend(QueueBackend):
         how = "cuFile" if through_cufile() else "its threads and pinned staging"
         return Availability(True, f"KvikIO {kvikio.__version__} through {how}")
 
+    # Reading.
+
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         on_device = [tensor.is_cuda for tensor in into]
         large = reads.nbytes >= limits.KVIKIO_LEAST_BYTES
@@ -159,22 +164,27 @@ class KvikioBackend(QueueBackend):
     def _open(self, path: str, expected: Expected) -> _File:
         fd = files.open_file(path, expected, regular=True)
         try:
-            try:
-                cu_file = self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r")  # the path may name another file by now
-            except Exception as e:
-                with files.naming(path):
-                    os.close(os.dup(fd))  # the system's own error, where there is one, names the cause
-                # The disk is well: a plain open found the file. cuFile refuses some file systems and containers.
-                raise StorageError(errno.EOPNOTSUPP, f"KvikIO could not open it: {e}", path) from e
-            return _File(fd, cu_file)
+            return _File(fd, self._cu_file(fd, "r", path))
         except BaseException:
             os.close(fd)
             raise
 
     def _close(self, handle: _File) -> None:
-        with contextlib.suppress(Exception):  # every byte is read by now
-            handle.cu_file.close()
-        os.close(handle.fd)
+        handle.close()
+
+    def _cu_file(self, fd: int, flags: str, path: str) -> Any:
+        """Opens the file of a descriptor, since its path may name another file by now.
+
+        Raises:
+            OSError: the system's own error where there is one, because KvikIO's does not name the cause.
+        """
+        try:
+            return self._kvikio.CuFile(f"/proc/self/fd/{fd}", flags)
+        except Exception as e:
+            with files.naming(path):
+                os.close(os.dup(fd))
+            # The disk is well: a plain open found the file. cuFile refuses some file systems and containers.
+            raise StorageError(errno.EOPNOTSUPP, f"KvikIO could not open it: {e}", path) from e
 
     def _submit(self, command: Command) -> bool:
         file: _File = command.handle
@@ -220,6 +230,21 @@ class KvikioBackend(QueueBackend):
         with contextlib.suppress(Exception):
             kvikio.defaults.set("num_threads", kvikio.defaults.get("num_threads"))
 
+    # Writing.
+
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
+        if not any(isinstance(b, torch.Tensor) and b.is_cuda for b in buffers):
+            super().write(path, buffers, durable=durable, mode=mode)
+            return
+        torch.cuda.current_stream(self.device).synchronize()  # KvikIO does not wait for what fills the buffers
+        with files.new_file(path, files.total_bytes(buffers), durable=durable, mode=mode) as fd:
+            cu_file = self._cu_file(fd, "r+", path)
+            try:
+                _write_parts(fd, cu_file, buffers)
+            finally:
+                with contextlib.suppress(Exception):  # every byte is written by now
+                    cu_file.close()
+
     def close(self) -> None:
         super().close()
         self._posix.close()
@@ -237,3 +262,72 @@ class KvikioBackend(QueueBackend):
             "cufile": self.reaches_gpu,
             "pinned_bytes": bounce + staging.pinned_bytes(self.device),
         }
+
+
+def _write_parts(fd: int, cu_file: Any, buffers: Sequence[Buffer]) -> None:
+    """Writes buffers back to back: tensors on the device that begin at a page through KvikIO, the rest by ``fd``."""
+    offset = 0
+    writes = _Writes()
+    try:
+        for buffer in buffers:
+            nbytes = files.total_bytes([buffer])
+            if isinstance(buffer, torch.Tensor) and buffer.is_cuda and offset % ALIGNMENT == 0:
+                writes.start(cu_file, buffer.detach(), offset)
+            else:  # it may begin in the block that the last one ends in, and cuFile writes whole blocks
+                writes.wait()
+                os.lseek(fd, offset, os.SEEK_SET)
+                staging.write_buffers(fd, [buffer])
+            offset += nbytes
+    finally:
+        writes.settle()
+    writes.wait()
+
+
+class _Writes:
+    """Pieces of tensors that KvikIO's threads are writing."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[torch.Tensor, int, Any]] = deque()  # with its offset and KvikIO's future
+        self._error: StorageError | None = None
+
+    def start(self, cu_file: Any, tensor: torch.Tensor, offset: int) -> None:
+        """Starts writing a tensor in pieces of one task each; see ``KvikioBackend.piece_bytes``."""
+        pieces = plan.cut(Reads.of("", [(offset, tensor.numel())]), limits.KVIKIO_TASK_BYTES, even=True)
+        for part, at in zip(pieces.parts([tensor]), pieces.offset.tolist(), strict=True):
+            if part.numel():
+                try:
+                    future = cu_file.pwrite(part, part.numel(), at, limits.KVIKIO_TASK_BYTES)
+                except Exception as e:
+                    raise StorageError(errno.EIO, f"KvikIO refused to write at {at}: {e}") from e
+                self._pieces.append((part, at, future))
+
+    def settle(self) -> None:
+        """Waits until no piece is under way, even after Ctrl-C: KvikIO reads the tensors and writes to the file."""
+        interrupt: BaseException | None = None
+        while self._pieces:
+            part, at, future = self._pieces[0]
+            try:
+                count = future.get()
+                if count != part.numel():
+                    raise StorageError(errno.EIO, f"KvikIO wrote {count} of {part.numel()} bytes at {at}")
+            except StorageError as e:
+                self._error = self._error or e
+            except Exception as e:
+                failed = f"KvikIO could not write {part.numel()} bytes at {at}: {e}"
+                self._error = self._error or StorageError(errno.EIO, failed)
+            except BaseException as e:
+                interrupt = e
+                continue
+            self._pieces.popleft()
+        if interrupt is not None:
+            raise interrupt
+
+    def wait(self) -> None:
+        """As :meth:`settle`.
+
+        Raises:
+            StorageError: the first error of a piece.
+        """
+        self.settle()
+        if self._error is not None:
+            raise self._error

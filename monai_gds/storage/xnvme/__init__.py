@@ -3,7 +3,7 @@ the block maps that these need.
 
 What it is for:
 
-* ``xnvme`` reads files through xNVMe's file API, to compare xNVMe with the other backends on the same files.
+* ``xnvme`` reads and writes files through xNVMe's file API, to compare xNVMe with the other backends on the same files.
 * ``xnvme-block`` reads the blocks of files straight from their disk, with large commands and a deep queue. It serves
   drives that a user-space driver has taken from the kernel (SPDK, uPCIe), where no file system is mounted, and drives
   that write to GPU memory by themselves. It also reads mounted ext4 and XFS.

@@ -1,7 +1,6 @@
-"""The ``xnvme`` backend: files are read through xNVMe's file API (``xnvme_file_open``, ``xnvme_file_pread``).
+"""The ``xnvme`` backend: files through xNVMe's file API (``xnvme_file_open``, ``pread``, ``pwrite``).
 
 Called from this package's own threads; reads land in the destination itself, or in pinned staging for a CUDA target.
-Files are written as by every other backend.
 """
 
 from __future__ import annotations
@@ -9,14 +8,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend
-from monai_gds.storage.files import Expected, open_file
+from monai_gds.storage.files import Buffer, Expected, as_bytes_view, new_file, open_file, total_bytes
 from monai_gds.storage.xnvme import libxnvme
 
 __all__ = ["XnvmeBackend", "probe_library"]
@@ -39,7 +40,7 @@ class _Handle(NamedTuple):
 
 
 class XnvmeBackend(BlockingBackend):
-    """Reads files with xNVMe, https://xnvme.io, for CPU and CUDA targets.
+    """Reads and writes files with xNVMe, https://xnvme.io, for CPU and CUDA targets.
 
     Args:
         device: where destinations live.
@@ -58,39 +59,70 @@ class XnvmeBackend(BlockingBackend):
         return probe_library()
 
     def _open(self, path: str, expected: Expected) -> _Handle:
-        """xNVMe's handle of a file: the very file that was checked, whatever its path names by now."""
         fd = open_file(path, expected, regular=True)  # xNVMe would leave a descriptor behind for any other
         try:
-            handle = self._library.open("xnvme_file_open", f"/proc/self/fd/{fd}", self._library.options())
-        except StorageError as e:
-            raise StorageError(e.errno, e.strerror, path) from e
+            return _Handle(self._open_again(fd, path, self._library.options()), path)
         finally:
             os.close(fd)
+
+    def _open_again(self, fd: int, path: str, opts: Any) -> Any:
+        """xNVMe's handle of an open file: the very same file, whatever its path names by now and however long it is."""
+        try:
+            handle = self._library.open("xnvme_file_open", f"/proc/self/fd/{fd}", opts)
+        except StorageError as e:
+            raise StorageError(e.errno, e.strerror, path) from e
         # xNVMe looks up the namespace with the first command, and must not do so in several threads at once.
         self._library.api.xnvme_dev_get_nsid(handle)
-        return _Handle(handle, path)
+        return handle
 
     def _close(self, handle: _Handle) -> None:
         self._library.api.xnvme_file_close(handle.file)
 
     def _read_into(self, handle: _Handle, offset: int, dest: torch.Tensor) -> int:
-        """Does one pread.
+        return self._transfer("xnvme_file_pread", handle, dest.data_ptr(), dest.numel(), offset)
 
-        After a short one xNVMe's status is whatever ``errno`` happened to be, so the file's size shows whether it has
-        ended. After a failed one the result is 0 and the status an errno.
+    def _transfer(self, function: str, handle: _Handle, address: int, nbytes: int, offset: int) -> int:
+        """Does one pread or pwrite, and returns the bytes transferred.
+
+        After a short transfer xNVMe's status is whatever ``errno`` happened to be, so the file's size shows whether it
+        has ended. After a failed one the result is 0 and the status an errno.
         """
-        api, nbytes = self._library.api, min(dest.numel(), _MOST)
+        api, nbytes = self._library.api, min(nbytes, _MOST)
+        ctx = api.xnvme_file_get_cmd_ctx(handle.file)
         if offset + nbytes > 1 << 63:
             return 0
-        ctx = api.xnvme_file_get_cmd_ctx(handle.file)
-        code = api.xnvme_file_pread(ctypes.byref(ctx), dest.data_ptr(), nbytes, offset)
+        code = getattr(api, function)(ctypes.byref(ctx), address, nbytes, offset)
         result = int(ctx.result)
         if code == 0 and 0 <= result <= nbytes:
             return result
-        if offset + nbytes > os.stat(handle.path).st_size:
+        if function == "xnvme_file_pread" and offset + nbytes > os.stat(handle.path).st_size:
             return 0
         cause = os.strerror(-code) if code else f"result {result}"
-        raise StorageError(-code or errno.EIO, f"xnvme_file_pread of {nbytes} bytes at {offset}: {cause}", handle.path)
+        raise StorageError(-code or errno.EIO, f"{function} of {nbytes} bytes at {offset}: {cause}", handle.path)
+
+    def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
+        nbytes = total_bytes(buffers)
+        views = [as_bytes_view(buffer) for buffer in buffers]
+        with new_file(path, nbytes, durable=durable, mode=mode) as fd:
+            handle = _Handle(self._open_again(fd, path, self._library.options(rdonly=0, wronly=1)), path)
+            try:
+                self._write_views(handle, views)
+            finally:
+                self._close(handle)
+
+    def _write_views(self, handle: _Handle, views: Sequence[memoryview]) -> None:
+        offset = 0
+        for view in views:
+            array = np.frombuffer(view, dtype=np.uint8)
+            done = 0
+            while done < array.size:
+                count = self._transfer(
+                    "xnvme_file_pwrite", handle, array.ctypes.data + done, array.size - done, offset + done
+                )
+                if not count:
+                    raise StorageError(errno.EIO, f"wrote no byte at {offset + done}", handle.path)
+                done += count
+            offset += array.size
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "library": self._library.describe()}

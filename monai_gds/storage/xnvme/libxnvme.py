@@ -113,6 +113,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "xnvme_file_close": (c_int, [c_void_p]),
     "xnvme_file_get_cmd_ctx": (xnvme_cmd_ctx, [c_void_p]),
     "xnvme_file_pread": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
+    "xnvme_file_pwrite": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
     "xnvme_buf_alloc": (c_void_p, [c_void_p, c_size_t]),
     "xnvme_buf_free": (None, [c_void_p, c_void_p]),
     "xnvme_buf_virt_alloc": (c_void_p, [c_size_t, c_size_t]),

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.limits import KVIKIO_LEAST_BYTES, KVIKIO_PIECE_BYTES, KVIKIO_TASK_BYTES, KVIKIO_TASKS
-from monai_gds.storage import FileId, Reads, Storage, available_backends, files, open_storage
+from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage, available_backends, files, open_storage
 from monai_gds.storage.backend import Backend
 from monai_gds.storage.plain import kvikio as kvikio_module
 from monai_gds.storage.plain.kvikio import KvikioBackend
@@ -113,6 +115,23 @@ def backend(kvikio: simulated.KvikIO, gpu: Any) -> Iterator[KvikioBackend]:
 
 def dest(nbytes: int, fill: int = 0xA5) -> torch.Tensor:
     return simulated.on_device(torch.full((nbytes,), fill, dtype=torch.uint8))
+
+
+class TestKvikioSimulated(WriteContract):
+    """What the backend itself can get wrong, without KvikIO and CUDA."""
+
+    # These make tensors on the device in ways that are not simulated.
+    test_a_tensor_of_anything_but_bytes_is_not_written = None
+    test_reads_back_what_it_wrote = None
+    test_never_writes_over_a_file = None
+
+    @pytest.fixture(params=["staged", "straight"])
+    def backend(self, kvikio: simulated.KvikIO, gpu: Any, request: pytest.FixtureRequest) -> Backend:
+        backend = KvikioBackend(simulated.GPU)
+        return straight(backend) if request.param == "straight" else backend
+
+    def dest(self, storage: Storage, nbytes: int, fill: int = 0xA5) -> torch.Tensor:
+        return dest(nbytes, fill)
 
 
 def read(backend: KvikioBackend, reads: Reads, into: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -262,6 +281,56 @@ def test_simulated_closing_without_waiting(backend: KvikioBackend, tmp_path: Pat
     assert bytes_of(pending.wait()[0]) == content(30 << 20)
 
 
+@pytest.mark.parametrize(
+    "sizes", [[9 << 20], [4096, 3 << 20, 5, 10], [100, 3 << 20], [0, KVIKIO_TASK_BYTES + 1, 3 << 20]]
+)
+def test_simulated_tensors_are_written_back_to_back(backend: KvikioBackend, tmp_path: Path, sizes: list[int]) -> None:
+    parts = [torch.frombuffer(bytearray(content(n, i)), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
+             for i, n in enumerate(sizes)]  # fmt: skip
+    backend.write(str(tmp_path / "file.bin"), [*map(simulated.on_device, parts), b"tail"], durable=True, mode=0o666)
+    assert (tmp_path / "file.bin").read_bytes() == b"".join(content(n, i) for i, n in enumerate(sizes)) + b"tail"
+
+
+def test_simulated_a_failed_write_names_the_file(
+    backend: KvikioBackend, kvikio: simulated.KvikIO, tmp_path: Path
+) -> None:
+    def fail(offset: int) -> None:
+        if offset:
+            raise OSError(28, "No space left on device")
+        time.sleep(0.05)
+
+    kvikio.fail = fail
+    with pytest.raises(StorageError, match=r"No space left.*file\.bin"):
+        backend.write(str(tmp_path / "file.bin"), [dest(9 << 20)], durable=False, mode=0o666)
+
+
+@pytest.mark.parametrize("name", ["open", "pwrite", "get", "close"])
+def test_simulated_whatever_fails_of_a_write_is_an_oserror_that_names_the_file(
+    backend: KvikioBackend, kvikio: simulated.KvikIO, tmp_path: Path, name: str
+) -> None:
+    parts = [dest(5 << 20), b"between", dest(3 << 20)]
+    for first in range(1, 9):
+        seen = [0]
+
+        def fail(call: str, first: int = first, seen: list[int] = seen) -> None:
+            seen[0] += call == name
+            if call == name and seen[0] == first:
+                raise RuntimeError("cuFile error: 5011")
+
+        kvikio.called = fail
+        path, before = tmp_path / f"{first}.bin", descriptors()
+        try:
+            backend.write(str(path), parts, durable=True, mode=0o666)
+        except StorageError as e:
+            assert seen[0] >= first
+            assert "cuFile error: 5011" in str(e)
+            assert e.filename == str(path)
+        else:
+            assert seen[0] < first or name == "close"
+            assert path.stat().st_size == (8 << 20) + 7
+        assert descriptors() <= before
+
+
 # Settings.
 
 
@@ -306,3 +375,75 @@ def test_simulated_cufile_is_used_where_it_reaches_the_device(
     backend = KvikioBackend(simulated.GPU)
     assert backend.describe()["cufile"] is backend.reaches_gpu is expected
     assert ("cuFile" in KvikioBackend.probe(simulated.GPU).reason) is expected
+
+
+# Writes.
+
+
+class FakeFuture:
+    """In place of KvikIO's: done when it is waited for, with an error or a count."""
+
+    def __init__(self, result: int | BaseException) -> None:
+        self.result = result
+        self.done = False
+
+    def get(self) -> int:
+        if isinstance(self.result, KeyboardInterrupt):
+            pressed, self.result = self.result, KVIKIO_TASK_BYTES
+            raise pressed
+        self.done = True
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+def started(results: list[int | BaseException]) -> tuple[kvikio_module._Writes, list[FakeFuture]]:
+    """Writes of one tensor, one piece per result."""
+    futures = [FakeFuture(result) for result in results]
+    left = iter(futures)
+    writes = kvikio_module._Writes()
+
+    class Fake:
+        def pwrite(self, *_: Any) -> FakeFuture:
+            return next(left)
+
+    writes.start(Fake(), torch.zeros(len(results) * KVIKIO_TASK_BYTES, dtype=torch.uint8), 0)
+    return writes, futures
+
+
+@given(nbytes=st.integers(0, 100 << 20))
+def test_written_pieces_are_even_whole_blocks_and_one_task_each(nbytes: int) -> None:
+    pieces: list[tuple[int, int]] = []
+
+    class Fake:
+        def pwrite(self, part: torch.Tensor, nbytes: int, offset: int, task: int) -> FakeFuture:
+            assert part.numel() == nbytes <= task
+            pieces.append((offset, nbytes))
+            return FakeFuture(nbytes)
+
+    kvikio_module._Writes().start(Fake(), torch.empty(0, dtype=torch.uint8).expand(0) if not nbytes else
+                                  torch.empty(nbytes, dtype=torch.uint8), 8192)  # fmt: skip
+    assert sum(n for _, n in pieces) == nbytes
+    assert all(offset % ALIGNMENT == 0 and 0 < n <= KVIKIO_TASK_BYTES for offset, n in pieces)
+    assert len({n for _, n in pieces[:-1]}) <= 1
+
+
+def test_an_error_of_writing_comes_when_all_pieces_are_done() -> None:
+    writes, futures = started([KVIKIO_TASK_BYTES, RuntimeError("full"), ValueError("later"), KVIKIO_TASK_BYTES])
+    with pytest.raises(StorageError, match="full"):
+        writes.wait()
+    assert all(f.done for f in futures)
+
+
+def test_a_short_write_is_an_error() -> None:
+    writes, _ = started([KVIKIO_TASK_BYTES, 5])
+    with pytest.raises(StorageError, match=rf"5 of {KVIKIO_TASK_BYTES} bytes at {KVIKIO_TASK_BYTES}"):
+        writes.wait()
+
+
+def test_an_interrupt_comes_when_all_pieces_are_done() -> None:
+    writes, futures = started([KVIKIO_TASK_BYTES, KeyboardInterrupt(), KVIKIO_TASK_BYTES])
+    with pytest.raises(KeyboardInterrupt):
+        writes.wait()
+    assert all(f.done for f in futures)
+    writes.wait()

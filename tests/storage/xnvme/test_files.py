@@ -82,3 +82,10 @@ class TestFaults:
             with pytest.raises(StorageError, match=r"Input/output error.*file\.bin"):
                 load(storage, tmp_path / "file.bin", 10_000)
             assert bytes_of(load(storage, tmp_path / "file.bin", 5)[0]) == content(10_000)[:5]
+
+    def test_writes_through_xnvme(self, double: libraries.Double, tmp_path: Path) -> None:
+        with opened() as storage:
+            storage.write(str(tmp_path / "file.bin"), [b"one", b"two"], durable=True)
+        assert (tmp_path / "file.bin").read_bytes() == b"onetwo"
+        assert double.count("writes") == 2
+        assert double.count("devices") == 0
