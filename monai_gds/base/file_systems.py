@@ -10,11 +10,11 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["KEEPS_ZEROS", "LOCAL", "Mount", "kind_of", "kind_of_folder", "mounts", "read_at"]
+__all__ = ["KEEPS_ZEROS", "LOCAL", "Mount", "kind_of", "kind_of_folder", "mounts", "opened", "read_at"]
 
 #: File systems that store zeros that a program writes, and make no hole of them: ext4, XFS, btrfs, tmpfs, F2FS, ramfs.
 KEEPS_ZEROS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0xF2F52010, 0x858458F6})
@@ -35,12 +35,8 @@ def kind_of(fd: int) -> int | None:
 
 def kind_of_folder(path: str) -> int | None:
     """The number of the file system that a folder is on, or None if it cannot be determined."""
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            return kind_of(fd)
-        finally:
-            os.close(fd)
+    with suppress(OSError), opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
+        return kind_of(fd)
     return None
 
 
@@ -76,6 +72,16 @@ def mounts(proc: Path) -> Iterator[Mount]:
 
 def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)  # a space is \040
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o777, folder: int | None = None) -> Iterator[int]:
+    """A descriptor as of ``os.open``, of a path or a name in an open folder. It is closed at the end of the block."""
+    fd = os.open(path, flags, mode, dir_fd=folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def read_at(fd: int, nbytes: int, offset: int = 0) -> bytes:

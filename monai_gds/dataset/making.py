@@ -1,7 +1,7 @@
 """Making items that have no record: on a miss, and ahead of training. Used by the dataset.
 
 An item is taken apart after its deterministic transforms and put together by the code that a hit uses, which is why
-hits and misses cannot differ. What the user is told of misses is here too.
+hits and misses cannot differ. The warnings about misses are here too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
 from monai_gds.folder.budget import OverBudget
 from monai_gds.folder.directory import CacheDirectory
-from monai_gds.folder.explain import Nearest, Wanted, nearest
+from monai_gds.folder.explain import Nearest, nearest
 from monai_gds.folder.index import Index
 from monai_gds.items.rounding import rounded
 from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_item
@@ -101,7 +101,7 @@ def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
 
 def nearest_record(index: Index, key: Key) -> Nearest:
     """The record that is most similar to a key, and how it differs."""
-    return nearest(index, Wanted(key.item, key.pipeline.digest, key.sources, key.pipeline.describe()))
+    return nearest(index, key.item, key.pipeline.digest, key.sources, key.pipeline.describe())
 
 
 class Saved(NamedTuple):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from monai_gds import limits
+from monai_gds.base.file_systems import opened
 from monai_gds.errors import CacheWarning, FileChanged, NewerRecord, RecordError
 from monai_gds.folder.budget import LOOK_AGAIN, Budget, OverBudget
 from monai_gds.folder.index import Index, IndexEntry
@@ -115,22 +116,18 @@ class CacheDirectory:
         """Starts reading records, after waiting for those that are just being saved. Small ones are read together.
 
         Args:
-            digests: of the records' keys.
+            digests: the digests of the records' keys.
             lazily: whether to leave out tensors in tiles, of which boxes are requested later.
 
         Returns:
             For each record what is being read of it; None if there is no usable one. Anything but a plain absence has
             been reported.
         """
-        return start(self._reader, self._saved(digests), lazily)
-
-    def _saved(self, digests: Sequence[str]) -> list[str]:
-        """The paths of records. Waits for those that this process is saving."""
         paths = [self.record_path(digest) for digest in digests]
         writer = process_writer()
         for path in paths:
             writer.wait_for(path)
-        return paths
+        return start(self._reader, paths, lazily)
 
     def holds(self, digest: str, converted: bool = False) -> bool:
         """Whether there is a record with a sound header. Its data are not read; a damaged header is reported.
@@ -138,7 +135,7 @@ class CacheDirectory:
         A record of a newer version counts, as does one that cannot be unpacked here: it is reported, and not replaced.
 
         Args:
-            digest: of the record's key.
+            digest: the digest of the record's key.
             converted: whether a record counts only if :meth:`convert` would leave it as it is.
         """
         return self._reader.is_sound(self.record_path(digest), self.compression.suits if converted else None)
@@ -181,7 +178,8 @@ class CacheDirectory:
                 if replaces is not None and not _is_there(path, replaces):
                     raise FileChanged(f"{path} was replaced or removed")
             if self._durable:
-                _sync_directory(self.path)
+                with opened(self.path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+                    os.fsync(folder)
         finally:  # the record may be there even so, if only syncing its directory failed
             self._reader.forget(path)
         if self.index is not None:
@@ -286,17 +284,8 @@ def _note(index: Index, path: str, key: Key, item: EncodedItem, head: Buffer) ->
         pipeline = key.pipeline.digest
         index.describe_pipeline(pipeline, key.pipeline.describe())
         form = parse(bytes(head), st.st_size).form if head else ""
-        index.note_record(
-            IndexEntry(key.digest, key.item, pipeline, st.st_size, st.st_mtime_ns, tensors, dict(key.sources), form)
-        )
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        entry = IndexEntry(key.digest, key.item, pipeline, st.st_size, st.st_mtime_ns, tensors, dict(key.sources), form)
+        index.note_records([entry])
 
 
 #: How the name of a folder begins that was meant for a shell.

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.records.header import SourceState
 
-__all__ = ["Nearest", "Wanted", "description_differences", "nearest", "source_differences"]
+__all__ = ["Nearest", "description_differences", "nearest", "source_differences"]
 
 #: A path in the description of a pipeline: "transforms[1] Spacingd.pixdim" is the attribute "pixdim" of the transform
 #: "Spacingd" at place 1. A transform without attributes is described by its name alone.
@@ -27,18 +28,6 @@ _STATE = "state."
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A key that has no record."""
-
-    item: str  # hash of the item
-    pipeline: str  # hex digits that identify the transforms and the state
-    # Size and identity of each source by its absolute path.
-    sources: Mapping[str, SourceState] = field(default_factory=dict)
-    # Of the pipeline, as for :meth:`Index.describe_pipeline`.
-    description: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Nearest:
     """The record that is most similar to a key."""
 
@@ -46,34 +35,43 @@ class Nearest:
     differences: list[str]  # from the record to the key, one short text each
 
 
-def nearest(index: Index, wanted: Wanted) -> Nearest:
-    """Finds the most similar record among those that still exist.
+def nearest(
+    index: Index, item: str, pipeline: str, sources: Mapping[str, SourceState], description: Mapping[str, str]
+) -> Nearest:
+    """Finds the record that is most similar to a key without one, among those that still exist.
 
     Records of the same item come first, then those with a source file in common. Among these the fewest differences
     win, then the newest record.
+
+    Args:
+        index: of the records.
+        item: hash of the key's item.
+        pipeline: hex digits that identify its transforms and the state.
+        sources: size and identity of each source by its absolute path.
+        description: of its pipeline, as for :meth:`Index.describe_pipeline`.
 
     Example:
         >>> from pathlib import Path
         >>> index, entry = Index("."), IndexEntry("ab" * 16, "item", "cafe0123", 4096, 1, (), {})
         >>> Path(entry.name).touch()  # in place of a record
-        >>> index.note_record(entry)
+        >>> index.note_records([entry])
         >>> index.describe_pipeline("cafe0123", {"transforms[0] Spacingd.pixdim": "1.5"})
-        >>> nearest(index, Wanted("item", "beef0123", {}, {"transforms[0] Spacingd.pixdim": "1.0"})).differences
+        >>> nearest(index, "item", "beef0123", {}, {"transforms[0] Spacingd.pixdim": "1.0"}).differences
         ['Spacingd.pixdim 1.5 → 1.0']
     """
 
     @functools.cache
-    def of_pipeline(pipeline: str) -> list[str]:
-        return _pipeline_differences(pipeline, index.pipeline(pipeline), wanted)
+    def of_pipeline(other: str) -> list[str]:
+        return [] if other == pipeline else _pipeline_differences(other, pipeline, index.pipeline(other), description)
 
     def ranked(near: Nearest) -> tuple[int, int]:
         return len(near.differences), -near.entry.mtime_ns if near.entry else 0
 
     entries = list(index.entries().values())
-    of_item = [entry for entry in entries if entry.item == wanted.item]
-    of_source = [entry for entry in entries if not entry.sources.keys().isdisjoint(wanted.sources)]
+    of_item = [entry for entry in entries if entry.item == item]
+    of_source = [entry for entry in entries if not entry.sources.keys().isdisjoint(sources)]
     for alike, differences in ((of_item, _of_same_item), (of_source, _of_same_sources)):
-        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e.sources, wanted.sources)]) for e in alike]
+        found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e.sources, sources)]) for e in alike]
         for near in sorted(found, key=ranked):
             if near.entry is not None and index.holds(near.entry):
                 return near if near.differences else Nearest(near.entry, ["nothing that the index holds differs"])
@@ -150,14 +148,10 @@ def _of_same_sources(before: Mapping[str, SourceState], now: Mapping[str, Source
 Attributes = dict[str, str]
 
 
-def _pipeline_differences(pipeline: str, before: Mapping[str, str], wanted: Wanted) -> list[str]:
-    if pipeline == wanted.pipeline:
-        return []
-    if not before or not wanted.description:
-        return [
-            f"the transforms or the settings differ (pipeline {pipeline[:8] or '-'} → {wanted.pipeline[:8] or '-'})"
-        ]
-    found = description_differences(before, wanted.description)
+def _pipeline_differences(old: str, new: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    if not before or not now:
+        return [f"the transforms or the settings differ (pipeline {old[:8] or '-'} → {new[:8] or '-'})"]
+    found = description_differences(before, now)
     return found or ["the transforms differ in a way that their description does not show"]
 
 
@@ -198,22 +192,18 @@ def _steps(description: Mapping[str, str]) -> tuple[list[_Step], Attributes]:
 
 
 def _step_differences(before: Sequence[_Step], now: Sequence[_Step]) -> list[str]:
-    repeated = [name for steps in (before, now) for name in _repeated(steps)]
+    names = [Counter(step.name for step in steps) for steps in (before, now)]
+    repeated = {name for counts in names for name, count in counts.items() if count > 1}
     differences = []
     for old, new in _aligned(before, now):
-        if old is None and new is not None:
-            differences.append(f"{new.name} inserted at transforms[{new.place}]")
-        elif new is None and old is not None:
-            differences.append(f"{old.name} removed from transforms[{old.place}]")
-        elif old is not None and new is not None:
+        if old and new:
             label = f"transforms[{new.place}] {new.name}" if new.name in repeated else new.name
             differences += _attribute_differences(label, old.attributes, new.attributes)
+        elif new:
+            differences.append(f"{new.name} inserted at transforms[{new.place}]")
+        elif old:
+            differences.append(f"{old.name} removed from transforms[{old.place}]")
     return differences
-
-
-def _repeated(steps: Sequence[_Step]) -> list[str]:
-    names = [step.name for step in steps]
-    return [name for name in names if names.count(name) > 1]
 
 
 #: Steps are paired if they are equal; those between them if they have the same name.
@@ -267,15 +257,10 @@ def _attribute_differences(label: str, before: Attributes, now: Attributes) -> l
         hint = ": name the readers that count, as in reader='NibabelReader'" if unnamed else ""
         differences.append(f"{'.'.join(part for part in (label, element) if part)} {what}{hint}")
     for name in dict.fromkeys([*before, *now]):
-        if (found := _ELEMENT.fullmatch(name)) and found[1] in whole:
+        found = _ELEMENT.fullmatch(name)
+        if (found and found[1] in whole) or _is_shown_by_parts(name, before, now):
             continue
-        if _is_shown_by_parts(name, before, now):
-            continue
-        full = ".".join(part for part in (label, name) if part)
-        if name not in now:
-            differences.append(f"{full} {before[name]} → not there")
-        elif name not in before:
-            differences.append(f"{full} not there → {now[name]}")
-        elif before[name] != now[name]:
-            differences.append(f"{full} {before[name]} → {now[name]}")
+        old, new = (attributes.get(name, "not there") for attributes in (before, now))
+        if old != new:
+            differences.append(f"{'.'.join(part for part in (label, name) if part)} {old} → {new}")
     return differences

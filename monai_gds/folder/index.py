@@ -17,7 +17,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from monai_gds.base.dtypes import DTYPES, MOST_AXES
@@ -58,7 +59,7 @@ class Index:
 
     Example:
         >>> index = Index(".")
-        >>> index.note_record(IndexEntry("ab" * 16, "item", "cafe0123", 4096, 1, (), {}))
+        >>> index.note_records([IndexEntry("ab" * 16, "item", "cafe0123", 4096, 1, (), {})])
         >>> [entry.name for entry in Index(".").entries().values()]
         ['abababababababababababababababab.v2.safetensors']
     """
@@ -71,12 +72,8 @@ class Index:
 
     # Writing
 
-    def note_record(self, entry: IndexEntry) -> None:
-        """Notes that a record was published, if possible."""
-        self.note_records([entry])
-
     def note_records(self, entries: Iterable[IndexEntry]) -> None:
-        """Notes several records in one write, if possible."""
+        """Notes that records were published, in one write, if possible."""
         lines = b"".join(map(_line, entries))
         if lines:
             self._notes.append(lines)
@@ -102,9 +99,7 @@ class Index:
 
         The first call reads everything, later ones only what was added.
         """
-        for lines in self._notes.added().values():
-            for entry in _facts(lines):
-                _keep_newest(self._entries, entry)
+        _keep_newest(self._entries, self._notes.added().values())
         return dict(self._entries)
 
     def count(self, pipeline: str) -> int:
@@ -139,9 +134,7 @@ class Index:
     def _merged(self, files: list[bytes]) -> bytes:
         """The newest fact about each record that still exists."""
         newest: dict[str, IndexEntry] = {}
-        for lines in files:
-            for entry in _facts(lines):
-                _keep_newest(newest, entry)
+        _keep_newest(newest, files)
         there = set(os.listdir(self.directory))
         return b"".join(_line(entry) for entry in newest.values() if entry.name in there)
 
@@ -157,14 +150,17 @@ def _line(entry: IndexEntry) -> bytes:
     return line(json.dumps(fact, separators=(",", ":")).encode())
 
 
-def _facts(text: bytes) -> Iterator[IndexEntry]:
-    """The facts in these lines. Torn and garbled lines, and facts of another kind, are skipped."""
+def _keep_newest(entries: dict[str, IndexEntry], blocks: Iterable[bytes]) -> None:
+    """Adds the facts in blocks of lines. Torn and garbled lines, and facts of another kind, are skipped."""
     layouts: dict[str, Any] = {}
-    for fact in lines_in(text):
+    for text in chain.from_iterable(map(lines_in, blocks)):
         try:
-            yield _entry(json.loads(fact.decode()), layouts)
+            entry = _entry(json.loads(text.decode()), layouts)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             continue
+        known = entries.get(entry.digest)
+        if known is None or known.mtime_ns <= entry.mtime_ns:
+            entries[entry.digest] = entry
 
 
 def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
@@ -205,12 +201,6 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _HEX = re.compile(r"[0-9a-f]*")
 _DTYPES = frozenset(dtype for dtype, _ in DTYPES.values())
 _MOST = 1 << 63
-
-
-def _keep_newest(entries: dict[str, IndexEntry], entry: IndexEntry) -> None:
-    known = entries.get(entry.digest)
-    if known is None or known.mtime_ns <= entry.mtime_ns:
-        entries[entry.digest] = entry
 
 
 def _description(folder: int, pipeline: str) -> dict[str, str]:

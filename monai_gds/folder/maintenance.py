@@ -146,7 +146,9 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
         except OSError:  # deleted meanwhile
             continue
         if entry and (entry.nbytes, entry.mtime_ns) == (st.st_size, st.st_mtime_ns):
-            found.append(_as_noted(file.path, entry))
+            facts = entry._asdict()
+            del facts["digest"]
+            found.append(Found(file.path, **facts))
         else:
             looked_at = look(file.path)
             if looked_at is not None:
@@ -158,12 +160,6 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
     return found
 
 
-def _as_noted(file: str, entry: IndexEntry) -> Found:
-    facts = entry._asdict()
-    del facts["digest"]
-    return Found(file, **facts)
-
-
 def _to_note(found: Found) -> IndexEntry:
     digest = found.name.partition(".")[0]
     facts = (found.item, found.pipeline, found.nbytes, found.mtime_ns, found.tensors, found.sources, found.form)
@@ -172,14 +168,11 @@ def _to_note(found: Found) -> IndexEntry:
 
 def check(path: str | os.PathLike[str]) -> Found | None:
     """Checks every byte of a record, also with the safetensors library. None if it was deleted meanwhile."""
-    return look(path, _check_bytes)
+    return look(path, every_byte=True)
 
 
-def look(path: str | os.PathLike[str], more: Callable[[BufferedReader, Header], None] | None = None) -> Found | None:
-    """Reads the header of a record. Returns None if there is no such file.
-
-    ``more`` is called with the open file and the header, to check the rest. It may raise RecordError or OSError.
-    """
+def look(path: str | os.PathLike[str], every_byte: bool = False) -> Found | None:
+    """Reads the header of a record, and checks ``every_byte`` if wanted. Returns None if there is no such file."""
     path = os.fspath(path)
     file = Found(path, 0)
     try:
@@ -188,8 +181,8 @@ def look(path: str | os.PathLike[str], more: Callable[[BufferedReader, Header], 
             file = Found(path, st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
             read = header.read(opened.fileno())
             facts = _facts(read.key, file.name)
-            if more is not None:
-                more(opened, read)
+            if every_byte:
+                _check_bytes(opened, read)
     except FileNotFoundError:
         return None
     except (RecordError, OSError) as e:
@@ -293,7 +286,7 @@ def idle(records: Iterable[Found], used: Used, before: float, keep: Collection[s
     """Records that nobody uses, and when each was last used or made, in seconds since the epoch; the earliest first.
 
     Args:
-        records: of a directory. Those with a problem are left out.
+        records: the records of a directory. Those with a problem are left out.
         used: what is used there.
         before: records that were used at or after this time are left out.
         keep: records of these pipelines are left out.
@@ -365,9 +358,7 @@ def pipeline_of(records: Iterable[Found], prefix: str) -> str:
 
 
 def prunable(
-    directory: str | os.PathLike[str],
-    records: Iterable[Found],
-    unwanted: Unwanted = Unwanted(),
+    directory: str | os.PathLike[str], records: Iterable[Found], unwanted: Unwanted = Unwanted()
 ) -> Iterator[Found]:
     """Files that are no longer of use, each with the reason in ``problem``.
 
@@ -404,19 +395,12 @@ def prunable(
 
 def _outdated(found: Found, missing_sources: bool, identify: Identify | None) -> str:
     for path, source in found.sources.items():
-        if not _is_there(path):
+        if not (os.path.isfile(path) or os.path.isdir(path)):
             if missing_sources:
                 return f"its source {path} is missing"
         elif _has_changed(path, source, identify):
             return f"superseded: its source {path} has changed"
     return ""
-
-
-def _is_there(path: str) -> bool:
-    try:
-        return os.path.isfile(path) or os.path.isdir(path)
-    except ValueError:
-        return False
 
 
 def _has_changed(path: str, source: SourceState, identify: Identify | None) -> bool:

@@ -49,16 +49,11 @@ _PIPELINE = re.compile(r"[0-9a-f]*")
 
 
 class Used(NamedTuple):
-    """What was used, and when.
+    """What was used, and when."""
 
-    Attributes:
-        last: when records were last used, in seconds since the epoch, by their digests. Missing records were not used
-            since they were made.
-        open: pipelines that a process uses now.
-    """
-
+    # When records were last used, in seconds since the epoch, by digest. Others were not used since they were made.
     last: dict[str, float]
-    open: frozenset[str]
+    open: frozenset[str]  # pipelines that a process uses now
 
 
 @dataclass
@@ -72,7 +67,8 @@ class _File:
     def add(self, notes: bytes) -> None:
         for kind, seconds, what in _entries(notes):
             if kind == "read":
-                self.read.update(dict.fromkeys(_split(what), seconds))
+                digests = (what[i : i + _DIGITS] for i in range(0, len(what), _DIGITS))
+                self.read.update(dict.fromkeys(digests, seconds))
             elif kind == "open":
                 self.opened.add(what)
             else:
@@ -80,7 +76,7 @@ class _File:
 
 
 def _last(files: Iterable[_File]) -> dict[str, float]:
-    """When records were last used. What a dataset has read is in use until it ends."""
+    """When records were last used. Records that a dataset has read are in use until it ends."""
     last: dict[str, float] = {}
     for file in files:
         for digest, seconds in file.read.items():
@@ -104,8 +100,8 @@ class Uses:
 
     Args:
         directory: the cache directory. Nothing is created in it before something is noted.
-        began: when the run began. What any process has noted since, such as another worker, is not noted again, so that
-            times of last use are at most the length of a run too early.
+        began: when the run began. Records that any process has noted since, such as another worker, are not noted
+            again, so that times of last use are at most the length of a run too early.
         file_mode: permissions that files have at most.
     """
 
@@ -131,7 +127,11 @@ class Uses:
         """Notes that a record was read, unless that is known."""
         own = self._own()
         if own.seen is None:
-            own.seen = self._noted_since(max(self._began, time.time() - _DAY))
+            since = max(self._began, time.time() - _DAY)
+            with self._lock():
+                self._read()
+                files = self._files.values()
+                own.seen = {digest for file in files for digest, at in file.read.items() if at >= since}
         if digest not in own.seen:
             own.seen.add(digest)
             own.waiting.add(digest)
@@ -161,11 +161,6 @@ class Uses:
             used = Used(last, frozenset(self._opened).union(*(file.opened for file in in_use)))
             self._seen = time.monotonic(), used
             return used
-
-    def _noted_since(self, seconds: float) -> set[str]:
-        with self._lock():
-            self._read()
-            return {digest for file in self._files.values() for digest, at in file.read.items() if at >= seconds}
 
     def _read(self) -> None:
         for name, notes in self._notes.added().items():
@@ -225,7 +220,3 @@ def _entry(found: Any) -> tuple[str, float, str]:
     if not {"open": _PIPELINE, "read": _DIGESTS, "end": _PIPELINE}[kind].fullmatch(what):
         raise ValueError("not an entry of this version")
     return kind, min(float(seconds), time.time()), what
-
-
-def _split(digests: str) -> list[str]:
-    return [digests[i : i + _DIGITS] for i in range(0, len(digests), _DIGITS)]

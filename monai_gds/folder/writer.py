@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
+from torch import Tensor
+
 from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.process import Bell, PerProcess, start_thread
 from monai_gds.items.tree import EncodedItem
 from monai_gds.keys.key import Key
-from monai_gds.storage.snapshot import Snapshot, snapshot
+from monai_gds.storage.snapshot import snapshot
 
 __all__ = ["Writer", "process_writer"]
 
@@ -97,8 +99,8 @@ class Writer:
         """Queues optional work. Drops it if the queue is full, or has work of this name. Never waits.
 
         Args:
-            name: of the work.
-            work: called by the thread. What it raises is raised as by :meth:`submit`.
+            name: what the work is called.
+            work: called by the thread. Its errors are raised as by :meth:`submit`.
             nbytes: how much it will write.
         """
         if name not in self._queue and self._has_room(nbytes):
@@ -121,9 +123,8 @@ class Writer:
 
     def _has_room(self, nbytes: int) -> bool:
         waiting = list(self._queue.values())
-        if not waiting:
-            return True
-        return len(waiting) < limits.QUEUE_ITEMS and sum(job.nbytes for job in waiting) + nbytes <= self._limit
+        room = len(waiting) < limits.QUEUE_ITEMS and sum(job.nbytes for job in waiting) + nbytes <= self._limit
+        return room or not waiting
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -163,7 +164,8 @@ class Writer:
                     if list(self._turns)[0] is turn:  # noqa: RUF015 (other threads change the dict; list() copies it atomically)
                         for path in list(self._queue):
                             self._publish(path, own_thread)
-                            self._ring()
+                            while self._bells:
+                                self._bells.popleft().ring()
                 finally:
                     self._turns.pop(turn, None)
             finally:  # Ctrl-C may have struck before the line above if the caller publishes
@@ -185,14 +187,12 @@ class Writer:
                 raise
             self._error = self._error or e
 
-    def _ring(self) -> None:
-        while self._bells:
-            self._bells.popleft().ring()
 
-
-def _write(publish: Publish, key: Key, rest: EncodedItem, names: tuple[str, ...], copies: Snapshot) -> None:
+def _write(
+    publish: Publish, key: Key, rest: EncodedItem, names: tuple[str, ...], copies: Callable[[], list[Tensor]]
+) -> None:
     began = time.perf_counter()
-    publish(key, replace(rest, tensors=dict(zip(names, copies.wait(), strict=True))))
+    publish(key, replace(rest, tensors=dict(zip(names, copies(), strict=True))))
     stages.saved(time.perf_counter() - began)
 
 

@@ -24,10 +24,9 @@ from typing import Any, cast
 
 from monai_gds.errors import HashingError
 from monai_gds.keys.described import Described, join
+from monai_gds.keys.of_libraries import REFERENCES, UNVERSIONED
 
 __all__ = [
-    "REFERENCES",
-    "UNVERSIONED",
     "Code",
     "as_in_the_script",
     "attributes_of",
@@ -37,12 +36,6 @@ __all__ = [
     "module_name",
     "own_attribute",
 ]
-
-#: Libraries that count by name only. The layer that adds one makes its version an ingredient of keys.
-UNVERSIONED = {"monai_gds"}
-
-#: Names of global dicts in which a library's functions look others up by constant keys. Their other keys do not count.
-REFERENCES: set[str] = set()
 
 _STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
 
@@ -96,8 +89,8 @@ def _version(root: str, file: str) -> str:
 def library_of_function(function: types.FunctionType) -> bytes | None:
     """As :func:`library_of`, for a function: None unless its code is a library's, too.
 
-    ``functools.wraps`` gives a user's function the name of the library's that it calls. What ``eval`` makes, such as a
-    function in a bundle's configuration, is of no module.
+    ``functools.wraps`` gives a user's function the name of the library's that it calls. A function that
+    ``eval`` makes, as in a bundle's configuration, has no module.
     """
     home = function.__globals__.get("__name__", function.__module__)
     if function.__module__ is None or library_of(home) is None:
@@ -199,7 +192,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "L
 def handed_on(code: types.CodeType) -> set[str]:
     """The names of which a function, and those inside it, do more than read attributes: of ``f(a, b.c)``, a and c.
 
-    What a function imports under another name has its own name here.
+    Anything that a function imports under another name has its own name here.
     """
     found: set[str] = set()
     imported: list[tuple[str, str]] = []
@@ -218,11 +211,6 @@ def handed_on(code: types.CodeType) -> set[str]:
         found.update(others)
     found.update(*(handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)))
     return found.union(own for name, own in imported if name in found)
-
-
-def texts_in(code: types.CodeType) -> set[str]:
-    """The texts among the constants of a function and the functions inside it."""
-    return {const for part in _with_inner(code) for const in part.co_consts if isinstance(const, str)}
 
 
 def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
@@ -255,7 +243,7 @@ def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ..
     for part in _with_inner(code):
         before: list[Any] = [0, None]
         for instruction in dis.get_instructions(part):
-            if instruction.opname == "EXTENDED_ARG":  # in front of any whose argument is above 255
+            if instruction.opname == "EXTENDED_ARG":  # before any whose argument is above 255
                 continue
             if instruction.opname == "IMPORT_NAME":
                 level, members = before
@@ -294,7 +282,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Hashing
 
 
@@ -327,8 +314,8 @@ _CLASS_NOISE = frozenset(
 class Code(Described):
     """Hashes functions, classes and modules. :class:`~monai_gds.keys.hashing.Values` derives from it.
 
-    What a function or class holds is a value. What it names, a user's functions, classes and modules, is hashed after
-    the values, each once (:meth:`definitions`).
+    A function or class holds values. The user's functions, classes and modules that it names are hashed after the
+    values, each once (:meth:`definitions`).
     """
 
     def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:
@@ -399,8 +386,10 @@ class Code(Described):
         for name in sorted(globals_read(function.__code__)):
             if name in function.__globals__ and not self.is_device(name, function.__globals__[name]):
                 value = as_in_the_script(name, function.__globals__[name])
-                if isinstance(value, dict) and name in REFERENCES:
-                    value = {key: value[key] for key in sorted(texts_in(function.__code__)) if key in value}
+                if isinstance(value, dict) and name == REFERENCES:
+                    consts = [const for part in _with_inner(function.__code__) for const in part.co_consts]
+                    texts = {const for const in consts if isinstance(const, str)}
+                    value = {key: value[key] for key in sorted(value.keys() & texts)}
                 is_new = id(value) not in self._modules
                 with contextlib.suppress(*let_pass):
                     yield name.encode() + self.digest(value, f"{where}'s global {name}")

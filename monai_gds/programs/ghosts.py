@@ -37,39 +37,13 @@ __all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "drawn_ahead", "h
 
 #: The transforms that may see ghosts, by name. tests/programs/test_ghosts.py generates and proves this list.
 SEES_GHOSTS = (
-    "CenterScaleCrop",
-    "CenterScaleCropd",
-    "CenterSpatialCrop",
-    "CenterSpatialCropd",
-    "Compose",
-    "Cropd",
-    "DivisiblePad",
-    "DivisiblePadd",
-    "EnsureType",
-    "EnsureTyped",
-    "OneOf",
-    "RandCropByLabelClasses",
-    "RandCropByLabelClassesd",
-    "RandCropByPosNegLabel",
-    "RandCropByPosNegLabeld",
-    "RandCropd",
-    "RandScaleCrop",
-    "RandScaleCropd",
-    "RandSpatialCrop",
-    "RandSpatialCropSamples",
-    "RandSpatialCropSamplesd",
-    "RandSpatialCropd",
-    "RandWeightedCrop",
-    "RandWeightedCropd",
-    "RandomOrder",
-    "ResizeWithPadOrCrop",
-    "ResizeWithPadOrCropd",
-    "SomeOf",
-    "SpatialCrop",
-    "SpatialCropd",
-    "SpatialPad",
-    "SpatialPadd",
-)
+    "Compose", "OneOf", "RandomOrder", "SomeOf", "CenterScaleCrop", "CenterScaleCropd", "CenterSpatialCrop",
+    "CenterSpatialCropd", "Cropd", "DivisiblePad", "DivisiblePadd", "EnsureType", "EnsureTyped",
+    "RandCropByLabelClasses", "RandCropByLabelClassesd", "RandCropByPosNegLabel", "RandCropByPosNegLabeld", "RandCropd",
+    "RandScaleCrop", "RandScaleCropd", "RandSpatialCrop", "RandSpatialCropSamples", "RandSpatialCropSamplesd",
+    "RandSpatialCropd", "RandWeightedCrop", "RandWeightedCropd", "ResizeWithPadOrCrop", "ResizeWithPadOrCropd",
+    "SpatialCrop", "SpatialCropd", "SpatialPad", "SpatialPadd",
+)  # fmt: skip
 
 _TYPES = frozenset(getattr(mt, name) for name in SEES_GHOSTS if hasattr(mt, name))
 
@@ -90,7 +64,6 @@ class NotOnGhosts(Exception):
     """A transform cannot be run on ghosts; the message says why, as the end of a sentence."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Which transforms see ghosts
 
 
@@ -171,7 +144,6 @@ def _origin(value: Any) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The ghosts of an item
 
 

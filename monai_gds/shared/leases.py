@@ -20,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
 from monai_gds.base.process import PerProcess
@@ -129,9 +128,7 @@ class Lease:
         self._handed_over = False
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None or not self._handed_over:
             self.release()
 

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 from monai_gds import limits
+from monai_gds.base.file_systems import opened
 from monai_gds.base.process import PerProcess
 from monai_gds.shared import temporary
 from monai_gds.shared.owner import HOUR, PATTERN, gone, mark
@@ -57,45 +58,38 @@ class Notes:
         self._own = PerProcess(lambda: f"{mark()}.{kind}")
         self._read_up_to: dict[str, tuple[int, int]] = {}  # by file: its inode, and how much of it was read
 
-    def append(self, notes: bytes) -> bool:
-        """Appends whole notes in one write to this process's file, if possible, and returns whether it was.
+    def append(self, notes: bytes) -> None:
+        """Appends whole notes in one write to this process's file, if possible.
 
         The file is closed at once, so that others see the notes over NFS and no unmount has to wait.
         """
-        whole = False
-        with contextlib.suppress(OSError), self.folder(make=True) as folder:
-            fd = os.open(self._own(), _APPEND, self.file_mode, dir_fd=folder)
-            try:
-                before = os.fstat(fd).st_size
-                if not before:
-                    temporary.share_file(fd, os.fstat(folder), self.file_mode)
-                whole = os.write(fd, notes) == len(notes)
-                if not whole:  # a full disk cut a note off
-                    os.ftruncate(fd, before)
-            finally:
-                os.close(fd)
-        return whole
+        with (
+            contextlib.suppress(OSError),
+            self.folder(make=True) as folder,
+            opened(self._own(), _APPEND, self.file_mode, folder) as file,
+        ):
+            before = os.fstat(file).st_size
+            if not before:
+                temporary.share_file(file, os.fstat(folder), self.file_mode)
+            if os.write(file, notes) != len(notes):  # a full disk cut a note off
+                os.ftruncate(file, before)
 
     def added(self) -> dict[str, bytes]:
         """The notes of all processes that were not read yet, by the names of their files."""
         blocks = {}
         with contextlib.suppress(OSError), self.folder() as folder:
-            for name in os.listdir(folder):
-                if self._name.fullmatch(name):
-                    blocks[name] = self._added(folder, name)
+            for name, st in self._files(folder):
+                with contextlib.suppress(OSError):  # merged meanwhile, or another user's
+                    blocks[name] = self._added(folder, name, st)
         return {name: block for name, block in blocks.items() if block}
 
-    def _added(self, folder: int, name: str) -> bytes:
-        try:
-            st = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            inode, begin = self._read_up_to.get(name, (st.st_ino, 0))
-            if inode != st.st_ino or st.st_size < begin:
-                begin = 0
-            if st.st_size == begin:
-                return b""
-            data = read(folder, name, begin)
-        except OSError:  # merged meanwhile, or another user's
+    def _added(self, folder: int, name: str, st: os.stat_result) -> bytes:
+        inode, begin = self._read_up_to.get(name, (st.st_ino, 0))
+        if inode != st.st_ino or st.st_size < begin:
+            begin = 0
+        if st.st_size == begin:
             return b""
+        data = read(folder, name, begin)
         end = self._whole(data)
         self._read_up_to[name] = st.st_ino, begin + end
         return data[:end]
@@ -110,14 +104,15 @@ class Notes:
         with contextlib.suppress(OSError), self.folder() as folder:
             sticky = os.fstat(folder).st_mode & stat.S_ISVTX  # then others' files stay
             found = [(st, name) for name, st in self._files(folder) if not sticky or st.st_uid == os.geteuid()]
-            ended = [(st, name) for st, name in found if self._is_gone(folder, name, st)]
+            ended = [(st, name) for st, name in found if gone(name, st.st_mtime, self._patience, folder)]
             if len(ended) > limits.NOTE_FILES or sum(st.st_size for st, _ in ended) > limits.NOTE_BYTES:
                 self._merge(folder, ended, merge)
 
     def running(self) -> set[str]:
         """The files of processes that still run, for all that can be seen from here."""
         with contextlib.suppress(OSError), self.folder() as folder:
-            return {name for name, st in self._files(folder) if not self._is_gone(folder, name, st)}
+            files = self._files(folder)
+            return {name for name, st in files if not gone(name, st.st_mtime, self._patience, folder)}
         return set()
 
     def _files(self, folder: int) -> Iterator[tuple[str, os.stat_result]]:
@@ -126,9 +121,6 @@ class Notes:
                 st = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISREG(st.st_mode):
                     yield name, st
-
-    def _is_gone(self, folder: int, name: str, st: os.stat_result) -> bool:
-        return gone(name, st.st_mtime, self._patience, folder)
 
     def _merge(
         self, folder: int, ended: list[tuple[os.stat_result, str]], merge: Callable[[list[bytes]], bytes]
@@ -154,12 +146,9 @@ class Notes:
     @contextlib.contextmanager
     def folder(self, make: bool = False) -> Iterator[int]:
         """A descriptor of the folder of notes."""
-        above = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with temporary.inside(above, FOLDER, make) as folder:
-                yield folder
-        finally:
-            os.close(above)
+        flags = os.O_RDONLY | os.O_DIRECTORY
+        with opened(self.directory, flags) as above, temporary.inside(above, FOLDER, make) as folder:
+            yield folder
 
 
 # ---------------------------------------------------------------------------------------------------------------------

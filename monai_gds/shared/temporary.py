@@ -7,7 +7,7 @@
 following links, and everything is deleted relative to that descriptor. Only regular files whose names have exactly the
 form above are deleted; nothing else there is touched.
 
-What is written gets the group and mode of the cache directory. So whoever may read the directory may read its records,
+Files get the group and mode of the cache directory. So whoever may read the directory may read its records,
 and whoever may add files to it may add records, whatever the umask of the user who came first. In a folder with the
 sticky bit, where users keep their hands off each other's files, only the owner may write to a file; nobody needs to,
 since records are replaced and never changed.
@@ -24,16 +24,14 @@ import re
 import stat
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
-from monai_gds.base.file_systems import read_at
+from monai_gds.base import file_systems
 from monai_gds.shared.owner import HOUR, PATTERN, gone, mark
 
 __all__ = [
     "ANY",
     "FOLDER",
     "JOB",
-    "Abandoned",
     "abandoned",
     "being_written",
     "create",
@@ -69,13 +67,6 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its writer
 
 
-class Abandoned(NamedTuple):
-    """A temporary file whose writer has ended."""
-
-    path: str
-    nbytes: int
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders, and the files in them by descriptor: links are never followed
 
@@ -93,12 +84,9 @@ def opened(directory: str | os.PathLike[str], make: bool = False) -> Iterator[in
     """
     if make and not os.path.exists(directory):
         os.makedirs(directory, exist_ok=True)
-    above = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with inside(above, FOLDER, make) as folder:
-            yield folder
-    finally:
-        os.close(above)
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    with file_systems.opened(directory, flags) as above, inside(above, FOLDER, make) as folder:
+        yield folder
 
 
 @contextlib.contextmanager
@@ -151,14 +139,11 @@ def read(folder: int, name: str, most: int, begin: int = 0) -> tuple[bytes, os.s
     Raises:
         OSError: it is not a regular file, or cannot be read.
     """
-    file = os.open(name, _READ, dir_fd=folder)  # opening makes NFS ask the server; a plain stat may be stale
-    try:
+    with file_systems.opened(name, _READ, folder=folder) as file:  # makes NFS ask the server; a plain stat may be stale
         st = os.fstat(file)
         if not stat.S_ISREG(st.st_mode):
             raise OSError(f"{name} is not a file")
-        return read_at(file, min(most, max(0, st.st_size - begin)), begin), st
-    finally:
-        os.close(file)
+        return file_systems.read_at(file, min(most, max(0, st.st_size - begin)), begin), st
 
 
 def share_file(file: int, above: os.stat_result, at_most: int = ANY) -> None:
@@ -166,7 +151,7 @@ def share_file(file: int, above: os.stat_result, at_most: int = ANY) -> None:
 
     Args:
         file: its descriptor. A file that is not this user's own, or has a second name, stays as it is.
-        above: of the folder.
+        above: the state of the folder.
         at_most: permissions that the file may have at most.
     """
     mode = above.st_mode & at_most & (~0o022 if above.st_mode & stat.S_ISVTX else ANY) | _OWN
@@ -205,7 +190,7 @@ def being_written(
 
     Args:
         directory: the cache directory.
-        digest: of the record.
+        digest: the digest of the record.
         target: the path that the file gets; or its name in the folder ``into``.
         at_most: permissions that the file may have at most.
         into: descriptor of a folder.
@@ -218,21 +203,13 @@ def being_written(
         path = os.path.join(directory, FOLDER, name)
         try:
             yield path
-            with contextlib.suppress(OSError):  # it is a record all the same
-                _share_named(folder, name, os.stat(directory), at_most)
+            with contextlib.suppress(OSError), file_systems.opened(name, _READ, folder=folder) as file:
+                share_file(file, os.stat(directory), at_most)  # if that fails, it is a record all the same
             os.rename(path, target, **({} if into is None else {"dst_dir_fd": into}))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
             raise
-
-
-def _share_named(folder: int, name: str, above: os.stat_result, at_most: int) -> None:
-    file = os.open(name, _READ, dir_fd=folder)
-    try:
-        share_file(file, above, at_most)
-    finally:
-        os.close(file)
 
 
 def publish(directory: str, target: str, content: bytes, at_most: int = ANY, into: int | None = None) -> None:
@@ -257,19 +234,18 @@ def is_temporary(name: str) -> bool:
 
 def tidy(directory: str | os.PathLike[str]) -> None:
     """Removes abandoned temporary files of a cache directory, as far as permitted."""
-    for found in abandoned(directory):
-        with contextlib.suppress(OSError):
-            remove(directory, os.path.basename(found.path))
+    with contextlib.suppress(OSError), opened(directory) as folder:
+        for name, _ in _abandoned(folder, os.listdir(folder)):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
 
 
-def abandoned(directory: str | os.PathLike[str]) -> list[Abandoned]:
-    """The temporary files of a cache directory whose writers have ended."""
-    try:
-        with opened(directory) as folder:
-            found = list(_abandoned(folder, os.listdir(folder)))
-    except OSError:
-        return []
-    return [Abandoned(os.path.join(directory, FOLDER, name), st.st_size) for name, st in found]
+def abandoned(directory: str | os.PathLike[str]) -> list[tuple[str, int]]:
+    """The paths and sizes of the temporary files of a cache directory whose writers have ended."""
+    with contextlib.suppress(OSError), opened(directory) as folder:
+        found = _abandoned(folder, os.listdir(folder))
+        return [(os.path.join(directory, FOLDER, name), nbytes) for name, nbytes in found]
+    return []
 
 
 def remove_record(path: str, seen: os.stat_result) -> bool:
@@ -279,8 +255,8 @@ def remove_record(path: str, seen: os.stat_result) -> bool:
     computes the item.
 
     Args:
-        path: of the record.
-        seen: of its directory entry, by ``os.lstat``.
+        path: the record.
+        seen: the state of its directory entry, by ``os.lstat``.
 
     Returns:
         Whether it was deleted.
@@ -289,19 +265,17 @@ def remove_record(path: str, seen: os.stat_result) -> bool:
         OSError: no permission, read-only.
     """
     directory, name = os.path.split(path)
-    try:
-        with opened(directory, make=True) as folder:
-            aside = f"{name[:32]}.{mark()}"
-            os.rename(path, aside, dst_dir_fd=folder)
-            moved = os.stat(aside, dir_fd=folder, follow_symlinks=False)
-            same = _which(moved) == _which(seen)
-            if not same:
-                _put_back(folder, aside, path)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(aside, dir_fd=folder)
-            return same
-    except FileNotFoundError:
-        return False
+    with contextlib.suppress(FileNotFoundError), opened(directory, make=True) as folder:
+        aside = f"{name[:32]}.{mark()}"
+        os.rename(path, aside, dst_dir_fd=folder)
+        moved = os.stat(aside, dir_fd=folder, follow_symlinks=False)
+        same = _which(moved) == _which(seen)
+        if not same:
+            _put_back(folder, aside, path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside, dir_fd=folder)
+        return same
+    return False
 
 
 def _put_back(folder: int, name: str, path: str) -> None:
@@ -323,20 +297,17 @@ def remove(directory: str | os.PathLike[str], name: str) -> bool:
     Raises:
         OSError: no permission, read-only.
     """
-    try:
-        with opened(directory) as folder:
-            for _ in _abandoned(folder, [name]):
-                os.unlink(name, dir_fd=folder)
-                return True
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened(directory) as folder:
+        for _ in _abandoned(folder, [name]):
+            os.unlink(name, dir_fd=folder)
+            return True
     return False
 
 
-def _abandoned(folder: int, names: list[str]) -> Iterator[tuple[str, os.stat_result]]:
+def _abandoned(folder: int, names: list[str]) -> Iterator[tuple[str, int]]:
     for name in filter(is_temporary, names):
         with contextlib.suppress(OSError):  # removed meanwhile
             st = os.stat(name, dir_fd=folder, follow_symlinks=False)
             patience = _MONTH if name.startswith(JOB) else HOUR
             if stat.S_ISREG(st.st_mode) and gone(name, st.st_mtime, patience, folder):
-                yield name, st
+                yield name, st.st_size

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monai_gds.folder.explain import Wanted, description_differences, nearest, source_differences
+from monai_gds.folder.explain import description_differences, nearest, source_differences
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.keys.hashing import hash_transforms
 
@@ -224,51 +224,51 @@ def index(tmp_path: Path) -> Index:
 def add(index: Index, n: int, there: bool = True, **more: Any) -> IndexEntry:
     facts = {"item": "item", "pipeline": "aaaa0000", "nbytes": 1, "mtime_ns": n, "tensors": (), "sources": SOURCES}
     entry = IndexEntry(f"{n:032x}", **{**facts, **more})
-    index.note_record(entry)
+    index.note_records([entry])
     if there:
         Path(index.directory, entry.name).touch()
     return entry
 
 
-WANTED = Wanted("item", "cccc0000", SOURCES, changed(PIPELINE, pixdim="1.0"))
+WANTED = ("item", "cccc0000", SOURCES, changed(PIPELINE, pixdim="1.0"))
 
 
 def test_nothing_is_near(index: Index) -> None:
     add(index, 1, item="other", sources={"/other/x.nii": (1, "a")})
-    found = nearest(index, WANTED)
+    found = nearest(index, *WANTED)
     assert found.entry is None
     assert found.differences == ["no record here has this item or one of its source files"]
 
 
 def test_the_same_item_of_another_pipeline(index: Index) -> None:
     entry = add(index, 1)
-    assert nearest(index, WANTED).entry == entry
-    assert nearest(index, WANTED).differences == ["Spacingd.pixdim 1.5 → 1.0"]
+    assert nearest(index, *WANTED).entry == entry
+    assert nearest(index, *WANTED).differences == ["Spacingd.pixdim 1.5 → 1.0"]
 
 
 def test_the_same_item_of_other_sources(index: Index) -> None:
     entry = add(index, 1, pipeline="cccc0000", sources=SOURCES | {CT: (90, "x")})
-    assert nearest(index, WANTED).entry == entry
-    assert nearest(index, WANTED).differences == ["ct_3.nii.gz changed (size 90 → 100)"]
+    assert nearest(index, *WANTED).entry == entry
+    assert nearest(index, *WANTED).differences == ["ct_3.nii.gz changed (size 90 → 100)"]
 
 
 def test_the_one_with_the_fewest_differences_is_the_nearest_and_then_the_newest(index: Index) -> None:
     add(index, 9, pipeline="bbbb0000")
     nearer, newer = add(index, 1), add(index, 2)
     add(index, 8, sources=SOURCES | {CT: (90, "x")})
-    assert nearest(index, WANTED).entry == newer
+    assert nearest(index, *WANTED).entry == newer
     assert nearer.mtime_ns < newer.mtime_ns
 
 
 def test_a_record_of_the_item_is_nearer_than_one_of_its_sources(index: Index) -> None:
     entry = add(index, 1, pipeline="bbbb0000", sources={})
     add(index, 2, item="other", pipeline="cccc0000")
-    assert nearest(index, WANTED).entry == entry
+    assert nearest(index, *WANTED).entry == entry
 
 
 def test_another_item_of_the_same_sources(index: Index) -> None:
     entry = add(index, 1, item="other", pipeline="cccc0000", sources=SOURCES | {SEG: (11, "x")})
-    found = nearest(index, WANTED)
+    found = nearest(index, *WANTED)
     assert found.entry == entry
     assert found.differences == [
         "an item with the source ct_3.nii.gz, seg_3.nii.gz that differs in another value, or in how it spells a path",
@@ -279,25 +279,25 @@ def test_another_item_of_the_same_sources(index: Index) -> None:
 def test_records_that_are_gone_are_not_the_nearest(index: Index) -> None:
     add(index, 2, there=False)
     further = add(index, 1, pipeline="bbbb0000")
-    assert nearest(index, WANTED).entry == further
+    assert nearest(index, *WANTED).entry == further
 
 
 def test_a_pipeline_of_which_no_description_is_kept(index: Index) -> None:
     add(index, 1, pipeline="dddd0000")
-    assert nearest(index, WANTED).differences == [
+    assert nearest(index, *WANTED).differences == [
         "the transforms or the settings differ (pipeline dddd0000 → cccc0000)"
     ]
 
 
 def test_a_pipeline_whose_description_shows_no_difference(index: Index) -> None:
     add(index, 1)
-    found = nearest(index, Wanted("item", "cccc0000", SOURCES, PIPELINE))
+    found = nearest(index, "item", "cccc0000", SOURCES, PIPELINE)
     assert found.differences == ["the transforms differ in a way that their description does not show"]
 
 
 def test_a_record_that_should_have_been_found(index: Index) -> None:
     add(index, 1, pipeline="cccc0000")
-    assert nearest(index, WANTED).differences == ["nothing that the index holds differs"]
+    assert nearest(index, *WANTED).differences == ["nothing that the index holds differs"]
 
 
 def test_another_policy_for_sources_is_not_another_content() -> None:
@@ -325,5 +325,5 @@ def test_data_that_were_moved_with_their_root_and_changed(index: Index) -> None:
     there = {path.replace("/data", "/scratch/job1"): source for path, source in SOURCES.items()}
     there["/scratch/job1" + CT.removeprefix("/data")] = (90, "x")
     entry = add(index, 1, pipeline="cccc0000", sources=there)
-    found = nearest(index, WANTED)
+    found = nearest(index, *WANTED)
     assert (found.entry, found.differences) == (entry, ["ct_3.nii.gz changed (size 90 → 100)"])

@@ -55,7 +55,7 @@ def make_records(folder: Path, count: int) -> None:
 def note_in_a_process_that_ends(folder: Path, n: int) -> None:
     """As a process does that had this one's number and ended before this one began."""
     before = files(folder)
-    Index(folder).note_record(entry(n))
+    Index(folder).note_records([entry(n)])
     (file,) = set(files(folder)) - set(before)
     place, pid, _, number, _ = file.name.split(".")
     file.rename(file.with_name(f"{place}.{pid}.1.{number}.facts"))
@@ -94,7 +94,7 @@ def test_a_second_look_reads_only_what_was_added(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "read", counted)
     assert len(reader.entries()) == 100
     assert lengths == []
-    writer.note_record(entry(100))
+    writer.note_records([entry(100)])
     assert len(reader.entries()) == 101
     assert 0 < sum(lengths) < 500
 
@@ -110,7 +110,7 @@ def test_of_facts_about_one_record_the_newest_counts(tmp_path: Path) -> None:
 
 def test_the_result_is_the_callers_own(tmp_path: Path) -> None:
     index = Index(tmp_path)
-    index.note_record(entry(1))
+    index.note_records([entry(1)])
     index.entries().clear()
     assert numbers(index) == {1}
 
@@ -120,7 +120,7 @@ def test_threads_and_several_indices_of_a_process_lose_nothing(tmp_path: Path) -
 
     def work(k: int) -> None:
         for n in range(100):
-            (shared if n % 2 else Index(tmp_path)).note_record(entry(100 * k + n))
+            (shared if n % 2 else Index(tmp_path)).note_records([entry(100 * k + n)])
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
     for thread in threads:
@@ -132,20 +132,20 @@ def test_threads_and_several_indices_of_a_process_lose_nothing(tmp_path: Path) -
 
 def test_a_forked_child_writes_a_file_of_its_own(tmp_path: Path) -> None:
     index = Index(tmp_path)
-    index.note_record(entry(0))
-    in_child(lambda: index.note_record(entry(1)))
-    index.note_record(entry(2))
+    index.note_records([entry(0)])
+    in_child(lambda: index.note_records([entry(1)]))
+    index.note_records([entry(2)])
     assert len(files(tmp_path)) == 2
     assert numbers(index) == {0, 1, 2}
 
 
 def test_after_the_folder_was_deleted_another_is_begun(tmp_path: Path) -> None:
     index = Index(tmp_path)
-    index.note_record(entry(0))
+    index.note_records([entry(0)])
     for file in files(tmp_path):
         file.unlink()
     (tmp_path / FOLDER).rmdir()
-    index.note_record(entry(1))
+    index.note_records([entry(1)])
     assert numbers(Index(tmp_path)) == {1}
 
 
@@ -297,26 +297,26 @@ def test_a_fact_of_this_version_counts_though_it_is_odd(tmp_path: Path, text: by
 def test_after_a_line_that_a_full_disk_cut_off_a_new_one_begins(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 64 << 10) as folder:
         index = Index(folder)
-        index.note_record(entry(0))
+        index.note_records([entry(0)])
         (folder / "fill").write_bytes(bytes(48 << 10))
         for n in range(1, 200):
-            index.note_record(entry(n))
+            index.note_records([entry(n)])
         held = numbers(Index(folder))
         assert 0 in held
         assert len(held) < 200
         assert len(files(folder)) == 1  # what cannot be written must not make a file each time
         (folder / "fill").unlink()
-        index.note_record(entry(500))
+        index.note_records([entry(500)])
         assert numbers(Index(folder)) == held | {500}
 
 
 def test_where_nothing_can_be_written_nothing_fails(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 1 << 20) as folder:
         index = Index(folder)
-        index.note_record(entry(0))
+        index.note_records([entry(0)])
         read_only(folder)
         for one in (index, Index(folder)):
-            one.note_record(entry(1))
+            one.note_records([entry(1)])
             one.describe_pipeline("cafe0123", {"a": "b"})
             one.tidy()
             assert numbers(one) == {0}
@@ -325,12 +325,12 @@ def test_where_nothing_can_be_written_nothing_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o000, 0o555])
 def test_without_permission_nothing_fails(mode: int) -> None:
     with shared_folder() as folder:
-        Index(folder).note_record(entry(0))
+        Index(folder).note_records([entry(0)])
         (folder / FOLDER).chmod(mode)
 
         def as_nobody() -> set[int]:
             index = Index(folder)
-            index.note_record(entry(1))
+            index.note_records([entry(1)])
             index.describe_pipeline("cafe0123", {"a": "b"})
             index.tidy()
             return numbers(index)
@@ -349,7 +349,7 @@ def test_a_cache_directory_that_is_not_one_costs_nothing(tmp_path: Path, missing
         "loop": lambda: path.symlink_to(path),
     }[missing]()
     index = Index(path)
-    index.note_record(entry(0))
+    index.note_records([entry(0)])
     index.describe_pipeline("cafe0123", {"a": "b"})
     index.tidy()
     assert index.entries() == {} == index.pipeline("cafe0123")
@@ -359,7 +359,7 @@ def test_a_cache_directory_that_is_not_one_costs_nothing(tmp_path: Path, missing
 def test_a_group_may_write_to_the_index_of_its_folder() -> None:
     with shared_folder() as folder:
         folder.chmod(0o2775)
-        Index(folder).note_record(entry(0))
+        Index(folder).note_records([entry(0)])
         assert (folder / FOLDER).stat().st_mode & 0o7777 == 0o2775
 
 
@@ -380,7 +380,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path, what: str) 
     link = folder / FOLDER if what == FOLDER else folder / FOLDER / what
     link.symlink_to(theirs)
     index = Index(folder)
-    index.note_record(entry(0))
+    index.note_records([entry(0)])
     index.describe_pipeline("beef0123", {"a": "b"})
     index.tidy()
     assert {path.name for path in theirs.iterdir()} == {"01234567-1.2.3.0.facts", "cafe0123.json"}
@@ -391,7 +391,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path, what: str) 
 def test_files_that_are_not_regular_are_left_alone(tmp_path: Path, text: bytes, kind: str) -> None:
     place(tmp_path, text)
     odd = tmp_path / FOLDER / "01234567-1.2.4.0.facts"
-    Index(tmp_path).note_record(entry(999))
+    Index(tmp_path).note_records([entry(999)])
     theirs = tmp_path / "theirs"
     (own,) = set(files(tmp_path)) - {tmp_path / FOLDER / "01234567-1.2.3.0.facts"}
     own.rename(theirs)
@@ -413,7 +413,7 @@ def test_files_that_are_not_regular_are_left_alone(tmp_path: Path, text: bytes, 
 
 
 def test_files_of_other_names_stay(tmp_path: Path) -> None:
-    Index(tmp_path).note_record(entry(0))
+    Index(tmp_path).note_records([entry(0)])
     others = ["thesis.docx", "x.facts", ".hidden.new", "1.2.3.4.facts", "01234567-1.2.3.0.sources", "a.1.2.3.facts.bak"]
     for name in others:
         (tmp_path / FOLDER / name).write_text("mine")
@@ -440,13 +440,13 @@ def many(tmp_path: Path) -> Path:
 
 def test_files_of_ended_processes_are_merged_when_they_are_many(many: Path) -> None:
     alive = Index(many)
-    alive.note_record(entry(3, mtime_ns=11))
+    alive.note_records([entry(3, mtime_ns=11)])
     reader = Index(many)
     assert numbers(reader) == set(range(20))
     Index(many).tidy()
     assert len(files(many)) == 2
     assert numbers(reader) == numbers(Index(many)) == set(range(20))
-    alive.note_record(entry(50))
+    alive.note_records([entry(50)])
     assert 50 in numbers(reader)
 
 
@@ -469,7 +469,7 @@ def test_files_of_living_processes_and_of_other_machines_stay(many: Path, text: 
     foreign = place(many, text)
     living = subprocess.Popen(
         [sys.executable, "-c", "import sys, time; from tests.folder.test_index import *; "
-         "index = Index(sys.argv[1]); index.note_record(entry(1)); print(flush=True); time.sleep(600)", str(many)],
+         "index = Index(sys.argv[1]); index.note_records([entry(1)]); print(flush=True); time.sleep(600)", str(many)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -573,7 +573,7 @@ def test_in_a_sticky_folder_files_of_other_users_stay() -> None:
         for n in range(20):
             note_in_a_process_that_ends(folder, n)
         for n in range(20, 40):
-            in_child(lambda n=n: Index(folder).note_record(entry(n)), nobody=True)
+            in_child(lambda n=n: Index(folder).note_records([entry(n)]), nobody=True)
         in_child(lambda: Index(folder).tidy(), nobody=True)
         merged = files(folder)
         assert len(merged) == 21

@@ -90,7 +90,7 @@ EVERYWHERE = pytest.mark.parametrize("clean", [construct, populate, prune])
 def test_temporaries_of_ended_writers_are_removed(tmp_path: Path, name: str, age: int, stays: bool) -> None:
     place, pid, started = this_process().split(".")
     path = put(tmp_path / ".tmp" / name.format(digest="d" * 32, place=place, pid=pid, started=started), age)
-    listed = [found.path for found in abandoned(tmp_path)]
+    listed = [path for path, _ in abandoned(tmp_path)]
     assert listed == ([] if stays else [str(path)])
     tidy(tmp_path)
     assert path.exists() == stays
@@ -184,7 +184,7 @@ def test_a_foreign_file_is_judged_by_the_clock_of_the_file_system(
     real = time.time
     for wrong in (86400, -86400):
         monkeypatch.setattr(time, "time", lambda wrong=wrong: real() + wrong)
-        assert [found.path for found in abandoned(tmp_path)] == [str(old)]
+        assert [path for path, _ in abandoned(tmp_path)] == [str(old)]
     tidy(tmp_path)
     assert young.exists()
     assert not old.exists()

@@ -23,7 +23,8 @@ from monai_gds.errors import StorageError
 from monai_gds.storage import Availability, FileId, Pending, Reads
 from monai_gds.storage.blocking import OpenFiles, Work
 from monai_gds.storage.files import Buffer, Expected, ends_early, naming, open_file
-from monai_gds.testing import BackendContract, FullContract, WriteContract
+from monai_gds.testing import BackendContract, WriteContract
+from tests.storage.full_contract import FullContract
 from tests.storage.sample_blocking_backend import SampleBackend
 
 
