@@ -109,7 +109,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda entries: entries.update({f"__{e}.x": entries.pop(f"__{e}.label") for e in ("runs", "run_blocks")}),
         "not packed",
     ),
-    "an entry of a later version": (lambda entries: entries.update({"__new.a": entries.pop("__arrays")}), "know"),
+    "an entry of a later version": (
+        lambda entries: entries.update({"__new.a": entries.pop("__arrays")}),
+        "does not support",
+    ),
 }
 
 
