@@ -144,7 +144,7 @@ class BlockMapError(MonaiGdsError, ValueError):
 class RecordError(MonaiGdsError, ValueError):
     """A cache record cannot be used.
 
-    A dataset catches this, warns, and computes the item anew. Only code that reads records directly sees it.
+    A dataset catches this, warns, and computes the item again. Only code that reads records directly sees it.
 
     Example:
         >>> from monai_gds import DamagedRecord, NewerRecord, RecordError

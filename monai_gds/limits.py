@@ -1,8 +1,8 @@
 """Sizes and budgets of the running library, with the reason for each: memory, counts, and the sizes of pieces.
 
 Modules read them as ``limits.HEADS_BYTES`` whenever they need one, so a test patches one place. None of them is a
-setting: what a user may choose is an argument, whose default may be here. Not here are sizes that belong to a file
-format or to the kernel's interfaces, time limits, what a backend declares about itself (``group_bytes``,
+setting: anything that a user may choose is an argument, whose default may be here. Not here are sizes that belong to a
+file format or to the kernel's interfaces, time limits, what a backend declares about itself (``group_bytes``,
 ``open_files``), and the limits of the wings. ``tests/test_limits.py`` checks this.
 
 Units are in the names: ``_BYTES``; ``_ITEMS``, ``_FILES`` and so on are counts.

@@ -28,7 +28,7 @@ _HANDLERS = {dis.opmap["PUSH_EXC_INFO"], dis.opmap["POP_EXCEPT"]}
 
 
 def _is_deferred() -> bool:
-    """Whether Ctrl-C is only noted for now, by ``process.start_undisturbed``."""
+    """Whether Ctrl-C is only noted for now, by ``process.undisturbed``."""
     return getattr(signal.getsignal(signal.SIGINT), "__module__", "") == process.__name__
 
 

@@ -151,7 +151,7 @@ class Recipe:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def transforms(self, folder: Path) -> list[Any]:
-        """The pipeline, made anew."""
+        """Makes the pipeline, a new one at each call."""
         return [*self.before(), *(self.make(folder) if self.writes else self.make())]
 
 

@@ -21,7 +21,7 @@ __all__ = ["Case", "assert_cached_alike", "uncached"]
 
 
 class Case(NamedTuple):
-    """A pipeline of recipes, by their names; plain values, so that every process makes it anew.
+    """A pipeline of recipes, by their names; plain values, so that every process makes its own.
 
     Attributes:
         names: recipes, the first of which gives the item and what comes before.

@@ -85,7 +85,7 @@ def test_short_reads_lose_no_record(
                     if not crops:
                         assert_same(item, expected[i])
             found.flush()
-    assert {path: path.stat().st_ino for path in tmp_path.glob("*.safetensors")} == records  # none was written anew
+    assert {path: path.stat().st_ino for path in tmp_path.glob("*.safetensors")} == records  # none was written again
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_an_error_of_the_system_costs_one_record(
                 items = [found[0], *found.__getitems__([1, 2, 3]), found[0]]
             for item, i in zip(items, (0, 1, 2, 3, 0), strict=True):
                 assert_same(item, expected[i])
-            warned = len([w for w in told if "computed anew" in str(w.message)])
+            warned = len([w for w in told if "computed again" in str(w.message)])
             assert bool(failed) <= warned <= len(set(failed))  # some errors are said once for all records
         del items, item
         assert descriptors() <= before
@@ -208,7 +208,7 @@ def disk(tmp_path: Path) -> Iterator[LoopDisk]:
 
 def test_a_disk_that_fails_costs_records_where_they_are_read(disk: LoopDisk, interpreter: Interpreter) -> None:
     told = interpreter.call(_reads_from_a_disk_that_fails, disk, False)
-    assert [text for text in told if "computed anew" in text and "Input/output error" in text]
+    assert [text for text in told if "computed again" in text and "Input/output error" in text]
 
 
 def _reads_and_prints_the_stack(file: Path, disk: LoopDisk) -> None:

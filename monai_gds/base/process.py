@@ -21,8 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 __all__ = [
-    "Bell", "Changes", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread", "start_undisturbed",
-    "undisturbed",
+    "Bell", "Changes", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread", "undisturbed",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -147,20 +146,6 @@ def start_thread(thread: threading.Thread, timeout: float = -1) -> None:
     started.wait(timeout)
     if refused:
         raise refused[0]
-
-
-def start_undisturbed(thread: threading.Thread) -> None:
-    """Starts a thread of which there is one after the other. A Ctrl-C meanwhile is raised once the thread runs.
-
-    Loops whose threads :func:`start_thread` began used more memory, probably since its second thread takes turns with
-    theirs in malloc's arenas: a training under a limit was killed that is not with this function.
-
-    Raises:
-        RuntimeError: there can be no more threads.
-        KeyboardInterrupt: Ctrl-C was pressed meanwhile.
-    """
-    with undisturbed():
-        thread.start()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -102,13 +102,8 @@ def count(what: str, by: int = 1) -> None:
         watch.counts[what] += by
 
 
-class _Reads(Protocol):
-    @property
-    def total(self) -> int: ...
-
-
-def read(reads: _Reads) -> None:
-    """Counts the bytes of reads."""
+def read(reads: Any) -> None:
+    """Counts the bytes of reads (:class:`monai_gds.storage.Reads`)."""
     if _watches:
         count("bytes", reads.total)
 

@@ -50,7 +50,7 @@ class Workers(Generic[T]):
         work: the function. Workers forked from this process inherit it, others unpickle it, threads share it.
         num_workers: how many processes or threads run it.
         context: a start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or a multiprocessing context; None chooses.
-            What a fork server imports when it starts is set here, unless this is a context.
+            The imports of a starting fork server are set here, unless this is a context.
 
     Attributes:
         kind: the start method, or ``"threads"``.
@@ -90,7 +90,7 @@ class Workers(Generic[T]):
             try:
                 sent = pickle.dumps(work)
             except Exception as e:
-                return f"what they would run cannot be pickled: {e}"
+                return f"the function that they would run cannot be pickled: {e}"
         self._executor = ProcessPoolExecutor(
             num_workers, mp_context=context, initializer=_begin, initargs=(sent, environment)
         )
@@ -216,7 +216,7 @@ def _start_fork_server(module: str) -> None:
     """Starts the fork server, which imports a module first, unless it runs.
 
     It must find what this process would. Python before 3.12.8 and 3.13.1 starts it with the path of ``python -c``: the
-    current folder comes first, and what the user's script added is missing.
+    current folder comes first, and folders that the user's script added are missing.
     """
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path if isinstance(folder, str))
     there = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
@@ -252,7 +252,7 @@ def _begin(work: Any, environment: Mapping[str, str] | None) -> None:
         try:
             work = pickle.loads(work)
         except Exception as e:
-            _problem = f"what they would run cannot be unpickled in another process: {e}"
+            _problem = f"the function that they would run cannot be unpickled in another process: {e}"
     _work = work
 
 

@@ -52,15 +52,10 @@ Make: TypeAlias = "Callable[[Sequence[Any], Compose, Path, torch.device], Datase
 
 
 class Competitor(NamedTuple):
-    """A dataset and its loader.
+    """A dataset and its loader."""
 
-    Args:
-        make: makes the dataset. Raises BackendUnavailable, with the reason, if it cannot run here.
-        loader: called with the dataset and ``batch_size``.
-    """
-
-    make: Make
-    loader: Callable[..., Iterable[Any]] = ThreadDataLoader
+    make: Make  # raises BackendUnavailable, with the reason, if it cannot run here
+    loader: Callable[..., Iterable[Any]] = ThreadDataLoader  # called with the dataset and batch_size
 
 
 UNCACHED = Competitor(lambda items, transform, *_: Dataset(items, transform))
@@ -78,36 +73,21 @@ MONAIS_DATASETS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A workload and its competitors.
+    """A workload and its competitors."""
 
-    Args:
-        title: the question it answers.
-        items, transform: of the datasets.
-        keys: the tensors of a result that are consumed and compared.
-        device: the target.
-        folder: for the caches.
-        competitors: the competitors by name, in the order of the rows.
-        repeats: timed epochs of each.
-        batch_size: items per batch.
-        unit: of :attr:`amount` per second.
-        reference: the competitor that the others are compared with.
-        cold: each epoch begins with none of the competitor's files in the page cache.
-        uncached: gives the results that those of the competitors must equal.
-    """
-
-    title: str
+    title: str  # the question it answers
     items: Sequence[Any]
     transform: Compose
-    keys: Sequence[str]
+    keys: Sequence[str]  # the tensors of a result that are consumed and compared
     device: torch.device
-    folder: Path
-    competitors: Mapping[str, Competitor]
-    repeats: int
+    folder: Path  # for the caches
+    competitors: Mapping[str, Competitor]  # by name, in the order of the rows
+    repeats: int  # timed epochs of each
     batch_size: int = 1
-    unit: str = "items/s"
-    reference: str = REFERENCE
-    cold: bool = False
-    uncached: Competitor = UNCACHED
+    unit: str = "items/s"  # of amount per second
+    reference: str = REFERENCE  # the competitor that the others are compared with
+    cold: bool = False  # each epoch begins with none of the competitor's files in the page cache
+    uncached: Competitor = UNCACHED  # gives the results that those of the competitors must equal
 
     @property
     def batches(self) -> int:

@@ -39,12 +39,8 @@ __all__ = ["PEERS", "LoaderSettings", "compare", "list_images", "options_for"]
 Progress: TypeAlias = Callable[[str, int, float], None]
 
 
-#: The peer that reads images which were made smaller when they were packed.
-_RESIZED = "packed-resized"
-
-#: The ceilings of the peers that decode, and of the one above.
+#: The ceiling of the peers that decode.
 _ALONE = "the decoder alone"
-_ALONE_RESIZED = "the decoder alone, resized"
 
 #: Batches that the decoder is fed with to find its own ceiling.
 _BATCHES_IN_MEMORY = 16
@@ -54,33 +50,19 @@ _BATCHES_IN_MEMORY = 16
 class LoaderSettings:
     """What is measured.
 
-    Args:
-        datadir: an image folder ``<class>/<file>``; or a block map of one, for readers that need nothing else.
-        packed: the same images, packed.
-        device: where batches go.
-        batch_size: images per batch.
-        batches: batches per measurement; None for the whole dataset.
-        decoding: how the images are decoded; None: only their bytes are read.
-        threads: numbers of threads each peer is tried with. The best one counts.
-        repeats: measurements of each peer.
-        options: storage options, each for the backends that take it. With ``blockmap``, those that take it read the
-            images that the map holds.
-        resized: for ``packed-resized``: the same images, packed and made smaller; made where missing.
-        max_side, quality: how, as for :func:`~monai_gds.imagenet.files.packing.pack_folder`.
+    ``options`` are storage options, each for the backends that take it. With ``blockmap``, those that take it read the
+    images that the map holds.
     """
 
-    datadir: Path
-    packed: Path
-    device: torch.device
+    datadir: Path  # <class>/<file>; or a block map of such a folder, for readers that need nothing else
+    packed: Path  # the same images, packed, maybe made smaller; packed as they are where missing
+    device: torch.device  # where batches go
     batch_size: int = 64
-    batches: int | None = None
-    decoding: Decoding | None = None
-    threads: Sequence[int] = (1, 2, 4, 8, 16)
-    repeats: int = 5
+    batches: int | None = None  # per measurement; None for the whole dataset
+    decoding: Decoding | None = None  # None: only bytes are read
+    threads: Sequence[int] = (1, 2, 4, 8, 16)  # numbers of threads each peer is tried with; the best one counts
+    repeats: int = 5  # measurements of each peer
     options: Mapping[str, Any] = field(default_factory=dict)
-    resized: Path = Path("resized")
-    max_side: int | None = None
-    quality: int = 90
 
     @property
     def what(self) -> str:
@@ -112,17 +94,12 @@ def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
     return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
 
 
-def decoder_alone(settings: LoaderSettings, threads: int, resized: bool = False) -> Generator[int]:
+def decoder_alone(settings: LoaderSettings, threads: int) -> Generator[int]:
     """No reader: the decoder is fed with a few batches that are in memory. No peer that decodes them is faster."""
     fn = dali().fn
     images = list_images(settings.datadir)
     count = min(len(images) // settings.batch_size, _BATCHES_IN_MEMORY) * settings.batch_size
-    if resized:
-        packed = open_packed(settings.resized)
-        files, sizes = packed.file_of(np.arange(count)).tolist(), packed.images.sizes.tolist()
-        data = [np.fromfile(packed.path(files[i]), np.uint8, sizes[i], offset=packed.place(i)) for i in range(count)]
-    else:
-        data = [_read(images.path(i)) for i in range(count)]
+    data = [_read(images.path(i)) for i in range(count)]
     starts = range(0, count, settings.batch_size)
     batches = [(data[i : i + settings.batch_size], images.labels[i : i + settings.batch_size, None]) for i in starts]
     return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet", no_copy=True))
@@ -194,15 +171,14 @@ def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
     offered = settings.options if decoding is not None else {"threads": threads, **settings.options}
     options = options_for(reader, offered, settings.device)
     blocks = options.pop("blockmap", None)  # given as the root: the dataset passes it on
-    folder = settings.datadir if blocks is None else blocks
-    root = {"packed": settings.packed, _RESIZED: settings.resized}.get(reader) or folder
+    root = settings.packed if reader == "packed" else settings.datadir if blocks is None else blocks
     transforms: dict[str, Any] = {}
     if decoding is not None:
         transforms = {"crop": decoding.crop, "flip": decoding.flip, "normalize": decoding.normalize}
         transforms["decoder"] = decoding.options
     dataset = ImageNetDataset(
-        root, settings.batch_size, "packed" if reader == _RESIZED else reader, settings.device, decoding is not None,
-        num_threads=threads, last_batch="drop", storage_options=options, **transforms,
+        root, settings.batch_size, reader, settings.device, decoding is not None, num_threads=threads,
+        last_batch="drop", storage_options=options, **transforms,
     )  # fmt: skip
     with closing(dataset):
         while True:
@@ -216,7 +192,7 @@ PEERS: Mapping[str, Peer] = {
     "dali": dali_reader,
     "python-file": python_file,
     "torchvision": torchvision_loader,
-    **{name: partial(ours, name) for name in (*backend_names(), "packed", _RESIZED)},
+    **{name: partial(ours, name) for name in (*backend_names(), "packed")},
 }
 
 
@@ -236,20 +212,17 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
     if settings.batch_size > len(images):
         raise ValueError(f"a batch of {settings.batch_size} is larger than the {len(images)} images there are")
     count = settings.batches or len(images) // settings.batch_size
-    _pack(settings, images, readers)
+    if "packed" in readers:
+        _pack(settings, images)
     peers: dict[str, Peer] = {name: PEERS[name] for name in readers}
     if settings.decoding is not None:
         peers[_ALONE] = decoder_alone
-        if _RESIZED in readers:
-            peers[_ALONE_RESIZED] = partial(decoder_alone, resized=True)
     best: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in peers}
     reasons: dict[str, str] = {}
     for name, peer in peers.items():
         try:
-            rates = {
-                t: _rate(peer, settings, t, count, partial(progress, name)) for t in dict.fromkeys(settings.threads)
-            }
+            rates = {t: _rate(peer, settings, t, count, partial(progress, name)) for t in settings.threads}
             best[name] = max(rates, key=rates.__getitem__)
         except (BackendUnavailable, ValueError, OSError) as e:
             reasons[name] = str(e)
@@ -260,23 +233,18 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
         name: Row(name, tuple(samples[name]), reasons.get(name, ""), {"threads": str(best.get(name, ""))})
         for name in peers
     }
-    ceilings = [rows.pop(name) for name in (_ALONE, _ALONE_RESIZED) if name in rows]
+    ceilings = [rows.pop(_ALONE)] if _ALONE in rows else []
     reference = "dali" if "dali" in best else None
     return Report(f"{settings.what} to {settings.device.type}", "images/s", list(rows.values()), reference, ceilings)
 
 
-def _pack(settings: LoaderSettings, images: ImageList, readers: Sequence[str]) -> None:
-    """Packs the images for readers of packed images, unless that has been done."""
-    folders: list[tuple[Path, dict[str, Any]]] = [(settings.packed, {})] if "packed" in readers else []
-    if _RESIZED in readers:
-        if settings.max_side is None:
-            raise ValueError(f"{_RESIZED} reads images that were made smaller: give max_side")
-        folders.append((settings.resized, {"max_side": settings.max_side, "quality": settings.quality}))
-    for folder, how in folders:
-        with ThreadPoolExecutor() as executor:
-            packed = open_packed(folder) if is_packed(folder) else pack_folder(images, folder, executor=executor, **how)
-        if list(packed.images.names) != list(images.names):
-            raise ImageListError(f"{folder} does not hold the images of {settings.datadir}: pack that folder")
+def _pack(settings: LoaderSettings, images: ImageList) -> None:
+    """Packs the images, unless that has been done."""
+    folder = settings.packed
+    with ThreadPoolExecutor() as executor:
+        packed = open_packed(folder) if is_packed(folder) else pack_folder(images, folder, executor=executor)
+    if list(packed.images.names) != list(images.names):
+        raise ImageListError(f"{folder} does not hold the images of {settings.datadir}: pack that folder")
 
 
 def _rate(

@@ -35,19 +35,12 @@ _OF_BACKEND = re.compile(r"backend='([^']+)' does not work here: ")
 
 @dataclass(frozen=True)
 class Row:
-    """One competitor's figures, or the reason why it has none.
-
-    Args:
-        name: in the table.
-        samples: one figure per repetition, in the report's unit; empty if it could not run.
-        reason: why it could not run, with the remedy.
-        notes: further columns, as text by heading: ``{"page cache": "warm"}``.
-    """
+    """One competitor's figures, or the reason why it has none."""
 
     name: str
-    samples: tuple[float, ...] = ()
-    reason: str = ""
-    notes: Mapping[str, str] = field(default_factory=dict)
+    samples: tuple[float, ...] = ()  # one figure per repetition, in the report's unit; empty if it could not run
+    reason: str = ""  # why it could not run, with the remedy
+    notes: Mapping[str, str] = field(default_factory=dict)  # further columns, as text by heading
 
     @property
     def median(self) -> float | None:
@@ -57,21 +50,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """One table.
+    """One table."""
 
-    Args:
-        title: the question it answers.
-        unit: unit of every sample, ``GB/s`` for instance; a rate, so more is better.
-        rows: the competitors, in the order of the table.
-        reference: the name of the row that the others are compared with.
-        ceilings: what the machine allows, in the same unit: at the end of the table, lines in the plot.
-    """
-
-    title: str
-    unit: str
-    rows: Sequence[Row]
-    reference: str | None = None
-    ceilings: Sequence[Row] = ()
+    title: str  # the question it answers
+    unit: str  # of every sample, GB/s for instance; a rate, so more is better
+    rows: Sequence[Row]  # the competitors, in the order of the table
+    reference: str | None = None  # the name of the row that the others are compared with
+    ceilings: Sequence[Row] = ()  # what the machine allows: at the end of the table, lines in the plot
 
     def ratio(self, row: Row) -> float | None:
         """The row's median divided by the reference's; None if either did not run."""
@@ -141,19 +126,17 @@ def _figure(value: float) -> str:
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """The circumstances of figures: the date (UTC), the command (not in a notebook), the machine and the versions."""
-    found: dict[str, Any] = {
+    in_notebook = Path(sys.argv[0]).name == "ipykernel_launcher.py"
+    on_gpu = device is not None and device.type == "cuda"
+    return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(["monai-gds", *sys.argv[1:]]),
+        **({} if in_notebook else {"command": " ".join(["monai-gds", *sys.argv[1:]])}),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        **({"gpu": torch.cuda.get_device_name(device)} if on_gpu else {}),
     }
-    if Path(sys.argv[0]).name == "ipykernel_launcher.py":
-        del found["command"]
-    if device is not None and device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
 
 
 def emit(reports: Sequence[Report], *, as_json: bool, plot: Path | None, about: Mapping[str, Any]) -> None:

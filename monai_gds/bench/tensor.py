@@ -48,19 +48,12 @@ class WrongBytes(StorageError):
 
 @dataclass(frozen=True)
 class Tensors:
-    """Settings of :func:`load` and :func:`store`.
+    """Settings of :func:`load` and :func:`store`."""
 
-    Args:
-        methods: names of methods, in the order of the rows.
-        loop: timed repetitions of each; one more comes first and does not count.
-        validate: compare with what plain Python reads or wrote.
-        options: for the backends in :data:`TUNABLE`.
-    """
-
-    methods: Sequence[str]
-    loop: int = 3
-    validate: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    methods: Sequence[str]  # names of methods, in the order of the rows
+    loop: int = 3  # timed repetitions of each; one more comes first and does not count
+    validate: bool = False  # compare with what plain Python reads or wrote
+    options: dict[str, Any] = field(default_factory=dict)  # for the backends in TUNABLE
 
 
 def load_python(path: Path, device: torch.device) -> Callable[[], torch.Tensor]:
@@ -76,8 +69,7 @@ def load_python(path: Path, device: torch.device) -> Callable[[], torch.Tensor]:
 
 def load_storage(path: Path, nbytes: int, storage: Storage) -> Callable[[], torch.Tensor]:
     """One read by a backend into a tensor that it allocated."""
-    dest = storage.memory(nbytes)
-    reads = Reads.of(str(path), [(0, nbytes)])
+    dest, reads = storage.memory(nbytes), Reads.of(str(path), [(0, nbytes)])
     return lambda: storage.fill(reads, [dest]).wait()[0]
 
 

@@ -35,7 +35,8 @@ DatadirOption = Annotated[
 BatchOption = Annotated[int, typer.Option(min=1, help="Images in a batch.")]
 _MakeOption = Annotated[int | None, typer.Option(min=1, help="First make this many JPEGs of ImageNet's size.")]
 _PackedOption = Annotated[
-    Path | None, typer.Option(help="The same images, packed; made where missing. Default: a temporary folder.")
+    Path | None,
+    typer.Option(help="The same images, packed; made where missing. Default: a temporary folder."),
 ]
 _ReaderOption = Annotated[list[str] | None, typer.Option(help="Only this reader; may be repeated. Default: all.")]
 _BatchesOption = Annotated[
@@ -52,11 +53,6 @@ _CropOption = Annotated[
 _HardwareOption = Annotated[
     float | None, typer.Option(min=0, max=1, help="DALI's: the share of the images for the GPU's hardware decoder.")
 ]
-_SideOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Also read the images packed and made smaller: at most this many pixels per side."),
-]
-_QualityOption = Annotated[int, typer.Option(min=1, max=100, help="Quality of these smaller JPEGs.")]
 _ThreadsOption = Annotated[
     list[int] | None,
     typer.Option(
@@ -90,8 +86,6 @@ def loaders(
     decode: _DecodeOption = None,
     crop: _CropOption = None,
     hw_decoder_load: _HardwareOption = None,
-    max_side: _SideOption = None,
-    quality: _QualityOption = 90,
     threads: _ThreadsOption = None,
     repeats: _RepeatsOption = 5,
     device: DeviceOption = None,
@@ -115,7 +109,7 @@ def loaders(
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     by_blocks = [name for name in bench.PEERS if bench.options_for(name, options, target)]
     has_folder = datadir is not None or make is not None
-    wanted = _readers(reader, by_blocks, options, max_side is not None, has_folder)
+    wanted = _readers(reader, by_blocks, options, has_folder)
     counts = threads or [t for t in (1, 2, 4, 8, 16) if t <= (os.cpu_count() or 1)]
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-") as made:
         temporary = Path(made)
@@ -124,23 +118,21 @@ def loaders(
             options["blockmap"] = BlockMap.load(bmap, parent=folder.absolute().parent if folder.is_dir() else None)
         settings = bench.LoaderSettings(
             folder, packed or temporary / "packed", target, batchsize, batches, threads=counts, repeats=repeats,
-            options=options, resized=temporary / "resized", max_side=max_side, quality=quality,
+            options=options,
         )  # fmt: skip
         images = bench.list_images(folder)
         bench.warm(folder)
         with stderr.status("measuring…") as status:
-            reports = [
-                bench.compare(replace(settings, decoding=one), wanted, lambda *told: status.update(_told(*told)))
-                for one in _decodings(decode, crop, hw_decoder_load)
-            ]
+
+            def tell(name: str, images: int, rate: float) -> None:
+                status.update(f"{name}: {images} images, {rate:,.0f} images/s")
+
+            decodings = _decodings(decode, crop, hw_decoder_load)
+            reports = [bench.compare(replace(settings, decoding=one), wanted, tell) for one in decodings]
     emit(reports, as_json=as_json, plot=plot, about={
         **machine(target), "batch size": batchsize, "images": "made" if make else str(folder),
         "kB per image": round(images.sizes.mean() / 1e3), "page cache": "warm" if folder.is_dir() else "not used",
     })  # fmt: skip
-
-
-def _told(name: str, images: int, rate: float) -> str:
-    return f"{name}: {images} images, {rate:,.0f} images/s"
 
 
 def image_folder(datadir: Path | None, make: int | None, temporary: Path) -> Path:
@@ -157,7 +149,7 @@ def image_folder(datadir: Path | None, make: int | None, temporary: Path) -> Pat
 
 
 def _readers(
-    named: list[str] | None, by_blocks: Sequence[str], options: Mapping[str, Any], resizes: bool, has_folder: bool
+    named: list[str] | None, by_blocks: Sequence[str], options: Mapping[str, Any], has_folder: bool
 ) -> list[str]:
     """The readers to compare: those named, or all that can run with these options. Raises BadParameter.
 
@@ -165,15 +157,12 @@ def _readers(
         named: the readers that the user named, if any.
         by_blocks: the readers that take ``options``.
         options: of the block readers, as the user gave them.
-        resizes: whether images are made smaller.
         has_folder: whether there is a folder of images. Block readers can do with a block map.
     """
     from monai_gds.bench.loaders import PEERS
 
-    wanted = named or [name for name in PEERS if name != "packed-resized" or resizes]
+    wanted = named or [*PEERS]
     one_of(PEERS, wanted, "--reader")
-    if "packed-resized" in wanted and not resizes:
-        raise typer.BadParameter("packed-resized reads images of --max-side pixels", param_hint="--reader")
     if options and not set(by_blocks).intersection(wanted):
         raise typer.BadParameter(
             "--uri, --be, --nsid, --heap-bytes, --mem and --bmap are for the block readers", param_hint="--reader"

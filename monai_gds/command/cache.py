@@ -16,16 +16,15 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from enum import StrEnum
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 
 import typer
 
 from monai_gds.base.console import broken, progress_bar, say, say_lines, stderr, stdout
 from monai_gds.base.units import bytes_of, seconds_of
-from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
+from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from, parsed
 from monai_gds.folder import maintenance
 from monai_gds.folder.budget import KNOWN_SECONDS
 from monai_gds.folder.index import Index
@@ -35,7 +34,6 @@ from monai_gds.records.header import VERSION
 
 if TYPE_CHECKING:
     from monai_gds.dataset.dataset import GDSDataset
-    from monai_gds.folder.maintenance import Identify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,31 +41,25 @@ app = typer.Typer(
     epilog="Example: monai-gds cache ls /nvme/cache",
 )
 
-T = TypeVar("T")
-
 CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
 
 
-class Order(StrEnum):
-    """The orders in which ``ls`` can list records."""
+#: The orders in which ``ls`` can list records.
+Order: TypeAlias = Literal["name", "made", "size", "pipeline", "source"]
 
-    name = "name"
-    made = "made"
-    size = "size"
-    pipeline = "pipeline"
-    source = "source"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# ls
+_ORDERS: dict[Order, Callable[[Found], Any]] = {
+    "name": lambda found: found.name,
+    "made": lambda found: found.mtime_ns,
+    "size": lambda found: found.nbytes,
+    "pipeline": lambda found: found.pipeline,
+    "source": lambda found: sorted(found.sources),
+}
 
 
 @app.command("ls", epilog="Example: monai-gds cache ls --sort size /nvme/cache")
 def list_records(
     directory: CacheDirectory,
-    sort: Annotated[
-        Order, typer.Option("--sort", help="Sort by this. The newest and the largest come last.")
-    ] = Order.name,
+    sort: Annotated[Order, typer.Option(help="Sort by this. The newest and the largest come last.")] = "name",
     summary: Annotated[bool, typer.Option("--summary", help="Print only the pipelines and the totals.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -79,30 +71,19 @@ def list_records(
     The last lines sum up each pipeline. `prune --pipeline` deletes the records
     of one that you no longer need.
     """
-    records = maintenance.survey(directory, Index(directory))
+    records = sorted(maintenance.survey(directory, Index(directory)), key=_ORDERS[sort])
     if as_json:
-        shown = [] if summary else [_as_json(found) for found in _in_order(records, sort)]
-        document = {"directory": str(directory), **({} if summary else {"records": shown})}
-        _print_json({**document, "pipelines": _pipelines_as_json(records), **_totals(directory, records)})
+        shown = {} if summary else {"records": [_as_json(found) for found in records]}
+        pipelines = _pipelines_as_json(records)
+        _print_json({"directory": str(directory), **shown, "pipelines": pipelines, **_totals(directory, records)})
         return
-    lines = [] if summary else _lines(_in_order(records, sort))
-    for pipeline, made in sorted(_by_pipeline(records).items()):
-        latest = _time(max(made, key=lambda found: found.mtime_ns))
+    lines = [] if summary else _lines(records)
+    for pipeline, made in _grouped(records, _pipeline):
+        latest = _time(max(found.mtime_ns for found in made))
         lines.append(f"pipeline {pipeline}: {len(made)} records, {_megabytes(made)} MB, the newest from {latest}")
     damaged = sum(found.damaged for found in records)
     lines.append(_summary(directory, f"{len(records)} records of {_megabytes(records)} MB, {damaged} damaged"))
     say_lines(lines)
-
-
-def _in_order(records: Sequence[Found], order: Order) -> list[Found]:
-    keys: dict[Order, Any] = {
-        Order.name: lambda found: found.name,
-        Order.made: lambda found: found.mtime_ns,
-        Order.size: lambda found: found.nbytes,
-        Order.pipeline: lambda found: found.pipeline,
-        Order.source: lambda found: sorted(found.sources),
-    }
-    return sorted(records, key=keys[order])
 
 
 def _lines(records: Sequence[Found]) -> list[str]:
@@ -114,7 +95,7 @@ def _lines(records: Sequence[Found]) -> list[str]:
         smaller = f" {found.packed}" if found.packed else ""
         content = found.problem or _tensors(found.tensors) + smaller + (f" from {names}" if names else "")
         megabytes = f"{found.nbytes / 1e6:.1f}"
-        lines.append(line(found.name, _pipeline(found), _time(found), megabytes, _content(content)))
+        lines.append(line(found.name, _pipeline(found), _time(found.mtime_ns), megabytes, _content(content)))
     return lines
 
 
@@ -133,21 +114,16 @@ def _pipeline(found: Found) -> str:
     return "?" if found.problem else found.pipeline[:SHOWN] or "-"
 
 
-def _by_pipeline(records: Sequence[Found]) -> dict[str, list[Found]]:
-    pipelines: dict[str, list[Found]] = {}
+def _grouped(records: Sequence[Found], by: Callable[[Found], str]) -> list[tuple[str, list[Found]]]:
+    groups: dict[str, list[Found]] = {}
     for found in records:
-        pipelines.setdefault(_pipeline(found), []).append(found)
-    return pipelines
+        groups.setdefault(by(found), []).append(found)
+    return sorted(groups.items())
 
 
-def _time(found: Found) -> str:
-    return _minute(found.mtime_ns // 60_000_000_000)
-
-
-@lru_cache(maxsize=1024)
-def _minute(minutes: int) -> str:
+def _time(ns: int) -> str:
     try:
-        return f"{datetime.fromtimestamp(60 * minutes):%Y-%m-%d %H:%M}"
+        return f"{datetime.fromtimestamp(ns // 1_000_000_000):%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):  # some file systems store times beyond the year 9999
         return "?"
 
@@ -174,10 +150,7 @@ def _as_json(found: Found) -> dict[str, Any]:
 
 
 def _pipelines_as_json(records: Sequence[Found]) -> list[dict[str, Any]]:
-    sound: dict[str, list[Found]] = {}
-    for found in records:
-        if not found.problem:
-            sound.setdefault(found.pipeline, []).append(found)
+    sound = [found for found in records if not found.problem]
     return [
         {
             "pipeline": pipeline,
@@ -185,7 +158,7 @@ def _pipelines_as_json(records: Sequence[Found]) -> list[dict[str, Any]]:
             "bytes": sum(found.nbytes for found in made),
             "latest_mtime_ns": max(found.mtime_ns for found in made),
         }
-        for pipeline, made in sorted(sound.items())
+        for pipeline, made in _grouped(sound, lambda found: found.pipeline)
     ]
 
 
@@ -208,10 +181,6 @@ def _summary(directory: Path, records: str) -> str:
     """The last line of a listing: ``records``, and the number of files that are not records."""
     others = len(maintenance.other_files(directory))
     return f"{records}; {others} other files" if others else records
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# verify and prune
 
 
 @app.command("verify", epilog="Example: monai-gds cache verify /nvme/cache")
@@ -278,14 +247,6 @@ def _checked(paths: Sequence[str | Path]) -> Iterator[Found]:
                 yield found
 
 
-def _parsed(parse: Callable[[str], T], text: str | None, default: T, option: str) -> T:
-    """The value of an option, or its default. A ValueError of ``parse`` is wrong usage."""
-    try:
-        return default if text is None else parse(text)
-    except ValueError as e:
-        raise typer.BadParameter(str(e), param_hint=option) from None
-
-
 PipelineOption = Annotated[
     str | None,
     typer.Option(
@@ -350,36 +311,41 @@ def prune(
     are left alone. Exit code 1 if a file cannot be deleted, or if the records
     that are left are larger than --max-size.
     """
+    from monai_gds.keys.sources import Sources
+
     kept = {_dataset_to_keep(words).session.pipeline_digest(): words for words in keep or []}
     unwanted = Unwanted(
         missing_sources=missing_sources,
-        identify=_identify(directory) if check_sources else None,
-        older_than=_parsed(seconds_of, older_than, math.inf, "--older-than"),
-        unused_for=_parsed(seconds_of, unused_for, math.inf, "--unused-for"),
-        max_size=_parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size"),
+        identify=Sources("content", str(directory)).identity if check_sources else None,
+        older_than=parsed(seconds_of, older_than, math.inf, "--older-than"),
+        unused_for=parsed(seconds_of, unused_for, math.inf, "--unused-for"),
+        max_size=parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size"),
         keep=kept,
     )
     records = maintenance.survey(directory)
     for missing in kept.keys() - {found.pipeline for found in records}:
         say(f"--keep: no record here is of the pipeline of {kept[missing]} ({missing[:SHOWN]})", stderr)
-    named = _parsed(partial(maintenance.pipeline_of, records), pipeline, "", "--pipeline")
+    named = parsed(partial(maintenance.pipeline_of, records), pipeline, "", "--pipeline")
     uses, began = Uses(directory), time.time()
     useless, idle = maintenance.choose(
         directory, records, replace(unwanted, pipeline=named), uses.look(), _checked if damaged else None
     )
     quiet = summary or as_json
     if dry_run:
-        done = _Pruned([*useless, *idle], [])
-        say_lines([] if quiet else (f"{found.file}: {found.problem}" for found in done.deleted))
+        deleted, refused = [*useless, *idle], 0
+        say_lines([] if quiet else (f"{found.file}: {found.problem}" for found in deleted))
     else:
-        done = _delete(useless, idle, lambda found: used_since(found, uses.look(KNOWN_SECONDS), began), quiet)
+        deleted, refused = _delete(
+            useless, idle, lambda found: used_since(found, uses.look(KNOWN_SECONDS), began), quiet
+        )
         Index(directory).tidy()
-    _end(directory, done, without(done.deleted, records), unwanted.max_size, dry_run, summary, as_json)
+    left = without(deleted, records)
+    _end(directory, deleted, refused, left, unwanted.max_size, dry_run=dry_run, summary=summary, as_json=as_json)
 
 
 def _dataset_to_keep(text: str) -> GDSDataset:
     """The dataset of ``"module:function fold=3"``."""
-    words: list[str] = _parsed(lambda line: shlex.split(line), text, [], "--keep")
+    words: list[str] = parsed(lambda line: shlex.split(line), text, [], "--keep")
     function, *arguments = words or [""]
     try:
         return dataset_from(function, arguments)
@@ -388,40 +354,36 @@ def _dataset_to_keep(text: str) -> GDSDataset:
         raise
 
 
-class _Pruned(NamedTuple):
-    """What became of the files that were to be deleted."""
-
-    deleted: list[Found]
-    refused: list[Found]  # by the system, such as another user's in a shared folder
-
-
 def _delete(
     useless: Sequence[Found], idle: Sequence[Found], used_meanwhile: Callable[[Found], bool], quiet: bool
-) -> _Pruned:
-    """Deletes files, idle ones only if still idle; prints each, so that an interrupted run shows what it deleted."""
-    done = _Pruned([], [])
+) -> tuple[list[Found], int]:
+    """Deletes files, idle ones only if still idle; prints each, so that an interrupted run shows what it deleted.
+
+    Returns those deleted, and how many the system refused to delete, such as another user's in a shared folder.
+    """
+    deleted, refused = [], 0
     for found, is_idle in [*((found, False) for found in useless), *((found, True) for found in idle)]:
         outcome = found.problem
         try:
             if is_idle and used_meanwhile(found):
                 outcome = "kept, since it has been used meanwhile"
             elif maintenance.remove(found):
-                done.deleted.append(found)
+                deleted.append(found)
             else:
                 outcome = "kept, since it was replaced or removed meanwhile"
         except OSError as e:
-            done.refused.append(found)
+            refused += 1
             outcome = f"cannot be deleted: {e.strerror or e}"
         if not quiet:
             say(f"{found.file}: {outcome}")
-    return done
+    return deleted, refused
 
 
 def _end(
-    directory: Path, done: _Pruned, left: Sequence[Found], most: float, dry_run: bool, summary: bool, as_json: bool
-) -> NoReturn:
+    directory: Path, deleted: Sequence[Found], refused: int, left: Sequence[Found], most: float, *, dry_run: bool,
+    summary: bool, as_json: bool,
+) -> NoReturn:  # fmt: skip
     """Reports what was deleted and what is left, and ends the command."""
-    deleted, refused = done
     bytes_left = sum(found.nbytes for found in left)
     if as_json:
         files = [{"path": found.file, "bytes": found.nbytes, "problem": found.problem} for found in deleted]
@@ -431,21 +393,17 @@ def _end(
             **({} if summary else {"files": files}),
             "count": len(deleted),
             "bytes": sum(found.nbytes for found in deleted),
-            "refused": len(refused),
+            "refused": refused,
             "left": len(left),
             "bytes_left": bytes_left,
         })  # fmt: skip
     else:
-        refusals = f", {len(refused)} that cannot be deleted" if refused else ""
+        refusals = f", {refused} that cannot be deleted" if refused else ""
         say(f"{len(deleted)} files, {_megabytes(deleted)} MB {'to delete' if dry_run else 'deleted'}{refusals}")
         if bytes_left > most:
             why = "they are in use, kept, or cannot be deleted"
             say(f"{_megabytes(left)} MB are left, more than --max-size: {why}")
     raise typer.Exit(1 if refused or bytes_left > most else 0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# warm and explain
 
 
 @app.command("warm", epilog="Example: monai-gds cache warm training:make_dataset fold=3 --num-workers 8")
@@ -544,10 +502,3 @@ def explain(
         if index >= len(dataset):
             raise typer.BadParameter(f"{index}: the dataset has {len(dataset)} items", param_hint="I")
     say_lines([dataset.explain(index) for index in indices] if indices else [str(dataset)])
-
-
-def _identify(directory: Path) -> Identify:
-    """Returns a function that identifies sources by content. It reads those that are not in the directory's memo."""
-    from monai_gds.keys.sources import Sources
-
-    return Sources("content", str(directory)).identity

@@ -5,10 +5,8 @@ Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage, 130 stoppe
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,22 +111,10 @@ def demo(
     raise typer.Exit(0 if same else 1)
 
 
-def _split_sizes(arguments: Sequence[str]) -> list[str]:
-    """``--size 64,64,32`` and ``--size=64,64,32`` as ``--size 64 64 32``, the form that Typer takes."""
-    found: list[str] = []
-    for argument in arguments:
-        size = re.fullmatch(r"(?:(--[\w-]+)=)?(\d+),(\d+),(\d+)", argument)
-        if size and (size[1] or (found and found[-1].startswith("--"))):
-            found += [part for part in size.groups() if part is not None]
-        else:
-            found.append(argument)
-    return found
-
-
 def main() -> None:
     """Entry point: expected errors become one line and exit code 1 instead of a traceback."""
     try:
-        app(_split_sizes(sys.argv[1:]), prog_name="monai-gds")  # also for python -m monai_gds
+        app(prog_name="monai-gds")  # also for python -m monai_gds
     except (MonaiGdsError, OSError, ValueError, ImportError) as e:
         say(f"monai-gds: {in_words(e)}", stderr)
         sys.exit(1)

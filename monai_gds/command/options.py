@@ -11,9 +11,10 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -34,7 +35,12 @@ __all__ = [
     "dataset_from",
     "known_device",
     "one_of",
+    "parsed",
 ]
+
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 def app(summary: str, example: str) -> typer.Typer:
@@ -47,10 +53,7 @@ def known_device(name: str | None) -> str | None:
     if name is not None:
         from monai_gds.storage import resolve_device
 
-        try:
-            resolve_device(int(name) if name.isdecimal() else name)
-        except ValueError as e:
-            raise typer.BadParameter(str(e)) from None
+        parsed(lambda text: resolve_device(int(text) if text.isdecimal() else text), name, None)
     return name
 
 
@@ -88,13 +91,17 @@ def _plot(path: Path | None) -> Path | None:
     return path
 
 
+def parsed(parse: Callable[[str], T], text: str | None, default: D, option: str | None = None) -> T | D:
+    """The value of an option, or its default. A ValueError of ``parse`` is wrong usage."""
+    try:
+        return default if text is None else parse(text)
+    except ValueError as e:
+        raise typer.BadParameter(str(e), param_hint=option) from None
+
+
 def _heap(size: str | None) -> str | None:
     """Refuses a value that is not a size. The backend takes it as it is."""
-    if size is not None:
-        try:
-            bytes_of(size, "--heap-bytes", least=1)
-        except ValueError as e:
-            raise typer.BadParameter(str(e)) from None
+    parsed(partial(bytes_of, argument="--heap-bytes", least=1), size, None)
     return size
 
 

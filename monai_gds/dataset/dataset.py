@@ -82,8 +82,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         max_bytes: how much the records in ``cache_dir`` may occupy, such as ``"500GB"``. When a new one does not fit,
             others are deleted, the longest unused ones first: not those of pipelines that a dataset of a running
             process has, and not those that were made or first read since this dataset was made. If that gives too
-            little room, what does not fit is computed in every epoch, with one warning. Processes that save together
-            may exceed it by up to 1 GiB each. None: no limit.
+            little room, items that do not fit are computed in every epoch, with one warning. Processes that save
+            together may exceed it by up to 1 GiB each. None: no limit.
         local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
             Lustre. Records that are read from there are copied here, in the background except in a loader's worker. All
             processes of this machine then read the copy. New records go to ``cache_dir``.

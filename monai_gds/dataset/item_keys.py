@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import monai
 
-import monai_gds.pipeline.monai_hashing  # noqa: F401 (teaches the hasher MONAI's classes)
 from monai_gds.errors import HashingError
 from monai_gds.keys.hashing import HashedTransforms, canonical_hash, hash_transforms
 from monai_gds.keys.key import Key, KeyMaker, Pipeline, hash_text

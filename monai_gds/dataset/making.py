@@ -1,7 +1,7 @@
 """Making items that have no record: on a miss, and ahead of training. Used by the dataset.
 
 An item is taken apart after its deterministic transforms and put together by the code that a hit uses, which is why
-hits and misses cannot differ. What the user is told of misses is here too.
+hits and misses cannot differ. The warnings about misses are here too.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Patch:
             RuntimeError: another patch has been made since, and must be undone first.
         """
         if any(getattr(place, name) is not self._stand_ins[name] for place, name, _ in self._before):
-            raise RuntimeError("the names of monai.data were replaced again since: undo that first")
+            raise RuntimeError("the names of monai.data have been replaced again since: undo that first")
         for place, name, original in self._before:
             setattr(place, name, original)
             if original is _MONAIS[name] and "__reduce_ex__" in vars(original):
@@ -94,8 +94,8 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", **options: Any
     first.
 
     Args:
-        cache_dir: for datasets that name no folder of their own, as ``CacheDataset`` never does.
-        device: for datasets that name none. ``"cpu"``, as MONAI's are.
+        cache_dir: the folder of datasets that do not name one, as ``CacheDataset`` never does.
+        device: the device of datasets that do not name one. The default is the CPU, as in MONAI.
         options: further arguments of :class:`~monai_gds.GDSDataset`.
 
     Returns:

@@ -110,7 +110,7 @@ def populate(
         PopulateError: items failed, another rank did, or the workers of ``executor`` cannot do the work; all items
             that did not fail are cached.
         NotSaved: nothing more can be written to the cache directory.
-        WorkerDied: a worker of ``executor`` died and took it along, or all workers die; what was finished is
+        WorkerDied: a worker of ``executor`` died and took it along, or all workers die; finished items are
             cached.
         ValueError: an argument is out of range, or the dataset cannot be pickled for the workers of ``executor``.
     """

@@ -73,7 +73,7 @@ class Ranks:
         """Runs ``work`` on every rank and exchanges what it returned; every rank must call this.
 
         A rank whose ``work`` raises logs the error and raises it once the others have done their shares: a launcher
-        may kill them as soon as one ends. What ``work`` returns is pickled.
+        may kill them as soon as one ends. The result of ``work`` is pickled.
 
         Raises:
             RankLost: another rank did not come, was killed, or raised.

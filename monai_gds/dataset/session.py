@@ -1,8 +1,8 @@
 """``Session``: what a dataset does in this process, for ``GDSDataset``, ``populate``, the loader and the command.
 
-The arguments are in :class:`Settings`. What is made on demand in each process, such as the view of the cache directory,
-is in :class:`Runtime`. A session joins these two with the dataset, which has the data, the transforms and the methods
-that a subclass may override.
+The arguments are in :class:`Settings`. Objects that each process makes on demand, such as its view of the cache
+directory, are in :class:`Runtime`. A session joins these two with the dataset, which has the data, the transforms and
+the methods that a subclass may override.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class Session(NamedTuple):
         """Begins to read the items that are cached.
 
         Args:
-            indices: of the items.
-            items: the items themselves; by default those that the data have under these indices.
+            indices: which items.
+            items: the items themselves; by default, ``data`` at these indices.
             whole: whether no random transforms follow.
             alone: whether this is one item that is ended at once.
 

@@ -80,8 +80,8 @@ class CacheOptions:
         device_bytes: how much memory of the CUDA device compressed records may occupy, such as ``20e9`` or ``"20GB"``.
             The first ones that are read stay there, still compressed, and a hit on one of them only unpacks it, once
             the file's identity is compared. 0 keeps none. Not part of the key.
-        local_bytes: how much the records in ``local_dir`` may occupy, as ``max_bytes`` for ``cache_dir``. What does
-            not fit is read from ``cache_dir``. Not part of the key.
+        local_bytes: how much the records in ``local_dir`` may occupy, as ``max_bytes`` for ``cache_dir``. Records that
+            do not fit are read from ``cache_dir``. Not part of the key.
         durable: whether a record survives a power cut from the moment its item is returned. It is then written before
             that, and fsync takes about 0.2 ms. Otherwise a record torn by a power cut is found by its checksum and
             computed again. Not part of the key.

@@ -95,10 +95,10 @@ def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
         return "at the end: no transform is random"
     later = cacheable_after(rest)
     if later:
-        return f"in front of {name_of(rest[0])}, which is not a Transform of MONAI's; {later} after it could be cached"
+        return f"before {name_of(rest[0])}, which is not a Transform of MONAI's; {later} after it could be cached"
     if not isinstance(rest[0], (Transform, RandomizableTrait)):
-        return f"in front of {name_of(rest[0])}, which is not a Transform of MONAI's and counts as random"
-    return f"in front of {name_of(rest[0])}, the first random transform"
+        return f"before {name_of(rest[0])}, which is not a Transform of MONAI's and counts as random"
+    return f"before {name_of(rest[0])}, the first random transform"
 
 
 def drawn_first(session: Session) -> str:

@@ -41,21 +41,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One row.
+    """One row."""
 
-    Args:
-        name: its key in JSON and its row on the screen.
-        status: see :class:`Status`.
-        found: what was found, in words.
-        remedy: empty if nothing needs doing.
-        details: the same for programs, as JSON types.
-    """
-
-    name: str
+    name: str  # its key in JSON and its row on the screen
     status: Status
-    found: str
-    remedy: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
+    found: str  # in words
+    remedy: str = ""  # empty if nothing needs doing
+    details: Mapping[str, Any] = field(default_factory=dict)  # what was found, for programs, as JSON types
 
 
 Answers = Mapping[str, Answer]
@@ -146,18 +138,7 @@ def directory(place: Place, unwritable: str) -> Finding:
     words.append(f"{place.free_bytes / size:.1f} of {place.nbytes / size:.1f} {unit} free")
     if place.asked.absolute() != place.folder:
         words.insert(0, f"{place.asked} does not exist yet")
-    details = {**_about(place), "writable": not unwritable}
-    if unwritable:
-        words.append(f"no file can be made: {unwritable}")
-        advice = "name a directory that can be written to; records that are there can still be read"
-        return Finding("directory", Status.FAILED, "; ".join(words), advice, details)
-    advice = _advice_on(place)
-    return Finding("directory", Status.NOTE if advice else Status.OK, "; ".join(words), advice, details)
-
-
-def _about(place: Place) -> dict[str, Any]:
-    mount, drive = place.mount, place.drive
-    return {
+    details = {
         "asked": str(place.asked),
         "looked_at": str(place.folder),
         "free_bytes": place.free_bytes,
@@ -169,7 +150,14 @@ def _about(place: Place) -> dict[str, Any]:
         "drive": drive.name if drive else None,
         "nvme": bool(drive and drive.is_nvme),
         "number": place.number or None,
+        "writable": not unwritable,
     }
+    if unwritable:
+        words.append(f"no file can be made: {unwritable}")
+        advice = "name a directory that can be written to; records that are there can still be read"
+        return Finding("directory", Status.FAILED, "; ".join(words), advice, details)
+    advice = _advice_on(place)
+    return Finding("directory", Status.NOTE if advice else Status.OK, "; ".join(words), advice, details)
 
 
 def _advice_on(place: Place) -> str:
@@ -301,9 +289,8 @@ def cufile(answer: Answer | None, machine: Machine, place: Place, entry: Finding
         else:
             remedy = f"look through {_GUIDE}"
         return Finding("cufile", Status.MISSING, f"it refuses files here: {error}", remedy, details)
-    compatible = any("compat" in line.lower() for line in log)
-    details["compatibility_mode"] = compatible
-    if compatible:
+    details["compatibility_mode"] = any("compat" in line.lower() for line in log)
+    if details["compatibility_mode"]:
         found = "it accepts files here, but in its compatibility mode, through host memory"
         return Finding("cufile", Status.NOTE, found, "to bypass it: nvidia-fs or P2PDMA, see above", details)
     found = "it accepts files here, and logs no compatibility mode"
@@ -316,8 +303,7 @@ def io_uring(machine: Machine, answers: Answers) -> Finding:
     if answer:
         found = f"small files are read {answer.values['files']} per system call"
         return Finding("io_uring", Status.OK, found, "", answer.values)
-    switched_off = machine.io_uring_disabled
-    if switched_off:
+    if switched_off := machine.io_uring_disabled:
         remedy = "as root: sysctl kernel.io_uring_disabled=0"
     elif machine.container:
         remedy = "allow io_uring in the container's seccomp profile (--security-opt seccomp=PROFILE)"

@@ -40,64 +40,38 @@ class Driver:
 
 @dataclass(frozen=True)
 class Drive:
-    """The disk below a file system.
+    """The disk below a file system."""
 
-    Attributes:
-        name: name of the whole disk in /dev: ``nvme0n1``, ``sda``, ``dm-0``.
-        model: its model; empty if unknown.
-        rotates: whether the kernel takes it for a spinning disk; False for a hypervisor's disk, where that means
-            nothing.
-    """
-
-    name: str
-    model: str
-    rotates: bool
+    name: str  # of the whole disk in /dev: nvme0n1, sda, dm-0
+    model: str  # empty if unknown
+    rotates: bool  # as the kernel reports it; False for a hypervisor's disk, where that means nothing
 
     @property
     def is_nvme(self) -> bool:
-        """Whether the kernel's NVMe driver drives it."""
         return self.name.startswith("nvme")
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use a folder.
-
-    Attributes:
-        owner: the user it belongs to.
-        group: its group.
-        mode: its permissions, with the bits above them.
-        is_there: whether it exists. If not, owner, group and mode are those that it would get.
-        narrower: folders within the cache that fewer users can write to.
-    """
+    """Who may use a folder."""
 
     owner: str
     group: str
-    mode: int
-    is_there: bool
-    narrower: tuple[str, ...]
+    mode: int  # its permissions, with the bits above them
+    is_there: bool  # if not, owner, group and mode are those that it would get
+    narrower: tuple[str, ...]  # folders within the cache that fewer users can write to
 
 
 @dataclass(frozen=True)
 class Place:
-    """The cache directory.
+    """The cache directory."""
 
-    Attributes:
-        asked: the directory as the user named it.
-        folder: the directory, or its nearest existing parent.
-        mount: its file system; None if unknown.
-        drive: the disk below; None if there is none.
-        free_bytes: bytes that a user may still fill.
-        nbytes: bytes of the whole file system.
-        access: who may use the cache directory.
-    """
-
-    asked: Path
-    folder: Path
-    mount: Mount | None
-    drive: Drive | None
-    free_bytes: int
-    nbytes: int
+    asked: Path  # as the user named it
+    folder: Path  # the directory, or its nearest existing parent
+    mount: Mount | None  # its file system; None if unknown
+    drive: Drive | None  # the disk below; None if there is none
+    free_bytes: int  # that a user may still fill
+    nbytes: int  # of the whole file system
     access: Access
 
     @property
@@ -136,20 +110,14 @@ class Machine:
     def _access(self, path: Path, folder: Path) -> Access:
         st = folder.stat()
         if path == folder:
-            inside = [folder / name for name in (".tmp", ".index")]
-            narrower = [str(one) for one in inside if _writers(st) & ~_writers(_stat(one) or st)]
-            return Access(
-                _name(pwd.getpwuid, st.st_uid), _name(grp.getgrgid, st.st_gid), st.st_mode, True, tuple(narrower)
-            )
+            inside = filter(os.path.exists, (folder / ".tmp", folder / ".index"))
+            narrower = tuple(str(one) for one in inside if st.st_mode & ~one.stat().st_mode & 0o022)
+            return Access(_name(pwd.getpwuid, st.st_uid), _name(grp.getgrgid, st.st_gid), st.st_mode, True, narrower)
         inherited = st.st_mode & stat.S_ISGID
         group = st.st_gid if inherited else os.getegid()
-        mode = stat.S_IFDIR | inherited | 0o777 & ~self._umask
+        umask = re.search(r"^Umask:\s*([0-7]+)", self._text("/proc/self/status"), re.MULTILINE)
+        mode = stat.S_IFDIR | inherited | 0o777 & ~(int(umask[1], 8) if umask else 0o022)
         return Access(_name(pwd.getpwuid, os.geteuid()), _name(grp.getgrgid, group), mode, False, ())
-
-    @property
-    def _umask(self) -> int:
-        found = re.search(r"^Umask:\s*([0-7]+)", self._text("/proc/self/status"), re.MULTILINE)
-        return int(found[1], 8) if found else 0o022
 
     @cached_property
     def _mounts(self) -> list[Mount]:
@@ -208,8 +176,7 @@ class Machine:
         version = self._text("/proc/driver/nvidia-fs/version")
         if match := re.search(r"\d+(\.\d+)+", version):
             return match[0]
-        loaded = version or re.search(r"^nvidia_fs\s", self._text("/proc/modules"), re.MULTILINE)
-        return "loaded" if loaded else None
+        return "loaded" if version or re.search(r"^nvidia_fs\s", self._text("/proc/modules"), re.MULTILINE) else None
 
     @cached_property
     def nvidia_fs_nodes(self) -> list[str]:
@@ -242,32 +209,12 @@ class Machine:
                 lacking.append(("a static BAR1", f"in /etc/modprobe.d: {registry}"))
             if self._text("/sys/module/nvme_core/parameters/multipath").strip() == "Y":
                 lacking.append(("NVMe without multipath", "in /etc/modprobe.d: options nvme_core multipath=N"))
-        if not self._cufile_wants_p2pdma():
-            lacking.append(
-                ("cuFile's setting", f'in {self._cufile_json}: {{"properties": {{"use_pci_p2pdma": true}}}}'),
-            )
+        file = self.environment.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
+        settings = re.sub(r"//.*", "", self._text(file))  # NVIDIA's own file is full of comments
+        wanted = self.environment.get("CUFILE_USE_PCIP2PDMA", "").lower() in ("1", "true")
+        if not wanted and not re.search(r'"use_pci_p2pdma"\s*:\s*true', settings):
+            lacking.append(("cuFile's setting", f'in {file}: {{"properties": {{"use_pci_p2pdma": true}}}}'))
         return lacking
-
-    @property
-    def _cufile_json(self) -> str:
-        return self.environment.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
-
-    def _cufile_wants_p2pdma(self) -> bool:
-        if self.environment.get("CUFILE_USE_PCIP2PDMA", "").lower() in ("1", "true"):
-            return True
-        settings = re.sub(r"//.*", "", self._text(self._cufile_json))  # NVIDIA's own file is full of comments
-        return bool(re.search(r'"use_pci_p2pdma"\s*:\s*true', settings))
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:
-        return None
-
-
-def _writers(st: os.stat_result) -> int:
-    return st.st_mode & 0o022
 
 
 def _name(look_up: Callable[[int], Any], number: int) -> str:

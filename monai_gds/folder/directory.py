@@ -116,7 +116,7 @@ class CacheDirectory:
         """Starts reading records, after waiting for those that are just being saved. Small ones are read together.
 
         Args:
-            digests: of the records' keys.
+            digests: the digests of the records' keys.
             lazily: whether to leave out tensors in tiles, of which boxes are requested later.
 
         Returns:
@@ -135,7 +135,7 @@ class CacheDirectory:
         A record of a newer version counts, as does one that cannot be unpacked here: it is reported, and not replaced.
 
         Args:
-            digest: of the record's key.
+            digest: the digest of the record's key.
             converted: whether a record counts only if :meth:`convert` would leave it as it is.
         """
         return self._reader.is_sound(self.record_path(digest), self.compression.suits if converted else None)

@@ -280,7 +280,7 @@ def idle(records: Iterable[Found], used: Used, before: float, keep: Collection[s
     """Records that nobody uses, and when each was last used or made, in seconds since the epoch; the earliest first.
 
     Args:
-        records: of a directory. Those with a problem are left out.
+        records: the records of a directory. Those with a problem are left out.
         used: what is used there.
         before: records that were used at or after this time are left out.
         keep: records of these pipelines are left out.

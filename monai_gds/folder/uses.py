@@ -76,7 +76,7 @@ class _File:
 
 
 def _last(files: Iterable[_File]) -> dict[str, float]:
-    """When records were last used. What a dataset has read is in use until it ends."""
+    """When records were last used. Records that a dataset has read are in use until it ends."""
     last: dict[str, float] = {}
     for file in files:
         for digest, seconds in file.read.items():
@@ -100,8 +100,8 @@ class Uses:
 
     Args:
         directory: the cache directory. Nothing is created in it before something is noted.
-        began: when the run began. What any process has noted since, such as another worker, is not noted again, so that
-            times of last use are at most the length of a run too early.
+        began: when the run began. Records that any process has noted since, such as another worker, are not noted
+            again, so that times of last use are at most the length of a run too early.
         file_mode: permissions that files have at most.
     """
 

@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
+from torch import Tensor
+
 from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.process import Bell, PerProcess, start_thread
 from monai_gds.items.tree import EncodedItem
 from monai_gds.keys.key import Key
-from monai_gds.storage.snapshot import Snapshot, snapshot
+from monai_gds.storage.snapshot import snapshot
 
 __all__ = ["Writer", "process_writer"]
 
@@ -97,8 +99,8 @@ class Writer:
         """Queues optional work. Drops it if the queue is full, or has work of this name. Never waits.
 
         Args:
-            name: of the work.
-            work: called by the thread. What it raises is raised as by :meth:`submit`.
+            name: what the work is called.
+            work: called by the thread. Its errors are raised as by :meth:`submit`.
             nbytes: how much it will write.
         """
         if name not in self._queue and self._has_room(nbytes):
@@ -186,9 +188,11 @@ class Writer:
             self._error = self._error or e
 
 
-def _write(publish: Publish, key: Key, rest: EncodedItem, names: tuple[str, ...], copies: Snapshot) -> None:
+def _write(
+    publish: Publish, key: Key, rest: EncodedItem, names: tuple[str, ...], copies: Callable[[], list[Tensor]]
+) -> None:
     began = time.perf_counter()
-    publish(key, replace(rest, tensors=dict(zip(names, copies.wait(), strict=True))))
+    publish(key, replace(rest, tensors=dict(zip(names, copies(), strict=True))))
     stages.saved(time.perf_counter() - began)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from monai_gds.errors import BrokenImage
 from monai_gds.imagenet.dali.decoding import Decoding
-from monai_gds.imagenet.dali.pipeline import FedPipeline, Input, PipelineFailed, execution
+from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, execution
 from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.readers import Batch
 
@@ -96,7 +96,7 @@ def undecodable(
     """Decodes encoded images one by one. Returns position and the decoder's message for each that fails."""
     decoding = Decoding(options=options)
     pipe: FedPipeline[np.ndarray] = FedPipeline(
-        {"image": Input()}, lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda")},
+        {"image": {}}, lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda")},
         batch_size=1, device=device, execution=execution(num_threads=1),
     )  # fmt: skip
     found = []

@@ -17,7 +17,7 @@ from monai_gds.errors import BackendUnavailable, BrokenImage
 from monai_gds.imagenet.background_close import close_when_dropped
 from monai_gds.imagenet.broken import BrokenImages
 from monai_gds.imagenet.dali.decoding import Decoding
-from monai_gds.imagenet.dali.pipeline import FedPipeline, Input, PipelineFailed, dali, execution
+from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, dali, execution
 from monai_gds.imagenet.files.listing import ImageList, StrPath
 from monai_gds.imagenet.files.packed import PackedImages
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler, policy_named
@@ -183,13 +183,13 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         if not self._decode and self._graph is None:
             return None
         dali()  # an error now, not at the first batch
-        on_device = "gpu" if self._reader.device.type == "cuda" and not self._decode else "cpu"
+        where = "gpu" if self._reader.device.type == "cuda" and not self._decode else "cpu"
         graph = partial(
             _graph_of, decoding=self._decoding if self._decode else None, on_gpu=self.device.type == "cuda",
             graph=self._graph,
         )  # fmt: skip
         return FedPipeline(
-            {"image": Input(on_device, no_copy=self._recycles), "label": Input()}, graph,
+            {"image": {"device": where, "no_copy": self._recycles}, "label": {}}, graph,
             batch_size=self._sampler.batch_size, device=self.device,
             seed=self._sampler.seed + self._sampler.shard_id, execution=how,
         )  # fmt: skip

@@ -33,19 +33,12 @@ __all__ = ["Batch", "FileReader", "ImageReader", "PackedReader", "PlainReader"]
 
 @dataclass(slots=True)
 class Batch:
-    """The encoded images of a batch.
+    """The encoded images of a batch."""
 
-    Args:
-        indices: positions in the list of images, int64, (batch,).
-        images: 1-D uint8 tensors on the reader's device, slices of a shared buffer.
-        labels: int32, (batch,).
-        release: gives the images' memory back.
-    """
-
-    indices: np.ndarray
-    images: Sequence[torch.Tensor]
-    labels: np.ndarray
-    release: Callable[[], None]
+    indices: np.ndarray  # positions in the list of images, int64, (batch,)
+    images: Sequence[torch.Tensor]  # 1-D uint8 tensors on the reader's device, slices of a shared buffer
+    labels: np.ndarray  # int32, (batch,)
+    release: Callable[[], None]  # gives the images' memory back
 
     def done(self) -> None:
         """Gives the memory back to be overwritten. Only for callers that know that nothing reads from it any more."""

@@ -231,9 +231,6 @@ class ImageSource:
 
     def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
         """One epoch of ``(images, labels)``: 1-D uint8 arrays, and int32 (batch, 1); NumPy, or torch on CUDA."""
-        return self._batches()
-
-    def _batches(self) -> Iterator[tuple[list[Any], Any]]:
         epoch, self._epoch = self._epoch, self._epoch + 1  # here, since iter() may be called and not used
         kept: deque[tuple[Batch, Any]] = deque(maxlen=self._keep)
         for batch in self._reader.read(self._sampler.epoch(epoch)[: len(self)]):

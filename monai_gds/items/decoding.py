@@ -23,7 +23,7 @@ from monai_gds.base import data_root
 from monai_gds.base.dtypes import MOST_AXES
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 from monai_gds.items.encoding import ARRAY_ALIGNMENT
-from monai_gds.items.types import MAX_DEPTH, Type, numpy_dtype
+from monai_gds.items.types import GONE, MAX_DEPTH, Type, gone, numpy_dtype
 
 __all__ = ["Build", "Form", "Parser", "Recipe", "TreePlan", "fields", "tensor_of"]
 
@@ -35,7 +35,7 @@ Form: TypeAlias = "int | tuple[Any, ...]"
 Build: TypeAlias = "Callable[[Mapping[str, torch.Tensor], Sequence[Any], Sequence[Any]], Any]"
 
 
-def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: list[int] | tuple[int, ...]) -> torch.Tensor:
+def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A view of a 1-D uint8 tensor as ``dtype`` and ``shape``."""
     flat = raw.view(dtype)
     return flat if len(shape) == 1 else flat.view(shape)
@@ -97,7 +97,9 @@ class Parser:
                     return row.parse(self, node[tag])  # type: ignore[no-any-return]
             unknown = [key for key in node if key.startswith("$")]
             if unknown:
-                raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not know")
+                if unknown[0] in GONE:
+                    raise gone(f"a {unknown[0]!r}")
+                raise NewerRecord(f"it holds a {unknown[0]!r}, which this version does not support")
             return "$dict", tuple(node), None, self.forms(node.values())
         if kind is list:
             return self._rows[list].parse(self, node)  # type: ignore[no-any-return]
@@ -237,9 +239,8 @@ class TreePlan:
             return None
         _, descr, shape, offset = form
         dtype = numpy_dtype(descr)
-        if not self.take(dtype, shape, offset) or not dtype.itemsize or ARRAY_ALIGNMENT % dtype.itemsize:
-            return None
-        if offset % dtype.itemsize:
+        count = self.take(dtype, shape, offset)
+        if not count or not dtype.itemsize or ARRAY_ALIGNMENT % dtype.itemsize or offset % dtype.itemsize:
             return None
         first = offset // dtype.itemsize
         view = self._dtypes.setdefault(dtype, len(self._dtypes))
@@ -253,7 +254,7 @@ def fields(payload: dict[str, Any], of: str, *needed: str, **optional: Any) -> l
     """
     unknown = payload.keys() - {*needed, *optional}
     if unknown:
-        raise NewerRecord(f"it holds {of} with {sorted(unknown)}, which this version does not know")
+        raise NewerRecord(f"it holds {of} with {sorted(unknown)}, which this version does not support")
     return [*(payload[name] for name in needed), *(payload.get(name, default) for name, default in optional.items())]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import random
 import weakref
@@ -129,27 +131,17 @@ def _reference(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-class _Randomness(Exception):
-    pass
-
-
 class _Finder(pickle.Pickler):
+    found = False
+
     def persistent_id(self, obj: Any) -> None:
-        if isinstance(obj, (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)):
-            raise _Randomness
-
-
-class _Discard:
-    def write(self, data: Any) -> int:
-        return len(data)
+        self.found |= isinstance(obj, (np.random.RandomState, np.random.Generator, random.Random, torch.Generator))
 
 
 def _holds_randomness(value: Any) -> bool:
     """Whether pickling finds random state in a value. It may have been drawn from, which the hash does not show."""
-    try:
-        _Finder(_Discard(), protocol=5).dump(value)
-    except _Randomness:
-        return True
-    except Exception:  # cannot be pickled: the hash must do
-        return False
-    return False
+    with open(os.devnull, "wb") as nowhere:
+        finder = _Finder(nowhere, protocol=5)
+        with contextlib.suppress(Exception):  # cannot be pickled: the hash must do
+            finder.dump(value)
+    return finder.found

@@ -11,6 +11,7 @@ import pathlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -62,12 +63,7 @@ def _plain(tag: str, cls: type, encode: Callable[[Any], Any], decode: Callable[[
     return Type(tag, (cls,), encoded, _value(decode))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Numbers, classes, dates and times
-
-
-def _int_of(digits: str) -> int:
-    return int(digits, 16)
 
 
 def _complex(encoder: Encoder, value: complex, path: Path) -> Any:
@@ -97,7 +93,7 @@ def _class(encoder: Encoder, value: type, path: Path) -> Any:
 
 def _class_of(name: Any) -> type:
     if name not in _CLASSES:
-        raise NewerRecord(f"it holds the type {name!r}, which this version does not know")
+        raise NewerRecord(f"it holds the type {name!r}, which this version does not support")
     return _CLASSES[name]
 
 
@@ -121,7 +117,7 @@ def _zone_of(payload: Any) -> Any:
     if kind == "zone":
         raise gone("a time zone with a key")
     if kind != "offset":
-        raise NewerRecord(f"it holds a time zone of the kind {kind!r}, which this version does not know")
+        raise NewerRecord(f"it holds a time zone of the kind {kind!r}, which this version does not support")
     return datetime.timezone(datetime.timedelta(*what), *name)
 
 
@@ -137,7 +133,6 @@ def _clock_of(cls: type[datetime.datetime] | type[datetime.time]) -> Callable[[l
     return decode
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # NumPy's scalars and dtypes
 
 
@@ -162,7 +157,6 @@ def _describe(dtype: np.dtype[Any], value: Any, path: Path) -> str:
     return descr  # type: ignore[return-value]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Paths, and what lies outside of the record
 
 
@@ -178,7 +172,6 @@ def _opaque_of(payload: Any) -> Any:
     return payload.value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Containers
 
 
@@ -261,7 +254,6 @@ def _registered_form(parser: Parser, payload: list[Any]) -> Form:
     return "$registered", name, *parser.forms([node])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Arrays and tensors
 
 _DESCRIPTIONS = {dtype: descr for descr, dtype in NUMERIC.items()}
@@ -329,9 +321,9 @@ def _tensor(encoder: Encoder, value: torch.Tensor, path: Path) -> Any:
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.device.type == "meta":
         raise unsupported(value, path, f"has layout {value.layout}, device {value.device}")
     if not has_name(value.dtype) and value.dtype not in STORED_AS_REAL:
-        raise unsupported(value, path, f"has dtype {value.dtype}, which safetensors does not know")
+        raise unsupported(value, path, f"has dtype {value.dtype}, which safetensors does not support")
     if value.dim() + (value.dtype in STORED_AS_REAL) > MOST_AXES:
-        raise unsupported(value, path, f"has {value.dim()} axes, more than NumPy knows")
+        raise unsupported(value, path, f"has {value.dim()} axes, more than NumPy allows")
     flags = {"requires_grad": True} if value.requires_grad else {}
     value = value.detach().resolve_conj().resolve_neg()
     if encoder.on_host:
@@ -393,16 +385,16 @@ def _metatensor(encoder: Encoder, value: torch.Tensor, path: Path) -> Any:
     # Without importing MONAI: packed images are records too, and need none of it.
     if type(value) is not getattr(sys.modules.get("monai.data.meta_tensor"), "MetaTensor", None):
         raise unsupported(value, path)
-    return encoder.inside(value, path, lambda: _metatensor_node(encoder, value, path))
 
+    def node() -> Any:
+        data = _tensor(encoder, value.as_subclass(torch.Tensor), path)
+        encoder.on_host += 1
+        try:
+            return {"$metatensor": [data, encoder.pairs(vars(value), path)]}
+        finally:
+            encoder.on_host -= 1
 
-def _metatensor_node(encoder: Encoder, value: torch.Tensor, path: Path) -> Any:
-    data = _tensor(encoder, value.as_subclass(torch.Tensor), path)
-    encoder.on_host += 1
-    try:
-        return {"$metatensor": [data, encoder.pairs(vars(value), path)]}
-    finally:
-        encoder.on_host -= 1
+    return encoder.inside(value, path, node)
 
 
 def _metatensor_form(parser: Parser, payload: list[Any]) -> Form:
@@ -429,14 +421,15 @@ def _metatensor_plan(plan: TreePlan, data: Form, attributes: Form) -> Build:
     return build
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The table
 
 _LIST = _container(list, list, list, Encoder.members)
 
 #: Types that come first when an item is taken apart. Registering one of them has no effect.
 _FREQUENT = (
-    Type("$int", (int,), lambda e, v, p: v if -(2**63) <= v < 2**64 else {"$int": hex(v)}, _value(_int_of)),
+    Type(
+        "$int", (int,), lambda e, v, p: v if -(2**63) <= v < 2**64 else {"$int": hex(v)}, _value(partial(int, base=16))
+    ),
     Type("$float", (float,), lambda e, v, p: v if math.isfinite(v) else {"$float": repr(v)}, _value(float)),
     Type("$complex", (complex,), _complex, _value(_complex_of)),
     _plain("$bytes", bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
@@ -498,22 +491,6 @@ _MADE = (
 )  # fmt: skip
 
 
-def _refused(tag: str) -> Type:
-    def parse(parser: Parser, payload: Any) -> Form:
-        raise gone(f"a {tag!r}")
-
-    return Type(tag, (), None, parse)
-
-
-#: Types in records of earlier versions. They are refused like types that nobody registered.
-_GONE = tuple(
-    _refused(f"${name}")
-    for name in (
-        "bytearray", "counter", "decimal", "defaultdict", "deque", "ellipsis", "fraction", "masked", "masked_array",
-        "namespace", "numpy_bytes", "numpy_type", "objects", "proxy", "uuid", "void",
-    )
-)  # fmt: skip
-
 FIXED = {cls: row.encode for row in _FREQUENT if row.encode for cls in row.types}
 OTHERS = {cls: row.encode for row in _OTHERS if row.encode for cls in row.types}
-ROWS = {row.tag: row for row in (*_FREQUENT, *_OTHERS, *_MADE, *_GONE)}
+ROWS = {row.tag: row for row in (*_FREQUENT, *_OTHERS, *_MADE)}

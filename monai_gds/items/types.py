@@ -24,9 +24,9 @@ from monai_gds.base.dtypes import has_name
 from monai_gds.errors import DamagedRecord
 
 __all__ = [
-    "MAX_DEPTH", "NUMERIC", "STORED_AS_REAL", "Codec", "Type", "UnknownHere", "codec_for", "codec_named", "dtype_name",
-    "enum_member", "gone", "is_monai_enum", "is_named_tuple", "named_tuple", "numpy_dtype", "register_type",
-    "torch_dtype",
+    "GONE", "MAX_DEPTH", "NUMERIC", "STORED_AS_REAL", "Codec", "Type", "UnknownHere", "codec_for", "codec_named",
+    "dtype_name", "enum_member", "gone", "is_monai_enum", "is_named_tuple", "named_tuple", "numpy_dtype",
+    "register_type", "torch_dtype",
 ]  # fmt: skip
 
 #: How deep containers may be nested. Python's recursion limit allows about half as much again.
@@ -64,7 +64,6 @@ class Type(NamedTuple):
     plan: Callable[..., Any] | None = None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The registry
 
 
@@ -106,22 +105,26 @@ def register_type(cls: type[_T], name: str, encode: Callable[[_T], Any], decode:
     if name.startswith("$"):
         raise ValueError(f"the name {name!r} begins with $, as only those of built-in types do: choose another")
     known = _by_name.get(name)
-    if known is not None and not _is_redefinition(cls, known.cls) and known.decode is not decode:
-        raise ValueError(f"the name {name!r} is already registered for {known.cls.__qualname__}")
+    if known is not None and known.cls is not cls and known.decode is not decode:
+        # as a cell of a notebook does when it is run again; a function makes many classes of one name
+        again = (cls.__module__, cls.__qualname__) == (known.cls.__module__, known.cls.__qualname__)
+        if not again or "<locals>" in cls.__qualname__:
+            raise ValueError(f"the name {name!r} is already registered for {known.cls.__qualname__}")
     _by_class[cls] = _by_name[name] = Codec(name, cls, encode, decode)
-
-
-def _is_redefinition(cls: type, known: type) -> bool:
-    """Whether a class is ``known`` itself or defines it again, as a cell of a notebook does when it is run again."""
-    if cls is known:
-        return True
-    names = (cls.__module__, cls.__qualname__), (known.__module__, known.__qualname__)
-    return names[0] == names[1] and "<locals>" not in cls.__qualname__  # a function makes many classes of one name
 
 
 def codec_for(cls: type) -> Codec | None:
     """The codec for instances of exactly this class."""
     return _by_class.get(cls)
+
+
+#: Tags of types in records of earlier versions. They are refused like types that nobody registered.
+GONE = frozenset(
+    f"${name}" for name in (
+        "bytearray", "counter", "decimal", "defaultdict", "deque", "ellipsis", "fraction", "masked", "masked_array",
+        "namespace", "numpy_bytes", "numpy_type", "objects", "proxy", "uuid", "void",
+    )
+)  # fmt: skip
 
 
 class UnknownHere(DamagedRecord):
@@ -142,7 +145,6 @@ def codec_named(name: Any) -> Codec:
     return _by_name[name]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Classes and dtypes by their names
 
 
@@ -155,7 +157,7 @@ def torch_dtype(name: str, of_data: bool = False) -> torch.dtype:
     """The torch dtype of this name. With ``of_data``, only dtypes of which a tensor can safely be made."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise DamagedRecord(f"it holds the dtype {name!r}, which this torch does not know")
+        raise DamagedRecord(f"it holds the dtype {name!r}, which this torch does not have")
     if of_data and not has_name(dtype) and dtype not in STORED_AS_REAL:
         raise DamagedRecord(f"it holds a small tensor of the dtype {name!r}")
     return dtype
@@ -180,7 +182,7 @@ def is_monai_enum(cls: type) -> bool:
 def enum_member(cls: str, member: str) -> enum.Enum:
     found = _monai_enum(cls)
     if found is None or member not in found.__members__:
-        raise DamagedRecord(f"it holds {cls}.{member}, which this MONAI does not know")
+        raise DamagedRecord(f"it holds {cls}.{member}, which this MONAI does not have")
     return found[member]
 
 

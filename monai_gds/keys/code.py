@@ -24,10 +24,9 @@ from typing import Any, cast
 
 from monai_gds.errors import HashingError
 from monai_gds.keys.described import Described, join
+from monai_gds.keys.of_libraries import REFERENCES, UNVERSIONED
 
 __all__ = [
-    "REFERENCES",
-    "UNVERSIONED",
     "Code",
     "as_in_the_script",
     "attributes_of",
@@ -37,12 +36,6 @@ __all__ = [
     "module_name",
     "own_attribute",
 ]
-
-#: Libraries that count by name only. The layer that adds one makes its version an ingredient of keys.
-UNVERSIONED = {"monai_gds"}
-
-#: Names of global dicts in which a library's functions look others up by constant keys. Their other keys do not count.
-REFERENCES: set[str] = set()
 
 _STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
 
@@ -96,8 +89,8 @@ def _version(root: str, file: str) -> str:
 def library_of_function(function: types.FunctionType) -> bytes | None:
     """As :func:`library_of`, for a function: None unless its code is a library's, too.
 
-    ``functools.wraps`` gives a user's function the name of the library's that it calls. What ``eval`` makes, such as a
-    function in a bundle's configuration, is of no module.
+    ``functools.wraps`` gives a user's function the name of the library's that it calls. A function that
+    ``eval`` makes, as in a bundle's configuration, has no module.
     """
     home = function.__globals__.get("__name__", function.__module__)
     if function.__module__ is None or library_of(home) is None:
@@ -122,11 +115,6 @@ def library_of_class(cls: type) -> bytes | None:
 def is_made_in_python(cls: type) -> bool:
     """Whether a class was made by a class statement, or by calling ``type``, rather than written in C."""
     return cls.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
-
-
-def has_code_of_a_user(cls: type) -> bool:
-    """Whether a class is the user's, or derived from one that is."""
-    return bool(cls.__flags__ & _HEAP_TYPE) and any(library_of_class(base) is None for base in cls.__mro__)
 
 
 def _is_in_its_module(cls: type) -> bool:
@@ -199,7 +187,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "L
 def handed_on(code: types.CodeType) -> set[str]:
     """The names of which a function, and those inside it, do more than read attributes: of ``f(a, b.c)``, a and c.
 
-    What a function imports under another name has its own name here.
+    Anything that a function imports under another name has its own name here.
     """
     found: set[str] = set()
     imported: list[tuple[str, str]] = []
@@ -218,11 +206,6 @@ def handed_on(code: types.CodeType) -> set[str]:
         found.update(others)
     found.update(*(handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)))
     return found.union(own for name, own in imported if name in found)
-
-
-def texts_in(code: types.CodeType) -> set[str]:
-    """The texts among the constants of a function and the functions inside it."""
-    return {const for part in _with_inner(code) for const in part.co_consts if isinstance(const, str)}
 
 
 def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
@@ -255,7 +238,7 @@ def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ..
     for part in _with_inner(code):
         before: list[Any] = [0, None]
         for instruction in dis.get_instructions(part):
-            if instruction.opname == "EXTENDED_ARG":  # in front of any whose argument is above 255
+            if instruction.opname == "EXTENDED_ARG":  # before any whose argument is above 255
                 continue
             if instruction.opname == "IMPORT_NAME":
                 level, members = before
@@ -294,7 +277,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Hashing
 
 
@@ -327,8 +309,8 @@ _CLASS_NOISE = frozenset(
 class Code(Described):
     """Hashes functions, classes and modules. :class:`~monai_gds.keys.hashing.Values` derives from it.
 
-    What a function or class holds is a value. What it names, a user's functions, classes and modules, is hashed after
-    the values, each once (:meth:`definitions`).
+    A function or class holds values. The user's functions, classes and modules that it names are hashed after the
+    values, each once (:meth:`definitions`).
     """
 
     def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:
@@ -399,8 +381,10 @@ class Code(Described):
         for name in sorted(globals_read(function.__code__)):
             if name in function.__globals__ and not self.is_device(name, function.__globals__[name]):
                 value = as_in_the_script(name, function.__globals__[name])
-                if isinstance(value, dict) and name in REFERENCES:
-                    value = {key: value[key] for key in sorted(texts_in(function.__code__)) if key in value}
+                if isinstance(value, dict) and name == REFERENCES:
+                    consts = [const for part in _with_inner(function.__code__) for const in part.co_consts]
+                    texts = {const for const in consts if isinstance(const, str)}
+                    value = {key: value[key] for key in sorted(value.keys() & texts)}
                 is_new = id(value) not in self._modules
                 with contextlib.suppress(*let_pass):
                     yield name.encode() + self.digest(value, f"{where}'s global {name}")
@@ -550,7 +534,8 @@ class Code(Described):
 
     def own_code(self, cls: type, where: str) -> list[bytes]:
         """The digest of a class of values that count by what they hold; empty if no code of a user's is in it."""
-        return [self.digest(cls, where)] if has_code_of_a_user(cls) else []
+        is_users = cls.__flags__ & _HEAP_TYPE and any(library_of_class(base) is None for base in cls.__mro__)
+        return [self.digest(cls, where)] if is_users else []
 
     def _class_body(self, cls: type) -> list[bytes]:
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not isinstance(v, _SLOTS)}
@@ -591,8 +576,8 @@ def _is_private(name: str) -> bool:
 def _of_member(member: enum.Enum) -> dict[str, Any]:
     """The attributes that an enum's user gave a member, in ``__new__`` or afterwards, without what is computed once."""
     own = {name: held for name, held in vars(member).items() if not _is_private(name)}
-    once = {name for name in own if isinstance(getattr(type(member), name, None), functools.cached_property)}
-    return {name: held for name, held in own.items() if name not in once}
+    once = functools.cached_property
+    return {name: held for name, held in own.items() if not isinstance(getattr(type(member), name, None), once)}
 
 
 def class_place(cls: type) -> str:

@@ -12,7 +12,7 @@ Transforms are hashed for what they compute, so some of their state is left out:
 * a device: any ``torch.device``, and anything that names one (``"cuda:1"``, None) as an attribute, as a variable, or
   under a key called ``device``;
 * random state: generators of NumPy, Python and torch;
-* what the layer above declares to be transient (:func:`register_library`).
+* what objects of libraries remember of calls (:mod:`monai_gds.keys.of_libraries`).
 
 Transforms pass the data of an item on, so everything in an item counts.
 
@@ -49,8 +49,6 @@ import xxhash
 from monai_gds.base.data_root import below
 from monai_gds.errors import HashingError
 from monai_gds.keys.code import (
-    REFERENCES,
-    UNVERSIONED,
     Code,
     as_in_the_script,
     attributes_of,
@@ -61,50 +59,11 @@ from monai_gds.keys.code import (
     own_attribute,
 )
 from monai_gds.keys.described import join
+from monai_gds.keys.of_libraries import COMPUTED, TRANSIENT, writes_files
 
-__all__ = ["HashedTransforms", "LibraryClasses", "canonical_hash", "hash_item", "hash_transforms", "register_library"]
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryClasses:
-    """What the hasher must know about the classes of a library. Their subclasses are covered."""
-
-    # Attributes that do not count, by class: random state, and what the last call left behind.
-    transient: Mapping[str, frozenset[str]]
-    # Attributes that count by a function of the object, by class and name.
-    computed: Mapping[str, Mapping[str, Callable[[Any], Any]]]
-    # Whether a class writes the files its attributes name, so that they are not its inputs.
-    writes_files: Callable[[type], bool]
-    # The global dict in which functions look others up by constant keys; all else in it does not count.
-    references: str
-
-
-_libraries: dict[str, LibraryClasses] = {}
-
-
-def register_library(name: str, classes: LibraryClasses) -> None:
-    """Teaches the hasher the classes of a library, which from now on counts by name.
-
-    The caller makes the library's version an ingredient of keys. Classes are named as ``"package.module.Class"``.
-    """
-    _libraries[name] = classes
-    UNVERSIONED.add(name)
-    REFERENCES.add(classes.references)
-    library_of.cache_clear()
-
+__all__ = ["HashedTransforms", "canonical_hash", "hash_item", "hash_transforms"]
 
 _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
-
-#: Attributes that do not count, by class: what objects of libraries remember of calls and of the process.
-_REMEMBERED = {
-    "numpy.vectorize": frozenset({"_ufunc"}),
-    "omegaconf.base.Node": frozenset({"_flags_cache"}),
-    "pydantic._internal._decorators.Decorator": frozenset({"cls_ref"}),  # an address in memory
-    "torch._dynamo.convert_frame.ConvertFrameBox": frozenset({"error_on_graph_break"}),
-    "torch._dynamo.eval_frame.OptimizedModule": frozenset({"_torchdynamo_wrapper_id"}),  # another
-    "torch.nn.modules.rnn.RNNBase": frozenset({"_flat_weight_refs"}),
-    "torch.utils.hooks.RemovableHandle": frozenset({"hooks_dict_ref", "extra_dict_ref", "id"}),
-}
 
 #: The bytes of most values, by type. The class of such a value has no code of a user's.
 _EXACT: dict[type, Callable[[Any], bytes]] = {
@@ -178,7 +137,7 @@ def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None =
 
 
 class Values(Code):
-    """Hashes values: one walk over a value. What is code is hashed by :class:`~monai_gds.keys.code.Code`.
+    """Hashes values: one walk over a value. Code is hashed by :class:`~monai_gds.keys.code.Code`.
 
     Args:
         root: see :func:`hash_item`.
@@ -338,7 +297,7 @@ class Values(Code):
         if any((cls.__module__, cls.__name__) == ("pandas.core.generic", "NDFrame") for cls in type(value).__mro__):
             why = "it keeps references to itself: hold its values, as frame.to_dict('list') or frame.to_numpy()"
             raise HashingError(_refusal(value, where, why))
-        writes = any(known.writes_files(cls) for known in _libraries.values() for cls in type(value).__mro__)
+        writes = any(map(writes_files, type(value).__mro__))
         self.writes_files += writes
         try:
             return [*head, *self._contents(value, where)]
@@ -371,11 +330,8 @@ class Values(Code):
         state = attributes_of(value)
         for cls in type(value).__mro__:
             name = f"{cls.__module__}.{cls.__qualname__}"
-            skip |= _REMEMBERED.get(name, frozenset())
-            for known in _libraries.values():
-                skip |= known.transient.get(name, frozenset())
-                for attribute, compute in known.computed.get(name, {}).items():
-                    state[attribute] = compute(value)
+            skip |= TRANSIENT.get(name, frozenset())
+            state.update({attribute: compute(value) for attribute, compute in COMPUTED.get(name, {}).items()})
             if name == "torch.nn.modules.module.Module":  # the order in which Sequential runs its modules
                 state["order of _modules"] = list(value._modules.keys())  # TorchScript's are not a dict
                 hooks = {k: v for k, v in state.items() if k in _HOOKS and isinstance(v, dict)}

@@ -193,7 +193,7 @@ class KeyMaker:
     def changes(self, key: Key, times: dict[str, int], later: Key) -> str:
         """Describes what changed since a key was made and then its ``times`` were taken; empty if nothing did.
 
-        A source that changed and changed back did change: what was read of it in between may be anything.
+        A source that changed and changed back did change: a read in between may have returned anything.
         """
         written = [path for path, time in self.times(key).items() if time != times[path]]
         if not written or later.digest != key.digest:

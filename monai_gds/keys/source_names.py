@@ -6,7 +6,6 @@ import collections.abc
 import contextlib
 import os
 import re
-import stat
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -167,7 +166,7 @@ def files_named(strings: Iterable[str]) -> list[str]:
     They are existing regular files, or paths without unusual characters, where a file may appear later. Folders do not
     count: one that is written to would differ in every run.
     """
-    found = {text for text in strings if looks_like_path(text) and (_is_file(text) or _may_appear(text))}
+    found = {text for text in strings if looks_like_path(text) and (_may_appear(text) or _is_file(text))}
     return sorted(found.union(*map(companions, found)))
 
 
@@ -176,7 +175,4 @@ def _may_appear(path: str) -> bool:
 
 
 def _is_file(path: str) -> bool:
-    try:
-        return stat.S_ISREG(os.stat(os.path.expanduser(path)).st_mode)
-    except (OSError, ValueError):
-        return False
+    return os.path.isfile(os.path.expanduser(path))

@@ -10,7 +10,6 @@ Imports neither torch nor MONAI, and writes no file but the memo.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import marshal
 import os
@@ -101,7 +100,7 @@ class Sources:
         self._inside: dict[bytes, bytes] = {}  # the same for files in folders, used when one of many changed
         self._once: dict[tuple[str, bool], Identity] = {}
         self._warned: set[str] = set()
-        _living.add(self)
+        weakref.finalize(self, self._memo.flush)  # also when the process ends
 
     def identity(self, path: str, folders: bool = True) -> Identity | None:
         """The identity of the source at a path, absolute or relative to the working directory.
@@ -282,15 +281,6 @@ class Sources:
             stacklevel=2,
         )
         return Identity(0, "unlisted")
-
-
-_living: weakref.WeakSet[Sources] = weakref.WeakSet()
-
-
-@atexit.register
-def _flush_all() -> None:
-    for sources in list(_living):
-        sources.flush()
 
 
 def _call(policy: Callable[[str], str | bytes | None], path: str) -> Identity | None:

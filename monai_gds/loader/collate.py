@@ -1,8 +1,8 @@
 """``collate``: the results of MONAI's ``list_data_collate``, faster. The loader's default.
 
 It follows torch's ``default_collate``, by the same table of functions, and replaces those that make a torch tensor of
-every value: an item of two NIfTI MetaTensors has 88 values. What a faster form does not handle goes to the function
-that it replaces. After any exception the whole batch goes to ``list_data_collate``, so errors are MONAI's too.
+every value: an item of two NIfTI MetaTensors has 88 values. Values that a faster form does not handle go to the
+function that it replaces. After any exception the whole batch goes to ``list_data_collate``, so errors are MONAI's too.
 """
 
 from __future__ import annotations

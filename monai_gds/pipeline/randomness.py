@@ -125,7 +125,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Those of a pipeline
 
 

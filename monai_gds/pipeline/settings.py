@@ -133,8 +133,7 @@ def _flag(label: str, owner: Any, name: str, default: bool) -> _Setting:
 
 
 def _truncated_images() -> bool:
-    module = sys.modules.get("PIL.ImageFile")
-    return bool(module is not None and module.LOAD_TRUNCATED_IMAGES)
+    return bool(getattr(sys.modules.get("PIL.ImageFile"), "LOAD_TRUNCATED_IMAGES", False))
 
 
 def _allow_truncated_images(allow: bool) -> None:
@@ -196,9 +195,8 @@ def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
         names_cuda: a transform names a CUDA device, so the settings of CUDA count.
         requires_grad: a transform holds parameters, so the grad mode counts.
     """
-    found = [(s.name, str(value)) for s in _SETTINGS if (value := s.read()) != s.default]
-    if requires_grad:
-        found += [(s.name, str(value)) for s in _WITH_GRADIENTS if (value := s.read()) != s.default]
+    settings = (*_SETTINGS, *_WITH_GRADIENTS) if requires_grad else _SETTINGS
+    found = [(s.name, str(value)) for s in settings if (value := s.read()) != s.default]
     if names_cuda or dict(found).get("default_device", "").startswith("cuda"):
         found += [(s.name, str(value)) for s in _ON_CUDA if (value := s.read()) != s.default]
     return tuple(found)

@@ -1,6 +1,6 @@
 """The split of a MONAI pipeline: what is computed once and cached, and what runs in every epoch.
 
-Used by the dataset. The split is that of MONAI's ``PersistentDataset``, in front of the first random transform, with
+Used by the dataset. The split is that of MONAI's ``PersistentDataset``, before the first random transform, with
 one difference: MONAI treats a nested ``Compose`` as random whatever it holds, so everything from it on would run in
 every epoch. Here a nested ``Compose`` is split too, where that is equivalent.
 """

@@ -181,8 +181,8 @@ class Draws:
         """Runs the first steps of an item on ghosts and begins to read what they cover. Random states stay as they are.
 
         Args:
-            turn: whose ``volumes`` are set; or its ``lazy`` becomes None if the record is of no use.
-            count: of steps, fewer if one of them needs values.
+            turn: the item. Its ``volumes`` are set, or its ``lazy`` becomes None if the record is of no use.
+            count: how many steps to run, fewer if one of them needs values.
             since: the states to draw from, if not the present ones.
             at_turn: whether all items before it are finished.
         """

@@ -19,7 +19,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import monai.transforms as mt
 import numpy as np
@@ -37,39 +37,13 @@ __all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "drawn_ahead", "h
 
 #: The transforms that may see ghosts, by name. tests/programs/test_ghosts.py generates and proves this list.
 SEES_GHOSTS = (
-    "CenterScaleCrop",
-    "CenterScaleCropd",
-    "CenterSpatialCrop",
-    "CenterSpatialCropd",
-    "Compose",
-    "Cropd",
-    "DivisiblePad",
-    "DivisiblePadd",
-    "EnsureType",
-    "EnsureTyped",
-    "OneOf",
-    "RandCropByLabelClasses",
-    "RandCropByLabelClassesd",
-    "RandCropByPosNegLabel",
-    "RandCropByPosNegLabeld",
-    "RandCropd",
-    "RandScaleCrop",
-    "RandScaleCropd",
-    "RandSpatialCrop",
-    "RandSpatialCropSamples",
-    "RandSpatialCropSamplesd",
-    "RandSpatialCropd",
-    "RandWeightedCrop",
-    "RandWeightedCropd",
-    "RandomOrder",
-    "ResizeWithPadOrCrop",
-    "ResizeWithPadOrCropd",
-    "SomeOf",
-    "SpatialCrop",
-    "SpatialCropd",
-    "SpatialPad",
-    "SpatialPadd",
-)
+    "Compose", "OneOf", "RandomOrder", "SomeOf", "CenterScaleCrop", "CenterScaleCropd", "CenterSpatialCrop",
+    "CenterSpatialCropd", "Cropd", "DivisiblePad", "DivisiblePadd", "EnsureType", "EnsureTyped",
+    "RandCropByLabelClasses", "RandCropByLabelClassesd", "RandCropByPosNegLabel", "RandCropByPosNegLabeld", "RandCropd",
+    "RandScaleCrop", "RandScaleCropd", "RandSpatialCrop", "RandSpatialCropSamples", "RandSpatialCropSamplesd",
+    "RandSpatialCropd", "RandWeightedCrop", "RandWeightedCropd", "ResizeWithPadOrCrop", "ResizeWithPadOrCropd",
+    "SpatialCrop", "SpatialCropd", "SpatialPad", "SpatialPadd",
+)  # fmt: skip
 
 _TYPES = frozenset(getattr(mt, name) for name in SEES_GHOSTS if hasattr(mt, name))
 
@@ -90,7 +64,6 @@ class NotOnGhosts(Exception):
     """A transform cannot be run on ghosts; the message says why, as the end of a sentence."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Which transforms see ghosts
 
 
@@ -171,7 +144,6 @@ def _origin(value: Any) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The ghosts of an item
 
 
@@ -288,9 +260,9 @@ class Ghosts:
         name = self._names.get(view.untyped_storage()._cdata)
         if name is None:
             raise NotOnGhosts("it makes a tensor of its own")
-        ghost = self.tensors[name]
+        ghost, odd = self.tensors[name], NotOnGhosts("it makes a view that no crop makes")
         if view.dtype != ghost.dtype or type(view) not in (torch.Tensor, MetaTensor) or view.requires_grad:
-            _not_plain()
+            raise odd
         axes = {stride: axis for axis, stride in enumerate(ghost.stride()) if ghost.shape[axis] > 1}
         starts, offset = [], int(view.storage_offset())
         for stride in ghost.stride():
@@ -302,19 +274,15 @@ class Ghosts:
                 continue
             axis = axes.pop(stride, None)
             if axis is None:
-                _not_plain()
+                raise odd
             sizes[axis] = size
         if view.numel() and any(start + size > n for start, size, n in zip(starts, sizes, ghost.shape, strict=True)):
-            _not_plain()
+            raise odd
         return name, starts, sizes
 
 
 #: A ``with`` block in which MetaTensors are handled as plain tensors: their own way takes 10 us per operation.
 _plainly = torch._C.DisableTorchFunctionSubclass
-
-
-def _not_plain() -> NoReturn:
-    raise NotOnGhosts("it makes a view that no crop makes")
 
 
 def _reason(error: BaseException) -> str:

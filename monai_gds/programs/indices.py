@@ -111,17 +111,16 @@ def _indices(transform: Any, item: Any, runs_of: RunsOf) -> dict[str, Any]:
 def _arguments(transform: Any) -> tuple[str, ...] | None:
     """The attributes of the cropper that hold indices; None if the indices depend on more than the label."""
     cropper: Any = getattr(transform, "cropper", None)
+    names: tuple[str, ...]
     if type(transform) is RandCropByPosNegLabeld and type(cropper) is RandCropByPosNegLabel:
-        keys, names = (transform.image_key, transform.fg_indices_key, transform.bg_indices_key), _GROUNDS
+        keys = (transform.image_key, transform.fg_indices_key, transform.bg_indices_key)
+        names = ("fg_indices", "bg_indices")
     elif type(transform) is RandCropByLabelClassesd and type(cropper) is RandCropByLabelClasses:
         keys, names = (transform.image_key, transform.indices_key, cropper.max_samples_per_class), ("indices",)
     else:
         return None
     plain = all(key is None for key in keys) and all(getattr(cropper, name) is None for name in names)
     return names if plain else None
-
-
-_GROUNDS: tuple[str, ...] = ("fg_indices", "bg_indices")
 
 
 def _is_whole(label: torch.Tensor, runs: Runs) -> bool:

@@ -94,8 +94,8 @@ def read_whole(path: str, digest: str | None = None) -> tuple[FileId, EncodedIte
     """Reads a record as it was before it was laid out: what :func:`monai_gds.records.writing.pack_record` was given.
 
     Args:
-        path: of the record.
-        digest: of the key that it must belong to, if any.
+        path: the record.
+        digest: the key that it must belong to, if any.
 
     Returns:
         The identity of its file, and the item taken apart, its tensors on the CPU.

@@ -158,7 +158,7 @@ def check_holes(file: int | str) -> None:
     soon as they are read. A record has none when it is written, but a copy may have some where the tensors have zeros,
     as may any file on a file system that does not store zeros. So a file is refused only if it cannot be such a copy:
     it has more than 256 MiB of holes, and less than 1/64 as much data, on a file system that keeps zeros. Its item is
-    computed anew, and the new record has no holes.
+    computed again, and the new record has no holes.
 
     Raises:
         DamagedRecord: the file is refused.
@@ -218,7 +218,7 @@ def parse(head: bytes, size: int) -> Header:
         if metadata["format"] == "monai_gds" and version > VERSION:
             raise NewerRecord(f"it has format version {version}, and this monai_gds reads up to {VERSION}")
         if metadata["format"] == "monai_gds" and metadata["checksum"] != "wsum64":
-            raise NewerRecord(f"its checksums are {metadata['checksum']!r:.40}, which this version does not know")
+            raise NewerRecord(f"its checksums are {metadata['checksum']!r:.40}, which this version does not support")
         if metadata["format"] != "monai_gds" or version != VERSION:
             raise DamagedRecord(f"its format is {metadata['format']!r} version {version}")
         entries = _entries(header, _loads(metadata["checksums"]), start, size)
@@ -231,7 +231,7 @@ def parse(head: bytes, size: int) -> Header:
         if not tiles.keys() >= runs.keys():
             raise DamagedRecord("it has runs of a tensor that is not packed")
         if strange := [name for name in entries if name.startswith(_RESERVED)]:
-            raise NewerRecord(f"it has the entry {strange[0]!r:.40}, which this version does not know")
+            raise NewerRecord(f"it has the entry {strange[0]!r:.40}, which this version does not support")
         return Header(key, tree, arrays, entries, tiles, runs, _form(metadata))
     except (DamagedRecord, NewerRecord):
         raise

@@ -39,24 +39,26 @@ def start(reader: RecordReader, paths: Sequence[str], lazily: bool = False) -> l
 
     Args:
         reader: reads them.
-        paths: of the records.
+        paths: the records.
         lazily: whether to leave out tensors in tiles, of which :meth:`PendingItem.read` then reads boxes.
 
     Returns:
         For each record what is being read of it; None if there is no usable one, which has been reported unless it is
         absent.
     """
+    if len(paths) == 1:  # reading one record "together" costs 5 us
+        return [_started(reader, paths[0], lazily)]
     found: list[PendingItem | None] = [None] * len(paths)
     together: list[tuple[int, RecordHead, bool]] = []
     for i, path in enumerate(paths):
-        head = reader.heads.get(path) if len(paths) > 1 else None  # reading one record "together" costs 5 us
+        head = reader.heads.get(path)
         if head is not None and not head.tiles and head.file.size <= limits.TOGETHER_RECORD_BYTES:
             verify = reader.must_verify(path, head.file)
             if verify or not reader.on_cpu:
                 together.append((i, head, verify))
                 continue
         found[i] = _started(reader, path, lazily)
-    for group in _in_groups(together) if together else ():
+    for group in _in_groups(together):
         reads = Reads.join([head.table.reads.at(paths[i], head.file) for i, head, _ in group])
         pending, first = reader.storage.load(reads), 0
         for file, (i, head, verify) in enumerate(group):
@@ -99,7 +101,7 @@ class PendingItem:
 
     Attributes:
         tiled: dtype and shape, by name, of each tensor of which :meth:`read` reads boxes. Empty if all of the item is
-            being read. What comes as a NumPy array, is complex or requires a gradient is not among them.
+            being read. Tensors that come as NumPy arrays, are complex or require a gradient are not among them.
         nbytes: bytes of the record. If boxes are read, bytes of the reads begun so far, and of the memory of what they
             are unpacked to.
     """
@@ -124,7 +126,7 @@ class PendingItem:
 
         Args:
             item: the dataset's own item, from which values are taken that no record can store.
-            tensors: in place of those in :attr:`tiled`, by name.
+            tensors: replace those in :attr:`tiled`, by name.
 
         Returns:
             ``(item,)``, since an item may itself be None. It shares nothing with that of another call. None if the
@@ -144,8 +146,10 @@ class PendingItem:
         if begun is None:  # the record was replaced, or somebody may have changed the tensors of the first call
             if not self.tiled:
                 self._head = self._reader.head(self._path)
-            begun = self._reader.begin(self._path, self._head, self._table)
+            begun = self._reader.begin(self._path, self._head, self._head.rest if self.tiled else self._head.table)
         pending, unpacking, verify, file, first = begun
+        head = self._head
+        table = head.rest if self.tiled else head.table
         stages.enter("reading")
         errors, raw = pending.errors, pending.tensors
         stages.enter("decoding")
@@ -153,19 +157,18 @@ class PendingItem:
             raise errors[file]
         if unpacking is not None:
             unpacking.check()
-        table = self._table
         if len(raw) != len(table.tensors):  # it was read together with others
             raw = raw[first : first + len(table.tensors)]
         if verify:
             self._verify(table, raw, unpacking is not None)
-        tensors = self._tensors(table, raw, unpacking is not None)
-        if given:
-            tensors.update(given)
-        return self._head.recipe(tensors, item)
-
-    @property
-    def _table(self) -> TensorTable:
-        return self._head.rest if self.tiled else self._head.table
+        if head.tiles:
+            tensors = {**self._unpacked(table, raw, unpacking is not None), **given}
+        else:
+            tensors = {
+                name: tensor_of(data, dtype, shape)
+                for (name, dtype, shape), data in zip(table.tensors, raw, strict=True)
+            }
+        return head.recipe(tensors, item)
 
     def _verify(self, table: TensorTable, raw: Sequence[torch.Tensor], on_device: bool) -> None:
         """Compares checksums. A device has compared those of tiles when it unpacked them."""
@@ -176,12 +179,9 @@ class PendingItem:
                 check(name, checksums[name], data)
         self._reader.mark_verified(self._path, head.file, whole=not self.tiled)
 
-    def _tensors(self, table: TensorTable, raw: Sequence[torch.Tensor], on_device: bool) -> dict[str, torch.Tensor]:
-        tiles, parts = self._head.tiles, zip(table.tensors, raw, strict=True)
-        if not tiles:
-            return {name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in parts}
-        tensors = {}
-        for (name, dtype, shape), data in parts:
+    def _unpacked(self, table: TensorTable, raw: Sequence[torch.Tensor], on_device: bool) -> dict[str, torch.Tensor]:
+        tiles, tensors = self._head.tiles, {}
+        for (name, dtype, shape), data in zip(table.tensors, raw, strict=True):
             if name not in tiles:
                 tensors[name] = tensor_of(data, dtype, shape)
             else:

@@ -30,7 +30,7 @@ _ADVICE: dict[Any, str] = {
     errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move {folder}",
     errno.ESTALE: "the file server has lost it: mount it again",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
-    errno.EOPNOTSUPP: 'GDSDataset(backend="posix") reads without it; `monai-gds doctor` tells more',
+    errno.EOPNOTSUPP: 'GDSDataset(backend="posix") reads without it; `monai-gds doctor` shows more',
     errno.ENFILE: "this machine has too many files open: raise fs.file-max",
 }
 
@@ -58,7 +58,8 @@ class Problems:
         self._directory = directory
         self._run = run
         self._unmade = unmade
-        self._folder, self._instead = ("local_dir", "read from cache_dir") if copies else ("cache_dir", "computed anew")
+        self._folder = "local_dir" if copies else "cache_dir"
+        self._instead = "read from cache_dir" if copies else "computed again"
         self._reported: set[Any] = set()
         self._newer: set[str] = set()
         self._lock = threading.Lock()
@@ -68,7 +69,7 @@ class Problems:
         return path in self._newer
 
     def unusable(self, path: str, error: Exception) -> None:
-        """Warns, once per file, of a record that cannot be used. It will be computed anew and replaced.
+        """Warns, once per file, of a record that cannot be used. It will be computed again and replaced.
 
         An error that concerns the whole directory is reported once in all, as are records of a newer version, and those
         that hold the same type that is unknown here.

@@ -223,7 +223,7 @@ class RecordReader:
         """Forgets a record after an error, which is reported unless another process replaced or deleted the record.
 
         Args:
-            path: of the record.
+            path: the record.
             error: what reading it raised.
             tries: how many times a record that keeps being replaced could be read when this read began.
 

@@ -48,12 +48,12 @@ no axis 0. Memory is allocated only after the checksum of the table holds.
 A packed tensor of at most 256 different bit patterns, whose first of two axes or more is 1, may also have runs. A run
 is a stretch, in C order, of elements with equal bits. Runs follow one another in blocks of R, of which the last may
 have fewer. A block is 5 R bytes: all first bytes of the lengths, which are uint32, then all second, third and fourth
-bytes, then for each run the index of its value, one byte. What a last block lacks is zeros. Blocks go through ``zstd``
-as tiles do, without the filter, into streams that follow one another in ``__run_blocks.<name>`` without gaps. The table
-``__runs.<name>`` holds three uint32, which are the number of runs, R, and the number of values; then for each block an
-int32, the size of its stream, with -v as in the tables of tiles; for each block a uint32, the CRC-32 of its stream; for
-each block and each value, values of a block together, a uint32, how many elements of the block have that value; and the
-bit patterns of the values. 5 R is at most 4 MiB, and the counts add up to the elements of the tensor.
+bytes, then for each run the index of its value, one byte. Runs that a last block lacks are zeros. Blocks go through
+``zstd`` as tiles do, without the filter, into streams that follow one another in ``__run_blocks.<name>`` without gaps.
+The table ``__runs.<name>`` holds three uint32, which are the number of runs, R, and the number of values; then for each
+block an int32, the size of its stream, with -v as in the tables of tiles; for each block a uint32, the CRC-32 of its
+stream; for each block and each value, values of a block together, a uint32, how many elements of the block have that
+value; and the bit patterns of the values. 5 R is at most 4 MiB, and the counts add up to the elements of the tensor.
 
 Refused as damaged: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
 itself uses the last), entries that overlap or leave gaps, sizes that do not match, missing or extra bytes at the end,

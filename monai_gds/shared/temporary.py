@@ -7,7 +7,7 @@
 following links, and everything is deleted relative to that descriptor. Only regular files whose names have exactly the
 form above are deleted; nothing else there is touched.
 
-What is written gets the group and mode of the cache directory. So whoever may read the directory may read its records,
+Files get the group and mode of the cache directory. So whoever may read the directory may read its records,
 and whoever may add files to it may add records, whatever the umask of the user who came first. In a folder with the
 sticky bit, where users keep their hands off each other's files, only the owner may write to a file; nobody needs to,
 since records are replaced and never changed.
@@ -151,7 +151,7 @@ def share_file(file: int, above: os.stat_result, at_most: int = ANY) -> None:
 
     Args:
         file: its descriptor. A file that is not this user's own, or has a second name, stays as it is.
-        above: of the folder.
+        above: the state of the folder.
         at_most: permissions that the file may have at most.
     """
     mode = above.st_mode & at_most & (~0o022 if above.st_mode & stat.S_ISVTX else ANY) | _OWN
@@ -190,7 +190,7 @@ def being_written(
 
     Args:
         directory: the cache directory.
-        digest: of the record.
+        digest: the digest of the record.
         target: the path that the file gets; or its name in the folder ``into``.
         at_most: permissions that the file may have at most.
         into: descriptor of a folder.
@@ -255,8 +255,8 @@ def remove_record(path: str, seen: os.stat_result) -> bool:
     computes the item.
 
     Args:
-        path: of the record.
-        seen: of its directory entry, by ``os.lstat``.
+        path: the record.
+        seen: the state of its directory entry, by ``os.lstat``.
 
     Returns:
         Whether it was deleted.

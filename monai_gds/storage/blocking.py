@@ -80,15 +80,10 @@ class Work(Generic[T]):
         self._groups = deque(groups)
         self._do, self._on_done = do, on_done
         self._lock = threading.Lock()
-        self._unfinished = len(self._groups)
+        self.unfinished = len(self._groups)  # neither processed nor dropped yet
 
     def __len__(self) -> int:
         return len(self._groups)
-
-    @property
-    def unfinished(self) -> int:
-        """Groups that are neither processed nor dropped yet."""
-        return self._unfinished
 
     def run(self) -> None:
         """Processes one group after another until none is left."""
@@ -120,8 +115,8 @@ class Work(Generic[T]):
 
     def _finish(self, groups: int) -> None:
         with self._lock:
-            self._unfinished -= groups
-            last = not self._unfinished
+            self.unfinished -= groups
+            last = not self.unfinished
         if last:
             on_done = self._on_done
             self._do = self._on_done = _no_op  # an executor may keep this object: it must not keep destinations
@@ -129,14 +124,7 @@ class Work(Generic[T]):
 
 
 class OpenFiles:
-    """The files of one submission, each open from its first piece to its last.
-
-    Args:
-        reads: names the files and what they must be.
-        pieces: how many pieces each file has.
-        open_: opens a file by its path, given what it must be.
-        close: closes what ``open_`` returned.
-    """
+    """The files of one submission, each open from the first of its ``pieces`` to the last."""
 
     def __init__(
         self, reads: Reads, pieces: list[int], open_: Callable[[str, Expected], Any], close: Callable[[Any], None]
@@ -322,24 +310,19 @@ class BlockingBackend(Backend):
         if self.reaches_gpu or not into[int(group.dest[0])].is_cuda:
             self._read_group(group, into, opened, pending)
             return
-        staged = plan.stage(group)
+        staged, copies = plan.stage(group)
         pool = staging.staging_pool(self.device)
         slot = pool.acquire()
         try:
-            self._read_group(staged.reads, [slot.buffer], opened, pending)
+            self._read_group(staged, [slot.buffer], opened, pending)
         except BaseException:
             pool.release(slot)
             raise
-        pool.upload_parts(slot, [(at, into[dest][start : start + n]) for at, dest, start, n in staged.copies])
+        pool.upload(slot, [(at, into[dest][start : start + n]) for at, dest, start, n in copies])
 
     def _read_group(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
-        """Reads a group's pieces one after the other. A backend that reads several at once overrides this.
-
-        Args:
-            group: pieces of at most ``group_bytes``, or one larger one.
-            into: memory that ``_read_into`` reaches.
-            opened: the files; ``done`` is called once per piece.
-            pending: where errors go.
+        """Reads a group's pieces one after the other into memory that ``_read_into`` reaches, and calls
+        ``opened.done`` once per piece. A backend that reads several at once overrides this.
         """
         pieces = deque(zip(group.file.tolist(), group.offset.tolist(), group.parts(into), strict=True))
         while pieces:

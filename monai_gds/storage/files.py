@@ -18,7 +18,7 @@ from monai_gds.storage.memory import HUGE, prefer_huge_pages
 
 __all__ = [
     "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",
-    "ends_early", "expect_cold", "is_cold", "naming", "new_file", "open_direct", "open_file", "pread_into",
+    "ends_early", "expect_cold", "is_cold", "naming", "new_file", "open_direct", "open_file",
     "read_head", "total_bytes", "write_all",
 ]  # fmt: skip
 
@@ -137,19 +137,6 @@ def open_direct(fd: int, path: str) -> int:
     except OSError as e:
         why = "the file system refuses it; backend='posix' reads without" if e.errno == errno.EINVAL else e.strerror
         raise StorageError(e.errno, f"opening it with O_DIRECT: {why}", path) from e
-
-
-def pread_into(fd: int, offset: int, view: memoryview, path: str) -> None:
-    """Fills ``view`` with bytes from ``offset`` on, however few a single call returns. Raises StorageError."""
-    done = 0
-    while done < view.nbytes:
-        try:
-            count = os.preadv(fd, [view[done:] if done else view], offset + done)
-        except OSError as e:
-            raise StorageError(e.errno, f"reading at byte {offset + done}: {e.strerror}", path) from e
-        if count == 0:
-            raise ends_early(offset + done, view.nbytes - done, path)
-        done += count
 
 
 def ends_early(at: int, missing: int, path: str) -> StorageError:

@@ -109,9 +109,6 @@ class _Pool:
     The list is changed by single operations of the interpreter, without a lock: the garbage collector may return a
     block in a thread that is just taking one. It is never copied: CPython before 3.12 may run the collector between
     looking up a list's items and copying them, and a returned block moves them. Iterating looks them up at each step.
-
-    Args:
-        max_bytes: bytes to keep at most.
     """
 
     def __init__(self, max_bytes: int) -> None:

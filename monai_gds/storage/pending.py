@@ -122,57 +122,52 @@ class Pending:
                 handed out like destinations; it must allocate on the current stream. It must not read from the same
                 storage, since it may run in the storage's own thread: there a queue raises RuntimeError.
             aside: on a CUDA target, run the step on one of several other streams, so that later copies do not wait for
-                it. For work that takes longer than a copy.
+                it. This suits work that takes longer than a copy.
 
         Returns:
             Pending of the tensors that ``step`` returns. An exception in ``step`` fails every file.
         """
         after = Pending([], self._device, self._files)
 
-        def run() -> None:
+        def run() -> torch.cuda.Event | None:
             after._errors.update(self._errors)  # first: a step that fails over unread bytes must not hide the cause
-            event = None
-            try:
-                if aside and self._device.type == "cuda":
-                    with staging.on_side_stream(self._tensors, self._device, self._arrived):
-                        after._tensors = step(self._tensors, self._errors)
-                        event = staging.current_stream(self._device).record_event()
-                else:
-                    with staging.on_copy_stream(self._device):
-                        after._tensors = step(self._tensors, self._errors)
-            except Exception as e:
-                # As text, since its frames would keep tensors alive until the garbage collector runs.
-                e.add_note("".join(traceback.format_tb(e.__traceback__)))
-                after.fail_all(e.with_traceback(None))
-            after.finish(event)
+            if aside and self._device.type == "cuda":
+                with staging.on_side_stream(self._tensors, self._device, self._arrived):
+                    after._tensors = step(self._tensors, self._errors)
+                    event: torch.cuda.Event = staging.current_stream(self._device).record_event()
+                    return event
+            with staging.on_copy_stream(self._device):
+                after._tensors = step(self._tensors, self._errors)
+            return None
 
-        self._follow(run)
+        self._follow(functools.partial(after._finish_by, run))
         return after
 
     def checked(self, tensors: Sequence[torch.Tensor], files: int, check: Check) -> Pending:
-        """A Pending of the first files. After all reads, those that ``check`` finds wrong fail.
-
-        Args:
-            tensors: the tensors to hand out.
-            files: how many files, from the first on.
-            check: see :data:`Check`. It runs where the steps of :meth:`then` do.
+        """A Pending of ``tensors`` and of the first ``files`` files. After all reads, those that ``check`` finds wrong
+        fail. It runs where the steps of :meth:`then` do.
         """
         after = Pending(list(tensors), self._device, files)
 
         def run() -> None:
-            try:
-                with staging.on_copy_stream(self._device):
-                    wrong = check(self._errors)
-            except Exception as e:
-                e.add_note("".join(traceback.format_tb(e.__traceback__)))  # as in then()
-                before = {file: error for file, error in self._errors.items() if file < files}
-                wrong = {**dict.fromkeys(range(files), e.with_traceback(None)), **before}
-            for file, error in wrong.items():
-                after.fail(file, error)
-            after.finish()
+            after._errors.update((file, error) for file, error in self._errors.items() if file < files)
+            with staging.on_copy_stream(self._device):
+                for file, error in check(self._errors).items():
+                    after.fail(file, error)
 
-        self._follow(run)
+        self._follow(functools.partial(after._finish_by, run))
         return after
+
+    def _finish_by(self, run: Callable[[], torch.cuda.Event | None]) -> None:
+        """Calls ``run`` and finishes. An error in it fails every file that has not failed before."""
+        event = None
+        try:
+            event = run()
+        except Exception as e:
+            # As text, since its frames would keep tensors alive until the garbage collector runs.
+            e.add_note("".join(traceback.format_tb(e.__traceback__)))
+            self.fail_all(e.with_traceback(None))
+        self.finish(event)
 
     def _follow(self, run: Callable[[], None]) -> None:
         """Calls ``run`` after all reads: in the thread that finishes them, or here if they are over already."""
@@ -280,11 +275,6 @@ class Unpacked(Pending):
 
     They are made on the first stream that waits, not on the copy stream. A tensor that is freed on the stream that it
     was made on costs torch's allocator nothing. On another stream each costs an event, and a batch has hundreds.
-
-    Args:
-        block: the Pending of the block.
-        reads: the reads into it.
-        device: the CUDA device.
     """
 
     __slots__ = ("_block", "_lock", "_made_on", "_reads")

@@ -7,7 +7,7 @@ the same destinations, in an order that keeps each file's reads together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.reads import Reads
 
-__all__ = ["Staged", "by_file", "by_side", "coalesce", "cut", "group", "pack", "share", "stage"]
+__all__ = ["Copies", "by_file", "by_side", "coalesce", "cut", "group", "pack", "share", "stage"]
 
 
 def _pages(nbytes: np.ndarray) -> np.ndarray:
@@ -126,27 +126,19 @@ def group(reads: Reads, most_bytes: int, most_reads: int, alone: int) -> list[sl
     return groups
 
 
-class Staged(NamedTuple):
-    """A group of reads on its way through one bounce buffer.
-
-    Attributes:
-        reads: into the buffer, as destination 0.
-        copies: ``(first byte in the buffer, destination, first byte in that, bytes)`` each.
-    """
-
-    reads: Reads
-    copies: list[tuple[int, int, int, int]]
+#: Copies out of a bounce buffer: ``(first byte in the buffer, destination, first byte in that, bytes)`` each.
+Copies: TypeAlias = list[tuple[int, int, int, int]]
 
 
-def stage(reads: Reads) -> Staged:
-    """Lays a group out in a bounce buffer.
+def stage(reads: Reads) -> tuple[Reads, Copies]:
+    """Lays a group out in a bounce buffer. Returns the reads into that, as destination 0, and the copies from there.
 
     Reads with nothing but room between them keep their distance, and share one copy, which overwrites that room. All
     others begin at a multiple of ALIGNMENT.
     """
     if len(reads) == 1:
         dest, start, nbytes = int(reads.dest[0]), int(reads.start[0]), int(reads.nbytes[0])
-        return Staged(_into_block(reads, np.zeros(1, np.int64), nbytes), [(0, dest, start, nbytes)] if nbytes else [])
+        return _into_block(reads, np.zeros(1, np.int64), nbytes), [(0, dest, start, nbytes)] if nbytes else []
     end = reads.start + reads.nbytes
     gap = reads.start[1:] - end[:-1]
     joins = (reads.dest[1:] == reads.dest[:-1]) & (gap >= 0) & (gap <= np.minimum(reads.room[:-1], ALIGNMENT))
@@ -156,7 +148,7 @@ def stage(reads: Reads) -> Staged:
     begin = ends - _pages(length)
     copies = zip(begin.tolist(), reads.dest[first].tolist(), reads.start[first].tolist(), length.tolist(), strict=True)
     place = begin[run] + reads.start - reads.start[first][run]
-    return Staged(_into_block(reads, place, int(ends[-1])), [copy for copy in copies if copy[3]])
+    return _into_block(reads, place, int(ends[-1])), [copy for copy in copies if copy[3]]
 
 
 def pack(reads: Reads, most_gap: int) -> Reads:

@@ -7,29 +7,36 @@ to the GPU through pinned staging, names the file in every error, and keeps the 
     reads ──plan──▶ commands ──_submit──▶ the device's queue ──_poll──▶ destination on the host, or where it reaches
                                                                 └───▶ staging slot ──copy stream──▶ on the GPU
 
-Submissions are served in the order in which they came, by one thread (:mod:`.pump`).
+Submissions are served in the order in which they came, by one thread.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from monai_gds import limits
+from monai_gds.base.process import Changes
 from monai_gds.storage import files, plan, staging
 from monai_gds.storage.backend import Backend
 from monai_gds.storage.blocking import OpenFiles, naming_file, naming_group
 from monai_gds.storage.files import ALIGNMENT, Expected
 from monai_gds.storage.pending import Pending
-from monai_gds.storage.pump import Pump
 from monai_gds.storage.reads import Reads, Row
 
 __all__ = ["Command", "QueueBackend"]
+
+#: Seconds for which an idle pump waits for another job before it leaves its thread. Waking a thread that waits here
+#: costs less than handing it a task.
+LINGER = 0.02
 
 
 class Command:
@@ -87,7 +94,7 @@ class QueueBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._engine = _Engine(self)
+        self._pump = _Pump(self)
 
     # What a backend implements, besides ``_open`` and ``_close``. All of it but close() runs in one thread.
 
@@ -125,12 +132,12 @@ class QueueBackend(Backend):
         # there by now.
         job = _Job(reads.paths, into, pending, staging.copy_stream(self.device).record_event() if direct else None)
         for part, rows, groups in self._plan(reads, into):
-            opened = OpenFiles(reads, part.per_file(), self._engine.open, self._engine.close_file)
+            opened = OpenFiles(reads, part.per_file(), self._pump.open, self._pump.close_file)
             job.opened.append(opened)
             job.groups.extend(_Group(job, part, rows, which, opened) for which in groups)
         job.unfinished = len(job.groups)
         if job.unfinished:
-            self._engine.submit(job)
+            self._pump.submit(job)
         else:
             pending.finish()
         return pending
@@ -150,7 +157,7 @@ class QueueBackend(Backend):
         return reads.planned((*sizes, *((t.numel(), t.is_cuda) for t in into)), make)
 
     def close(self) -> None:
-        self._engine.close()
+        self._pump.close()
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "piece_bytes": self.piece_bytes}
@@ -168,7 +175,7 @@ class _Group:
     """Neighbouring reads that are issued together, into one staging slot or straight into their destinations.
 
     Attributes:
-        copies: see :class:`plan.Staged`.
+        copies: from the slot to the destinations.
         unfinished: commands that are not complete.
     """
 
@@ -176,7 +183,7 @@ class _Group:
 
     def __init__(self, job: _Job, reads: Reads, rows: Sequence[Row], which: slice, opened: OpenFiles) -> None:
         self.job, self._reads, self._rows, self._which, self.opened = job, reads, rows[which], which, opened
-        self.copies: list[tuple[int, int, int, int]] = []
+        self.copies: plan.Copies = []
         self.unfinished = len(self._rows)
         self.slot: staging.StagingSlot | None = None
 
@@ -277,15 +284,125 @@ class _Slots:
         self._pool.forget(self._filling)
 
 
-class _Engine(Pump[_Job]):
-    """The pump that a :class:`QueueBackend` runs on."""
+class _Pump:
+    """The loop in front of a queue: one thread that feeds it with all submissions, first come first served, and polls.
+
+    There is one thread because several would spend their time passing the interpreter's lock around: measured on an
+    H100, batches of four 74 MB records arrived at 20 GB/s with four threads and at 40 with one. The copy stream is its
+    current stream. Where no thread can be started, the caller of :meth:`submit` does the work in its own.
+    """
 
     def __init__(self, backend: QueueBackend) -> None:
-        super().__init__(backend.name, backend.device)
+        self.device = backend.device
         self._backend = backend
         self._in_flight: set[Command] = set()
         self._open_files = 0
         self._slots: _Slots | None = None
+        self._changed = Changes()
+        self._incoming: deque[_Job] = deque()
+        self._jobs: list[_Job] = []  # touched only by the thread at work
+        self._worker: int | None = None  # identifier of that thread; None while no thread is at work
+        self._naps = 0
+        self._executor: ThreadPoolExecutor | None = None
+
+    def submit(self, job: _Job) -> None:
+        """Adds a job.
+
+        Raises:
+            RuntimeError: called in the pump's own thread, by a step of :meth:`Pending.then`: it would wait for itself.
+        """
+        with self._changed.lock:
+            if self._worker == threading.get_ident():
+                raise RuntimeError(
+                    "a step given to Pending.then runs in the thread that reads, so it cannot read from the same "
+                    "storage: wait for the reads first, or open another storage for the step"
+                )
+            self._incoming.append(job)
+            if self._worker is not None:
+                self._changed.notify_all()
+                return
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"monai-gds-{self._backend.name}")
+            try:
+                self._executor.submit(self._work, self._executor)
+                return
+            except RuntimeError:  # the process is ending, or may start no more threads
+                pass
+        self._work()
+
+    def close(self) -> None:
+        """Waits until no job is left, and ends the thread. The pump may be used again afterwards."""
+        with self._changed.lock:
+            executor, self._executor = self._executor, None
+            self._changed.notify_all()
+        if executor is not None:
+            executor.shutdown(wait=True)
+        with self._changed.lock:
+            self._changed.wait_for(lambda: self._worker is None)  # in a caller's thread
+        self._work()  # on a job whose caller was interrupted before it could hand it over
+
+    def _work(self, executor: ThreadPoolExecutor | None = None) -> None:
+        """Works until no job is left, unless another thread is at work."""
+        with self._changed.lock:
+            if self._worker is not None:
+                return
+            self._worker = threading.get_ident()
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with staging.on_copy_stream(self.device):
+                    while self._take(executor):
+                        self._step()
+                break
+            except Exception as e:
+                self._end_all(e)
+                break
+            except BaseException as e:  # Ctrl-C in a caller's thread: commands in flight must still arrive
+                interrupt = e
+        if interrupt is not None:
+            raise interrupt
+
+    def _take(self, executor: ThreadPoolExecutor | None) -> bool:
+        """Takes incoming jobs. Returns False if there is no job, and then no thread is at work any more."""
+        if self._jobs and not self._incoming:
+            return True
+        if not self._jobs and self._slots is not None:
+            self._slots.give_back()
+        with self._changed.lock:
+            if not self._jobs and executor is not None:  # close() takes the executor away
+                self._changed.wait_for(lambda: self._incoming or self._executor is not executor, LINGER)
+            self._jobs += self._incoming
+            self._incoming.clear()
+            if not self._jobs:
+                self._stop_working()
+            return bool(self._jobs)
+
+    def _stop_working(self) -> None:
+        self._worker = None
+        self._changed.notify_all()
+
+    def _step(self) -> None:
+        for job in list(self._jobs):
+            if not self._feed(job):
+                break
+        if not self._jobs or self._poll():
+            self._naps = 0
+            return
+        self._naps += 1
+        if self._naps > 3:  # other processes may take long before they give the processor back
+            time.sleep(0 if self._naps < 20 else 50e-6)
+
+    def _end_all(self, error: Exception) -> None:
+        while True:
+            with self._changed.lock:
+                jobs, self._jobs = [*self._jobs, *self._incoming], []
+                self._incoming.clear()
+                if not jobs:
+                    self._stop_working()
+                    return
+            self._give_up(jobs, error)
+
+    # Files and commands.
 
     def open(self, path: str, expected: Expected) -> Any:
         handle = self._backend._open(path, expected)
@@ -296,7 +413,7 @@ class _Engine(Pump[_Job]):
         self._open_files -= 1
         self._backend._close(handle)
 
-    def feed(self, job: _Job) -> bool:
+    def _feed(self, job: _Job) -> bool:
         if job.earlier is not None:
             if self._in_flight and not job.earlier.query():  # type: ignore[no-untyped-call]
                 return False
@@ -348,7 +465,8 @@ class _Engine(Pump[_Job]):
         self._complete(command)
         return True
 
-    def poll(self) -> bool:
+    def _poll(self) -> bool:
+        """Handles completed commands. Returns whether there were any. It may wait for the first one in flight."""
         if not self._in_flight:
             return self._slots is not None and self._slots.wait()
         found = False
@@ -382,32 +500,28 @@ class _Engine(Pump[_Job]):
         group.unfinished -= 1
         if group.unfinished:
             return
-        sent = group.slot is not None and self._send(group, group.slot)
+        sent = None if group.slot is None else self._send(group, group.slot)
         group.job.unfinished -= 1
         if not group.job.unfinished:
-            self.finished(group.job)
+            self._jobs.remove(group.job)
             # Its last copy is after all others of the job, which went to the same stream before it.
-            group.job.pending.finish(group.slot.event if sent and group.slot is not None else None)
+            group.job.pending.finish(sent)
 
-    def _send(self, group: _Group, slot: staging.StagingSlot) -> bool:
-        """Queues a group's copies. Returns whether the slot's event is after them: not if there were none."""
+    def _send(self, group: _Group, slot: staging.StagingSlot) -> torch.cuda.Event | None:
+        """Queues a group's copies. Returns the event after them; None if there were none, or one was refused."""
         stream, into = staging.copy_stream(self.device), group.job.into
+        after: torch.cuda.Event | None = slot.event if group.copies else None
         try:
             for at, dest, start, nbytes in group.copies:
                 slot.send(into[dest].data_ptr() + start, nbytes, stream, at)
-            sent = bool(group.copies)
         except Exception as e:
             group.fail(e)
-            sent = False
+            after = None
         assert self._slots is not None, "the slot came from there"
         self._slots.sent(slot)
-        return sent
+        return after
 
-    def idle(self) -> None:
-        if self._slots is not None:
-            self._slots.give_back()
-
-    def give_up(self, jobs: list[_Job], error: Exception) -> None:
+    def _give_up(self, jobs: list[_Job], error: Exception) -> None:
         """Ends jobs after an error of the queue itself: the device may still write to memory of what was in flight."""
         if self._in_flight:
             _abandoned.append(self._in_flight)

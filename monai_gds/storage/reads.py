@@ -201,9 +201,7 @@ class Reads:
     def planned(self, key: Any, make: Callable[[], P]) -> P:
         """Returns what ``make`` returns, remembered for all reads that :meth:`at` makes of the same ones.
 
-        Args:
-            key: all that the plan depends on besides these reads.
-            make: plans, without regard to paths.
+        ``key`` is all that the plan depends on besides these reads; ``make`` plans without regard to paths.
         """
         if self._plans is None:
             return make()

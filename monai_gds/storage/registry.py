@@ -126,12 +126,11 @@ def available_backends(device: int | str | torch.device | None = None) -> dict[s
 
 def backend_options(name: str, device: torch.device) -> frozenset[str]:
     """The keyword arguments that a backend takes, or the one that ``auto`` chooses for ``device``."""
-    return frozenset(_parameters(name, device)) - {"device"}
+    return frozenset(inspect.signature(_chosen(name, device)).parameters) - {"device"}
 
 
-def _parameters(name: str, device: torch.device) -> Mapping[str, inspect.Parameter]:
-    chosen, _ = choose_backend(name, device) if name == "auto" else (name, "")
-    return inspect.signature(_backend(chosen)).parameters
+def _chosen(name: str, device: torch.device) -> type[Backend]:
+    return _backend(choose_backend(name, device)[0] if name == "auto" else name)
 
 
 def check_options(name: str, options: Mapping[str, Any], device: torch.device) -> None:
@@ -142,15 +141,14 @@ def check_options(name: str, options: Mapping[str, Any], device: torch.device) -
         TypeError: it takes no such option; the message names those it takes.
         ValueError: such a value.
     """
-    if name == "auto":
-        name, _ = choose_backend(name, device)
-    takes = backend_options(name, device)
-    wrong = sorted(options.keys() - takes)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in _parameters(name, device).values())
-    if wrong and not takes_any:
-        has = f"it takes {', '.join(sorted(takes))}" if takes else "it takes none"
-        raise TypeError(f"backend {name!r} has no option {wrong[0]!r}: {has}")
-    _backend(name).check(device, **options)
+    backend = _chosen(name, device)
+    parameters = inspect.signature(backend).parameters
+    takes = sorted(parameters.keys() - {"device"})
+    wrong = sorted(options.keys() - set(takes))
+    if wrong and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        has = f"it takes {', '.join(takes)}" if takes else "it takes none"
+        raise TypeError(f"backend {backend.name!r} has no option {wrong[0]!r}: {has}")
+    backend.check(device, **options)
 
 
 def probe_backend(name: str, device: int | str | torch.device | None = None) -> Availability:

@@ -6,7 +6,7 @@ to the device wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from monai_gds.base.process import PerProcess
 from monai_gds.storage.memory import prefer_huge_pages
 from monai_gds.storage.staging import new_stream
 
-__all__ = ["Snapshot", "snapshot"]
+__all__ = ["snapshot"]
 
 
 _stream = PerProcess(new_stream)
@@ -38,20 +38,7 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-class Snapshot:
-    """Host copies that may still be under way; the events come after the copies from CUDA devices."""
-
-    def __init__(self, copies: list[torch.Tensor], events: Sequence[torch.cuda.Event]) -> None:
-        self._copies, self._events = copies, events
-
-    def wait(self) -> list[torch.Tensor]:
-        """Blocks until every copy has arrived, and returns the copies."""
-        for event in self._events:
-            event.synchronize()
-        return self._copies
-
-
-def snapshot(tensors: Sequence[torch.Tensor]) -> Snapshot:
+def snapshot(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """Copies tensors to the host, as they are after the work that is queued on the current stream.
 
     When it returns, the originals may be changed: copies of CPU tensors are complete, and work that is queued on a
@@ -61,7 +48,8 @@ def snapshot(tensors: Sequence[torch.Tensor]) -> Snapshot:
         tensors: contiguous, on the CPU or on CUDA devices.
 
     Returns:
-        The copies, in the same order; those of CUDA tensors are pinned.
+        A function that blocks until every copy has arrived, and returns them in the same order; those of CUDA tensors
+        are pinned.
 
     Raises:
         RuntimeError: there is no memory for the copies.
@@ -82,4 +70,10 @@ def snapshot(tensors: Sequence[torch.Tensor]) -> Snapshot:
     for device in {t.device for t in tensors if t.is_cuda}:
         events.append(_stream(device).record_event())
         torch.cuda.current_stream(device).wait_event(events[-1])
-    return Snapshot(copies, events)
+
+    def wait() -> list[torch.Tensor]:
+        for event in events:
+            event.synchronize()
+        return copies
+
+    return wait

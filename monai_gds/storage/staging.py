@@ -41,7 +41,6 @@ _PORTABLE, _READ_ONLY = 1, 8
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new stream of a CUDA device."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
@@ -171,12 +170,12 @@ def pin(address: int, nbytes: int) -> None:
     Raises:
         RuntimeError: CUDA refused: too much is registered, or this kernel and file system cannot.
     """
-    _call_driver("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY, library=_driver_without_lock())
+    _call_driver("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY, releases_lock=True)
 
 
 def unpin(address: int) -> None:
     """Unregisters memory that :func:`pin` registered."""
-    _call_driver("cuMemHostUnregister", address, library=_driver_without_lock())
+    _call_driver("cuMemHostUnregister", address, releases_lock=True)
 
 
 @functools.cache
@@ -196,23 +195,16 @@ def _module(source: str, device: int) -> Any:
 
 
 def launch(function: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
-    """Launches a kernel whose arguments are all addresses and 64-bit integers.
-
-    Args:
-        function: its ``CUfunction``.
-        blocks: how many blocks the grid has.
-        threads: how many threads a block has.
-        arguments: its arguments, in order.
-        stream: raw handle of the stream.
-    """
+    """Launches a kernel, a ``CUfunction``, whose arguments are all addresses and 64-bit integers, on a raw stream."""
     values = (ctypes.c_int64 * len(arguments))(*arguments)
     first = ctypes.addressof(values)
     addresses = (ctypes.c_void_p * len(arguments))(*range(first, first + 8 * len(arguments), 8))
     _call_driver("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, addresses, None)
 
 
-def _call_driver(name: str, *arguments: object, library: ctypes.CDLL | None = None) -> None:
-    function = getattr(library or _driver(), name)
+def _call_driver(name: str, *arguments: object, releases_lock: bool = False) -> None:
+    """Calls the driver. A call that takes long releases the interpreter's lock."""
+    function = getattr(_driver(releases_lock), name)
     code = function(*arguments)
     if code == _INVALID_CONTEXT:  # a thread in which no call of CUDA's runtime has made the device's context current
         torch.cuda.mem_get_info()
@@ -222,31 +214,18 @@ def _call_driver(name: str, *arguments: object, library: ctypes.CDLL | None = No
 
 
 @functools.cache
-def _driver() -> ctypes.PyDLL:
-    driver = ctypes.PyDLL("libcuda.so.1")  # unlike CDLL it keeps the interpreter's lock during a call
+def _driver(releases_lock: bool) -> ctypes.CDLL:
+    driver = (ctypes.CDLL if releases_lock else ctypes.PyDLL)("libcuda.so.1")
     number, pointer, size = ctypes.c_uint, ctypes.c_void_p, ctypes.c_size_t
     driver.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, pointer, size, pointer]
     driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    return driver
-
-
-@functools.cache
-def _driver_without_lock() -> ctypes.CDLL:
-    """The driver for calls that take long, which release the interpreter's lock."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-    driver.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
+    driver.cuMemHostRegister_v2.argtypes = [pointer, size, number]
+    driver.cuMemHostUnregister.argtypes = [pointer]
     return driver
 
 
 class StagingPool:
-    """A bounded set of pinned slots, made as they are needed and shared by every backend of the process.
-
-    Args:
-        device: the CUDA device that the slots are copied to.
-        slots: how many there may be at most; with all of them in use, ``acquire`` waits.
-        slot_bytes: bytes per slot.
-    """
+    """At most ``slots`` pinned slots, made as they are needed and shared by every backend of the process."""
 
     def __init__(
         self, device: torch.device, slots: int = limits.STAGING_SLOTS, slot_bytes: int = limits.SLOT_BYTES
@@ -301,12 +280,8 @@ class StagingPool:
             self._made += 1
             return slot
 
-    def upload(self, slot: StagingSlot, dest: torch.Tensor, offset: int = 0) -> None:
-        """Queues the copy of ``slot.buffer[offset:][:dest.numel()]`` to ``dest`` on the copy stream; frees the slot."""
-        self.upload_parts(slot, [(offset, dest)])
-
-    def upload_parts(self, slot: StagingSlot, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """As :meth:`upload`, for several (offset, destination) of one slot.
+    def upload(self, slot: StagingSlot, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Queues the copies of parts of a slot on the copy stream, ``(offset, destination)`` each; frees the slot.
 
         Raises:
             ValueError: a destination is not contiguous, or is larger than the slot from its offset on.

@@ -103,7 +103,7 @@ class Storage:
         mapping ends the process, where :meth:`load` would give an error.
 
         Args:
-            reads: of one file, one read per destination.
+            reads: ranges of one file, one per destination.
 
         Raises:
             StorageError: this storage belongs to another process. Errors of the file come out of the Pending.

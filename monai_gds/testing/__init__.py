@@ -14,12 +14,11 @@ Derive a class, give it a ``backend`` fixture, and run pytest::
 Which class to derive from:
 
 * :class:`BackendContract` for a backend on :class:`monai_gds.storage.blocking.BlockingBackend` or
-  :class:`monai_gds.storage.queue.QueueBackend`: it tests everything that such a backend can get wrong.
-* :class:`FullContract` for a backend that implements ``Backend.start`` itself: it also tests what those two base
-  classes promise on behalf of their subclasses.
+  :class:`monai_gds.storage.queue.QueueBackend`: it tests everything that such a backend can get wrong. What these two
+  classes promise on behalf of their subclasses is tested in the project's repository.
 * :class:`WriteContract` in addition, for a backend that overrides ``Backend.write``.
-* :class:`CudaBackendContract` and :class:`CudaFullContract` for CUDA targets. They add streams, and memory that is
-  freed and used again. Their tests carry the marker ``gpu``, which the project's pytest settings must declare.
+* :class:`CudaBackendContract` for CUDA targets. It adds streams, and memory that is freed and used again. Its tests
+  carry the marker ``gpu``, which the project's pytest settings must declare.
 
 Two more fixtures may be overridden: ``storage``, if :class:`monai_gds.storage.Storage` should be made in another way
 than around ``backend``, and ``shared_folder``, if a backend reads only from some file systems.
@@ -31,11 +30,10 @@ try:
 except ImportError as e:
     raise ImportError(f"monai_gds.testing needs {e.name}: pip install 'monai_gds[testing]'", name=e.name) from e
 
-for _module in ("base", "contract", "cuda", "errors", "full", "life", "memory", "reads"):
+for _module in ("base", "contract", "cuda", "errors", "life", "memory", "reads"):
     pytest.register_assert_rewrite(f"monai_gds.testing.{_module}")
 
 from monai_gds.testing.contract import BackendContract, WriteContract  # noqa: E402
-from monai_gds.testing.cuda import CudaBackendContract, CudaFullContract  # noqa: E402
-from monai_gds.testing.full import FullContract  # noqa: E402
+from monai_gds.testing.cuda import CudaBackendContract  # noqa: E402
 
-__all__ = ["BackendContract", "CudaBackendContract", "CudaFullContract", "FullContract", "WriteContract"]
+__all__ = ["BackendContract", "CudaBackendContract", "WriteContract"]

@@ -113,16 +113,10 @@ class OverABackend:
         return [bytes_of(t) for t in self.ended(storage.load(Reads.of(str(path), ranges))).wait()]
 
     def assert_gives(
-        self,
-        storage: Storage,
-        path: str | Path,
-        data: bytes,
-        *ranges: tuple[int, int],
-        map: bool = False,  # noqa: A002
+        self, storage: Storage, path: str | Path, data: bytes, *ranges: tuple[int, int], how: str = "load"
     ) -> None:
-        """Loads or maps ranges of a file that holds ``data``, and compares."""
-        reads = Reads.of(str(path), ranges)
-        tensors = self.ended(storage.map(reads) if map else storage.load(reads)).wait()
+        """Loads or maps (``how``) ranges of a file that holds ``data``, and compares."""
+        tensors = self.ended(getattr(storage, how)(Reads.of(str(path), ranges))).wait()
         assert_each(tensors, [data[offset : offset + nbytes] for offset, nbytes in ranges])
 
     def in_each_way(self, storage: Storage, reads: Reads) -> Iterator[Pending]:

@@ -6,8 +6,7 @@ The scenarios are functions that return whether the bytes were right. A test of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,10 +16,9 @@ import torch
 from monai_gds import limits
 from monai_gds.storage import Reads, Storage, open_storage, staging
 from monai_gds.testing.contract import BackendContract
-from monai_gds.testing.full import FullContract
-from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_file, bytes_of, content
+from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, bytes_of, content
 
-__all__ = ["LONG", "CudaBackendContract", "CudaFullContract", "Scenario"]
+__all__ = ["LONG", "CudaBackendContract", "Scenario"]
 
 #: Clock cycles that keep a stream busy for some tenths of a second: far longer than anything here takes.
 LONG = 600_000_000
@@ -189,6 +187,12 @@ def safe_from_another_backend(storage: Storage, path: Path, data: bytes, consume
     return bytes_of(seen) == data[100 : 100 + nbytes]
 
 
+_SCENARIOS = (
+    handed_over, handed_over_to_every_stream, slow_consumer_keeps_its_data, refilled_after_use,
+    dropped_destination_is_not_reused, safe_from_another_backend,
+)  # fmt: skip
+
+
 @pytest.mark.gpu
 class CudaBackendContract(BackendContract):
     """What a backend promises for a CUDA target."""
@@ -200,18 +204,7 @@ class CudaBackendContract(BackendContract):
             return torch.cuda.default_stream(storage.device)
         return _stream(storage)
 
-    @pytest.mark.parametrize(
-        "scenario",
-        [
-            handed_over,
-            handed_over_to_every_stream,
-            slow_consumer_keeps_its_data,
-            refilled_after_use,
-            dropped_destination_is_not_reused,
-            safe_from_another_backend,
-        ],
-        ids=lambda scenario: scenario.__name__,
-    )
+    @pytest.mark.parametrize("scenario", _SCENARIOS, ids=lambda scenario: scenario.__name__)
     def test_memory_is_safe(
         self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream, scenario: Scenario
     ) -> None:
@@ -248,96 +241,3 @@ class CudaBackendContract(BackendContract):
         busy_still = not busy.query()  # type: ignore[no-untyped-call]
         assert busy_still, "it waited for the default stream"
         assert_bytes(tensor, data)
-
-
-@pytest.mark.gpu
-class CudaFullContract(CudaBackendContract, FullContract):
-    """What a backend that implements ``start`` itself promises in addition for a CUDA target."""
-
-    def test_a_step_runs_on_the_copy_stream_and_its_results_are_handed_over(
-        self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream
-    ) -> None:
-        nbytes = 9 << 20
-        copying = staging.copy_stream(storage.device)
-        on: list[bool] = []
-
-        def step(tensors: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
-            on.append(torch.cuda.current_stream(storage.device) == copying)
-            _sleep(LONG)
-            return [tensor ^ 1 for tensor in tensors]
-
-        seen = []
-        with torch.cuda.stream(consumer):
-            for i in range(3):
-                pending = storage.load(Reads.of(str(blob), [(i, nbytes)]))
-                if i == 2:
-                    self.ended(pending)
-                (tensor,) = pending.then(step).wait()
-                seen.append(tensor.clone())
-                del tensor, pending
-        torch.cuda.synchronize(storage.device)
-        assert on == [True] * 3
-        for i, t in enumerate(seen):
-            assert_bytes(t ^ 1, data[i : i + nbytes])
-
-    def test_loaded_on_one_stream_and_used_on_another(self, storage: Storage, blob: Path, data: bytes) -> None:
-        streams = [_stream(storage) for _ in range(3)]
-        pendings = []
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                pendings.append(storage.load(Reads.of(str(blob), [(i, 9 << 20)])))
-        for i, (stream, pending) in enumerate(zip(reversed(streams), pendings, strict=True)):
-            with torch.cuda.stream(stream):
-                seen = pending.wait()[0].clone()
-            stream.synchronize()
-            assert_bytes(seen, data[i : i + (9 << 20)])
-
-    def test_after_an_error_the_destinations_are_the_callers_again(
-        self, storage: Storage, folder: Path, blob: Path, consumer: torch.cuda.Stream
-    ) -> None:
-        """Copies that were queued before the error was found arrive late."""
-        with torch.cuda.stream(staging.copy_stream(storage.device)):
-            _sleep(LONG)
-        with torch.cuda.stream(consumer):
-            dests = [self.dest(storage, 100_000) for _ in range(12)]
-            missing = (folder / "missing.bin", 0, self.dest(storage, 10))
-            assert list(self.fill(storage, *((blob, 0, d) for d in dests), missing).errors) == [12]
-            for dest in dests:
-                dest.fill_(0x77)
-        torch.cuda.synchronize(storage.device)
-        assert all(bool((d == 0x77).all()) for d in dests)
-
-    def test_many_slow_consumers_in_threads(self, storage: Storage, blob: Path, data: bytes) -> None:
-        nbytes = 3 << 20
-
-        def consume(seed: int) -> None:
-            stream = _stream(storage)
-            seen = []
-            with torch.cuda.device(storage.device), torch.cuda.stream(stream):
-                for i in range(40):
-                    offset = (seed * 40 + i) * 4096
-                    (tensor,) = _load(storage, blob, (offset, nbytes))
-                    _sleep(LONG // 200)
-                    seen.append((offset, tensor.clone()))
-                    del tensor
-            stream.synchronize()
-            for offset, t in seen:
-                assert_bytes(t, data[offset : offset + nbytes])
-
-        with ThreadPoolExecutor(8) as pool:
-            for future in [pool.submit(consume, seed) for seed in range(8)]:
-                future.result()
-
-    def test_writes_tensors_larger_than_a_staging_slot(self, storage: Storage, folder: Path) -> None:
-        data = content(2 * limits.SLOT_BYTES + 4097)
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(storage.device)
-        storage.write(str(folder / "file.bin"), [b"head", tensor, tensor[5 : 2 << 20], b"tail"])
-        assert_file(folder / "file.bin", b"head" + data + data[5 : 2 << 20] + b"tail")
-
-    def test_writes_what_the_current_stream_is_still_computing(self, storage: Storage, folder: Path) -> None:
-        with torch.cuda.stream(_stream(storage)):
-            tensor = torch.zeros(5 << 20, dtype=torch.uint8, device=storage.device)
-            _sleep(LONG)
-            tensor.fill_(9)
-            storage.write(str(folder / "file.bin"), [b"head", tensor[1:], tensor[:1]])
-        assert_file(folder / "file.bin", b"head" + b"\x09" * (5 << 20))

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-UDEV = Path("/run/udev")
-
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -39,29 +37,9 @@ def _mounted(image: Path, where: Path, options: str) -> Iterator[Path]:
     except subprocess.CalledProcessError as e:
         pytest.skip(f"this machine does not mount loop devices: {e.stderr.strip()}")
     try:
-        with _known_to_udev(where):
-            yield where
+        yield where
     finally:
         _run("umount", "-l", str(where))
-
-
-@contextmanager
-def _known_to_udev(where: Path) -> Iterator[None]:
-    """Adds an entry for the file system's device to udev's database, as udevd would; cuFile refuses files without one.
-
-    Only where there is such a database but no udevd: on a machine whose entries for the real drives were written by
-    hand. Elsewhere nothing is written.
-    """
-    number = where.stat().st_dev
-    entry = UDEV / "data" / f"b{os.major(number)}:{os.minor(number)}"
-    if (UDEV / "control").exists() or entry.exists() or not os.access(entry.parent, os.W_OK):
-        yield
-        return
-    entry.write_text("I:1\nE:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\n")
-    try:
-        yield
-    finally:
-        entry.unlink()
 
 
 @contextmanager

@@ -105,7 +105,7 @@ class FailsFileByFile(OverABackend):
 
     @pytest.mark.parametrize("by", [1, -1, 5000])
     def test_whole_files_that_have_another_size_by_now(self, storage: Storage, folder: Path, by: int) -> None:
-        """Also where there is no room for another byte behind a file."""
+        """Also where there is no room for another byte after a file."""
         paths, sizes, _ = self.files(folder, [4096, 5000, 100_000, *[3000] * 147])
         wrong = (0, 77, 149)
         for number in wrong:

@@ -16,7 +16,7 @@ import torch
 from monai_gds.errors import StorageError
 from monai_gds.storage import Reads, Storage
 from monai_gds.testing.base import OverABackend
-from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_file, error_of
+from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_file, error_of, meanwhile
 
 __all__ = ["LivesAmongThreads"]
 
@@ -46,8 +46,7 @@ class LivesAmongThreads(OverABackend):
                 assert_file(path, b"x" + expected)
 
         with ThreadPoolExecutor(8) as pool:
-            for future in [pool.submit(work, seed) for seed in range(8)]:
-                future.result()
+            list(pool.map(work, range(8)))
 
     @pytest.mark.usefixtures("stable_descriptors")
     def test_close_waits_and_the_storage_can_be_used_again(self, storage: Storage, blob: Path, data: bytes) -> None:
@@ -60,23 +59,12 @@ class LivesAmongThreads(OverABackend):
 
     @pytest.mark.usefixtures("stable_descriptors")
     def test_close_by_another_thread_disturbs_nobody(self, storage: Storage, blob: Path, data: bytes) -> None:
-        stop = threading.Event()
-
-        def closing() -> None:
-            while not stop.wait(0.001):
-                storage.close()
-
-        thread = threading.Thread(target=closing)
-        thread.start()
-        try:
+        with meanwhile(storage.close, pause=0.001):
             for i in range(self.reads_while_closing):
                 dest = self.dest(storage, 2 << 20)
                 self.fill(storage, (blob, i, dest)).wait()
                 assert_bytes(dest, data[i : i + (2 << 20)])
                 self.assert_gives(storage, blob, data, (i, 700_001))
-        finally:
-            stop.set()
-            thread.join()
 
     def test_close_leaves_no_thread(self, storage: Storage, blob: Path) -> None:
         storage.close()

@@ -47,7 +47,7 @@ class GivesMemoryAway(OverABackend):
             assert_bytes(first, bytes(nbytes))
             assert_bytes(second, data)
             assert_file(path, data)
-            self.assert_gives(storage, path, data, (0, nbytes), map=how == "map")
+            self.assert_gives(storage, path, data, (0, nbytes), how=how)
 
     @_how
     def test_a_loaded_tensor_outlives_its_file_and_its_storage(self, storage: Storage, folder: Path, how: str) -> None:

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 __all__ = [
     "BLOB_BYTES", "LENGTHS", "OFFSETS", "assert_bytes", "assert_each", "assert_file", "blob_content", "bytes_of",
-    "content", "descriptors", "error_of", "few_descriptors", "property_test", "without_permission",
+    "content", "descriptors", "error_of", "few_descriptors", "meanwhile", "property_test", "without_permission",
 ]  # fmt: skip
 
 #: Bytes around the sizes at which backends change their behaviour: sectors, pages, pieces.
@@ -91,6 +92,24 @@ def error_of(action: Callable[[], object]) -> Exception | None:
     except Exception as e:
         return e.with_traceback(None)
     return None
+
+
+@contextmanager
+def meanwhile(action: Callable[[], object], pause: float = 0) -> Iterator[None]:
+    """Another thread does this again and again during the block."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.wait(pause):
+            action()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 @contextmanager

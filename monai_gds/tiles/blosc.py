@@ -139,7 +139,7 @@ def compress(blocks: torch.Tensor, codec: str) -> Blocks:
 
 
 def head_bytes(count: int) -> int:
-    """Bytes that :func:`decompress` needs in front of the streams of ``count`` blocks, a multiple of 16."""
+    """Bytes that :func:`decompress` needs before the streams of ``count`` blocks, a multiple of 16."""
     return -(-(HEADER_BYTES + 4 * count + len(_CONSTANTS)) // 16) * 16
 
 

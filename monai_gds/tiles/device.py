@@ -195,12 +195,6 @@ class Part(NamedTuple):
     starts: np.ndarray
     ids: np.ndarray | None = None
 
-    @property
-    def has_streams(self) -> bool:
-        """Whether any of these tiles has a stream."""
-        sizes = self.tiles.sizes if self.ids is None else self.tiles.sizes[self.ids]
-        return bool(sizes.max() > 0)
-
 
 class Outcome:
     """Whether unpacking went well, known once the device has done it."""
@@ -233,7 +227,7 @@ class Unpacking:
         wanted: for each tensor that is read, None, or its tiles, where the stream of each begins in what is read, and
             which tiles these are (None for all); see :class:`Part`.
         keep: called with what was read once it is known to be sound, to keep it; or None.
-        kept: what was read belongs to somebody who keeps it. What is not unpacked is copied.
+        kept: what was read belongs to somebody who keeps it. Tensors that are not unpacked are copied.
         only: the indices of the tensors to return; None for all.
     """
 
@@ -323,7 +317,7 @@ def unpack(parts: Sequence[Part]) -> Outcome:
     most = max(part.tiles.layout.tile_bytes for part in parts)
     sound = _sound_stream(layout.codec, layout.packed_dtype, most, device)
     stream = staging.raw_current_stream(device)
-    work = _Workspace(parts, device)
+    work = _Workspace(parts, most, device)
     host = _upload(parts, work, device, stream)
     outcome = Outcome(host)  # where nvCOMP refuses too, nobody gets this memory before its copy is over
     try:
@@ -339,7 +333,8 @@ def _queue(parts: Sequence[Part], work: _Workspace, most: int, sound: torch.Tens
     tiles = (work.tables, len(parts), total, work.columns)
     stub = (sound.data_ptr(), len(sound))
     _launch("prepare", device, -(-total // _THREADS), _THREADS, (*tiles, *stub), stream)
-    if any(part.has_streams for part in parts):
+    sizes_of = (part.tiles.sizes if part.ids is None else part.tiles.sizes[part.ids] for part in parts)
+    if any(sizes.max() > 0 for sizes in sizes_of):
         streams, sizes, addresses, squeezed, outs, out_sizes = (work.columns + 8 * total * n for n in range(6))
         nvcomp.crc32(total, streams, sizes, most, work.crcs, stream)
         _launch("check", device, -(-total // _THREADS), _THREADS, (*tiles, *stub, work.crcs, failed), stream)
@@ -352,44 +347,27 @@ def _queue(parts: Sequence[Part], work: _Workspace, most: int, sound: torch.Tens
 class _Workspace:
     """One piece of memory on the device for everything that a call needs, since each allocation is slow.
 
-    All attributes but the sizes are addresses. The memory is freed with this object, for later work on the current
-    stream.
-
-    Attributes:
-        total: how many tiles all parts have.
-        table_bytes: how many bytes there are from ``tables`` on: the parts' descriptors, and what they refer to.
-        scratch_bytes: how many bytes the decompressed tiles take.
-        tables, columns, crcs, statuses, got, temp, scratch: what the kernels and nvCOMP use.
+    What the kernels and nvCOMP use are addresses: ``tables`` of the parts' descriptors and what they refer to,
+    ``columns``, ``crcs``, ``statuses``, ``got``, ``temp``, and ``scratch`` for the decompressed tiles. The memory is
+    freed with this object, for later work on the current stream.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part], most: int, device: torch.device) -> None:
         self.total = sum(len(part.starts) for part in parts)
         self.table_bytes = _aligned(len(parts) * 8 * _FIELDS)
-        self.scratch_bytes, most = 0, 0
+        self.scratch_bytes = 0
         for part in parts:
-            tile_bytes = part.tiles.layout.tile_bytes
-            most = max(most, tile_bytes)
-            self.scratch_bytes += len(part.starts) * _aligned(tile_bytes)
+            self.scratch_bytes += len(part.starts) * _aligned(part.tiles.layout.tile_bytes)
             self.table_bytes += _aligned(part.tiles.table.nbytes) + _aligned(part.starts.nbytes)
             self.table_bytes += 0 if part.ids is None else _aligned(part.ids.nbytes)
         codec = parts[0].tiles.layout.codec
         self.temp_bytes = _aligned(nvcomp.temp_bytes(codec, self.total, most, self.scratch_bytes))
-        words = _aligned(4 * self.total)
-        sizes = (
-            self.table_bytes,
-            7 * 8 * self.total,
-            words,
-            words,
-            8 * self.total,
-            self.temp_bytes,
-            self.scratch_bytes,
-        )
+        words, longs = 4 * self.total, 8 * self.total
+        sizes = (self.table_bytes, 7 * longs, words, words, longs, self.temp_bytes, self.scratch_bytes)
         begins = list(itertools.accumulate(map(_aligned, sizes), initial=0))
         self._memory = torch.empty(begins[-1], dtype=torch.uint8, device=device)
-        base = self._memory.data_ptr()
-        self.tables, self.columns, self.crcs, self.statuses, self.got, self.temp, self.scratch = (
-            base + begin for begin in begins[:-1]
-        )
+        addresses = [self._memory.data_ptr() + begin for begin in begins[:-1]]
+        self.tables, self.columns, self.crcs, self.statuses, self.got, self.temp, self.scratch = addresses
 
 
 class _Host:

@@ -102,15 +102,9 @@ def find(tensor: torch.Tensor) -> Palette | None:
     if tensor.element_size() == 2:
         known = known.to(torch.int16)
     values = known.view(tensor.dtype)
-    order = _order(values)
-    return Palette(values[order].contiguous())
-
-
-def _order(values: torch.Tensor) -> torch.Tensor:
-    """Rising order: neighbouring values get neighbouring indices. The smallest, often the background, gets 0."""
-    if values.dtype.is_floating_point:
-        return values.to(torch.float64).argsort(stable=True)
-    return values.argsort(stable=True)
+    # Neighbouring values get neighbouring indices. The smallest, often the background, gets 0.
+    order = (values.to(torch.float64) if values.dtype.is_floating_point else values).argsort(stable=True)
+    return Palette(values[order])
 
 
 def _distinct(flat: torch.Tensor, most: int) -> torch.Tensor | None:

@@ -109,13 +109,13 @@ def _starts(flat: np.ndarray) -> np.ndarray | None:
 
 def _packed(lengths: np.ndarray, ids: np.ndarray, values: np.ndarray, per_block: int) -> Packed:
     count = -(-len(ids) // per_block)
-    rows = np.zeros((count, _RUN, per_block), np.uint8)  # the planes of the lengths, then the indices of the values
-    for plane in range(4):
-        _fill(rows[:, plane], (lengths >> np.uint32(8 * plane)).astype(np.uint8))
-    _fill(rows[:, 4], ids)
+    rows = np.zeros((_RUN, count * per_block), np.uint8)  # the planes of the lengths, then the indices of the values
+    rows[:4, : len(ids)] = lengths.astype("<u4").view(np.uint8).reshape(-1, 4).T
+    rows[4, : len(ids)] = ids
+    planes = rows.reshape(_RUN, count, per_block).swapaxes(0, 1).reshape(count, -1)
     of_block = np.arange(len(ids)) // per_block * len(values) + ids
     counts = np.bincount(of_block, weights=lengths, minlength=count * len(values)).astype(np.uint32)
-    done = blosc.compress(torch.from_numpy(rows.reshape(count, -1)), _CODEC)
+    done = blosc.compress(torch.from_numpy(planes), _CODEC)
     streams = [done.data[start : start + max(size, 0)] for start, size in zip(done.starts, done.sizes, strict=True)]
     crcs = np.array([zlib.crc32(stream.data) for stream in streams], np.uint32)
     numbers = np.array([len(ids), per_block, len(values)], np.uint32)
@@ -124,14 +124,6 @@ def _packed(lengths: np.ndarray, ids: np.ndarray, values: np.ndarray, per_block:
         torch.from_numpy(np.concatenate([part.view(np.uint8) for part in table])),
         torch.from_numpy(np.concatenate(streams)),
     )
-
-
-def _fill(rows: np.ndarray, of_runs: np.ndarray) -> None:
-    """Writes one byte of each run into the rows of blocks, of which the last may stay zeros at its end."""
-    whole, rest = divmod(len(of_runs), rows.shape[1])
-    rows[:whole] = of_runs[: whole * rows.shape[1]].reshape(whole, rows.shape[1])
-    if rest:
-        rows[whole, :rest] = of_runs[-rest:]
 
 
 class RunTable:
@@ -153,7 +145,7 @@ class RunTable:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, table: np.ndarray, nbytes: int) -> None:
         self.shape, self.dtype = shape, dtype
-        numbers = [int(number) for number in table[:12].copy().view(np.uint32)] if len(table) >= 12 else [0, 0, 0]
+        numbers: list[int] = table[:12].copy().view(np.uint32).tolist() if len(table) >= 12 else [0, 0, 0]
         self._count, self._per_block, values = numbers
         blocks = -(-self._count // max(self._per_block, 1))
         ends = np.cumsum([12, 4 * blocks, 4 * blocks, 4 * blocks * values, values * dtype.itemsize])
@@ -187,7 +179,7 @@ class RunTable:
         """The block that holds the ``k``-th element of the chosen values, counted from 0.
 
         Returns:
-            Its index, how many such elements are in front of it, and how many elements of any value are.
+            Its index, how many such elements come before it, and how many elements of any value do.
         """
         ends = np.cumsum(self._counts[:, chosen].sum(1, dtype=np.int64))
         block = int(np.searchsorted(ends, k, side="right"))

@@ -12,10 +12,9 @@ filled up with the last voxel, so all tiles of a tensor have one size and go thr
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -141,13 +140,13 @@ class Layout:
         if type(node) is not dict or not all(key in node for key in known):
             raise malformed
         if strange := set(node) - set(known):
-            raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not know")
+            raise NewerRecord(f"its tiles have {min(strange)!r:.40}, which this version does not support")
         if not all(type(node[text]) is str for text in ("dtype", "filter", "codec")):
             raise malformed
         if node["codec"] not in CODECS or node["filter"] != CODECS[node["codec"]].filter:
             known_here = ", ".join(f"{codec.filter!r} with {name!r}" for name, codec in CODECS.items())
             raise NewerRecord(
-                f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version knows "
+                f"its tiles went through {node['filter']!r:.40} and {node['codec']!r:.40}, and this version supports "
                 f"{known_here}"
             )
         shape, tile, values = node["shape"], node["tile"], node["palette"]
@@ -194,26 +193,26 @@ def pack(tensor: torch.Tensor, codec: str, edge: int = EDGE) -> Packed | None:
     layout = Layout(tensor.dtype, tuple(tensor.shape), tile, codec, 0 if palette is None else len(palette.values))
     if layout.row_bytes > blosc.MOST_BYTES:
         return None
-    whole = tensor.view(PATTERNS[tensor.element_size()]).view(-1, *last_three(layout.shape))
-    slabs = list(_slabs(layout))
+    slabs = _slabs(tensor.view(PATTERNS[tensor.element_size()]).view(-1, *last_three(layout.shape)), layout)
     most = int(tensor.nbytes / _LEAST_GAIN) - layout.table_bytes
-    done: dict[int, _Aligned] = {}
+    done: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     # The middle of a volume is where its content is. If nothing is gained there, the rest is not tried.
     middle = len(slabs) // 2
     for n in [middle, *range(middle), *range(middle + 1, len(slabs))]:
-        region = slabs[n].of(whole, tile).contiguous()
+        region = slabs[n].contiguous()
         plain_bytes = region.nbytes
         if palette is not None:
             region = palette.indices(region.view(tensor.dtype)).view(layout.packed_dtype)
         done[n] = _align(_compress(_cut(region, tile), codec))
-        most -= len(done[n].streams)
-        if most < 0 or (n == middle and len(done[n].streams) * _LEAST_GAIN > plain_bytes):
+        nbytes = len(done[n][0])
+        most -= nbytes
+        if most < 0 or (n == middle and nbytes * _LEAST_GAIN > plain_bytes):
             return None
-    sizes, crcs = (np.concatenate([done[n][i] for n in range(len(slabs))]) for i in (1, 2))
+    streams, sizes, crcs = zip(*(done[n] for n in range(len(slabs))), strict=True)
     values = np.empty(0, np.uint8) if palette is None else palette.values.view(torch.uint8).numpy()
-    table = np.concatenate([sizes.view(np.uint8), crcs.view(np.uint8), values])
-    streams = np.concatenate([np.zeros(_STREAM_ALIGNMENT, np.uint8), *(done[n].streams for n in range(len(slabs)))])
-    return Packed(layout, torch.from_numpy(table), torch.from_numpy(streams))
+    table = np.concatenate([*(part.view(np.uint8) for part in (*sizes, *crcs)), values])
+    front = np.zeros(_STREAM_ALIGNMENT, np.uint8)
+    return Packed(layout, torch.from_numpy(table), torch.from_numpy(np.concatenate([front, *streams])))
 
 
 def _compress(tiles: torch.Tensor, codec: str) -> blosc.Blocks:
@@ -235,15 +234,8 @@ def _compress(tiles: torch.Tensor, codec: str) -> blosc.Blocks:
     return blosc.Blocks(data, starts, sizes.numpy())
 
 
-class _Aligned(NamedTuple):
+def _align(blocks: blosc.Blocks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Streams in slots, as they lie in a record; their sizes, int32; their CRC-32, uint32."""
-
-    streams: np.ndarray
-    sizes: np.ndarray
-    crcs: np.ndarray
-
-
-def _align(blocks: blosc.Blocks) -> _Aligned:
     starts, nbytes = _slots(blocks.sizes)
     out = np.zeros(nbytes, np.uint8)
     crcs = np.zeros(len(starts), np.uint32)
@@ -252,7 +244,7 @@ def _align(blocks: blosc.Blocks) -> _Aligned:
         stream = blocks.data[source : source + size]
         out[starts[i] : starts[i] + size] = stream
         crcs[i] = zlib.crc32(stream.data)
-    return _Aligned(out, blocks.sizes.astype(np.int32), crcs)
+    return out, blocks.sizes.astype(np.int32), crcs
 
 
 def _slots(sizes: np.ndarray) -> tuple[np.ndarray, int]:
@@ -404,65 +396,21 @@ def _worth_joining(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     return joins
 
 
-class _Slab(NamedTuple):
-    """Tiles that follow one another in one row of tiles of axis -3."""
+def _slabs(whole: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The regions of a tensor with one leading axis that hold about :data:`limits.SLAB_BYTES` of its tiles, in order.
 
-    lead: int  # index of the leading axes
-    row: int  # of axis -3, in tiles
-    first: int  # of axis -2, in tiles
-    last: int  # after the last of axis -2, in tiles
-
-    def of(self, whole: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
-        """The region of a tensor with one leading axis that these tiles cover."""
-        x, y, _ = tile
-        return whole[self.lead, self.row * x : (self.row + 1) * x, self.first * y : self.last * y]
-
-
-def _slabs(layout: Layout) -> Iterator[_Slab]:
-    """All tiles in order, in slabs of about :data:`limits.SLAB_BYTES`."""
-    leading, rows, columns, deep = layout.grid
-    step = max(1, limits.SLAB_BYTES // (deep * layout.tile_bytes))
-    for lead in range(leading):
-        for row in range(rows):
-            for first in range(0, columns, step):
-                yield _Slab(lead, row, first, min(first + step, columns))
+    The tiles of a slab follow one another in one row of tiles of axis -3.
+    """
+    step = layout.tile[1] * max(1, limits.SLAB_BYTES // layout.row_bytes)
+    return [slab for lead in whole for row in lead.split(layout.tile[0]) for slab in row.split(step, 1)]
 
 
 def _cut(region: torch.Tensor, tile: tuple[int, int, int]) -> torch.Tensor:
     """The tiles of a region, one per row, filled up with its last voxels."""
-    grid = [-(-size // edge) for size, edge in zip(region.shape, tile, strict=True)]
-    tiles = torch.empty(*grid, *tile, dtype=region.dtype, device="cpu")
-    for inside, part in _parts(tiles, region):
-        inside.copy_(part)
-    for axis, (size, edge) in enumerate(zip(region.shape, tile, strict=True)):
-        if rest := size % edge:
-            last = tiles.narrow(axis, grid[axis] - 1, 1)
-            last.narrow(axis + 3, rest, edge - rest).copy_(last.narrow(axis + 3, rest - 1, 1))
-    return tiles.view(-1, math.prod(tile))
-
-
-def _parts(tiles: torch.Tensor, region: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of views, in the tiles and in the region: of whole tiles, and of those in which the region ends."""
-    edges = [list(_edges(size, edge)) for size, edge in zip(region.shape, tiles.shape[3:], strict=True)]
-    for x, y, z in itertools.product(*edges):
-        part = region[x.voxels, y.voxels, z.voxels]
-        for axis, along in ((2, z), (1, y), (0, x)):
-            part = part.unflatten(axis, (-1, along.edge))  # type: ignore[no-untyped-call]
-        inside = tiles[x.tiles, y.tiles, z.tiles, : x.edge, : y.edge, : z.edge]
-        yield inside, part.permute(0, 2, 4, 1, 3, 5)
-
-
-@dataclass(frozen=True)
-class _Edge:
-    tiles: slice
-    voxels: slice
-    edge: int
-
-
-def _edges(size: int, edge: int) -> Iterator[_Edge]:
-    """Along one axis: the whole tiles, and the one that the tensor ends in."""
-    whole, rest = divmod(size, edge)
-    if whole:
-        yield _Edge(slice(0, whole), slice(0, whole * edge), edge)
-    if rest:
-        yield _Edge(slice(whole, whole + 1), slice(whole * edge, size), rest)
+    for axis, edge in enumerate(tile):
+        if missing := -region.shape[axis] % edge:
+            last = region.narrow(axis, region.shape[axis] - 1, 1)
+            region = torch.cat([region, last.repeat_interleave(missing, axis)], axis)
+    for axis, edge in ((2, tile[2]), (1, tile[1]), (0, tile[0])):
+        region = region.unflatten(axis, (-1, edge))  # type: ignore[no-untyped-call]
+    return region.permute(0, 2, 4, 1, 3, 5).reshape(-1, math.prod(tile))

@@ -80,7 +80,7 @@ def unpack_boxes(
         buffer: 1-D uint8, into which their streams were read. It is overwritten.
         boxes: the voxels to fill.
         arrangement: where their voxels go.
-        memory: 1-D CPU tensor of the arrangement's size and the layout's dtype. What lies between boxes may change.
+        memory: 1-D CPU tensor of the arrangement's size and the layout's dtype. Elements between the boxes may change.
 
     Raises:
         DamagedRecord: a stream is not what was compressed.
@@ -100,17 +100,11 @@ def unpack_boxes(
 
 
 class _Region(NamedTuple):
-    """Memory of a box, or of several side by side.
+    """Memory of a box, or of several side by side."""
 
-    Attributes:
-        boxes: the boxes, of one size along the first two axes.
-        columns: where each begins along the last axis of the memory.
-        memory: the bit patterns, (leading, x, y, z).
-    """
-
-    boxes: Sequence[Box]
-    columns: Sequence[int]
-    memory: np.ndarray
+    boxes: Sequence[Box]  # of one size along the first two axes
+    columns: Sequence[int]  # where each begins along the last axis of the memory
+    memory: np.ndarray  # the bit patterns, (leading, x, y, z)
 
 
 def _regions(
@@ -133,7 +127,7 @@ def _regions(
 class _Unpacker:
     """Decodes slabs of some tiles, and fills regions with their voxels.
 
-    With NumPy: torch divides its work among threads that spin while they wait for one another. With other processes on
+    By NumPy: torch divides its work among threads that spin while they wait for one another. With other processes on
     both of two cores that took ten times as long.
     """
 
@@ -174,8 +168,7 @@ class _Unpacker:
     def _decoded(self, sizes: np.ndarray, buffer: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decodes tiles, of those of equal bytes one for each value.
 
-        Returns:
-            The lines of the decoded tiles along the last axis; and the first line of each tile, int64.
+        Returns their lines along the last axis, and the index of the first line of each tile.
         """
         layout, streams = self._tiles.layout, sizes > 0
         constants, of_constants = np.unique(sizes[~streams], return_inverse=True)
@@ -227,33 +220,24 @@ class _Unpacker:
 
 
 class _Lookup:
-    """Finds the values of a palette by their indices.
+    """Finds the values of a palette, given as bit patterns, by their indices of a dtype ``unsigned``.
 
     NumPy takes indices of eight bytes only. So those of one byte are looked up two at a time, in a table of all pairs,
-    which takes two thirds of the time.
-
-    Args:
-        values: the palette's, as bit patterns.
-        unsigned: the dtype of the indices.
-        count: how many are looked up in all. For a few the table would cost more than it saves.
-        scratch: holds what is found.
+    which takes two thirds of the time. For a small ``count`` of indices the table would cost more than it saves.
     """
 
     def __init__(self, values: np.ndarray, unsigned: str, count: int, scratch: _Scratch) -> None:
         self._values, self._unsigned, self._scratch = values, unsigned, scratch
-        self._pairs: np.ndarray | None = None
+        self._table, self._one = values, unsigned
         if unsigned == "u1" and values.itemsize <= 4 and count > 1 << 16:
             pairs = scratch.take("pairs", (256, 256, 2), values.dtype)
             pairs[:, : len(values), 0] = values
             pairs[: len(values), :, 1] = values[:, None]
-            self._pairs = pairs.view(f"i{2 * values.itemsize}").reshape(-1)
+            self._table, self._one = pairs.view(f"i{2 * values.itemsize}").reshape(-1), "<u2"
 
     def of(self, indices: np.ndarray) -> np.ndarray:
         """The values, in memory that the next call uses again. Every index must be one of a value."""
         count = indices.size
-        table, one = self._values, self._unsigned
-        if self._pairs is not None:
-            table, one = self._pairs, "<u2"
         room = count + count % 2
         if indices.flags.c_contiguous and room == count:
             flat = indices.reshape(-1)
@@ -261,27 +245,19 @@ class _Lookup:
             flat = self._scratch.take("indices", (room,), self._unsigned)
             flat[count:] = 0
             np.copyto(flat[:count].reshape(indices.shape), indices)
-        narrow = flat.view(one)
+        narrow = flat.view(self._one)
         wide = self._scratch.take("wide", narrow.shape, "i8")
         np.copyto(wide, narrow)
         found = self._scratch.take("values", (room,), self._values.dtype)
-        np.take(table, wide, 0, found.view(table.dtype), "wrap")
-        values: np.ndarray = found[:count].reshape(indices.shape)
-        return values
+        np.take(self._table, wide, 0, found.view(self._table.dtype), "wrap")
+        return found[:count].reshape(indices.shape)
 
 
 def _lines(layout: Layout, which: np.ndarray, firsts: np.ndarray, lead: int, part: Box) -> np.ndarray:
-    """Where the voxels of a part of a box lie in decoded tiles: which lines along the last axis.
+    """Which lines along the last axis of decoded tiles hold the voxels of a part of a box: (x, y, tiles along z).
 
-    Args:
-        layout: the tensor's layout.
-        which: the tiles that were decoded, rising.
-        firsts: the first line of each.
-        lead: the index of the leading axes.
-        part: the part of a box.
-
-    Returns:
-        Index of the lines that hold the voxels, int64 (x, y, tiles along the last axis).
+    ``which`` tiles were decoded, rising; ``firsts`` is the first line of each. ``lead`` is the index of the leading
+    axes.
     """
     _, rows, columns, deep = layout.grid
     x, y, z = (np.arange(voxels.start // t, -(-voxels.stop // t)) for voxels, t in zip(part, layout.tile, strict=True))
@@ -290,7 +266,7 @@ def _lines(layout: Layout, which: np.ndarray, firsts: np.ndarray, lead: int, par
     planes = firsts.take(np.searchsorted(which, tiles)).take(along_y // layout.tile[1] - y[0], 1)
     planes += (along_y % layout.tile[1])[:, None]
     lines: np.ndarray = planes.take(along_x // layout.tile[0] - x[0], 0)
-    lines += (along_x % layout.tile[0] * layout.tile[1])[:, None, None]
+    lines = lines + (along_x % layout.tile[0] * layout.tile[1])[:, None, None]
     return lines
 
 
@@ -305,8 +281,8 @@ class _Scratch:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if name not in self._held or len(self._held[name]) < nbytes:
             self._held[name] = pooled_scratch(nbytes).numpy()
-        memory: np.ndarray = self._held[name][:nbytes].view(dtype)
-        return memory.reshape(shape)
+        found: np.ndarray = self._held[name][:nbytes].view(dtype).reshape(shape)
+        return found
 
 
 def _within(voxels: slice, tiles: slice, edge: int) -> slice:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.base.process import Owner, PerProcess, start_undisturbed
+from monai_gds.base.process import Owner, PerProcess, undisturbed
 from tests.machines import in_child, python
 from tests.polls import until
 
@@ -70,8 +70,8 @@ def test_a_forked_child_makes_its_own_and_frees_none_of_its_parents() -> None:
         del results  # its own result is freed as usual
         return empty and other, freed == [], Stream.freed
 
-    anew, parents_kept, freed = in_child(child)
-    assert anew
+    fresh, parents_kept, freed = in_child(child)
+    assert fresh
     assert parents_kept
     assert len(freed) == 1
     assert results() is ours
@@ -158,7 +158,8 @@ def test_a_ctrl_c_while_a_thread_starts_is_raised_once_it_runs(monkeypatch: pyte
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(threading.Thread, "start", interrupted)
-            start_undisturbed(threading.Thread(target=ran.set))
+            with undisturbed():
+                threading.Thread(target=ran.set).start()
         assert ran.wait(20)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

@@ -235,7 +235,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=100)
         if kind is None:
             assert done.returncode == 1
-            assert "behind `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
+            assert "under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
         else:
             assert done.stdout.startswith(kind), done.stderr
 

@@ -37,7 +37,7 @@ def rows(output: str) -> dict[tuple[str, str], dict[str, Any]]:
 @pytest.mark.parametrize(
     "readers",
     [
-        ["dali", "python-file", "torchvision", "posix", "packed", "packed-resized", "kvikio"],
+        ["dali", "python-file", "torchvision", "posix", "packed", "kvikio"],
         pytest.param([], id="all", marks=pytest.mark.long),  # with DeepNVMe's, which is compiled
     ],
     ids="-".join,
@@ -47,16 +47,15 @@ def test_loaders_side_by_side(folder: Path, tmp_path: Path, readers: list[str]) 
     output = run(
         "loaders", "--datadir", str(folder), "--device", "cpu", "--batchsize", "4", "--batches", "7", "--repeats", "2",
         "--threads", "1", "--threads", "2", "--json", "--plot", str(plot), "--crop", "12", "--hw-decoder-load", "0.5",
-        "--max-side", "16",
         *(word for reader in readers for word in ("--reader", reader)),
     )  # fmt: skip
     found = rows(output)
     crops = "random crops of 12 pixels, mirrored and normalised, to cpu"
     ceilings = {report["title"]: report["ceilings"] for report in json.loads(output)["reports"]}
     for title in ("encoded bytes to cpu", "decoded to cpu", crops):
-        alone = ["the decoder alone", "the decoder alone, resized"] if title[0] != "e" else []
+        alone = ["the decoder alone"] if title[0] != "e" else []
         assert [row["name"] for row in ceilings[title]] == alone and all(row["median"] for row in ceilings[title])
-        for name in ("dali", "python-file", "posix", "packed", "packed-resized"):
+        for name in ("dali", "python-file", "posix", "packed"):
             assert len(found[title, name]["samples"]) == 2
             assert min(found[title, name]["samples"]) > 0
             assert found[title, name]["notes"]["threads"] in ("1", "2")
@@ -112,7 +111,6 @@ def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.
         (["loaders", "--make", "4", "--reader", "xnvme", "--uri", "/dev/nvme0n1"], "are for the block readers"),
         (["loaders", "--make", "4", "--reader", "nvme"], "'nvme' is not one of dali"),
         (["loaders", "--make", "4", "--batchsize", "0"], "batchsize"),
-        (["loaders", "--make", "4", "--reader", "packed-resized"], "of --max-side pixels"),
         (["loaders", "--make", "4", "--heap-bytes", "some"], "'18GiB'"),
         (["loaders", "--make", "4", "--reader", "posix", "--mem", "gpu"], "are for the block readers"),
     ],

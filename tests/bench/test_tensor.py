@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from monai_gds.bench import tensor
 from monai_gds.bench.pagecache import cached
 from monai_gds.bench.tensor import Tensors, load, store
-from monai_gds.command import bench_tensor
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import Storage, available_backends
 from monai_gds.storage.plain.posix import PosixBackend
@@ -214,22 +212,12 @@ def test_no_partial_file_is_left_when_a_store_fails(tmp_path: Path, monkeypatch:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_folder_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    with small_disk(tmp_path) as disk:
-        result = run("store", "--nvme-folder", disk, "--mb-size", 64, "--device", "cpu")
-        assert result.exit_code == 2
-        assert "MiB free" in result.output
-
-
 @pytest.mark.parametrize("method", ["python", "posix", DEEPNVME])
-def test_a_folder_that_becomes_full_is_an_error_that_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_a_full_folder_is_an_error_that_names_the_file(tmp_path: Path, method: str) -> None:
     found = available_backends("cpu").get(method, True)
     if not found:
         pytest.skip(f"{method} does not work here: {found}")
     with small_disk(tmp_path) as disk:
-        monkeypatch.setattr(bench_tensor, "check_folder", lambda *_: None)  # there was room when it looked
         before = sorted(os.listdir(disk))
         result = run("store", "--nvme-folder", disk, "--mb-size", 64, "--device", "cpu", "--method", method)
         assert result.exit_code == 1
@@ -271,13 +259,10 @@ def test_wrong_usage_is_exit_code_2(
 
 
 def test_a_folder_that_is_not_writable_is_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)  # root may write anywhere
     result = run("store", "--nvme-folder", tmp_path, "--mb-size", 1)
     assert result.exit_code == 2
-    assert "Permission denied" in result.output
+    assert "not writable" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_plot(file: Path, tmp_path: Path) -> None:

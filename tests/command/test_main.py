@@ -393,14 +393,3 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
 
 def test_done_joins_both_streams() -> None:
     assert Done(0, "│ a\n│ b", "\nc").output == "a b c"
-
-
-@pytest.mark.parametrize("sizes", [["--size", "24,20,16"], ["--size=24,20,16"], ["--size", "24", "20", "16"]])
-def test_a_size_may_be_written_with_commas(sizes: list[str]) -> None:
-    assert main._split_sizes(["demo", *sizes, "--epochs", "2"]) == ["demo", "--size", "24", "20", "16", "--epochs", "2"]
-
-
-def test_what_is_no_size_stays_as_it_is() -> None:
-    given = ["cache", "ls", "1,2,3", "/data/1,2,3", "--sort=name", "a=1,2", "1,2,3,4", "m:f", "spacing=1,2,3"]
-    given += ["--keep", "m:f spacing=1,2,3", "--keep=m:f spacing=1,2,3"]
-    assert main._split_sizes(given) == given

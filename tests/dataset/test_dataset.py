@@ -349,7 +349,7 @@ def test_arrays_are_what_was_asked_for(make: Make, arrays: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# When an item is computed anew
+# When an item is computed again
 
 
 def test_changed_source_changed_transform_changed_item(make: Make, tmp_path: Path) -> None:
@@ -1583,4 +1583,4 @@ def test_a_dataset_names_its_pipeline_as_ls_does(tmp_path: Path) -> None:
 
 def test_a_function_is_not_called_a_random_transform(tmp_path: Path) -> None:
     dataset = GDSDataset([1], [mt.Identity(), abs], tmp_path / "cache", device="cpu")
-    assert "in front of abs, which is not a Transform of MONAI's and counts as random" in str(dataset)
+    assert "before abs, which is not a Transform of MONAI's and counts as random" in str(dataset)

@@ -183,7 +183,7 @@ def test_damage_is_found_on_the_gpu(make: Make, tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
-    with pytest.warns(match="cannot be used and is computed anew"):
+    with pytest.warns(match="cannot be used and is computed again"):
         assert_same(expected, make()[0])
     assert_same(expected, make()[0])
 

@@ -493,7 +493,7 @@ def test_a_damaged_record_is_computed_where_it_was_to_be_converted(volumes: Any,
         file.seek(-9000, os.SEEK_END)
         file.write(b"\x00\xff\xff")
     dataset = volumes(compression="lz4")
-    with pytest.warns(CacheWarning, match=f"{record.name} cannot be used and is computed anew"):
+    with pytest.warns(CacheWarning, match=f"{record.name} cannot be used and is computed again"):
         assert dataset.populate(0, convert=True) == Populated(cached=0, computed=1, converted=2)
     assert forms(tmp_path) == ["lz4 32"] * 3
     calls = sum(len((log / name).read_text()) for name in os.listdir(log))

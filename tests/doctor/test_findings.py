@@ -57,6 +57,7 @@ def test_a_spinning_disk_is_told_and_a_virtual_one_is_not_believed(laid: Laid, n
         (0o2775, "everybody can read records, OWNER and the group GROUP can add them"),
         (0o777, "everybody can read and add records"),
         (0o1777, "everybody can read and add records; only a record's owner can delete or replace it (sticky bit)"),
+        (0o1755, "everybody can read records, OWNER alone can add them"),  # nobody else could delete anything anyway
         (0o764, "OWNER alone can read and add records"),  # who may not enter a folder opens nothing in it
     ],
 )
@@ -124,6 +125,7 @@ def test_without_a_driver_nothing_is_wrong(laid: Laid) -> None:
     [
         ({"cuda": None, "version": "2.13.0+cpu"}, {}, "built without CUDA"),
         ({}, {"CUDA_VISIBLE_DEVICES": ""}, "unset"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "-1"}, "unset"),
         ({"problem": "CUDA driver version is insufficient"}, {}, "insufficient"),
     ],
 )

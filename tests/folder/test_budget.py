@@ -418,7 +418,7 @@ def test_a_record_that_is_replaced_while_others_are_deleted_stays(
 
     def replaced(path: str) -> maintenance.Found | None:
         if path == str(oldest):
-            os.utime(oldest)  # made anew, just now
+            os.utime(oldest)  # made again, just now
         return look(path)
 
     look = maintenance.look

@@ -762,7 +762,7 @@ def test_any_byte_that_flips_in_a_compressed_record_is_noticed(tmp_path: Path) -
             warnings.simplefilter("always")
             found = image_of(opened(tmp_path), "a")
         if found is None:
-            assert "computed anew" in str(given[0].message) or "without being replaced" in str(given[0].message)
+            assert "computed again" in str(given[0].message) or "without being replaced" in str(given[0].message)
         else:  # padding, which nobody reads
             assert torch.equal(found, image())
         flip(path, place)
@@ -780,7 +780,7 @@ def test_streams_damaged_after_they_were_verified_do_not_end_an_epoch(tmp_path: 
         f.seek(st.st_size // 2)
         f.write(bytes(20_000))
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
-    with pytest.warns(CacheWarning, match="computed anew"):
+    with pytest.warns(CacheWarning, match="computed again"):
         assert image_of(opened(tmp_path, verify="never"), "a") is None
 
 
@@ -833,7 +833,7 @@ def test_a_hostile_description_of_tiles_ends_neither_an_epoch_nor_a_listing(
 ) -> None:
     path = compressed(opened(tmp_path, codec="lz4"))
     path.write_bytes(_with_tree(path.read_bytes(), lambda tiles: tiles.update(change)))
-    with pytest.warns(CacheWarning, match="computed anew|without being replaced"):
+    with pytest.warns(CacheWarning, match="computed again|without being replaced"):
         assert image_of(opened(tmp_path), "a") is None
     assert len(list(survey(tmp_path))) == 1
     found = check(path)

@@ -118,7 +118,7 @@ def test_files_of_others_are_left_alone(record: Path) -> None:
 
 
 def test_a_record_that_was_replaced_meanwhile_stays(record: Path) -> None:
-    """Whoever reads a damaged record computes it anew."""
+    """Whoever reads a damaged record computes it again."""
     sound = record.read_bytes()
     record.write_bytes(b"no header at all")
     (doomed,) = prunable(record.parent, survey(record.parent))

@@ -71,7 +71,7 @@ def test_a_type_that_is_gone_counts_as_one_that_nobody_registered(name: str) -> 
 def test_a_record_of_before_is_refused_with_one_warning(cache: CacheDirectory) -> None:
     path = Path(cache.record_path(key().digest))
     path.write_bytes(zlib.decompress(base64.b85decode(RECORD)))
-    with pytest.warns(CacheWarning, match=r"computed anew: it holds a '\$deque'.*register_type") as caught:
+    with pytest.warns(CacheWarning, match=r"computed again: it holds a '\$deque'.*register_type") as caught:
         assert cache.start([key().digest]) == [None]
         assert cache.start([key().digest]) == [None]
     assert len(caught) == 1

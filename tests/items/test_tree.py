@@ -231,8 +231,8 @@ def test_any_item_comes_back_equal(scratch: CacheDirectory, item: Any) -> None:
     import safetensors
 
     assert scratch.publish(key(), encode_item(item))
-    (first,) = scratch.start(key().digest).wait()  # type: ignore[union-attr]
-    (second,) = scratch.start(key().digest).wait()  # type: ignore[union-attr]
+    (first,) = scratch.start([key().digest])[0].wait()  # type: ignore[union-attr]
+    (second,) = scratch.start([key().digest])[0].wait()  # type: ignore[union-attr]
     expected = as_returned(item)
     assert_same(expected, first)
     assert_same(first, second)
@@ -1255,7 +1255,7 @@ def test_what_is_as_deep_as_can_be_stored_comes_back(deeper: Callable[[Any], Any
     ids=str,
 )
 def test_trees_of_a_newer_version_are_not_damaged(node: Any) -> None:
-    with pytest.raises(NewerRecord, match="which this version does not know"):
+    with pytest.raises(NewerRecord, match="which this version does not support"):
         compile_tree({"a": [node]}, b"\0" * 8, {"x"})
 
 

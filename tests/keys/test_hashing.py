@@ -33,7 +33,6 @@ import pytest
 import torch
 from monai.data import MetaTensor, NibabelReader, NumpyReader, PILReader
 
-import monai_gds.pipeline.monai_hashing  # noqa: F401 (teaches the hasher MONAI's classes)
 from monai_gds.errors import HashingError
 from monai_gds.keys import hashing
 from monai_gds.keys.hashing import canonical_hash, hash_transforms
@@ -617,7 +616,7 @@ def test_no_stable_content_is_an_error_that_names_place_type_and_way_out(make: A
 # From process to process
 
 _PROGRAM = """
-import numpy as np, torch, monai.transforms as mt, monai_gds.pipeline.monai_hashing
+import numpy as np, torch, monai.transforms as mt
 from monai_gds.keys.hashing import canonical_hash
 LIMIT = {"b", "a", "c"}
 class Mine(mt.Transform):

@@ -13,7 +13,7 @@ import pytest
 
 from monai_gds import limits
 from monai_gds.keys import source_memo as module
-from monai_gds.keys.source_memo import SourceMemo
+from monai_gds.keys.source_memo import Ages, SourceMemo
 from monai_gds.shared.owner import this_process
 
 
@@ -307,3 +307,14 @@ def test_too_many_bytes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ended(tmp_path, [[n] for n in range(80)], 100)
     SourceMemo(str(tmp_path)).tidy()
     assert known(tmp_path, range(81)) == list(range(30, 80))
+
+
+def test_a_file_whose_mtime_was_set_back_is_as_young_as_its_last_change(tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    path.write_bytes(b"as from `cp -p`")
+    os.utime(path, (0, 0))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert not Ages().is_old(str(path), b"state", os.fstat(fd), fd)
+    finally:
+        os.close(fd)

@@ -813,7 +813,7 @@ def test_a_copy_begins_loops_of_its_own(make: Make, settings: dict[str, Any], co
 
 @pytest.mark.parametrize("settings", [{}, {"stats": True}, {"num_workers": 1, "transforms_on": "workers"}], ids=str)
 def test_a_loop_that_nobody_iterates_over_draws_nothing(make: Make, settings: dict[str, Any]) -> None:
-    """Lightning begins one before that of each epoch for which it makes the loaders anew."""
+    """Lightning begins one before that of each epoch for which it makes the loaders again."""
 
     dataset = make(*augment())
 

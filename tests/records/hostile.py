@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass
 class Opened:
-    """A record taken apart, to be changed and written anew.
+    """A record taken apart, to be changed and written again.
 
     Attributes:
         metadata: the texts of the header, without those that follow.

@@ -275,7 +275,7 @@ def test_a_damaged_record_is_reported_and_not_converted(tmp_path: Path, part: st
             f.seek(place)
             f.write(bytes([byte ^ 1]))
     before = path.read_bytes()
-    with pytest.warns(CacheWarning, match="computed anew"):
+    with pytest.warns(CacheWarning, match="computed again"):
         assert cache_in(tmp_path, ZSTD).convert(KEY) is None
     assert path.read_bytes() == before
 

@@ -220,7 +220,7 @@ def test_the_item_is_computed_and_the_record_replaced(tmp_path: Path, name: str,
     {**KINDS, **TILED}[name](record)
     paths[0].unlink()
     paths[0].write_bytes(record.bytes())
-    with dataset(tmp_path, way == "crops") as wrong, pytest.warns(CacheWarning, match="is computed anew"):
+    with dataset(tmp_path, way == "crops") as wrong, pytest.warns(CacheWarning, match="is computed again"):
         found = wrong[0] if way == "one" else wrong.__getitems__([0, 1])[0]
     assert_same(plain(found) if way == "crops" else found, expected)
     checked = check(paths[0])
@@ -237,7 +237,7 @@ def test_populating_computes_what_could_not_be_used(tmp_path: Path, name: str) -
     {**KINDS, **TILED}[name](record)
     path.unlink()
     path.write_bytes(record.bytes())
-    with pytest.warns(CacheWarning, match="is computed anew"):
+    with pytest.warns(CacheWarning, match="is computed again"):
         done = dataset(tmp_path).populate(progress=False)
     assert (done.computed, done.cached) == (1, 1)
     checked = check(path)
@@ -251,7 +251,7 @@ def test_populating_computes_what_could_not_be_used(tmp_path: Path, name: str) -
 @contextmanager
 def takes_little() -> Iterator[None]:
     """Fails if what happens meanwhile takes 200 MB more memory, or two seconds of processor time."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before, began = _peak(), time.process_time()
     yield
     assert _peak() - before < 200 << 10
@@ -321,7 +321,7 @@ def test_runs_that_lie_do_not_move_a_crop(tmp_path: Path, name: str) -> None:
     path.write_bytes(record.bytes())
     found = check(path)
     assert found is not None and "runs" in found.problem
-    with dataset(tmp_path, crops=True) as wrong, pytest.warns(CacheWarning, match=r"computed anew: .*runs"):
+    with dataset(tmp_path, crops=True) as wrong, pytest.warns(CacheWarning, match=r"computed again: .*runs"):
         assert_same(plain(wrong[0]), expected)
     found = check(path)
     assert found is not None and not found.problem
@@ -351,7 +351,7 @@ def test_more_than_fits_into_memory_is_refused(small: Place, monkeypatch: pytest
     """A file of terabytes that has no holes, as a file system may say."""
     small.put(small.sound)
     monkeypatch.setattr(torch, "empty", _too_much(torch.empty))
-    with pytest.warns(CacheWarning, match="computed anew"):
+    with pytest.warns(CacheWarning, match="computed again"):
         pending = small.cache().start([key().digest])[0]
         assert pending is None or pending.wait() is None
 

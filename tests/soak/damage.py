@@ -1,6 +1,6 @@
 """Records with any byte flipped, cut anywhere, spliced from two, or replaced by any kind of file.
 
-Nothing of that may be served: the item is the one that is computed anew, and the record is replaced by a sound one.
+Nothing of that may be served: the item is the one that is computed again, and the record is replaced by a sound one.
 """
 
 from __future__ import annotations

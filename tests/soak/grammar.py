@@ -162,7 +162,7 @@ class Parts:
         """The record, all of whose checksums hold.
 
         Args:
-            relaid: whether entries are laid out anew. Otherwise they stay where they say they are.
+            relaid: whether entries are laid out from the start. Otherwise they stay where they say they are.
             last: the name, the entry and the bytes of one that is to follow, whose checksum is a wrong one.
         """
         entries, blob = copy.deepcopy(self.entries), b""

@@ -113,7 +113,7 @@ class Meter:
     """What a trial takes of memory and processor time."""
 
     def __enter__(self) -> Meter:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
         self._rss, self._cpu = _status("VmRSS"), time.process_time()
         return self
 

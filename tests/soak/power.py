@@ -1,6 +1,6 @@
 """Power cuts: a disk is copied in the middle of writing, and the copy is mounted as after a crash.
 
-What was durable when the copy began is there and sound. Everything else is right, or is computed anew.
+What was durable when the copy began is there and sound. Everything else is right, or is computed again.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ WHOLE = {"TestPosixOnCpu", "TestSampleQueueBackend", "TestBlocksOfTheDoubleToCpu
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Leaves to ``make test-long`` what another combination is unlikely to break by itself."""
     if isinstance(item, pytest.Function) and item.cls is not None and issubclass(item.cls, BackendContract):
-        of_the_contract = item.function.__module__.startswith("monai_gds.testing")
+        of_the_contract = item.function.__module__.startswith(("monai_gds.testing", "tests.storage.full_contract"))
         if of_the_contract and item.cls.__name__ not in WHOLE and item.originalname not in CORE:
             item.add_marker(pytest.mark.long)
 

@@ -129,7 +129,7 @@ class Slot:
 class Pool(staging.StagingPool):
     """Without a current stream of CUDA's."""
 
-    def upload_parts(self, slot: Any, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def upload(self, slot: Any, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
         for offset, dest in parts:
             if dest.nbytes:
                 slot.send(dest.data_ptr(), dest.nbytes, staging.copy_stream(GPU), offset)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from monai_gds.storage import Storage
-from monai_gds.testing import BackendContract, FullContract, WriteContract
+from monai_gds.testing import BackendContract, WriteContract
 from tests.machines import ROOT
 from tests.storage import broken_backends
 from tests.storage.broken_backends import ALONE, WritesOverFiles
+from tests.storage.full_contract import FullContract
 from tests.storage.sample_blocking_backend import SampleBackend
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.errors import FileChanged, StorageError
+from monai_gds.errors import FileChanged
 from monai_gds.storage import ALIGNMENT, FileId, files
 from monai_gds.testing.tools import descriptors
 
@@ -32,16 +32,3 @@ def test_only_the_expected_file_is_opened_and_the_error_tells_what_to_do(tmp_pat
     with pytest.raises(FileChanged, match=r"file\.bin"):
         files.open_file(str(path), identity)
     assert descriptors() == before
-
-
-def test_a_file_is_filled_from_and_its_end_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "file.bin"
-    path.write_bytes(b"12345")
-    fd, into = os.open(path, os.O_RDONLY), bytearray(4)
-    try:
-        files.pread_into(fd, 1, memoryview(into), str(path))
-        assert into == b"2345"
-        with pytest.raises(StorageError, match=r"file ends at byte 5, 1 bytes were still to come.*file\.bin"):
-            files.pread_into(fd, 2, memoryview(into), str(path))
-    finally:
-        os.close(fd)

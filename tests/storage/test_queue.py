@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from monai_gds.errors import FileChanged, StorageError
-from monai_gds.storage import Pending, Reads, Storage, pump, staging
+from monai_gds.storage import Pending, Reads, Storage, queue, staging
 from monai_gds.storage.backend import Availability
-from monai_gds.storage.pump import LINGER, Pump
-from monai_gds.storage.queue import Command, QueueBackend
-from monai_gds.testing import BackendContract, FullContract
+from monai_gds.storage.queue import LINGER, Command, QueueBackend, _Pump
+from monai_gds.testing import BackendContract
 from monai_gds.testing.tools import bytes_of, content, descriptors
 from tests.interrupts import interrupted
 from tests.polls import until
 from tests.storage import sample_queue_backend, simulated
+from tests.storage.full_contract import FullContract
 from tests.storage.sample_queue_backend import SampleQueueBackend
 
 CPU = torch.device("cpu")
@@ -357,7 +357,7 @@ def test_ctrl_c_at_any_place_of_a_submission_leaves_the_queue_to_the_next(tmp_pa
 
     load()
     for n in itertools.count(1, 2):
-        more = interrupted(n, load, [pump.__file__], "check")
+        more = interrupted(n, load, [queue.__file__], "check")
         found.clear()
         following = threading.Thread(target=load, daemon=True)
         following.start()
@@ -374,9 +374,9 @@ def test_one_caller_works_for_all_where_no_thread_can_be_started(
     def refuse(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    work, all_there = Pump._work, threading.Barrier(4)
+    work, all_there = _Pump._work, threading.Barrier(4)
 
-    def together(self: Pump[Any], executor: Any = None) -> None:
+    def together(self: _Pump, executor: Any = None) -> None:
         if threading.current_thread() is not threading.main_thread():
             all_there.wait()
         work(self, executor)
@@ -391,7 +391,7 @@ def test_one_caller_works_for_all_where_no_thread_can_be_started(
     device.go.clear()
     with monkeypatch.context() as patch:
         patch.setattr(ThreadPoolExecutor, "submit", refuse)
-        patch.setattr(Pump, "_work", together)
+        patch.setattr(_Pump, "_work", together)
         for caller in callers:
             caller.start()
         until(lambda: device.waiting)

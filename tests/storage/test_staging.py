@@ -132,7 +132,7 @@ def test_a_slot_is_refilled_only_after_its_copy(device: torch.device) -> None:
     for value, dest in enumerate(dests, start=1):
         slot = pool.acquire()
         slot.buffer.fill_(value)
-        pool.upload(slot, dest)
+        pool.upload(slot, [(0, dest)])
     torch.cuda.synchronize(device)
     assert [(int(d.min()), int(d.max())) for d in dests] == [(1, 1), (2, 2), (3, 3)]
     assert pool.nbytes == 1 << 20
@@ -148,7 +148,7 @@ def test_more_threads_than_slots_take_turns(device: torch.device) -> None:
             slot = pool.acquire()
             slot.buffer.fill_(i)
             if i % 5:
-                pool.upload(slot, dests[i])
+                pool.upload(slot, [(0, dests[i])])
             else:
                 pool.release(slot)
 
@@ -168,7 +168,7 @@ def test_a_failed_upload_gives_its_slot_back(device: torch.device) -> None:
     for _ in range(3):
         slot = pool.acquire()
         with pytest.raises(ValueError, match="of a slot: too many, or strided"):
-            pool.upload(slot, torch.zeros((3, 1 << 16), device=device)[:, :5])
+            pool.upload(slot, [(0, torch.zeros((3, 1 << 16), device=device)[:, :5])])
     pool.release(pool.acquire())
 
 
@@ -177,8 +177,8 @@ def test_a_copy_beyond_the_end_of_a_slot_is_refused(device: torch.device) -> Non
     dest = torch.zeros(1 << 15, dtype=torch.uint8, device=device)
     for offset in (-1, (1 << 15) + 1):
         with pytest.raises(ValueError, match=f"from {offset} of a slot"):
-            pool.upload(pool.acquire(), dest, offset)
-    pool.upload(pool.acquire(), dest, 1 << 15)
+            pool.upload(pool.acquire(), [(offset, dest)])
+    pool.upload(pool.acquire(), [(1 << 15, dest)])
 
 
 def test_a_thread_in_which_cuda_was_never_used_uploads(device: torch.device) -> None:
@@ -188,7 +188,7 @@ def test_a_thread_in_which_cuda_was_never_used_uploads(device: torch.device) -> 
     slot.buffer.fill_(7)
     torch.cuda.synchronize(device)
     with ThreadPoolExecutor(1) as fresh:
-        fresh.submit(pool.upload, slot, dest).result(30)
+        fresh.submit(pool.upload, slot, [(0, dest)]).result(30)
     torch.cuda.synchronize(device)
     assert bool((dest == 7).all())
 

@@ -27,7 +27,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state.runtime_calls += 1
         return 0, 0
 
-    monkeypatch.setattr(staging, "_driver", lambda: SimpleNamespace(cuMemcpyHtoDAsync_v2=copy))
+    monkeypatch.setattr(staging, "_driver", lambda _: SimpleNamespace(cuMemcpyHtoDAsync_v2=copy))
     monkeypatch.setattr(torch.cuda, "mem_get_info", call_the_runtime)
     return state
 

@@ -229,7 +229,7 @@ def test_a_damaged_tile_is_computed_anew(tmp_path: Path, verify: str) -> None:
     again = _dataset(tmp_path, "zstd")
     options = replace(again.settings.options, verify=verify)  # type: ignore[arg-type]
     again.settings = replace(again.settings, options=options)
-    with pytest.warns(CacheWarning, match="computed anew"):
+    with pytest.warns(CacheWarning, match="computed again"):
         hit = again[0]
     assert torch.equal(hit["image"], missed["image"])
     assert torch.equal(hit["label"], missed["label"])
@@ -254,7 +254,7 @@ def test_records_that_stay_on_the_device(tmp_path: Path, room: float | str) -> N
     assert kept is not None
     assert 0 < kept.nbytes <= bytes_of(room, "device_bytes")
     Path(again.session.record_path(again.key(1))).unlink()
-    assert torch.equal(again[1]["image"], missed[1]["image"])  # computed anew
+    assert torch.equal(again[1]["image"], missed[1]["image"])  # computed again
 
 
 @pytest.mark.gpu

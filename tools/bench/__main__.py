@@ -12,7 +12,7 @@ import typer
 
 from monai_gds.base.console import progress, progress_bar, say_lines, stderr
 from monai_gds.command.bench_loaders import BatchOption, DatadirOption, image_folder
-from monai_gds.command.bench_tensor import LoopOption, check_folder, tidy_ending
+from monai_gds.command.bench_tensor import FolderOption, LoopOption, tidy_ending
 from monai_gds.command.options import DeviceOption, JsonOption, PlotOption, known_device, one_of
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def dali(
     store: Annotated[
         Path | None,
         typer.Option(
-            help="A Messagepack store, as `monai-gds pack --format squirrel` writes it.", exists=True, file_okay=False
+            help="A Messagepack store, as monai_gds.imagenet.dali.squirrel.py writes it.", exists=True, file_okay=False
         ),
     ] = None,
     datadir: DatadirOption = None,
@@ -188,7 +188,7 @@ def dali(
 
 @app.command("tune", epilog="Example: python -m tools.bench tune --nvme-folder /mnt/nvme > tuned.json")
 def tune_command(
-    nvme_folder: Annotated[Path, typer.Option(exists=True, file_okay=False, help="A folder on the drive to tune for.")],
+    nvme_folder: FolderOption,
     mb_size: Annotated[int, typer.Option(min=1, help="Size of the tensor, in MiB.")] = 256,
     loop: LoopOption = 3,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.", callback=known_device)] = "cpu",
@@ -199,7 +199,6 @@ def tune_command(
     from monai_gds.storage import resolve_device
     from tools.bench.tune import tune
 
-    check_folder(nvme_folder, mb_size << 20)
     target = resolve_device(device)
     with tidy_ending(), progress_bar("tuning") as progress:
         reports, best = tune(nvme_folder, mb_size << 20, target, loop, progress)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from monai_gds.imagenet.dali.pipeline import FedPipeline, Graph, Input, dali, execution
+from monai_gds.imagenet.dali.pipeline import FedPipeline, Graph, dali, execution
 from monai_gds.imagenet.files.sampling import check_int, policy_named
 from monai_gds.storage import resolve_device
 
@@ -167,7 +167,7 @@ class DaliIterator:
     def _build(self, columns: Mapping[str, Any]) -> FedPipeline[Any]:
         self._keys = tuple(columns)
         self._kinds = {key: next(_kinds(value)) for key, value in columns.items()}
-        inputs = {key: Input(kind.device, layout=self._layouts.get(key, "")) for key, kind in self._kinds.items()}
+        inputs = {key: {"device": k.device, "layout": self._layouts.get(key, "")} for key, k in self._kinds.items()}
         to_copy = {key for key, kind in self._kinds.items() if kind.device == "cpu" and self.device.type == "cuda"}
 
         def bring_to_device(nodes: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -21,7 +20,7 @@ from monai_gds import limits
 from monai_gds.errors import BackendUnavailable, MonaiGdsError
 from monai_gds.imagenet.files.sampling import check_int
 
-__all__ = ["FedPipeline", "Input", "PipelineFailed", "dali", "execution", "to_torch"]
+__all__ = ["FedPipeline", "PipelineFailed", "dali", "execution", "to_torch"]
 
 T = TypeVar("T")
 
@@ -73,51 +72,32 @@ def execution(
     if threads is not None and num_threads is not None:
         raise ValueError("threads is another name for num_threads: give one of them")
     num_threads = threads if num_threads is None else num_threads
-    if num_threads is None:
-        num_threads = min(8, os.cpu_count() or 1)
-    if prefetch_queue_depth is None:
-        prefetch_queue_depth = limits.DALI_PREFETCH_BATCHES
+    chosen = {"num_threads": min(8, os.cpu_count() or 1), "prefetch_queue_depth": limits.DALI_PREFETCH_BATCHES}
     for name, value in (("num_threads", num_threads), ("prefetch_queue_depth", prefetch_queue_depth)):
-        check_int(name, value)
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be positive")
-    chosen = {} if exec_dynamic is None else {"exec_dynamic": exec_dynamic}
-    return {"num_threads": int(num_threads), "prefetch_queue_depth": int(prefetch_queue_depth), **chosen}
-
-
-@dataclass(frozen=True)
-class Input:
-    """One input of a pipeline.
-
-    Args:
-        device: where the fed arrays are, ``"cpu"`` or ``"gpu"``.
-        no_copy: DALI reads the fed arrays in place, until the outputs are there.
-        layout: DALI's, such as ``"HWC"``; empty for none.
-    """
-
-    device: str = "cpu"
-    no_copy: bool = False
-    layout: str = ""
+        if value is not None:
+            check_int(name, value)
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be positive")
+            chosen[name] = int(value)
+    return chosen if exec_dynamic is None else {**chosen, "exec_dynamic": exec_dynamic}
 
 
 class FedPipeline(Generic[T]):
     """A DALI pipeline with named inputs and outputs, and at most ``batch_size`` samples per batch.
 
-    ``execution`` holds DALI's own arguments, as returned by :func:`execution`.
+    ``inputs`` holds arguments of ``fn.external_source`` by name: ``device``, where the fed arrays are (default: the
+    CPU), ``layout``, and ``no_copy``, if DALI reads the fed arrays in place until the outputs are there. ``execution``
+    holds DALI's own arguments, as returned by :func:`execution`.
     """
 
     def __init__(
-        self, inputs: Mapping[str, Input], graph: Graph, *, batch_size: int, device: torch.device, seed: int = 0,
-        execution: Mapping[str, Any],
+        self, inputs: Mapping[str, Mapping[str, Any]], graph: Graph, *, batch_size: int, device: torch.device,
+        seed: int = 0, execution: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._inputs = inputs
         self._graph = graph
-        self._arguments = {
-            "batch_size": batch_size,
-            "device_id": device.index if device.type == "cuda" else None,
-            "seed": seed,
-            **execution,
-        }
+        device_id = device.index if device.type == "cuda" else None
+        self._arguments = {"batch_size": batch_size, "device_id": device_id, "seed": seed, **execution}
         self._pipe: Any = None
         self._outputs: list[str] = []
 
@@ -206,10 +186,7 @@ class FedPipeline(Generic[T]):
         fn = dali().fn
         pipe = _pipeline_class()(**self._arguments)
         with pipe:
-            nodes = {
-                name: fn.external_source(name=name, device=i.device, no_copy=i.no_copy, layout=i.layout)
-                for name, i in self._inputs.items()
-            }
+            nodes = {name: fn.external_source(name=name, **how) for name, how in self._inputs.items()}
             outputs = self._graph(nodes)
             self._outputs = list(outputs)
             pipe.set_outputs(*outputs.values())

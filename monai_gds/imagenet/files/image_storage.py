@@ -32,17 +32,11 @@ __all__ = ["Fetch", "ImageRecord", "ImageStorage", "load_item", "read_files", "r
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Images that are being read into one buffer.
-
-    Args:
-        pending: the reads.
-        split: cuts the filled buffer into the images, 1-D uint8 slices.
-        release: gives the buffer back for reuse. To be called once nothing reads from the images any more.
-    """
+    """Images that are being read into one buffer."""
 
     pending: Pending
-    split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = list
-    release: Callable[[], None] = lambda: None
+    split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = list  # cuts it into the images, 1-D uint8 slices
+    release: Callable[[], None] = lambda: None  # gives it back, once nothing reads from the images any more
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Waits for the reads, and returns the images. Raises OSError if a file could not be opened or read."""

@@ -14,7 +14,7 @@ import numpy as np
 __all__ = ["jpeg_nbytes"]
 
 _FILL = re.compile(rb"\xff+")
-_BEHIND_A_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_AFTER_A_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _END, _SCAN = 0xD9, 0xDA
 
 #: Bytes of a file system's block, at most, on most machines. A file ends in its last block.
@@ -47,7 +47,7 @@ def _end(data: memoryview) -> int | None:
             return None
         at += length
         if marker == _SCAN:
-            found = _BEHIND_A_SCAN.search(data, at)
+            found = _AFTER_A_SCAN.search(data, at)
             if found is None:
                 return None
             at = found.start()

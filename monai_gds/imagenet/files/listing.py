@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
@@ -223,17 +223,13 @@ def is_image(name: str) -> bool:
 
 def _sorted_images(folder: str) -> list[tuple[str, int]]:
     """(name, bytes) of every image directly in a folder, in byte-wise order."""
-    return sorted(_images_in(folder), key=lambda image: os.fsencode(image[0]))
-
-
-def _images_in(folder: str) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of every image directly in a folder, in any order."""
+    found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not is_image(entry.name):
-                continue
-            st = _stat(entry)
-            if stat.S_ISREG(st.st_mode):
-                yield entry.name, st.st_size
-            elif entry.is_symlink():
-                raise ImageListError(f"{entry.path} is named like an image, but does not lead to a regular file")
+            if is_image(entry.name):
+                st = _stat(entry)
+                if stat.S_ISREG(st.st_mode):
+                    found.append((entry.name, st.st_size))
+                elif entry.is_symlink():
+                    raise ImageListError(f"{entry.path} is named like an image, but does not lead to a regular file")
+    return sorted(found, key=lambda image: os.fsencode(image[0]))

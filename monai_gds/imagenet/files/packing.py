@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -61,7 +61,7 @@ def pack_folder(
         file_bytes: image bytes per file, such as ``"32MiB"``. A larger image gets its own file.
         max_side: images with more pixels than this in height or width are made smaller and become JPEGs, rotated
             according to their EXIF data. All others are packed as they are.
-        quality: of these JPEGs, 1 to 100.
+        quality: the quality of these JPEGs, 1 to 100.
         executor: where files are packed, such as a ProcessPoolExecutor, or Dask's ``client.get_executor()``, whose
             workers see ``images.root`` and ``out`` under the same paths. Default: here, one after the other.
         progress: called with the number of images packed so far.
@@ -148,31 +148,30 @@ def _write_all(
     portions: list[_Portion], executor: Executor | None, progress: Callable[[int], None] | None
 ) -> list[ImageRecord]:
     """Writes every file, and returns their layouts in order."""
+    written: dict[int, ImageRecord] = {}
     done = 0
+    with closing(_written(portions, executor)) as arriving:
+        for number, record in arriving:
+            written[number] = record
+            done += len(record.sizes)
+            if progress is not None:
+                progress(done)
+    return [written[number] for number in range(len(portions))]
 
-    def note(portion: _Portion) -> None:
-        nonlocal done
-        done += len(portion.images)
-        if progress is not None:
-            progress(done)
 
+def _written(portions: list[_Portion], executor: Executor | None) -> Generator[tuple[int, ImageRecord]]:
     if executor is None:
-        written = []
-        for portion in portions:
-            written.append(_write(portion))
-            note(portion)
-        return written
-    futures: dict[Future[ImageRecord], _Portion] = {}
+        yield from enumerate(map(_write, portions))
+        return
+    futures: dict[Future[ImageRecord], int] = {}
     try:
-        for portion in portions:
-            futures[executor.submit(_write, portion)] = portion
+        for number, portion in enumerate(portions):
+            futures[executor.submit(_write, portion)] = number
         for future in as_completed(futures):
-            future.result()  # raises the first error
-            note(futures[future])
+            yield futures[future], future.result()
     finally:
         for future in futures:
             future.cancel()
-    return [future.result() for future in futures]
 
 
 def _write(portion: _Portion) -> ImageRecord:

@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -284,19 +284,25 @@ class BlockMap(Mapping[str, FileBlocks]):
                 for path in chunk:
                     mounted.refresh()
                     try:
-                        self._verify_file(os.path.join(base, path), self._files[path], data, mounted)
+                        self._verify_file(os.path.join(base, path), self._files.get(path), data, mounted)
                     except DiskClosed:  # this says nothing of the file, and the next one would fail alike
                         raise
                     except OSError as e:
                         wrong[path] = str(e)
             return wrong
 
-        wrong = _in_threads(verify_chunk, list(self._files), progress) | self._new_or_gone(base)
-        return wrong | self._mappable_now(base)
+        return _in_threads(verify_chunk, [*self._files, *self.unmapped], progress) | self._new_or_gone(base)
 
-    def _verify_file(self, path: str, blocks: FileBlocks, data: bool, mounted: MountedFileSystems) -> None:
+    def _verify_file(self, path: str, blocks: FileBlocks | None, data: bool, mounted: MountedFileSystems) -> None:
+        """Raises OSError if a file has changed. ``blocks`` is None for one of ``unmapped``."""
         with _opened(path) as fd:
-            fs = mounted.of(fd, os.fstat(fd).st_dev, path)
+            device = os.fstat(fd).st_dev
+            if blocks is None:
+                with suppress(NotMappable):
+                    FileBlocks.of(fd, mounted.of(fd, device, path), path)
+                    raise FileChanged("it could not be mapped, and now it can: build the map again")
+                return
+            fs = mounted.of(fd, device, path)
             origin = self.origin
             if origin is not None and (mounted.uuid(fd, fs, path), fs.start) != (origin.uuid, origin.start):
                 raise FileChanged(f"{path} is on another file system than the one that was mapped")
@@ -305,22 +311,6 @@ class BlockMap(Mapping[str, FileBlocks]):
             if data:
                 _compare(fd, fs.disk, now, path)
                 blocks.check(FileBlocks.of(fd, fs, path), path)
-
-    def _mappable_now(self, base: str) -> dict[str, str]:
-        """Files of ``unmapped`` that can be mapped now, or are gone."""
-        wrong = {}
-        with closing(MountedFileSystems()) as mounted:
-            for path in self.unmapped:
-                full = os.path.join(base, path)
-                try:
-                    with _opened(full) as fd:
-                        FileBlocks.of(fd, mounted.of(fd, os.fstat(fd).st_dev, full), full)
-                        wrong[path] = "it could not be mapped, and now it can: build the map again"
-                except NotMappable:
-                    pass
-                except OSError as e:
-                    wrong[path] = str(e)
-        return wrong
 
     def _new_or_gone(self, base: str) -> dict[str, str]:
         """Files and folders that are new, and folders that are gone."""
@@ -394,18 +384,13 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
                 files.append(entry.path)
             elif entry.is_dir(follow_symlinks=False) or (folder == root and entry.is_dir()):
                 folders.append(entry.path)
-                if not (entry.is_symlink() and _contains(entry.path, root)):
+                target = os.path.realpath(entry.path) if entry.is_symlink() else None
+                if target is None or os.path.commonpath([target, os.path.realpath(root)]) != target:  # else endless
                     below.append(entry.path)
             elif entry.is_symlink() and not os.path.exists(entry.path):
                 raise FileNotFoundError(errno.ENOENT, "the symbolic link is dead", entry.path)
         waiting.extend(reversed(below))
     return files, folders
-
-
-def _contains(link: str, folder: str) -> bool:
-    """Whether a symbolic link leads to ``folder`` or above it, so that following it would never end."""
-    target = os.path.realpath(link)
-    return os.path.commonpath([target, os.path.realpath(folder)]) == target
 
 
 def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:

@@ -121,7 +121,6 @@ class Disk:
         Raises:
             DiskClosed: it may not be read, or has no node here. The message includes the remedy.
         """
-
         try:
             return os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         except (PermissionError, FileNotFoundError) as e:
@@ -159,7 +158,9 @@ class FileSystem:
             raise _refusal(path, f"it is on a {kind} file system: only ext4 and xfs store files as plain blocks")
         if not folder.is_dir():
             raise _refusal(path, f"its file system has no block device (sysfs has no {folder})")
-        if kind == "ext4" and "data=journal" in mount.options.split(",") + _ext4_options(folder.resolve().name):
+        options = PROC / "fs/ext4" / folder.resolve().name / "options"  # mountinfo lacks the superblock's (tune2fs -o)
+        in_force = options.read_text().split() if options.exists() else []
+        if kind == "ext4" and "data=journal" in [*mount.options.split(","), *in_force]:
             raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
         start, whole = 0, folder.resolve()
         if (folder / "partition").exists():
@@ -210,14 +211,6 @@ def _mount_of(fd: int) -> Mount:
 def _xfs_realtime_blocks(fd: int) -> int:
     """Blocks on the realtime device of an XFS: ``rtblocks`` of ``struct xfs_fsop_geom_v1``, xfs_fs.h."""
     return int(struct.unpack_from("=Q", fcntl.ioctl(fd, _XFS_FSGEOMETRY, bytes(112)), 40)[0])
-
-
-def _ext4_options(name: str) -> list[str]:
-    """All options in force. mountinfo leaves out the superblock's defaults (tune2fs -o)."""
-    try:
-        return (PROC / "fs/ext4" / name / "options").read_text().split()
-    except OSError:
-        return []
 
 
 def _sysfs(device: int) -> Path:
@@ -354,15 +347,10 @@ class Transfer(NamedTuple):
 def transfers(
     extents: Sequence[Extent], offset: int, nbytes: int, *, base: int, room: int, block: int, most: int, direct: bool
 ) -> Iterator[Transfer]:
-    """Cuts one read into transfers.
+    """Cuts one read into transfers of at most ``most`` bytes, a multiple of the disk's ``block``.
 
-    Args:
-        extents, offset, nbytes: what is read.
-        base: address of the destination.
-        room: bytes after the destination that may be overwritten.
-        block: bytes per block of the disk.
-        most: bytes per transfer, a multiple of ``block``.
-        direct: whether the disk reaches the destination.
+    The destination begins at the address ``base``, and ``room`` bytes after it may be overwritten. ``direct``: whether
+    the disk reaches it.
     """
     end = offset + nbytes
     for begin, stop, place in runs(extents, offset, end):

@@ -32,7 +32,6 @@ __all__ = ["MappedFiles", "WholeDisk", "identity", "lookup"]
 #: Starts reads, as :meth:`monai_gds.storage.backend.Backend.start` does.
 Start: TypeAlias = Callable[[Reads, Sequence[torch.Tensor]], Pending]
 
-
 #: A file ends in the last block of its file system. Those of ext4 and XFS have 4 KiB on most machines.
 _LARGEST_BLOCK = 4096
 
@@ -73,12 +72,9 @@ def lookup(blocks: BlockMap, path: str, *, by_end: bool = False) -> FileBlocks:
 
 
 class MappedFiles:
-    """The files of a map on a disk that is not mounted.
+    """The files of a map on a disk, named by its address, that is not mounted.
 
-    Args:
-        blocks: the map. If it has no checksums, a warning says which changes go unnoticed.
-        disk: the address of the disk.
-        device: where destinations live.
+    If the map has no checksums, a warning says which changes go unnoticed.
     """
 
     def __init__(self, blocks: BlockMap, disk: str, device: torch.device) -> None:

@@ -174,9 +174,7 @@ class Saved(NamedTuple):
         block = PLAIN_BLOCK if plain or self.origin is None else self.origin.disk.block_size
         entries = {path: blocks.to_json(block) for path, blocks in self.files.items()}
         if plain:
-            if (
-                path := next((path for path, blocks in self.files.items() if not fits_plain(blocks)), None)
-            ) is not None:
+            for path in (path for path, blocks in self.files.items() if not fits_plain(blocks)):
                 raise BlockMapError(f"{path} {NOT_PLAIN}: plain_part() leaves it out")
             entries = {path: {key: entry[key] for key in _PLAIN} for path, entry in entries.items()}
         elif self.origin is not None:
@@ -209,19 +207,15 @@ class Saved(NamedTuple):
         origin, folders = _origin(header), header.get("folders", [])
         if not isinstance(folders, list):
             raise TypeError("its folders are not a list of paths")
-        files, unmapped = _files(entries, origin.disk.block_size), _unmapped(header.get("unmapped", {}))
-        return cls(files, origin, tuple(map(_below, folders)), unmapped)
+        left_out = header.get("unmapped", {}).items()
+        unmapped = {_below(path): Unmapped(_whole(entry["size"]), _text(entry["why"])) for path, entry in left_out}
+        if any(entry.size < 0 for entry in unmapped.values()):
+            raise ValueError("the size of a file is negative")
+        return cls(_files(entries, origin.disk.block_size), origin, tuple(map(_below, folders)), unmapped)
 
 
 def _files(entries: Mapping[str, Any], block: int) -> dict[str, FileBlocks]:
     return {_below(path): FileBlocks.from_json(entry, block) for path, entry in entries.items()}
-
-
-def _unmapped(entries: Mapping[str, Any]) -> dict[str, Unmapped]:
-    found = {_below(path): Unmapped(_whole(entry["size"]), _text(entry["why"])) for path, entry in entries.items()}
-    if any(entry.size < 0 for entry in found.values()):
-        raise ValueError("the size of a file is negative")
-    return found
 
 
 def _below(path: Any) -> str:

@@ -184,7 +184,7 @@ class DeepNvmeGdsBackend(VerifiedBackend):
         except BaseException:
             pool.release(slot)
             raise
-        pool.upload(slot, dest[:count])
+        pool.upload(slot, [(0, dest[:count])])
         staging.copy_stream(self.device).synchronize()
         return count
 

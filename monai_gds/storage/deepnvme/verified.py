@@ -187,7 +187,12 @@ class VerifiedBackend(BlockingBackend):
             torch.cuda.current_stream(device).synchronize()  # the work that fills them has finished
         with files.new_file(path, total, durable=durable, mode=mode) as fd:
             self._write_all(fd, path, sources, total)
-            _check_written(fd, total)
+            size = os.fstat(fd).st_size
+            if size != total:
+                raise StorageError(errno.EIO, f"the file has {size} bytes after {total} were written")
+            hole = os.lseek(fd, 0, os.SEEK_HOLE)
+            if hole < total:
+                raise StorageError(errno.EIO, f"the bytes at {hole} were not written: DeepNVMe does not say why")
 
     def _write_all(self, fd: int, path: str, sources: Sequence[_Source], total: int) -> None:
         pending = Pending([], torch.device("cpu"))
@@ -246,15 +251,6 @@ def _transfer_ends(count: int, shares: int, size: int) -> Iterator[int]:
     for start in range(0, count, share):
         yield from range(start + size, start + share, size)
         yield start + share
-
-
-def _check_written(fd: int, total: int) -> None:
-    size = os.fstat(fd).st_size
-    if size != total:
-        raise StorageError(errno.EIO, f"the file has {size} bytes after {total} were written")
-    hole = os.lseek(fd, 0, os.SEEK_HOLE)
-    if hole < total:
-        raise StorageError(errno.EIO, f"the bytes at {hole} were not written: DeepNVMe does not say why")
 
 
 def _source(buffer: Buffer) -> _Source:

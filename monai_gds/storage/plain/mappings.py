@@ -28,13 +28,9 @@ unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
-    """Maps a part of a file and returns its address.
+    """Maps a part of a file, from a multiple of the page size on, and returns its address.
 
-    Args:
-        fd: descriptor of the file.
-        offset: a multiple of the page size.
-        nbytes: how many bytes are mapped.
-        shared: read-only and shared; else writable and private (copy-on-write).
+    The mapping is writable and private (copy-on-write), or ``shared`` and read-only.
 
     Raises:
         OSError: the kernel has no more mappings, or the file system has none.

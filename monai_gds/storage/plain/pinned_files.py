@@ -33,10 +33,6 @@ __all__ = ["PinnedFile", "PinnedFiles"]
 class PinnedFile:
     """A whole file, registered until nothing refers to this object.
 
-    Args:
-        path: path of the file.
-        file: its identity.
-
     Raises:
         OSError: it is another file, is not wholly in the page cache, or cannot be mapped.
         RuntimeError: CUDA refused.
@@ -89,12 +85,7 @@ class PinnedFile:
 
 
 class PinnedFiles:
-    """The registered files of one storage: first come, first kept.
-
-    Args:
-        nbytes: limit of their total size.
-        device: the CUDA device that they are copied to.
-    """
+    """The registered files of one storage, of at most ``nbytes`` together: first come, first kept."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes

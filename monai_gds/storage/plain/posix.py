@@ -197,7 +197,8 @@ class PosixBackend(BlockingBackend):
             except OSError:  # vm.max_map_count is used up, or the file system maps nothing: read instead
                 pass
         dest = torch.empty(nbytes, dtype=torch.uint8)
-        files.pread_into(fd, offset, dest.numpy().data, path)
+        with files.naming(path):
+            self._fill(_Handle(fd, -1), path, offset, dest)
         return dest
 
     def close(self) -> None:

@@ -117,11 +117,7 @@ class Ring:
     ) -> np.ndarray:
         """Tries to read a part of each file to an address, and returns when all attempts are over.
 
-        Args:
-            paths: the files, at most ``limits.RING_FILES``.
-            offsets: where each part begins in its file.
-            sizes: bytes of each part.
-            addresses: destination of each part. The caller keeps the memory until this returns.
+        There are at most ``limits.RING_FILES`` files. The caller keeps the memory at the addresses until then.
 
         Returns:
             Bytes read of each, or a negative errno, int32 (files,). A short read does not mean that the file has ended.

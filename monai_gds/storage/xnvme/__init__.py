@@ -20,6 +20,5 @@ What it costs:
   with the file is refused. Only ext4 and XFS directly on a disk, a partition or a loop device can be read.
 * More code than any other backend: FIEMAP and sysfs, bindings, drives with their queues and bounce buffers.
 
-Nothing outside this folder imports more than ``BlockMap``, except that the doctor reads mounts and disks through
-``extents``. Nothing here ever writes to a device. ``block_map`` and ``extents`` import neither torch nor libxnvme.
+Nothing here ever writes to a device.
 """

@@ -16,7 +16,8 @@ import re
 import stat
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,12 +51,7 @@ _BURST = 16
 
 
 class BlockBackend(QueueBackend):
-    """Reads files' blocks through the queues of their drives.
-
-    Args:
-        setup: how the drives are opened.
-        drive: the class of drives.
-    """
+    """Reads files' blocks through the queues of their drives, which are of the class ``drive``."""
 
     coherent = False
 
@@ -107,8 +103,14 @@ class BlockBackend(QueueBackend):
             raise
 
     def _close(self, handle: _File) -> None:
+        """Raises FileChanged if the blocks that were read are no longer the file's."""
         self._drives.release(handle.drive)
-        handle.close()
+        if handle.fd >= 0:
+            try:
+                if look(handle.fd, handle.size) != handle.answer:
+                    raise FileChanged(f"{handle.path} was changed while its blocks were being read")
+            finally:
+                os.close(handle.fd)
 
     def _submit(self, command: Command) -> bool:
         if self._waiting or self._burst >= _BURST:
@@ -266,7 +268,16 @@ class XnvmeBlockBackend(BlockBackend):
         heap_bytes: float | str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         user_space = _in_user_space(uri, be)
-        _check_options(uri, be, mem, queue_depth, nsid, heap_bytes, user_space)
+        if not isinstance(queue_depth, int) or not 1 <= queue_depth < 4096 or queue_depth & (queue_depth - 1):
+            raise ValueError(f"queue_depth={queue_depth!r}: xNVMe takes powers of two below 4096")
+        if user_space and (be in (None, *_KERNEL) or uri is None):
+            raise ValueError("a driver in user space is chosen with be='upcie' (or 'spdk'…) and uri='0000:01:00.0'")
+        if mem == "cpu" and be in _GPU_DRIVERS:
+            raise ValueError(f"be={be!r} has its buffers on the GPU: leave mem='cpu' out, or choose be='upcie'")
+        if nsid is not None and not user_space:
+            raise ValueError(f"nsid={nsid} is for a driver in user space: through the kernel, uri names the namespace")
+        if heap_bytes is not None and be not in UPCIE:
+            raise ValueError(f"heap_bytes={heap_bytes!r}: only uPCIe has a heap (be='upcie')")
         if heap_bytes is not None:
             bytes_of(heap_bytes, "heap_bytes", least=1)
         if user_space and blockmap is None:
@@ -318,52 +329,24 @@ def _reaches_gpu(be: str | None, mem: str | None) -> bool:
     return mem == "gpu" or be in _GPU_DRIVERS
 
 
-def _check_options(
-    uri: str | None, be: str | None, mem: str | None, queue_depth: int, nsid: int | None,
-    heap_bytes: float | str | None, user_space: bool,
-) -> None:  # fmt: skip
-    """Raises ValueError for options that do not go together."""
-    if not isinstance(queue_depth, int) or queue_depth < 1 or queue_depth & (queue_depth - 1) or queue_depth >= 4096:
-        raise ValueError(f"queue_depth={queue_depth!r}: xNVMe takes powers of two below 4096")
-    if user_space and (be in (None, *_KERNEL) or uri is None):
-        raise ValueError("a driver in user space is chosen with be='upcie' (or 'spdk'…) and uri='0000:01:00.0'")
-    if mem == "cpu" and be in _GPU_DRIVERS:
-        raise ValueError(f"be={be!r} has its buffers on the GPU: leave mem='cpu' out, or choose be='upcie'")
-    if nsid is not None and not user_space:
-        raise ValueError(f"nsid={nsid} is for a driver in user space: through the kernel, uri names the namespace")
-    if heap_bytes is not None and be not in UPCIE:
-        raise ValueError(f"heap_bytes={heap_bytes!r}: only uPCIe has a heap (be='upcie')")
-
-
-class _File:
+class _File(NamedTuple):
     """An open file. ``fd`` is -1 where no file system is mounted; ``answer`` is the result of :func:`.extents.look`."""
 
-    __slots__ = ("_answer", "_fd", "drive", "extents", "path", "size")
-
-    def __init__(
-        self, path: str, size: int, extents: Sequence[Extent], drive: Drive, fd: int = -1, answer: bytes = b""
-    ) -> None:
-        self.path, self.size, self.extents, self.drive, self._fd, self._answer = path, size, extents, drive, fd, answer
-
-    def close(self) -> None:
-        """Raises FileChanged if the blocks that were read are no longer the file's."""
-        if self._fd < 0:
-            return
-        try:
-            if look(self._fd, self.size) != self._answer:
-                raise FileChanged(f"{self.path} was changed while its blocks were being read")
-        finally:
-            os.close(self._fd)
+    path: str
+    size: int
+    extents: Sequence[Extent]
+    drive: Drive
+    fd: int = -1
+    answer: bytes = b""
 
 
+@dataclass(slots=True)
 class _Read:
     """A command under way: how many of its transfers are unfinished, and the first error."""
 
-    __slots__ = ("command", "error", "unfinished")
-
-    def __init__(self, command: Command) -> None:
-        self.command, self.unfinished = command, 0
-        self.error: Exception | None = None
+    command: Command
+    unfinished: int = 0
+    error: Exception | None = None
 
 
 class _Transfer:

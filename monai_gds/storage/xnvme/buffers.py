@@ -135,11 +135,7 @@ class GpuBuffers:
     """Tensors in GPU memory that a drive writes to by itself.
 
     A buffer is freed once its tensor is gone and the streams that used it are done with it. The device stays open until
-    the last one is freed.
-
-    Args:
-        device: the drive, opened with a memory allocator that gives GPU memory.
-        target: the CUDA device.
+    the last one is freed. ``device`` was opened with an allocator of memory on the GPU ``target``.
     """
 
     def __init__(self, device: Device, target: torch.device) -> None:

@@ -54,18 +54,13 @@ class CommandQueue(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How devices are opened: the backend's options, checked.
+    """How devices are opened: the options of :class:`.blocks.XnvmeBlockBackend`, checked, and what follows from them.
 
     Attributes:
-        target: where destinations live.
-        uri: as :class:`.blocks.XnvmeBlockBackend` has it.
-        disk: the disk behind ``uri``; None without one, and for a driver in user space.
-        depth: commands in flight at once.
-        blockmap: the block map, if there is one.
+        disk: the disk that ``uri`` names; None without one, and for a driver in user space.
         user_space: whether the drive is taken from the kernel, so that only a block map shows where files are.
         reaches_gpu: whether commands may name memory of the GPU.
         library: libxnvme; None where no command goes through it.
-        be, mem, nsid, heap_bytes: as :class:`.blocks.XnvmeBlockBackend` has them.
     """
 
     target: torch.device
@@ -226,7 +221,6 @@ class Drive:
 
 
 def most_bytes(device: BlockDevice, disk: Disk | None) -> int:
-    """Most bytes per command."""
     most = min(device.max_transfer, _MOST_BLOCKS * device.block_size, disk.max_transfer if disk else 1 << 30)
     return max(most // ALIGNMENT * ALIGNMENT, device.block_size)
 
@@ -260,12 +254,7 @@ def _open_queue(uri: str, setup: Setup) -> tuple[Device, Queue]:
 
 
 class Drives:
-    """The drives of one backend, opened as they are needed. Any thread may call it.
-
-    Args:
-        setup: how to open them.
-        make: the class of drives.
-    """
+    """The drives of one backend, of the class ``make``, opened as they are needed. Any thread may call it."""
 
     def __init__(self, setup: Setup, make: type[Drive] = Drive) -> None:
         self._setup, self._class = setup, make

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import subprocess
 import threading
 import time
 from ctypes import POINTER, c_char, c_char_p, c_int, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
@@ -47,36 +46,31 @@ SILENT_SECONDS = 30.0
 _CHARS = POINTER(c_char)
 
 
+_OPTS: list[Any] = [
+    *((name, _CHARS) for name in ("be", "dev", "mem", "sync", "async", "admin")),
+    ("nsid", c_uint32),
+    *((name, c_uint8) for name in ("rdonly", "wronly", "rdwr", "create", "truncate", "direct")),
+    ("create_mode", c_uint32),
+    *((name, c_uint8) for name in ("poll_io", "poll_sq", "register_files", "register_buffers")),
+    ("css", c_uint32 * 2),
+    *((name, c_uint32) for name in ("use_cmb_sqs", "shm_id", "main_core")),
+    ("core_mask", _CHARS),
+]
+_OPTS_FABRICS: list[Any] = [
+    *((name, _CHARS) for name in ("adrfam", "subnqn", "hostnqn")),
+    *((name, c_uint32) for name in ("admin_timeout", "command_timeout", "spdk_fabrics", "keep_alive_timeout_ms")),
+]
+_HEAPS = [("host_heap_size", c_size_t), ("device_heap_size", c_size_t), ("gpu_id", c_uint32)]
+
+
 class xnvme_opts(ctypes.Structure):  # noqa: N801 (xNVMe's own names)
-    _fields_: ClassVar = [
-        *((name, _CHARS) for name in ("be", "dev", "mem", "sync", "async", "admin")),
-        ("nsid", c_uint32),
-        *((name, c_uint8) for name in ("rdonly", "wronly", "rdwr", "create", "truncate", "direct")),
-        ("create_mode", c_uint32),
-        *((name, c_uint8) for name in ("poll_io", "poll_sq", "register_files", "register_buffers")),
-        ("css", c_uint32 * 2),
-        *((name, c_uint32) for name in ("use_cmb_sqs", "shm_id", "main_core")),
-        ("core_mask", _CHARS),
-        *((name, _CHARS) for name in ("adrfam", "subnqn", "hostnqn")),
-        *((name, c_uint32) for name in ("admin_timeout", "command_timeout", "spdk_fabrics", "keep_alive_timeout_ms")),
-    ]
-
-
-_ADRFAM = [field[0] for field in xnvme_opts._fields_].index("adrfam")
+    _fields_: ClassVar = [*_OPTS, *_OPTS_FABRICS]
 
 
 class xnvme_opts_next(ctypes.Structure):  # noqa: N801
-    """As on the development branch: ``iova_mode`` in between, three fields more at the end."""
+    """As on the development branch, with room for what a later version may append."""
 
-    _fields_: ClassVar = [
-        *xnvme_opts._fields_[:_ADRFAM],
-        ("iova_mode", _CHARS),
-        *xnvme_opts._fields_[_ADRFAM:],
-        ("host_heap_size", c_size_t),
-        ("device_heap_size", c_size_t),
-        ("gpu_id", c_uint32),
-        ("spare", c_uint8 * 256),  # what a later version may append
-    ]
+    _fields_: ClassVar = [*_OPTS, ("iova_mode", _CHARS), *_OPTS_FABRICS, *_HEAPS, ("spare", c_uint8 * 256)]
 
 
 class xnvme_geo(ctypes.Structure):  # noqa: N801
@@ -154,9 +148,6 @@ class Library:
             function = getattr(library, name)
             function.restype = restype
             function.argtypes = [POINTER(self._opts) if a == "OPTS" else a for a in arguments]
-        self._check_layout()
-
-    def _check_layout(self) -> None:
         room = (self._opts * 8)()  # a library with larger options than declared writes into what follows
         opts = room[0]
         self.api.xnvme_opts_set_defaults(ctypes.byref(opts))
@@ -212,8 +203,7 @@ class Library:
 
     def drivers(self) -> list[str]:
         """The drivers that it was built with, by xNVMe's names; empty if the library does not list them."""
-        listing = _list_0_7 if self.layout == "0.7" else _list_next
-        return listing(self.api)
+        return (_list_0_7 if self.layout == "0.7" else _list_next)(self.api)
 
 
 class _Attribute(ctypes.Structure):
@@ -361,19 +351,17 @@ class Queue:
         self._callback = xnvme_queue_cb(lambda _, number: self._finished.append(number))
         self._api.xnvme_queue_set_cb(pointer, self._callback, None)
         # Each context is taken once and kept: making ctypes objects per command would cost as much as the command.
-        self._contexts = [self._context(number) for number in range(1, depth + 1)]
+        self._contexts: list[xnvme_cmd_ctx] = []
+        for number in range(1, depth + 1):
+            context = self._api.xnvme_queue_get_cmd_ctx(pointer)
+            if not context:
+                raise StorageError(errno.ENOMEM, "the queue has fewer contexts than its depth", device.uri)
+            context.contents.cb_arg = number
+            self._contexts.append(context.contents)
         self._free = list(range(1, depth + 1))
         self._tags: list[Any] = [None] * (depth + 1)
         self._finished: list[int] = []
         self._silent_since: float | None = None  # the first look since which nothing was complete
-
-    def _context(self, number: int) -> xnvme_cmd_ctx:
-        pointer = self._api.xnvme_queue_get_cmd_ctx(self._queue)
-        if not pointer:
-            raise StorageError(errno.ENOMEM, "the queue has fewer contexts than its depth", self._device.uri)
-        context: xnvme_cmd_ctx = pointer.contents
-        context.cb_arg = number
-        return context
 
     @property
     def outstanding(self) -> int:
@@ -480,17 +468,9 @@ def load() -> Library:
 
 @lru_cache(maxsize=8)
 def _load(named: str | None) -> Library:
-    names = [named] if named else [*_NAMES, *_from_pkg_config()]
+    names = [named] if named else _NAMES
     hint = f"{ENVIRONMENT} {'names it' if named else 'is not set'}"
     return Library(library(names, hint, load=partial(ctypes.CDLL, use_errno=True), error=BackendUnavailable))
-
-
-def _from_pkg_config() -> list[str]:
-    try:
-        found = subprocess.run(["pkg-config", "xnvme", "--variable=libdir"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    return [os.path.join(found.stdout.strip(), "libxnvme.so")]
 
 
 def _path_of(library: ctypes.CDLL) -> str:

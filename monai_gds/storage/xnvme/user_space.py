@@ -1,6 +1,6 @@
 """Drives that a driver in user space has taken from the kernel: addresses, claims, and why one could not be opened.
 
-xNVMe gives nothing but an errno. /sys and /proc show its cause.
+xNVMe gives nothing but an errno. /sys shows its cause.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import errno
 import fcntl
 import os
 import re
-import resource
 import threading
 from pathlib import Path
 
@@ -39,15 +38,7 @@ def full_address(uri: str) -> str | None:
 
 
 def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None, root: Path = Path("/")) -> str:
-    """Why opening a drive failed with an errno, and the remedy; empty if this machine shows no cause.
-
-    Args:
-        code: the errno.
-        address: address of the drive.
-        driver: xNVMe's name of the driver.
-        heap_bytes: size of uPCIe's heap; None for its default.
-        root: where /proc and /sys are.
-    """
+    """Why opening a drive failed with the errno ``code``, and the remedy; empty if this machine shows no cause."""
     if full_address(address) is None:
         return ""  # it is elsewhere in the network
     device = root / _DEVICES / address
@@ -57,16 +48,16 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
     if bound not in _FOR_USER_SPACE:
         return f"it is bound to {bound}: unmount it and bind it to uio_pci_generic or vfio-pci (`xnvme-driver` does)"
     if code == errno.ENOMEM and driver in UPCIE:
-        return _memory(heap_bytes or _HEAP_BYTES, root)
+        mib = (heap_bytes or _HEAP_BYTES) >> 20
+        return (
+            f"uPCIe's heap of {mib} MiB lies in huge pages (`grep Huge /proc/meminfo`) that this process locks: "
+            "reserve more with `sysctl vm.nr_hugepages`, raise `ulimit -l`, or give another heap_bytes"
+        )
     return ""
 
 
 class Claims:
-    """The drives that this process drives. A second process would reset a drive, and the reads of the first would hang.
-
-    Args:
-        root: where /sys is.
-    """
+    """The drives that this process drives. A second one would reset a drive, and the reads of the first would hang."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -107,22 +98,3 @@ class Claims:
 
 #: The claims of this process.
 claims = Claims()
-
-
-def _memory(heap: int, root: Path) -> str:
-    """How many huge pages a heap takes, what this machine lacks for it, and the remedy."""
-    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-    meminfo = {line[0]: int(line[1]) for line in lines}
-    if "Hugepagesize:" not in meminfo:
-        return "this kernel has no huge pages, which uPCIe's heap is in"
-    page = meminfo["Hugepagesize:"] << 10
-    needed, free = -(-heap // page), meminfo["HugePages_Free:"] - meminfo["HugePages_Rsvd:"]
-    takes = f"uPCIe's heap of {heap >> 20} MiB takes {needed} huge pages of {page >> 20} MiB"
-    if free < needed:
-        total = meminfo["HugePages_Total:"] + needed - free
-        remedy = f"sysctl vm.nr_hugepages={total}, or a smaller heap_bytes"
-        return f"{takes}, and {free} are free: {remedy}"
-    allowed, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if allowed != resource.RLIM_INFINITY and allowed < heap:
-        return f"{takes}, and this process may lock {allowed >> 10} KiB: ulimit -l unlimited"
-    return f"{takes}: a larger heap_bytes may help"

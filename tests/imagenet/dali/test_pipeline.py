@@ -11,14 +11,14 @@ import torch
 
 from monai_gds import limits
 from monai_gds.imagenet.dali import pipeline as module
-from monai_gds.imagenet.dali.pipeline import FedPipeline, Input, PipelineFailed, execution
+from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, execution
 
 fn = pytest.importorskip("nvidia.dali.fn", reason="NVIDIA DALI is not installed on this machine")
 
 
 def decoding(batch_size: int = 2) -> FedPipeline[int]:
     return FedPipeline(
-        {"image": Input(no_copy=True)},
+        {"image": {"no_copy": True}},
         lambda nodes: {"image": fn.decoders.image(nodes["image"], device="cpu")},
         batch_size=batch_size,
         device=torch.device("cpu"),
@@ -60,7 +60,7 @@ def test_no_more_is_taken_from_the_source_than_is_under_way(count: int) -> None:
             yield i
 
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input()},
+        {"x": {}},
         lambda nodes: nodes,
         batch_size=1,
         device=torch.device("cpu"),
@@ -83,7 +83,7 @@ def test_the_next_batch_is_fed_before_anything_is_done_with_the_last(monkeypatch
 
     monkeypatch.setattr(module, "to_torch", noting)
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input()},
+        {"x": {}},
         lambda nodes: nodes,
         batch_size=1,
         device=torch.device("cpu"),
@@ -109,7 +109,7 @@ def to_chw(nodes: dict[str, Any]) -> dict[str, Any]:
 def test_whatever_dali_raises_is_a_failed_pipeline(graph: Any, layout: str, cause: type, message: str) -> None:
     """When it is built, and when it runs; with what DALI raised as the cause."""
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input(layout=layout)}, graph, batch_size=2, device=torch.device("cpu"), execution=execution(num_threads=1)
+        {"x": {"layout": layout}}, graph, batch_size=2, device=torch.device("cpu"), execution=execution(num_threads=1)
     )
     for _ in range(2):
         with pytest.raises(PipelineFailed, match=message) as e:
@@ -119,7 +119,7 @@ def test_whatever_dali_raises_is_a_failed_pipeline(graph: Any, layout: str, caus
 
 def test_errors_in_the_users_function_stay_as_they_are() -> None:
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input()},
+        {"x": {}},
         lambda nodes: {"x": nodes["y"]},
         batch_size=2,
         device=torch.device("cpu"),
@@ -131,7 +131,7 @@ def test_errors_in_the_users_function_stay_as_they_are() -> None:
 
 def test_arrays_that_dali_refuses_leave_it_usable() -> None:
     ours: FedPipeline[int] = FedPipeline(
-        {"x": Input()},
+        {"x": {}},
         lambda nodes: nodes,
         batch_size=2,
         device=torch.device("cpu"),

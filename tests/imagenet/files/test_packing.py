@@ -287,7 +287,7 @@ def test_nor_do_two_threads(folder: Path, tmp_path: Path) -> None:
     assert verify_packed(out) == {}
 
 
-@pytest.mark.parametrize("others", ["ended", "began anew"])
+@pytest.mark.parametrize("others", ["ended", "began again"])
 def test_a_folder_that_another_process_packs_at_this_moment_is_left_alone(
     folder: Path, copy_of: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
@@ -302,7 +302,7 @@ def test_a_folder_that_another_process_packs_at_this_moment_is_left_alone(
         if path.name == "packing.json":
             monkeypatch.undo()
             pack_folder(open_images(folder), out, file_bytes=3000)  # type: ignore[arg-type]
-            if others == "began anew":
+            if others == "began again":
                 path.write_bytes(b"")
         return found
 

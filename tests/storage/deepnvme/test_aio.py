@@ -408,7 +408,7 @@ def test_a_storage_that_can_start_no_thread_writes_by_itself(
 
 
 def test_a_sector_that_looks_unread_by_itself_is_no_error(storage: Storage, tmp_path: Path) -> None:
-    """The mark is drawn anew for each read: a file that holds the last one is read like any other."""
+    """The mark is drawn again for each read: a file that holds the last one is read like any other."""
     path = tmp_path / "file.bin"
     path.write_bytes(content(1 << 20))
     memory = torch.zeros(1 << 20, dtype=torch.uint8)

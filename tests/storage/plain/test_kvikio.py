@@ -24,9 +24,10 @@ from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage, available_backe
 from monai_gds.storage.backend import Backend
 from monai_gds.storage.plain import kvikio as kvikio_module
 from monai_gds.storage.plain.kvikio import KvikioBackend
-from monai_gds.testing import CudaFullContract, WriteContract
+from monai_gds.testing import WriteContract
 from monai_gds.testing.tools import bytes_of, content, descriptors
 from tests.storage import simulated
+from tests.storage.full_contract import CudaFullContract
 
 CUDA = "cuda:0"
 

@@ -154,7 +154,7 @@ def test_whatever_kvikio_does_the_items_are_right(
         elif failure == 0 or isinstance(failure, Exception):
             assert len(said) == len({text.split(":")[0] for text in said}) <= COUNT, said
             assert said
-            assert all(str(folder) in text and "computed anew" in text for text in said)
+            assert all(str(folder) in text and "computed again" in text for text in said)
             assert all(("monai-gds doctor" in text) is (name == "open") for text in said if sticky)
         done = not failing.failed
         first += 5 if sticky else 3
@@ -201,7 +201,7 @@ def test_whatever_kvikio_does_the_items_are_right_on_a_device(
         for sticky in (False, True):
             failing = Failing(name, first, sticky, REFUSALS[0])
             found = dataset(tmp_path, False, **on_device)
-            with pytest.warns(CacheWarning, match="computed anew"):
+            with pytest.warns(CacheWarning, match="computed again"):
                 items = epoch(found, 0) + epoch(found, 0)
             assert failing.failed
             for item, wanted in zip(items, 2 * expected, strict=True):

@@ -20,9 +20,10 @@ from monai_gds.storage import Reads, Storage, files, open_storage
 from monai_gds.storage.files import FileId
 from monai_gds.storage.plain import posix as posix_module
 from monai_gds.storage.plain.posix import PosixBackend
-from monai_gds.testing import BackendContract, CudaBackendContract, CudaFullContract, FullContract, WriteContract
+from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.tools import BLOB_BYTES, bytes_of, descriptors
 from tests.polls import until
+from tests.storage.full_contract import CudaFullContract, FullContract
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -58,7 +59,7 @@ class TestPosixOnCpu(FullContract, WriteContract):
             raise OSError(code, os.strerror(code))
 
         monkeypatch.setattr(posix_module, "_mapped", no_mapping)
-        self.assert_gives(storage, blob, data, (4096, 1 << 20), map=True)
+        self.assert_gives(storage, blob, data, (4096, 1 << 20), how="map")
 
     def test_unmaps_what_nobody_holds(self, storage: Storage, blob: Path) -> None:
         before = Path("/proc/self/maps").read_text().count("blob.bin")
@@ -110,7 +111,7 @@ class TestPosixPastThePageCache(BackendContract):
     def test_reads_leave_no_page_behind(self, storage: Storage, blob: Path, data: bytes) -> None:
         _drop(blob)
         self.assert_gives(storage, blob, data, (0, 2 << 20), (4096, 16_384))
-        self.assert_gives(storage, blob, data, (0, 2 << 20), (4096, 16_384), map=True)
+        self.assert_gives(storage, blob, data, (0, 2 << 20), (4096, 16_384), how="map")
         assert pagecache.cached(blob) == 0
 
     def test_of_what_is_not_aligned_only_its_pages_stay(self, storage: Storage, blob: Path, data: bytes) -> None:

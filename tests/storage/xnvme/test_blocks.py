@@ -33,11 +33,12 @@ from monai_gds.storage.blockmap.inodes import inode_table
 from monai_gds.storage.blockmap.saved import FileBlocks
 from monai_gds.storage.xnvme import libxnvme
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
-from monai_gds.testing import BackendContract, CudaBackendContract, FullContract, WriteContract
+from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.disks import small_disk
 from monai_gds.testing.tools import bytes_of, content
 from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
 from tests.storage import simulated
+from tests.storage.full_contract import FullContract
 from tests.storage.xnvme import libraries
 
 SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 116_000, 3_000_001)
@@ -366,7 +367,7 @@ class TestQueue:
             with pytest.raises(StorageError, match=match) as caught:
                 whole(storage, file)
             assert str(file) in str(caught.value)
-            assert double.count("devices") == 0, "it is opened anew, should it be back"
+            assert double.count("devices") == 0, "it is opened again, should it be back"
             assert whole(storage, file) == content(3_000_000)  # contexts are reused, and their status is not
 
     def test_a_refused_command(self, file: Path, double: libraries.Double) -> None:
@@ -395,7 +396,7 @@ class TestQueue:
     ) -> None:
         with opened() as storage:
             with monkeypatch.context() as patch:
-                patch.setattr(queue_module._Engine, "_check", lambda *_: 1 / 0)
+                patch.setattr(queue_module._Pump, "_check", lambda *_: 1 / 0)
                 pendings = [start(storage, file) for _ in range(3)]
                 for pending in pendings:
                     with pytest.raises(StorageError, match=r"division by zero.*file\.bin"):
@@ -1021,7 +1022,7 @@ def _dataset(cache_dir: Path, items: list[dict[str, int]], **options: Any) -> GD
 
 @pytest.mark.parametrize("kind", ["real", "double next"])
 def test_a_cache_over_it(disk: LoopDisk, kind: str, calls: Callable[[], list[int]]) -> None:
-    """GDSDataset gives the same on a miss and on a hit, also for a record that was written anew elsewhere."""
+    """GDSDataset gives the same on a miss and on a hit, also for a record that was written again elsewhere."""
     with libraries.using(kind):
         dataset = _dataset(disk.folder / "cache", [{"n": n} for n in range(4)])
         missed = [dataset[i] for i in range(4)]

@@ -82,7 +82,6 @@ def test_a_library_that_is_not_there(backend: str, monkeypatch: pytest.MonkeyPat
 def test_no_library_at_all_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(libxnvme.ENVIRONMENT, raising=False)
     monkeypatch.setattr(libxnvme, "_NAMES", ("libxnvme-not-here.so",))
-    monkeypatch.setattr(libxnvme, "_from_pkg_config", list)
     libxnvme._load.cache_clear()
     with pytest.raises(BackendUnavailable, match=r"libxnvme-not-here\.so.*XNVME_LIBRARY_PATH is not set"):
         libxnvme.load()

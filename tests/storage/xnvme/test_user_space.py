@@ -23,14 +23,9 @@ def test_addresses() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A machine with a drive, bound to uio_pci_generic, and 600 huge pages, 100 of them in use."""
+    """A machine with a drive, bound to uio_pci_generic."""
     (tmp_path / "sys/bus/pci/devices" / ADDRESS).mkdir(parents=True)
-    (tmp_path / "proc").mkdir()
     bind(tmp_path, "uio_pci_generic")
-    (tmp_path / "proc/meminfo").write_text(
-        "MemTotal:       16384000 kB\nHugePages_Total:     600\nHugePages_Free:      520\nHugePages_Rsvd:       20\n"
-        "HugePages_Surp:        0\nHugepagesize:       2048 kB\n"
-    )
     return tmp_path
 
 
@@ -57,24 +52,9 @@ def test_a_drive_that_the_kernel_has(root: Path) -> None:
     assert "bound to no driver" in why(root, errno.ENOENT)
 
 
-def test_a_kernel_without_huge_pages(root: Path) -> None:
-    (root / "proc/meminfo").write_text("MemTotal:       16384000 kB\n")
-    assert "this kernel has no huge pages" in why(root, errno.ENOMEM)
-
-
-def test_huge_pages_are_counted(root: Path) -> None:
-    """Those that other processes have been promised are not free."""
-    told = why(root, errno.ENOMEM)
-    assert "heap of 1024 MiB takes 512 huge pages of 2 MiB, and 500 are free" in told
-    assert "sysctl vm.nr_hugepages=612" in told
-    assert "takes 501 huge pages" in why(root, errno.ENOMEM, heap_bytes=1000 * 2**20 + 1)
-
-
-def test_memory_that_may_not_be_locked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (8 << 20, 8 << 20))
-    assert "may lock 8192 KiB: ulimit -l unlimited" in why(root, errno.ENOMEM, heap_bytes=128 << 20)
-    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
-    assert "a larger heap_bytes may help" in why(root, errno.ENOMEM, heap_bytes=128 << 20)
+def test_the_memory_of_the_heap(root: Path) -> None:
+    assert "heap of 1024 MiB lies in huge pages" in why(root, errno.ENOMEM)
+    assert "heap of 128 MiB" in why(root, errno.ENOMEM, heap_bytes=128 << 20)
 
 
 def test_a_drive_belongs_to_one_process(root: Path) -> None:

@@ -30,7 +30,6 @@ from monai_gds.storage.xnvme.bam.queues import (
     MOST_DEPTH,
     BamQueue,
     CudaKernel,
-    Kernel,
     Pool,
     what_happened,
     why_not,
@@ -113,7 +112,7 @@ class XnvmeBamBackend(BlockBackend):
                 f"to {MOST_DEPTH} entries, and a time limit above 0"
             )
 
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> CudaKernel:
         return CudaKernel(self.device)
 
     @classmethod
@@ -136,15 +135,9 @@ def _is_file(uri: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BamSetup(Setup):
-    """The setup of a :class:`BamDrive`.
+    """The setup of a :class:`BamDrive`: the maker of its kernel, its queue pairs, and the kernel's time limit."""
 
-    Attributes:
-        kernel: makes the kernel that drives the queues of one drive.
-        queues: queue pairs per drive.
-        seconds: the kernel's time limit.
-    """
-
-    kernel: Callable[[], Kernel]
+    kernel: Callable[[], CudaKernel]
     queues: int
     seconds: float
 

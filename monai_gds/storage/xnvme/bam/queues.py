@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from monai_gds.storage.xnvme.bam.controller import PAGE, Controller, QueuePair, 
 from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers
 from monai_gds.storage.xnvme.libxnvme import Completion
 
-__all__ = ["LOST", "MOST_DEPTH", "SOURCE", "BamQueue", "CudaKernel", "Kernel", "Pool", "what_happened", "why_not"]
+__all__ = ["LOST", "MOST_DEPTH", "SOURCE", "BamQueue", "CudaKernel", "Pool", "what_happened", "why_not"]
 
 #: The kernel. The tests compile it for the host too.
 SOURCE = Path(__file__).with_name("bam.cu")
@@ -47,18 +47,8 @@ _BATCH = np.dtype([
 ])  # fmt: skip
 
 
-class Kernel(Protocol):
-    """Runs the kernel. One launch at a time."""
-
-    def launch(self, batch: int, queues: int) -> None:
-        """Starts the kernel on the batch at this address, with a block of threads per queue. Returns at once."""
-
-    def done(self) -> bool:
-        """Whether the launch is over. Raises RuntimeError if it failed."""
-
-
 class CudaKernel:
-    """The kernel on a CUDA device, on a separate stream, so that no copy has to wait for a drive."""
+    """The kernel on a CUDA device, on a separate stream, so that no copy waits for a drive. One launch at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = staging.new_stream(device)
@@ -66,10 +56,12 @@ class CudaKernel:
         self._function = staging.compiled(SOURCE.read_text(), "read_blocks", device.index)
 
     def launch(self, batch: int, queues: int) -> None:
+        """Starts the kernel on the batch at this address, with a block of threads per queue. Returns at once."""
         staging.launch(self._function, queues, _THREADS, [batch], self._stream.cuda_stream)
         self._event.record(self._stream)
 
     def done(self) -> bool:
+        """Whether the launch is over. Raises RuntimeError if it failed."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
@@ -83,14 +75,7 @@ def why_not() -> str | None:
 
 
 class Pool(BounceBuffers):
-    """The memory that a controller reads into: slots of the same size, copied on from there.
-
-    Args:
-        controller: the controller whose memory it is.
-        target: where destinations live.
-        slot_bytes: per slot, at least ``controller.max_transfer``.
-        slots: how many slots there are.
-    """
+    """The memory that a controller reads into: slots of at least its ``max_transfer``, copied on from there."""
 
     def __init__(self, controller: Controller, target: torch.device, slot_bytes: int, slots: int) -> None:
         super().__init__(slot_bytes)
@@ -140,18 +125,11 @@ class _Read(NamedTuple):
 class BamQueue:
     """Queue pairs of a controller that a kernel drives. Reads that arrive while it runs wait for the next launch.
 
-    Args:
-        controller: its controller.
-        kernel: what drives them.
-        pool: where commands read into.
-        pairs: number of queue pairs.
-        depth: entries per queue.
-        seconds: after this time without a completion, a queue's commands are lost.
-        target: where the kernel runs.
+    After ``seconds`` without a completion, a queue's commands are lost. The kernel runs on ``target``.
     """
 
     def __init__(
-        self, controller: Controller, kernel: Kernel, pool: Pool, pairs: int, depth: int, seconds: float,
+        self, controller: Controller, kernel: CudaKernel, pool: Pool, pairs: int, depth: int, seconds: float,
         target: torch.device,
     ) -> None:  # fmt: skip
         self._controller, self._kernel, self._pool = controller, kernel, pool

@@ -85,9 +85,8 @@ class _Queue:
         if after == int(self._doorbells[1]):
             raise RuntimeError(f"the completion queue of {self.depth} entries overflows")
         self._completions[4 * self._tail + 2] = self._head
-        self._completions[4 * self._tail + 3] = (
-            identifier | self._phase << 16 | status << 17
-        )  # last: it makes the entry valid
+        # Last: it makes the entry valid
+        self._completions[4 * self._tail + 3] = identifier | self._phase << 16 | status << 17
         self._phase ^= after == 0
         self._tail = after
 
@@ -118,10 +117,14 @@ class SoftwareController(Controller):
         self._target = target
         self.block_size, self.max_transfer = block_size, max_transfer
         try:
-            self._fd, is_device = _opened(path)
+            mode = os.stat(path).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+                raise OSError(errno.ENOTBLK, "it is neither a file nor a block device", path)
+            direct = os.O_DIRECT if stat.S_ISBLK(mode) else 0  # buffered reads of a device give stale blocks
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
         except OSError as e:
             raise StorageError(e.errno, "the software controller cannot open it", path) from e
-        if is_device:
+        if direct:
             size = array.array("i", [0])
             fcntl.ioctl(self._fd, _BLKSSZGET, size)
             self.block_size = size[0]
@@ -227,15 +230,6 @@ class SoftwareController(Controller):
                 start = (pages - 1 - page) * PAGE
                 return region.memory[start + address % PAGE : start + PAGE]
         raise LookupError(address)
-
-
-def _opened(path: str) -> tuple[int, bool]:
-    """A descriptor of a file or a block device, and which it is. Buffered reads of a device give stale blocks."""
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
-        raise OSError(errno.ENOTBLK, "it is neither a file nor a block device", path)
-    direct = os.O_DIRECT if stat.S_ISBLK(mode) else 0
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct), bool(direct)
 
 
 def _serve(controller: weakref.ref[SoftwareController], ended: threading.Event) -> None:

@@ -38,7 +38,7 @@ def compiled() -> Any:
     return entry
 
 
-class HostKernel:
+class HostKernel(queues.CudaKernel):
     """Runs it with so many threads per block."""
 
     def __init__(self, threads: int = 1) -> None:

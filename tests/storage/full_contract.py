@@ -1,7 +1,11 @@
-"""Tests of what the two base classes promise on behalf of every backend on them: :class:`FullContract`."""
+"""Tests of what the two base classes promise on behalf of every backend on them, and a backend without them by itself.
+
+A backend of another package is on one of these classes, and tests only what it can get wrong: :mod:`monai_gds.testing`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -14,12 +18,23 @@ import numpy as np
 import pytest
 import torch
 
+from monai_gds import limits
 from monai_gds.errors import StorageError
-from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage
-from monai_gds.testing.contract import BackendContract
-from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_each, content, descriptors, few_descriptors
+from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage, staging
+from monai_gds.testing import BackendContract, CudaBackendContract
+from monai_gds.testing.cuda import LONG, _load, _sleep, _stream
+from monai_gds.testing.tools import (
+    BLOB_BYTES,
+    assert_bytes,
+    assert_each,
+    assert_file,
+    content,
+    descriptors,
+    few_descriptors,
+    meanwhile,
+)
 
-__all__ = ["FullContract"]
+__all__ = ["CudaFullContract", "FullContract"]
 
 
 class FullContract(BackendContract):
@@ -28,7 +43,7 @@ class FullContract(BackendContract):
     #: Reads of a file that is cut and grown meanwhile. Fewer where each error takes seconds.
     reads_while_shrinking: ClassVar[int] = 200
 
-    # Steps behind the reads.
+    # Steps after the reads.
 
     def test_a_step_sees_bytes_and_errors_once_and_what_it_gives_is_handed_out(
         self, storage: Storage, folder: Path
@@ -65,9 +80,9 @@ class FullContract(BackendContract):
             pending = storage.load(Reads.of(str(blob), [(5, nbytes)]))
             early = pending.then(step)
             late = self.ended(pending).then(step)
-            behind = early.then(lambda tensors, errors: tensors)
+            last = early.then(lambda tensors, errors: tensors)
             nothing = storage.load(Reads.join([])).then(step)
-            for after in (early, late, behind, nothing):
+            for after in (early, late, last, nothing):
                 with pytest.raises(ArithmeticError, match="not a tile"):
                     self.ended(after).wait()
             assert_bytes(pending.wait()[0], data[5 : 5 + nbytes])
@@ -171,20 +186,101 @@ class FullContract(BackendContract):
         self, storage: Storage, folder: Path
     ) -> None:
         path = self.make(folder, bytes(2 << 20))
-        stop = threading.Event()
-
-        def saw() -> None:
-            while not stop.is_set():
-                os.truncate(path, 5000)
-                os.truncate(path, 2 << 20)
-
-        thread = threading.Thread(target=saw)
-        thread.start()
-        try:
+        sizes = itertools.cycle([5000, 2 << 20])
+        with meanwhile(lambda: os.truncate(path, next(sizes))):
             for i in range(self.reads_while_shrinking):
                 reads = Reads.of(str(path), [(0, 2 << 20), (4096, 10_000)])
                 pending = self.ended(storage.map(reads) if i % 2 else storage.load(reads))
                 assert all(isinstance(error, StorageError) for error in pending.errors.values())
-        finally:
-            stop.set()
-            thread.join()
+
+
+@pytest.mark.gpu
+class CudaFullContract(CudaBackendContract, FullContract):
+    """What a backend that implements ``start`` itself promises in addition for a CUDA target."""
+
+    def test_a_step_runs_on_the_copy_stream_and_its_results_are_handed_over(
+        self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream
+    ) -> None:
+        nbytes = 9 << 20
+        copying = staging.copy_stream(storage.device)
+        on: list[bool] = []
+
+        def step(tensors: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
+            on.append(torch.cuda.current_stream(storage.device) == copying)
+            _sleep(LONG)
+            return [tensor ^ 1 for tensor in tensors]
+
+        seen = []
+        with torch.cuda.stream(consumer):
+            for i in range(3):
+                pending = storage.load(Reads.of(str(blob), [(i, nbytes)]))
+                if i == 2:
+                    self.ended(pending)
+                (tensor,) = pending.then(step).wait()
+                seen.append(tensor.clone())
+                del tensor, pending
+        torch.cuda.synchronize(storage.device)
+        assert on == [True] * 3
+        for i, t in enumerate(seen):
+            assert_bytes(t ^ 1, data[i : i + nbytes])
+
+    def test_loaded_on_one_stream_and_used_on_another(self, storage: Storage, blob: Path, data: bytes) -> None:
+        streams = [_stream(storage) for _ in range(3)]
+        pendings = []
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                pendings.append(storage.load(Reads.of(str(blob), [(i, 9 << 20)])))
+        for i, (stream, pending) in enumerate(zip(reversed(streams), pendings, strict=True)):
+            with torch.cuda.stream(stream):
+                seen = pending.wait()[0].clone()
+            stream.synchronize()
+            assert_bytes(seen, data[i : i + (9 << 20)])
+
+    def test_after_an_error_the_destinations_are_the_callers_again(
+        self, storage: Storage, folder: Path, blob: Path, consumer: torch.cuda.Stream
+    ) -> None:
+        """Copies that were queued before the error was found arrive late."""
+        with torch.cuda.stream(staging.copy_stream(storage.device)):
+            _sleep(LONG)
+        with torch.cuda.stream(consumer):
+            dests = [self.dest(storage, 100_000) for _ in range(12)]
+            missing = (folder / "missing.bin", 0, self.dest(storage, 10))
+            assert list(self.fill(storage, *((blob, 0, d) for d in dests), missing).errors) == [12]
+            for dest in dests:
+                dest.fill_(0x77)
+        torch.cuda.synchronize(storage.device)
+        assert all(bool((d == 0x77).all()) for d in dests)
+
+    def test_many_slow_consumers_in_threads(self, storage: Storage, blob: Path, data: bytes) -> None:
+        nbytes = 3 << 20
+
+        def consume(seed: int) -> None:
+            stream = _stream(storage)
+            seen = []
+            with torch.cuda.device(storage.device), torch.cuda.stream(stream):
+                for i in range(40):
+                    offset = (seed * 40 + i) * 4096
+                    (tensor,) = _load(storage, blob, (offset, nbytes))
+                    _sleep(LONG // 200)
+                    seen.append((offset, tensor.clone()))
+                    del tensor
+            stream.synchronize()
+            for offset, t in seen:
+                assert_bytes(t, data[offset : offset + nbytes])
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(consume, range(8)))
+
+    def test_writes_tensors_larger_than_a_staging_slot(self, storage: Storage, folder: Path) -> None:
+        data = content(2 * limits.SLOT_BYTES + 4097)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(storage.device)
+        storage.write(str(folder / "file.bin"), [b"head", tensor, tensor[5 : 2 << 20], b"tail"])
+        assert_file(folder / "file.bin", b"head" + data + data[5 : 2 << 20] + b"tail")
+
+    def test_writes_what_the_current_stream_is_still_computing(self, storage: Storage, folder: Path) -> None:
+        with torch.cuda.stream(_stream(storage)):
+            tensor = torch.zeros(5 << 20, dtype=torch.uint8, device=storage.device)
+            _sleep(LONG)
+            tensor.fill_(9)
+            storage.write(str(folder / "file.bin"), [b"head", tensor[1:], tensor[:1]])
+        assert_file(folder / "file.bin", b"head" + b"\x09" * (5 << 20))
