@@ -122,11 +122,8 @@ def _arrays_read_whole(session: Session, index: int) -> list[str]:
     item = session.read(index) if keys else None
     if not isinstance(item, dict):
         return []
-    return [str(key) for key in item if key in keys and _is_large(item[key])]
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.nbytes >= limits.TILED_BYTES
+    arrays = {key: item[key] for key in item if key in keys and isinstance(item[key], np.ndarray)}
+    return [str(key) for key, array in arrays.items() if array.nbytes >= limits.TILED_BYTES]
 
 
 def _sources(session: Session) -> str:
