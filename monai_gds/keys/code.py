@@ -117,11 +117,6 @@ def is_made_in_python(cls: type) -> bool:
     return cls.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
 
 
-def has_code_of_a_user(cls: type) -> bool:
-    """Whether a class is the user's, or derived from one that is."""
-    return bool(cls.__flags__ & _HEAP_TYPE) and any(library_of_class(base) is None for base in cls.__mro__)
-
-
 def _is_in_its_module(cls: type) -> bool:
     outer, *inner = cls.__qualname__.split(".")
     found = vars(sys.modules[cls.__module__]).get(outer) if cls.__module__ in sys.modules else None
@@ -539,7 +534,8 @@ class Code(Described):
 
     def own_code(self, cls: type, where: str) -> list[bytes]:
         """The digest of a class of values that count by what they hold; empty if no code of a user's is in it."""
-        return [self.digest(cls, where)] if has_code_of_a_user(cls) else []
+        is_users = cls.__flags__ & _HEAP_TYPE and any(library_of_class(base) is None for base in cls.__mro__)
+        return [self.digest(cls, where)] if is_users else []
 
     def _class_body(self, cls: type) -> list[bytes]:
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not isinstance(v, _SLOTS)}
@@ -580,8 +576,8 @@ def _is_private(name: str) -> bool:
 def _of_member(member: enum.Enum) -> dict[str, Any]:
     """The attributes that an enum's user gave a member, in ``__new__`` or afterwards, without what is computed once."""
     own = {name: held for name, held in vars(member).items() if not _is_private(name)}
-    once = {name for name in own if isinstance(getattr(type(member), name, None), functools.cached_property)}
-    return {name: held for name, held in own.items() if name not in once}
+    once = functools.cached_property
+    return {name: held for name, held in own.items() if not isinstance(getattr(type(member), name, None), once)}
 
 
 def class_place(cls: type) -> str:

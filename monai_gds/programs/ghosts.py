@@ -19,7 +19,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import monai.transforms as mt
 import numpy as np
@@ -260,9 +260,9 @@ class Ghosts:
         name = self._names.get(view.untyped_storage()._cdata)
         if name is None:
             raise NotOnGhosts("it makes a tensor of its own")
-        ghost = self.tensors[name]
+        ghost, odd = self.tensors[name], NotOnGhosts("it makes a view that no crop makes")
         if view.dtype != ghost.dtype or type(view) not in (torch.Tensor, MetaTensor) or view.requires_grad:
-            _not_plain()
+            raise odd
         axes = {stride: axis for axis, stride in enumerate(ghost.stride()) if ghost.shape[axis] > 1}
         starts, offset = [], int(view.storage_offset())
         for stride in ghost.stride():
@@ -274,19 +274,15 @@ class Ghosts:
                 continue
             axis = axes.pop(stride, None)
             if axis is None:
-                _not_plain()
+                raise odd
             sizes[axis] = size
         if view.numel() and any(start + size > n for start, size, n in zip(starts, sizes, ghost.shape, strict=True)):
-            _not_plain()
+            raise odd
         return name, starts, sizes
 
 
 #: A ``with`` block in which MetaTensors are handled as plain tensors: their own way takes 10 us per operation.
 _plainly = torch._C.DisableTorchFunctionSubclass
-
-
-def _not_plain() -> NoReturn:
-    raise NotOnGhosts("it makes a view that no crop makes")
 
 
 def _reason(error: BaseException) -> str:

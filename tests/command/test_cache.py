@@ -447,6 +447,7 @@ def test_explains_items_and_the_dataset(module: str) -> None:
     [
         (["{}:make", "3"], "the dataset has 3 items"),
         (["{}:make", "x"], "does not have the form key=value"),
+        (["{}:make", "2fold=3"], "does not have the form key=value"),
         (["{}:other"], "a value of type int"),
         (["{}:nothing"], "has no function 'nothing'"),
         (["{}"], "module:function"),
@@ -458,3 +459,10 @@ def test_what_cannot_be_explained_is_wrong_usage(module: str, arguments: list[st
     done = run("cache", "explain", *(argument.format(module) for argument in arguments))
     assert done.exit_code == 2
     assert words in done.output
+
+
+def test_a_module_that_imports_what_is_not_there_is_not_taken_for_a_missing_one(module: str) -> None:
+    Path("needs_more.py").write_text("import not_installed_here")
+    done = run("cache", "explain", "needs_more:make")
+    assert done.exit_code == 1
+    assert "not_installed_here" in done.output

@@ -22,7 +22,7 @@ import torch
 from monai_gds.errors import StorageError
 from monai_gds.storage import Availability, FileId, Pending, Reads
 from monai_gds.storage.blocking import OpenFiles, Work
-from monai_gds.storage.files import Buffer, Expected, ends_early, open_file
+from monai_gds.storage.files import Buffer, Expected, ends_early, naming, open_file
 from monai_gds.testing import BackendContract, WriteContract
 from tests.storage.full_contract import FullContract
 from tests.storage.sample_blocking_backend import SampleBackend
@@ -36,9 +36,10 @@ class LiesAboutShortReads(SampleBackend):
 
 class ReadsTheHeadOnce(SampleBackend):
     def head(self, path: str, nbytes: int) -> tuple[bytes, FileId]:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            return os.pread(fd, nbytes, 0), FileId.of(fd)
+            with naming(path):
+                return os.pread(fd, nbytes, 0), FileId.of(fd)
         finally:
             os.close(fd)
 
@@ -157,9 +158,11 @@ class SharesItsMemory(SampleBackend):
 
 class MapsForWriting(SampleBackend):
     def map(self, reads: Reads) -> list[torch.Tensor] | None:
-        size = os.path.getsize(reads.paths[0])
-        whole = torch.from_file(reads.paths[0], shared=True, size=size, dtype=torch.uint8)
-        return [whole[offset : offset + nbytes] for offset, nbytes in reads.ranges]
+        tensors = mapped(reads, reads.expected[0])
+        for i, (offset, nbytes) in enumerate(reads.ranges):
+            if nbytes and not offset:
+                tensors[i] = torch.from_file(reads.paths[0], shared=True, size=nbytes, dtype=torch.uint8)
+        return tensors
 
 
 class SharesOnePosition(SampleBackend):
@@ -262,12 +265,13 @@ class ExpectsSomeBytes(SampleBackend):
 
 class ReadsNothingWithinAFileOnly(SampleBackend):
     def _open(self, path: str, expected: Expected) -> Any:
-        if os.path.getsize(path) < self.last:
+        if os.path.getsize(path) < self.empty.get(path, 0):
             raise StorageError(errno.EIO, "it ends before that", path)
         return super()._open(path, expected)
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        self.last = int(reads.offset[reads.nbytes == 0].max(initial=0))
+        rows = zip(reads.file.tolist(), reads.ranges, strict=True)
+        self.empty = {reads.paths[file]: offset for file, (offset, nbytes) in rows if not nbytes}
         return super().start(reads, into)
 
 
@@ -275,9 +279,12 @@ class KeepsWhatItReadThisSecond(SampleBackend):
     kept: dict[Any, bytes] = {}  # noqa: RUF012
 
     def _open(self, path: str, expected: Expected) -> Any:
-        with open(open_file(path, expected), "rb") as file:
+        with open(open_file(path, expected, regular=True), "rb") as file:
             st = os.fstat(file.fileno())
-            return self.kept.setdefault((path, st.st_ino, st.st_size, int(st.st_mtime)), file.read())
+            key = path, st.st_ino, st.st_size, int(st.st_mtime)
+            if key not in self.kept:
+                self.kept[key] = file.read()
+            return self.kept[key]
 
     def _close(self, handle: Any) -> None:
         pass
@@ -337,15 +344,18 @@ class TakesMappingsBack(SampleBackend):
 
 
 class KeepsADescriptorUntilItIsClosed(SampleBackend):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.kept: list[int] = []
+
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        self.kept = [*getattr(self, "kept", ()), os.open(os.devnull, os.O_RDONLY)]
+        self.kept.append(os.open(os.devnull, os.O_RDONLY))
         return super().start(reads, into)
 
     def close(self) -> None:
         super().close()
-        for fd in getattr(self, "kept", ()):
-            os.close(fd)
-        self.kept: list[int] = []
+        while self.kept:
+            os.close(self.kept.pop())
 
 
 # Errors.
@@ -433,6 +443,20 @@ class MixesUpItsCallers(SampleBackend):
         self.asked = reads, into
         time.sleep(0.001)
         return super().start(*self.asked)
+
+
+class ClosesForGoodWhenClosedTwice(SampleBackend):
+    user, closed = 0, 0
+
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        if self.closed > 1:
+            raise StorageError(errno.EBADF, "it was closed twice")
+        self.user, self.closed = threading.get_ident(), 0
+        return super().start(reads, into)
+
+    def close(self) -> None:
+        super().close()
+        self.closed += threading.get_ident() == self.user
 
 
 class IsSurprisedWhenClosed(SampleBackend):
@@ -592,7 +616,7 @@ class OpensAllFilesFirst(SampleBackend):
 class PutsManyIntoOneBlock(AfterReading):
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         pending = super().start(reads, into)
-        if len(into) > 100:
+        if len(into) > 150:
             pending._tensors = list(torch.cat(list(into)).split([dest.numel() for dest in into]))
         return pending
 
@@ -619,21 +643,17 @@ class KeepsADescriptorInAnError(AfterReading):
 
 class IsSurprisedByOtherSizes(AfterReading):
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        self.sizes = [os.path.getsize(path) for path in reads.paths if os.path.isfile(path)]
-        return super().start(reads, into)
-
-    def changed(self, reads: Reads, into: Sequence[torch.Tensor], errors: dict[int, Exception]) -> dict[int, Exception]:
-        if [os.path.getsize(path) for path in reads.paths if os.path.isfile(path)] != self.sizes:
-            errors[0] = ValueError("it has another size now")
-        return errors
+        before = [os.path.getsize(path) for path in reads.paths if os.path.isfile(path)]
+        pending = super().start(reads, into)
+        if [os.path.getsize(path) for path in reads.paths if os.path.isfile(path)] != before:
+            pending._errors[0] = ValueError("it has another size now")
+        return pending
 
 
 def mapped(reads: Reads, expected: Expected, at: Callable[[int], int] = lambda offset: offset) -> list[torch.Tensor]:
     """The ranges of a file, from its bytes at ``at(offset)``; errors are as they should be."""
     path = reads.paths[0]
-    with open(open_file(path, expected), "rb") as file:
-        if not os.path.isfile(path):
-            raise StorageError(errno.EINVAL, "not a regular file", path)
+    with open(open_file(path, expected, regular=True), "rb") as file:
         data = file.read()
     for offset, nbytes in reads.ranges:
         if offset + nbytes > len(data):
@@ -693,6 +713,7 @@ SUBTLE: dict[type[SampleBackend], tuple[type[BackendContract], str]] = {
     GivesErrorsOfItsOwn: (BackendContract, "test_each_file_has_its_own_error_and_the_others_their_bytes[5000]"),
     TriesAgainWhenItIsOver: (BackendContract, "test_nothing_is_written_once_it_is_over"),
     MixesUpItsCallers: (BackendContract, "test_eight_threads_share_it"),
+    ClosesForGoodWhenClosedTwice: (BackendContract, "test_close_waits_and_the_storage_can_be_used_again"),
     IsSurprisedWhenClosed: (BackendContract, "test_close_by_another_thread_disturbs_nobody"),
     SaysNothing: (BackendContract, "test_describes_itself"),
     CountsItemsForBytes: (WriteContract, "test_writes_every_kind_of_buffer[False]"),
