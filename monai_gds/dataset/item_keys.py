@@ -120,9 +120,7 @@ def _version(wanted: MonaiVersion) -> str:
     if wanted is None:
         return ""
     found = str(monai.__version__)
-    if wanted == "minor":
-        found = ".".join(re.split(r"[.+]", found)[:2])
-    return found
+    return ".".join(re.split(r"[.+]", found)[:2]) if wanted == "minor" else found
 
 
 def _hashed(split: Split, hash_transform: HashTransform, root: str | None) -> HashedTransforms:

@@ -109,12 +109,12 @@ class Saved(NamedTuple):
 
     Attributes:
         how: ``"cached"``: its record existed; ``"computed"``: it was made; ``"converted"``: it was rewritten in the
-            form asked for; ``"full"``: it does not fit into the budget; ``"busy"``: another process is computing it.
+            form asked for; ``"left_out"``: it does not fit into the budget; ``"busy"``: another process computes it.
         digest: of the record's key, if there is one.
         seconds: how long computing it took.
     """
 
-    how: Literal["cached", "computed", "converted", "full", "busy"]
+    how: Literal["cached", "computed", "converted", "left_out", "busy"]
     digest: str = ""
     seconds: float = 0.0
 
@@ -250,7 +250,7 @@ class RecordMaker(NamedTuple):
         if self.cache.holds(key.digest, convert):
             return Saved("cached", key.digest)
         if self.cache.full:
-            return Saved("full", key.digest)
+            return Saved("left_out", key.digest)
         leases = Leases(self.cache.path)
         lease = leases.take(key.digest)
         if lease is None and not anyway:
@@ -268,11 +268,11 @@ class RecordMaker(NamedTuple):
                 raise FileChanged(f"while item {index} was computed, {changed}. Populate again")
             return Saved(self._save(key, encoded), key.digest, seconds)
 
-    def _save(self, key: Key, encoded: EncodedItem) -> Literal["computed", "full"]:
+    def _save(self, key: Key, encoded: EncodedItem) -> Literal["computed", "left_out"]:
         try:
             self.cache.save(key, encoded)
         except OverBudget:
-            return "full"
+            return "left_out"
         except OSError as e:
             raise NotSaved(f"nothing more can be cached in {self.cache.path}: {with_advice(e)}") from e
         return "computed"

@@ -35,18 +35,9 @@ _MONAIS = {name: getattr(monai.data.dataset, name) for name in NAMES}
 _DERIVE = ("monai.apps.datasets", "monai.handlers.smartcache_handler")
 
 #: Arguments of MONAI's ``CacheDataset`` that have no effect here: everything is cached, on disk.
-_UNUSED = frozenset(
-    (
-        "cache_num",
-        "cache_rate",
-        "num_workers",
-        "progress",
-        "copy_cache",
-        "as_contiguous",
-        "hash_as_key",
-        "runtime_cache",
-    )
-)
+_UNUSED = {
+    "cache_num", "cache_rate", "num_workers", "progress", "copy_cache", "as_contiguous", "hash_as_key", "runtime_cache",
+}  # fmt: skip
 
 
 class Patch:
@@ -141,7 +132,7 @@ def _stand_in(original: type, defaults: dict[str, Any]) -> type:
     def reduce_ex(self: GDSDataset, protocol: SupportsIndex) -> Any:  # in another process, this name may be MONAI's
         if type(self) is not made:
             return GDSDataset.__reduce_ex__(self, protocol)
-        return _plain, (self.__getstate__(),)
+        return object.__new__, (GDSDataset,), self.__getstate__()
 
     methods = {"__init__": make, "__reduce_ex__": reduce_ex, "__doc__": GDSDataset.__doc__}
     made = type(original.__name__, (GDSDataset,), {**methods, "__module__": original.__module__})
@@ -157,9 +148,3 @@ def _reduce_ex_of_monais(self: Any, protocol: SupportsIndex) -> Any:
 
 def _new_of_monais(name: str) -> Any:
     return object.__new__(_MONAIS[name])
-
-
-def _plain(state: dict[str, Any]) -> GDSDataset:
-    dataset = GDSDataset.__new__(GDSDataset)
-    dataset.__setstate__(state)
-    return dataset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import closing, contextmanager
@@ -178,17 +179,14 @@ def _fill(session: Session, num_workers: int | None, executor: Executor | None, 
     failed = sorted(failure for tally in tallies for failure in (*tally.failures, *tally.killers))
     if failed:
         raise PopulateError(_name_some(failed, len(session.dataset.data)), failed)
-    return Populated(*(sum(getattr(tally, one.name) for tally in tallies) for one in fields(Populated)))
+    return Populated(*(sum(tally.counts[one.name] for tally in tallies) for one in fields(Populated)))
 
 
 @dataclass
 class _Tally:
     """What became of a rank's items."""
 
-    cached: int = 0
-    computed: int = 0
-    converted: int = 0
-    left_out: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # by the names of Populated
     failures: list[FailedItem] = field(default_factory=list)
     killers: list[FailedItem] = field(default_factory=list)  # items whose workers died
 
@@ -239,10 +237,7 @@ class _Filling:
             case Saved("busy"):
                 return False
             case Saved(how):
-                tally.cached += how == "cached"
-                tally.computed += how == "computed"
-                tally.converted += how == "converted"
-                tally.left_out += how == "full"
+                tally.counts[how] += 1
             case FailedItem():
                 tally.failures.append(outcome)
             case Exception() if last:

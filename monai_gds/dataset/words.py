@@ -67,19 +67,16 @@ def _limits(session: Session) -> list[tuple[str, str]]:
 
 
 def _records(session: Session) -> str:
+    """How many records this pipeline has, for the items of this dataset and of others, and the form of new ones."""
     try:
         form = session.record_form()
     except (MonaiGdsError, ValueError) as e:  # print() must work on a broken dataset
         return f"none: {e}"
-    return f"{_count_of_records(session)}, new ones as {form}"
-
-
-def _count_of_records(session: Session) -> str:
-    """How many records this pipeline has, for the items of this dataset and of others."""
     try:
-        return f"{Index(session.settings.cache_dir or '').count(session.pipeline_digest())} of this pipeline"
+        count = f"{Index(session.settings.cache_dir or '').count(session.pipeline_digest())} of this pipeline"
     except (OSError, MonaiGdsError, ValueError):  # no such folder yet
-        return "none"
+        count = "none"
+    return f"{count}, new ones as {form}"
 
 
 def _pipeline(session: Session) -> str:
@@ -122,11 +119,8 @@ def _arrays_read_whole(session: Session, index: int) -> list[str]:
     item = session.read(index) if keys else None
     if not isinstance(item, dict):
         return []
-    return [str(key) for key in item if key in keys and _is_large(item[key])]
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.nbytes >= limits.TILED_BYTES
+    arrays = {key: item[key] for key in item if key in keys and isinstance(item[key], np.ndarray)}
+    return [str(key) for key, array in arrays.items() if array.nbytes >= limits.TILED_BYTES]
 
 
 def _sources(session: Session) -> str:

@@ -232,7 +232,9 @@ def parse(head: bytes, size: int) -> Header:
             raise DamagedRecord("it has runs of a tensor that is not packed")
         if strange := [name for name in entries if name.startswith(_RESERVED)]:
             raise NewerRecord(f"it has the entry {strange[0]!r:.40}, which this version does not support")
-        return Header(key, tree, arrays, entries, tiles, runs, _form(metadata))
+        if "form" in metadata and not _FORM.fullmatch(metadata["form"]):
+            raise DamagedRecord(f"its header names the form {metadata['form']!r:.40}, which no version writes")
+        return Header(key, tree, arrays, entries, tiles, runs, metadata.get("form", ""))
     except (DamagedRecord, NewerRecord):
         raise
     except Exception as e:  # anyone may have written it
@@ -311,14 +313,6 @@ def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:
             raise DamagedRecord(f"its packed tensor {name!r:.40} has an impossible shape")
         entries[name] = entries[name]._replace(dtype=DTYPES[layout["dtype"]][0], shape=shape)
     return found
-
-
-def _form(metadata: dict[str, Any]) -> str:
-    if "form" not in metadata:
-        return ""
-    if not _FORM.fullmatch(metadata["form"]):
-        raise DamagedRecord(f"its header names the form {metadata['form']!r:.40}, which no version writes")
-    return str(metadata["form"])
 
 
 def _whole(value: Any) -> int:

@@ -108,20 +108,12 @@ class RecordHead(NamedTuple):
         }  # fmt: skip
         others = [i for i, (name, _, _) in enumerate(tensors) if name not in tiled]
         rest = TensorTable(tuple([tensors[i] for i in others]), tuple([ranges[i] for i in others])) if tiled else table
-        return cls(
-            file, recipe, table, tuple([e.checksum for e in entries]), tiles, tiled, rest, _runs(record, tiled, blocks)
-        )
-
-
-def _runs(record: Header, tiled: dict[str, TensorForm], blocks: dict[str, bytes]) -> dict[str, tuple[RunTable, int]]:
-    found = {}
-    for name, (_, at) in record.runs.items():
-        if name in tiled:
-            table = RunTable(
-                tiled[name].shape, tiled[name].dtype, np.frombuffer(blocks[RUNS + name], np.uint8), at.nbytes
-            )
-            found[name] = table, at.offset
-    return found
+        runs = {}
+        for name, (_, at) in record.runs.items():
+            if name in tiled:
+                (dtype, shape), stored = tiled[name], np.frombuffer(blocks[RUNS + name], np.uint8)
+                runs[name] = RunTable(shape, dtype, stored, at.nbytes), at.offset
+        return cls(file, recipe, table, tuple([e.checksum for e in entries]), tiles, tiled, rest, runs)
 
 
 def tiles_of(record: Header, name: str, table: np.ndarray) -> Tiles:

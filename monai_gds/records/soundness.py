@@ -7,6 +7,7 @@ refuses is refused here too.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from io import BufferedReader
 
 import numpy as np
@@ -83,14 +84,10 @@ def _check_runs(name: str, tiles: Tiles, table: torch.Tensor, blocks: torch.Tens
 
 def _check_item(record: Header, arrays: bytes) -> None:
     """Puts the item together from uninitialised tensors. Raises what that raises, except for types unknown here."""
-    try:
+    with suppress(UnknownHere):
         recipe = compile_tree(record.tree, arrays, record.tensors, numpy=True, root="/")
-        recipe(
-            {
-                name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
-                for name, entry in record.tensors.items()
-            },
-            ANYTHING,
-        )
-    except UnknownHere:
-        pass
+        tensors = {
+            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+            for name, entry in record.tensors.items()
+        }
+        recipe(tensors, ANYTHING)
