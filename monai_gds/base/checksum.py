@@ -20,8 +20,6 @@ import torch
 from monai_gds import limits
 from monai_gds.base.file_systems import read_at
 
-__all__ = ["NAME", "checksum", "checksum_of_file", "checksums"]
-
 #: The checksum's name in records.
 NAME = "wsum64"
 

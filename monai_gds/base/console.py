@@ -21,8 +21,6 @@ from rich.text import Text
 from monai_gds.base.process import print_past_bars
 from monai_gds.errors import printable
 
-__all__ = ["broken", "in_words", "progress", "progress_bar", "say", "say_lines", "show", "stderr", "stdout"]
-
 #: Width of a table that goes to a pipe: wide enough that no cell is cut or wrapped.
 _UNLIMITED = 100_000
 

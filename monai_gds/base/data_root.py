@@ -6,8 +6,6 @@ is empty. A reader prepends its own root.
 
 from __future__ import annotations
 
-__all__ = ["above", "below"]
-
 
 def below(text: str, root: str) -> str | None:
     """The part of a text after the root; None if the text is neither the root nor below it.

@@ -6,8 +6,6 @@ import json
 from hashlib import blake2b
 from typing import Any
 
-__all__ = ["digest_of"]
-
 
 def digest_of(parts: Any) -> str:
     """The digest of a key's parts, which names its record."""

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "MOST_AXES", "has_name", "name_of"]
-
 #: NumPy has no arrays of more axes.
 MOST_AXES = 64
 

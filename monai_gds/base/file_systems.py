@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["KEEPS_ZEROS", "LOCAL", "Mount", "kind_of", "kind_of_folder", "mounts", "opened", "read_at"]
-
 #: File systems that store zeros that a program writes, and make no hole of them: ext4, XFS, btrfs, tmpfs, F2FS, ramfs.
 KEEPS_ZEROS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0xF2F52010, 0x858458F6})
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from monai_gds.errors import MonaiGdsError
 
-__all__ = ["library", "problem_with"]
-
 
 def library(
     name: str | Sequence[str], hint: str, *, functions: Mapping[str, Sequence[Any]] | None = None, package: str = "",

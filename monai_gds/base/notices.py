@@ -16,8 +16,6 @@ import struct
 import time
 from typing import Any
 
-__all__ = ["Notice", "attach", "place"]
-
 _ROWS = 512
 _ROW = struct.Struct("=" + 8 * "Qd")  # pairs of a hash and a time; a time of 0 is long ago
 

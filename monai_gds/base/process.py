@@ -20,10 +20,6 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-__all__ = [
-    "Bell", "Changes", "Owner", "PerProcess", "end_with_parent", "print_past_bars", "start_thread", "undisturbed",
-]  # fmt: skip
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measurements", "Watch", "count", "each", "enter", "measured", "read", "saved", "watching"]
-
-
 #: Seconds and counts of a watch.
 Measurements: TypeAlias = "tuple[dict[tuple[str, str], float], dict[str, int]]"
 

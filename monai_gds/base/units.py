@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["bytes_of", "seconds_of", "shown"]
-
 _BYTES = {
     "": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,

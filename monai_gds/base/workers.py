@@ -28,8 +28,6 @@ import torch
 from monai_gds.base.process import end_with_parent, print_past_bars, undisturbed
 from monai_gds.errors import WorkerDied
 
-__all__ = ["Workers"]
-
 _log = logging.getLogger("monai_gds")
 
 T = TypeVar("T")

@@ -30,11 +30,6 @@ from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.engines import in_words
 from monai_gds.errors import BackendUnavailable, StorageError
 
-__all__ = [
-    "META", "MONAIS_DATASETS", "NO_CACHE", "OURS", "OURS_LOADER", "REFERENCE", "SILENT", "UNCACHED", "Comparison",
-    "Competitor", "Entrant", "checksums", "compare", "enter", "epoch",
-]  # fmt: skip
-
 OURS = "GDSDataset"
 OURS_LOADER = "GDSDataset, GDSDataLoader"
 REFERENCE = "PersistentDataset"

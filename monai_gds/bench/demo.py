@@ -23,8 +23,6 @@ from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader import GDSDataLoader
 from monai_gds.storage import resolve_device
 
-__all__ = ["pipeline", "run"]
-
 KEYS = ("image", "label")
 SEED = 7
 

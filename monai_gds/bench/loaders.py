@@ -33,8 +33,6 @@ from monai_gds.imagenet.files.packed import is_packed, open_packed
 from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.storage.registry import backend_names, backend_options
 
-__all__ = ["PEERS", "LoaderSettings", "compare", "list_images", "options_for"]
-
 #: Called with the peer, images so far, and images per second so far.
 Progress: TypeAlias = Callable[[str, int, float], None]
 

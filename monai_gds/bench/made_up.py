@@ -10,8 +10,6 @@ from pathlib import Path
 import nibabel
 import numpy as np
 
-__all__ = ["ct_like", "find_pairs", "jpeg", "write_image_folder", "write_volumes"]
-
 #: Average size of the JPEGs in ImageNet's training set: 138 GB in 1,281,167 files.
 _MEAN_BYTES = 110_000
 

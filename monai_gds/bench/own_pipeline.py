@@ -22,8 +22,6 @@ from monai_gds.doctor.isolation import Answer
 from monai_gds.loader import GDSDataLoader
 from monai_gds.loader.stats import Stats
 
-__all__ = ["beside_others", "profile"]
-
 
 def profile(
     dataset: GDSDataset,

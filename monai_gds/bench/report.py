@@ -27,8 +27,6 @@ from rich.table import Table
 from monai_gds.base.console import say, show, stdout
 from monai_gds.errors import BackendUnavailable
 
-__all__ = ["Report", "Row", "draw", "emit", "machine"]
-
 #: Beginning of a :class:`~monai_gds.errors.BackendUnavailable` for a backend that was named explicitly.
 _OF_BACKEND = re.compile(r"backend='([^']+)' does not work here: ")
 

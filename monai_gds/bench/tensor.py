@@ -28,8 +28,6 @@ from monai_gds.errors import FileChanged, MonaiGdsError, StorageError
 from monai_gds.storage import FileId, Reads, Storage, available_backends, open_storage
 from monai_gds.storage.files import check_identity, naming
 
-__all__ = ["LOADS", "STORES", "TUNABLE", "Tensors", "WrongBytes", "load", "store", "title"]
-
 T = TypeVar("T")
 
 _UNIT = "GB/s"

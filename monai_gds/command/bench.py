@@ -14,8 +14,6 @@ from monai_gds.command.bench_loaders import loaders
 from monai_gds.command.bench_tensor import app as tensor_app
 from monai_gds.command.options import DatasetArguments, JsonOption, PlotOption, dataset_from
 
-__all__ = ["app"]
-
 app = options.app("Measure this machine and your pipeline.", "bench dataset --function training:make_dataset")
 app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --plot loaders.png")(loaders)
 app.add_typer(tensor_app, name="tensor")

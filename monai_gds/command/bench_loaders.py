@@ -18,8 +18,6 @@ from monai_gds.command.options import DeviceOption, HeapOption, JsonOption, Plot
 if TYPE_CHECKING:
     from monai_gds.imagenet.dali.decoding import Decoding
 
-__all__ = ["BatchOption", "DatadirOption", "image_folder", "loaders"]
-
 
 class Memory(StrEnum):
     """Where readers that take ``--mem`` have their buffers."""

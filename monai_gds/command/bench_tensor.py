@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from monai_gds.bench.report import Report
     from monai_gds.bench.tensor import Tensors
 
-__all__ = ["FolderOption", "LoopOption", "app", "tidy_ending"]
-
 app = options.app(
     "Measure one tensor to and from one file, by each method.", "bench tensor store --nvme-folder /mnt/nvme"
 )

@@ -16,8 +16,6 @@ from monai_gds.base.console import say, say_lines, stderr, stdout
 from monai_gds.command.options import JsonOption, one_of
 from monai_gds.doctor import Diagnosis, Finding, NoSuchDevice, Status, examine
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 _STYLES = {

@@ -25,8 +25,6 @@ from monai_gds.command.pack import app as pack_app
 from monai_gds.command.profile import app as profile_app
 from monai_gds.errors import MonaiGdsError
 
-__all__ = ["app", "main"]
-
 
 class _Stoppable(TyperGroup):
     """Prints a line when Ctrl-C stops it, which Typer does not, with the arguments of the KeyboardInterrupt."""

@@ -23,22 +23,6 @@ from monai_gds.base.units import bytes_of
 if TYPE_CHECKING:
     from monai_gds.dataset.dataset import GDSDataset
 
-__all__ = [
-    "BackendOption",
-    "DatasetArguments",
-    "DatasetFunction",
-    "DeviceOption",
-    "HeapOption",
-    "JsonOption",
-    "PlotOption",
-    "app",
-    "dataset_from",
-    "known_device",
-    "one_of",
-    "parsed",
-]
-
-
 T = TypeVar("T")
 D = TypeVar("D")
 

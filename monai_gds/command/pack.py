@@ -12,8 +12,6 @@ import typer
 
 from monai_gds.base.console import progress_bar, say
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 

@@ -10,8 +10,6 @@ import typer
 from monai_gds.base.console import say, say_lines, stdout
 from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 

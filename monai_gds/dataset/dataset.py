@@ -23,8 +23,6 @@ from monai_gds.keys.key import Key
 from monai_gds.pipeline.settings import apply, capture_all
 from monai_gds.records.compression import Codec
 
-__all__ = ["GDSDataset", "changes_items"]
-
 
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     """Caches the results of the deterministic transforms and returns them as tensors on the target device.

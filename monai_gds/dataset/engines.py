@@ -39,18 +39,6 @@ from monai_gds.pipeline.words import paths_of
 from monai_gds.shared.owner import this_process
 from monai_gds.shared.temporary import JOB, create, opened
 
-__all__ = [
-    "AHEAD",
-    "Answer",
-    "Engine",
-    "Here",
-    "InWorkers",
-    "OverExecutor",
-    "default_workers",
-    "in_words",
-    "path_of",
-]
-
 #: Items that each worker is given ahead. More would only be lost when a worker is killed.
 AHEAD = 2
 

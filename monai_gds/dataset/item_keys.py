@@ -18,8 +18,6 @@ from monai_gds.keys.sources import Sources
 from monai_gds.pipeline.settings import State, capture, defaults
 from monai_gds.pipeline.split import Split, loaded_keys
 
-__all__ = ["HashTransform", "ItemKeys", "MonaiVersion"]
-
 _log = logging.getLogger("monai_gds")
 
 #: Transforms -> hash as bytes. None leaves them out of the key.

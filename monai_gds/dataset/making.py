@@ -31,10 +31,6 @@ from monai_gds.records.heads import Form
 from monai_gds.records.problems import with_advice
 from monai_gds.shared.leases import Lease, Leases, pace, take_turn
 
-__all__ = [
-    "ItemMaker", "Misses", "RecordMaker", "Saved", "look", "nearest_record", "warn_of_misses", "why_missed",
-]  # fmt: skip
-
 
 class Misses:
     """Counts the misses of one dataset in one process.

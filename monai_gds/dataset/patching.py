@@ -20,8 +20,6 @@ from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.settings import refuse
 from monai_gds.errors import CacheWarning
 
-__all__ = ["NAMES", "Patch", "patch"]
-
 #: The classes that are replaced. ``SmartCacheDataset`` is not: it changes its items from epoch to epoch.
 NAMES = ("PersistentDataset", "CacheDataset", "GDSDataset")
 

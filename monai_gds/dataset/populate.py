@@ -31,8 +31,6 @@ from monai_gds.dataset.session import Session
 from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.shared.leases import pace
 
-__all__ = ["Populated", "populate"]
-
 #: Items that the message of an error names.
 _NAMED = 10
 

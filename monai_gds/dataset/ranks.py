@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["RankLost", "Ranks"]
-
 _log = logging.getLogger("monai_gds")
 
 T = TypeVar("T")

@@ -43,8 +43,6 @@ from monai_gds.records.compression import Compression
 from monai_gds.records.pending import PendingItem
 from monai_gds.storage import open_storage
 
-__all__ = ["Begun", "Runtime", "Session"]
-
 
 class Runtime:
     """What a dataset makes on demand in this process, and does not send to another.

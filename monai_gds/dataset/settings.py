@@ -27,8 +27,6 @@ from monai_gds.shared.temporary import ANY
 from monai_gds.storage import choose_backend, resolve_device
 from monai_gds.storage.registry import check_options
 
-__all__ = ["DEFAULTS", "CacheOptions", "Settings", "check_data", "check_transforms", "refuse"]
-
 _log = logging.getLogger("monai_gds")
 
 #: Options that name one of a few choices. ``sources`` may be a function as well.

@@ -23,8 +23,6 @@ from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import cacheable_after, name_of
 from monai_gds.programs.ghosts import drawn_ahead, hazard
 
-__all__ = ["describe", "explain"]
-
 
 def describe(session: Session) -> str:
     """Target, backend, what is cached, where the split is and why, and the sources of the first item."""

@@ -14,8 +14,6 @@ from typing import Any
 from monai_gds.doctor.isolation import Answer
 from monai_gds.doctor.machine import UDEV_PROPERTIES, Access, Machine, Place
 
-__all__ = ["Finding", "Status", "collect"]
-
 _GUIDE = "https://docs.nvidia.com/gpudirect-storage/troubleshooting-guide/"
 
 #: File systems that lose their files, or that are on another machine.

@@ -21,8 +21,6 @@ from typing import Any
 
 from monai_gds.errors import MonaiGdsError
 
-__all__ = ["LIMIT", "Answer", "Probe", "answer_all", "ask"]
-
 #: Seconds that a process may take. An import from a slow network drive takes tens of them.
 LIMIT = 120.0
 

@@ -24,8 +24,6 @@ from typing import Any
 
 from monai_gds.base.file_systems import Mount, mounts
 
-__all__ = ["Access", "Drive", "Driver", "Machine", "Place"]
-
 #: Properties of a block device that libcufile looks up in udev's database.
 UDEV_PROPERTIES = ("ID_FS_TYPE", "ID_FS_USAGE")
 

@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-__all__ = ["backend", "cufile", "dali", "default", "disk", "io_uring", "libxnvme", "speed", "torch"]
-
 _TRIAL_BYTES = (1 << 20) + 4096
 _MEASURED_BYTES = 512 << 20
 _FREE_SHARE = 10  # --measure takes at most one tenth of the free space

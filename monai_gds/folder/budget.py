@@ -29,8 +29,6 @@ from monai_gds.folder.uses import Used, Uses
 from monai_gds.records import header
 from monai_gds.shared.temporary import ANY
 
-__all__ = ["KNOWN_SECONDS", "LOOK_AGAIN", "Budget", "OverBudget"]
-
 #: Seconds until a directory without room is looked at again.
 LOOK_AGAIN = 60.0
 

@@ -50,8 +50,6 @@ from monai_gds.shared.temporary import ANY
 from monai_gds.storage import Buffer, FileId, Storage
 from monai_gds.storage.files import total_bytes
 
-__all__ = ["CacheDirectory", "folder_named", "prepare", "tidy"]
-
 
 class CacheDirectory:
     """Reads and publishes the records of one directory, for one process and target device.

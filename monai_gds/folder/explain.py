@@ -17,8 +17,6 @@ from difflib import SequenceMatcher
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.records.header import SourceState
 
-__all__ = ["Nearest", "description_differences", "nearest", "source_differences"]
-
 #: A path in the description of a pipeline: "transforms[1] Spacingd.pixdim" is the attribute "pixdim" of the transform
 #: "Spacingd" at place 1. A transform without attributes is described by its name alone.
 _STEP = re.compile(r"transforms\[(\d+)\] ([^\s.]+)(?:\.(.*))?", re.DOTALL)

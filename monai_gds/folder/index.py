@@ -26,8 +26,6 @@ from monai_gds.records.header import SUFFIX, SourceState
 from monai_gds.shared.notes import Notes, line, lines_in, read, whole_lines
 from monai_gds.shared.temporary import ANY, inside, publish
 
-__all__ = ["Index", "IndexEntry"]
-
 _PIPELINES = "pipelines"
 _PIPELINE = re.compile(r"([0-9a-f]{8,64})\.json")
 

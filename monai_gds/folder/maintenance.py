@@ -28,25 +28,6 @@ from monai_gds.records import header
 from monai_gds.records.header import Header, SourceState
 from monai_gds.shared import temporary
 
-__all__ = [
-    "FEWEST",
-    "SHOWN",
-    "Found",
-    "Unwanted",
-    "check",
-    "choose",
-    "idle",
-    "look",
-    "other_files",
-    "pipeline_of",
-    "prunable",
-    "record_files",
-    "remove",
-    "survey",
-    "used_since",
-    "without",
-]
-
 #: How many digits of a pipeline messages show, and how many it takes to name one.
 SHOWN, FEWEST = 8, 4
 

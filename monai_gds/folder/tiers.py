@@ -20,8 +20,6 @@ from monai_gds.records.pending import PendingItem
 from monai_gds.shared.leases import Leases
 from monai_gds.storage import Storage
 
-__all__ = ["TwoTiers"]
-
 
 class TwoTiers(CacheDirectory):
     """A shared cache directory with one on this machine's drive in front. Arguments as for the shared one alone, and:

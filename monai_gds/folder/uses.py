@@ -36,8 +36,6 @@ from monai_gds.base.process import PerProcess
 from monai_gds.shared.notes import Notes, line, lines_in, whole_lines
 from monai_gds.shared.temporary import ANY
 
-__all__ = ["Used", "Uses"]
-
 #: Seconds between writes while records are read for the first time.
 _SOON = 1.0
 

@@ -30,9 +30,6 @@ from monai_gds.items.tree import EncodedItem
 from monai_gds.keys.key import Key
 from monai_gds.storage.snapshot import snapshot
 
-__all__ = ["Writer", "process_writer"]
-
-
 #: Seconds until a waiting caller checks the queue without having been woken.
 _LOOK_AGAIN = 1.0
 

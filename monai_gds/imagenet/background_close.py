@@ -16,8 +16,6 @@ from queue import SimpleQueue
 
 from monai_gds.base.process import Owner, PerProcess
 
-__all__ = ["close_when_dropped"]
-
 
 def close_when_dropped(owner: object, close: Callable[[], None]) -> None:
     """Calls ``close`` soon after ``owner`` is gone, unless the process ends first or is a forked child.

@@ -18,8 +18,6 @@ from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, execut
 from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.readers import Batch
 
-__all__ = ["BrokenImages", "undecodable"]
-
 
 class BrokenImages:
     """The broken images of a list, found so far, and why each cannot be decoded, by path (``reasons``).

@@ -28,8 +28,6 @@ from monai_gds.storage import resolve_device
 if TYPE_CHECKING:
     from monai_gds.storage.blockmap.block_map import BlockMap
 
-__all__ = ["ImageNetDataset"]
-
 
 class ImageNetDataset(IterableDataset[dict[str, Any]]):
     """Batches of images with labels, read by a storage backend and decoded by NVIDIA DALI.

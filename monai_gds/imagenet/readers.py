@@ -28,8 +28,6 @@ from monai_gds.imagenet.files.packed import PackedImages, damaged
 from monai_gds.storage import FileId, Pending
 from monai_gds.storage.files import check_open
 
-__all__ = ["Batch", "FileReader", "ImageReader", "PackedReader", "PlainReader"]
-
 
 @dataclass(slots=True)
 class Batch:

@@ -24,8 +24,6 @@ from monai_gds.storage.registry import backend_names, backend_options
 if TYPE_CHECKING:
     from monai_gds.storage.blockmap.block_map import BlockMap
 
-__all__ = ["READERS", "ImageSource", "open_images", "open_reader"]
-
 _PACKED = "packed"
 _PLAIN = "python-file"
 

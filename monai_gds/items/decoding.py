@@ -25,8 +25,6 @@ from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 from monai_gds.items.encoding import ARRAY_ALIGNMENT
 from monai_gds.items.types import GONE, MAX_DEPTH, Type, gone, numpy_dtype
 
-__all__ = ["Build", "Form", "Parser", "Recipe", "TreePlan", "fields", "tensor_of"]
-
 #: A nested tuple that begins with a tag. An int is the index of a value.
 Form: TypeAlias = "int | tuple[Any, ...]"
 

@@ -14,8 +14,6 @@ from monai_gds.errors import UnsupportedType
 from monai_gds.items.passthrough import ItemValues
 from monai_gds.items.types import MAX_DEPTH, Codec, codec_for
 
-__all__ = ["ARRAY_ALIGNMENT", "SLACK", "EncodedItem", "Encoder", "Opaque", "Path", "tensor_bytes", "unsupported"]
-
 #: Alignment of small arrays in the packed block. Arrays whose element size divides it are aligned to that size instead.
 ARRAY_ALIGNMENT = 16
 

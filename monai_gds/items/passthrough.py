@@ -16,8 +16,6 @@ import torch
 
 from monai_gds.errors import DamagedRecord
 
-__all__ = ["ANYTHING", "ItemValues", "Path", "copy_item", "value_at"]
-
 #: Keys and indices from the item to a value in it.
 Path: TypeAlias = "tuple[str | int, ...]"
 

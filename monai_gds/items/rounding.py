@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["ROUNDED_BYTES", "check_bits", "rounded"]
-
 #: Smaller tensors keep all bits: points, spacings and weights are small, and not worth compressing. A change of this
 #: number changes items, so it needs another name of the setting in the key.
 ROUNDED_BYTES = 1 << 20

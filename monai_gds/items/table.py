@@ -41,8 +41,6 @@ from monai_gds.items.types import (
 if TYPE_CHECKING:
     from monai.data import MetaTensor
 
-__all__ = ["FIXED", "OTHERS", "ROWS"]
-
 
 def _value(decode: Callable[[Any], Any]) -> Callable[[Parser, Any], Form]:
     """Parses what follows a tag as an immutable value."""

@@ -23,12 +23,6 @@ import torch
 from monai_gds.base.dtypes import has_name
 from monai_gds.errors import DamagedRecord
 
-__all__ = [
-    "GONE", "MAX_DEPTH", "NUMERIC", "STORED_AS_REAL", "Codec", "Type", "UnknownHere", "codec_for", "codec_named",
-    "dtype_name", "enum_member", "gone", "is_monai_enum", "is_named_tuple", "named_tuple", "numpy_dtype",
-    "register_type", "torch_dtype",
-]  # fmt: skip
-
 #: How deep containers may be nested. Python's recursion limit allows about half as much again.
 MAX_DEPTH = 100
 

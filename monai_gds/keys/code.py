@@ -26,17 +26,6 @@ from monai_gds.errors import HashingError
 from monai_gds.keys.described import Described, join
 from monai_gds.keys.of_libraries import REFERENCES, UNVERSIONED
 
-__all__ = [
-    "Code",
-    "as_in_the_script",
-    "attributes_of",
-    "is_made_in_python",
-    "library_of",
-    "library_of_class",
-    "module_name",
-    "own_attribute",
-]
-
 _STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE

@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["Described", "join"]
-
 _DEVICE = "cpu|cuda|mps|xpu"
 _DEVICE_NAMES = frozenset({"device", "devices"})
 

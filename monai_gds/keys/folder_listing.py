@@ -11,9 +11,6 @@ import xxhash
 
 from monai_gds import limits
 
-__all__ = ["FILE", "UNREADABLE", "FolderEntry", "changed_at", "digest_of_folder", "list_folder"]
-
-
 # The kind of an entry, part of a folder's hash.
 FILE = 0
 FOLDER = 1

@@ -61,8 +61,6 @@ from monai_gds.keys.code import (
 from monai_gds.keys.described import join
 from monai_gds.keys.of_libraries import COMPUTED, TRANSIENT, writes_files
 
-__all__ = ["HashedTransforms", "canonical_hash", "hash_item", "hash_transforms"]
-
 _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 
 #: The bytes of most values, by type. The class of such a value has no code of a user's.

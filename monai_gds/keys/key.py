@@ -42,8 +42,6 @@ from monai_gds.keys.hashing import canonical_hash, hash_item
 from monai_gds.keys.source_names import absolute, candidates
 from monai_gds.keys.sources import Identity, Sources
 
-__all__ = ["Key", "KeyMaker", "Pipeline", "hash_text"]
-
 #: The first part. Changes whenever the meaning of the others does.
 _FORMAT = "monai_gds 2"
 

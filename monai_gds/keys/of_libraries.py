@@ -9,8 +9,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["COMPUTED", "REFERENCES", "TRANSIENT", "UNVERSIONED", "writes_files"]
-
 #: Libraries that count by name only.
 UNVERSIONED = frozenset({"monai", "monai_gds"})
 

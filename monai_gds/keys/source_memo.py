@@ -32,8 +32,6 @@ from monai_gds.base.file_systems import LOCAL, kind_of
 from monai_gds.base.process import PerProcess
 from monai_gds.shared.notes import Notes
 
-__all__ = ["Ages", "SourceMemo"]
-
 _ENTRY = 40  # bytes: key, content, checksum
 _CHECKED = 32  # bytes that the checksum covers
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from monai_gds.keys.code import attributes_of, library_of_class, own_attribute
 
-__all__ = ["absolute", "candidates", "companions", "files_named", "looks_like_path"]
-
 #: Suffix of a file -> suffixes of files beside it that may hold another part of the same image: Analyze and NIfTI
 #: pairs with SPM's affines, the data files of MetaImage and NRRD headers, which usually share the header's stem, and
 #: the headers and data of Philips and AFNI. Any file of a pair names it.

@@ -29,8 +29,6 @@ from monai_gds.keys.folder_listing import FILE, UNREADABLE, FolderEntry, changed
 from monai_gds.keys.source_memo import Ages, SourceMemo
 from monai_gds.keys.source_names import absolute
 
-__all__ = ["Identity", "Policy", "Sources"]
-
 #: How sources are identified; :class:`Sources` explains each policy.
 Policy = Literal["content", "stat", "once"] | Callable[[str], str | bytes | None] | None
 

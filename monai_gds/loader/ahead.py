@@ -23,8 +23,6 @@ from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Begun, Session
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
 
-__all__ = ["CacheWorkers", "ReadAhead"]
-
 T = TypeVar("T")
 
 #: Seconds before each new try where a device has no memory left: reads that were given up fill theirs to the end.

@@ -24,8 +24,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from monai_gds import limits
 from monai_gds.storage.memory import pooled_empty
 
-__all__ = ["collate"]
-
 #: Native NumPy dtypes, and what ``torch.as_tensor`` makes of them.
 _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(name): getattr(torch, name)

@@ -54,8 +54,6 @@ from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import MeasuredEpoch, Stats
 from monai_gds.loader.transform_workers import Order, Processes, WorkerBatches, with_seed
 
-__all__ = ["GDSDataLoader"]
-
 #: Seconds that leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded,
 #: because the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
 _LEAVE_SECONDS = 60.0

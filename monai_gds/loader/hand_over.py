@@ -14,8 +14,6 @@ import torch
 
 from monai_gds.base.process import Bell, PerProcess
 
-__all__ = ["HandOver", "cuda_tensors"]
-
 #: The loader's stream of a device. Epochs share it, and with it the memory of its pool.
 _loader_stream: PerProcess[torch.device, torch.cuda.Stream] = PerProcess(torch.cuda.Stream)
 

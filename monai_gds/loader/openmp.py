@@ -17,8 +17,6 @@ import torch
 
 from monai_gds.base.process import PerProcess
 
-__all__ = ["LOAD_OF_BUSY_MACHINES", "heed_load"]
-
 #: The load per processor from which a machine is busy. A process that computes on all of them makes 1 by itself.
 LOAD_OF_BUSY_MACHINES = 1.5
 

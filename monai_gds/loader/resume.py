@@ -23,8 +23,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset
 from monai_gds.loader.stats import MeasuredEpoch
 from monai_gds.pipeline.randomness import Slot, is_generator, put_back, slots, states_at
 
-__all__ = ["Later", "Place", "begin_or_go_on", "check"]
-
 T = TypeVar("T")
 
 #: Samplers without their own generator draw from these, and so may training.

@@ -37,8 +37,6 @@ from monai_gds.errors import CacheWarning
 from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.staging import pin, unpin
 
-__all__ = ["Arena", "Arenas", "Mapped", "Packed", "Place", "pack", "unpack"]
-
 _log = logging.getLogger("monai_gds")
 
 #: Buffers begin at multiples of this in an arena, as torch aligns its own memory.

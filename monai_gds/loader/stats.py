@@ -11,8 +11,6 @@ from typing import Any
 
 from monai_gds.base.stages import Watch
 
-__all__ = ["MeasuredEpoch", "Stats"]
-
 #: The stages in which the loader's thread has nothing to do.
 _AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
 

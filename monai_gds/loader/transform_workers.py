@@ -36,8 +36,6 @@ from monai_gds.pipeline.randomness import seed_everything, seed_transforms
 from monai_gds.pipeline.settings import State, apply, capture_all
 from monai_gds.pipeline.words import naming
 
-__all__ = ["Processes", "WorkerBatches"]
-
 #: Makes the seeds of transforms in the loader's process differ from those in workers.
 _HERE = 1
 

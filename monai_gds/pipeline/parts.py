@@ -8,8 +8,6 @@ from typing import Any
 
 import monai.transforms as mt
 
-__all__ = ["TRANSFORMS", "is_a", "named_members", "parts"]
-
 #: What the walk goes into, beside containers.
 TRANSFORMS = (mt.Transform, mt.Randomizable)
 

@@ -25,20 +25,6 @@ from monai.transforms import Randomizable
 
 from monai_gds.pipeline.parts import TRANSFORMS, is_a, named_members, parts
 
-__all__ = [
-    "Slot",
-    "States",
-    "generators",
-    "is_generator",
-    "put_back",
-    "put_state",
-    "seed_everything",
-    "seed_transforms",
-    "slots",
-    "state_of",
-    "states_at",
-]
-
 _GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 
 #: What :func:`seed_transforms` seeds.

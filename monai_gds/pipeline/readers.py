@@ -9,8 +9,6 @@ from typing import Any
 from monai.data import NibabelReader
 from monai.utils import ensure_tuple
 
-__all__ = ["IgzipReader"]
-
 
 class IgzipReader(NibabelReader):  # type: ignore[misc]  # MONAI is untyped
     """MONAI's ``NibabelReader``, with ISA-L's igzip in place of zlib for ``.nii.gz``.

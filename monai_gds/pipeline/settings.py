@@ -23,8 +23,6 @@ import monai.config
 import torch
 from monai.data.meta_obj import get_track_meta, set_track_meta
 
-__all__ = ["State", "applied", "apply", "capture", "capture_all", "defaults"]
-
 #: Names and values of the settings that differ from their defaults, in the order of the tables below.
 State = tuple[tuple[str, str], ...]
 

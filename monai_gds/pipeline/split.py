@@ -21,8 +21,6 @@ from monai.transforms.traits import RandomizableTrait
 from monai_gds.base import stages
 from monai_gds.pipeline.parts import parts
 
-__all__ = ["Split", "before_cuda", "cacheable_after", "loaded_keys"]
-
 
 class Split:
     """A ``Compose`` in two halves. It is not changed, so seeds set on it reach its transforms.

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["naming", "paths_of"]
-
 #: The most paths that a note names, and the most characters of each.
 _MOST_PATHS = 4
 _MOST_CHARACTERS = 160

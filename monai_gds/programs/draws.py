@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from monai_gds.records.volumes import Volume
     from monai_gds.tiles.runs import Runs
 
-__all__ = ["Draws", "Turn"]
-
 _log = logging.getLogger("monai_gds")
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from monai_gds.records.volumes import Volume
     from monai_gds.tiles.boxes import Box
 
-__all__ = ["SEES_GHOSTS", "Ghosts", "NotOnGhosts", "drawable", "drawn_ahead", "hazard"]
-
 #: The transforms that may see ghosts, by name. tests/programs/test_ghosts.py generates and proves this list.
 SEES_GHOSTS = (
     "Compose", "OneOf", "RandomOrder", "SomeOf", "CenterScaleCrop", "CenterScaleCropd", "CenterSpatialCrop",

@@ -30,8 +30,6 @@ from monai.transforms.utils import map_binary_to_indices, map_classes_to_indices
 
 from monai_gds.tiles.runs import Runs
 
-__all__ = ["RunsOf", "Selection", "standing_in", "takes_runs"]
-
 #: Returns the runs of the record's volume whose memory a tensor shares, or None.
 RunsOf = Callable[[torch.Tensor], Runs | None]
 

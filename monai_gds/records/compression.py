@@ -17,8 +17,6 @@ from monai_gds.tiles.codecs import AUTO, CODECS, ON_CPU
 from monai_gds.tiles.device import why_not as why_not_on_gpu
 from monai_gds.tiles.tiles import EDGE
 
-__all__ = ["EDGES", "WHOLE", "Codec", "Compression", "why_not"]
-
 Codec = Literal["lz4", "zstd", "bitcomp"]  # for type checkers: the codecs of monai_gds.tiles.codecs
 
 #: Edges that tiles may have. A tile of 128³ would be larger than records may have (:data:`limits.TILE_BYTES`), and the

@@ -24,8 +24,6 @@ from monai_gds.storage import FileId, Storage
 from monai_gds.storage.files import check_identity
 from monai_gds.tiles.unpacking import unpack
 
-__all__ = ["check", "read", "read_record", "read_whole"]
-
 
 def check(name: str, expected: int, data: torch.Tensor) -> None:
     """Compares the bytes of an entry with its checksum.

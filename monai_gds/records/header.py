@@ -20,26 +20,6 @@ from monai_gds.base.dtypes import DTYPES, MOST_AXES
 from monai_gds.base.file_systems import KEEPS_ZEROS, kind_of, read_at
 from monai_gds.errors import DamagedRecord, NewerRecord
 
-__all__ = [
-    "ARRAYS",
-    "BLOCKS",
-    "CRC",
-    "PAD",
-    "RUNS",
-    "SUFFIX",
-    "TABLE",
-    "VERSION",
-    "Header",
-    "SourceState",
-    "Tensor",
-    "bytes_of",
-    "check_holes",
-    "digest_in",
-    "header_length",
-    "parse",
-    "read",
-]
-
 #: The version of the format.
 VERSION = 2
 

@@ -26,9 +26,6 @@ from monai_gds.tiles.runs import RunTable
 from monai_gds.tiles.tiles import Layout, Tiles
 from monai_gds.tiles.unpacking import why_not
 
-__all__ = ["Form", "HeadMemory", "KeptRecords", "RecordHead", "TensorForm", "TensorTable", "check_codecs", "tiles_of"]
-
-
 # Bytes of memory, measured. Per head besides its recipe and its path: ids, slots in dicts. Per table: the arrays of its
 # reads. Per tensor in it: name, shape and range.
 _HEAD_BYTES = 800

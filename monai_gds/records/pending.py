@@ -26,8 +26,6 @@ from monai_gds.tiles.runs import Runs, RunTable
 from monai_gds.tiles.tiles import PATTERNS
 from monai_gds.tiles.unpacking import unpack
 
-__all__ = ["PendingItem", "Volumes", "start"]
-
 #: Elements that runs found, by the name of the label, with the index of their value.
 _Found: TypeAlias = "dict[str, dict[int, int]]"
 

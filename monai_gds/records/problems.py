@@ -13,8 +13,6 @@ from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord, RecordError
 from monai_gds.items.types import UnknownHere
 
-__all__ = ["Problems", "is_of_record", "with_advice"]
-
 #: Errors that concern the directory, its disk or this process rather than one file: hundreds of records have the same.
 _SHARED = (
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,

@@ -25,8 +25,6 @@ from monai_gds.tiles import device
 from monai_gds.tiles.device import Unpacking
 from monai_gds.tiles.tiles import Selection, Tiles
 
-__all__ = ["TRIES", "Begun", "Mmap", "RecordReader", "Verify"]
-
 #: When the checksums of a record's tensors are compared: the first time this process reads a version of the file (at
 #: every read where the storage bypasses the file system), at every read, or never. The header's always is.
 Verify = Literal["first", "always", "never"]

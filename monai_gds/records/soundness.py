@@ -26,8 +26,6 @@ from monai_gds.tiles.runs import RunTable
 from monai_gds.tiles.tiles import Tiles
 from monai_gds.tiles.unpacking import unpack, why_not
 
-__all__ = ["check_record"]
-
 
 def check_record(file: BufferedReader, record: Header) -> None:
     """Checks an open record whose header was parsed.

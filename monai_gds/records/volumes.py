@@ -16,8 +16,6 @@ from monai_gds.tiles.boxes import Arrangement, Box, arrange, whole_box
 from monai_gds.tiles.tiles import Selection, Tiles
 from monai_gds.tiles.unpacking import unpack_boxes
 
-__all__ = ["Part", "Volume", "reads_of"]
-
 
 class Volume(NamedTuple):
     """Voxels of a tensor in boxes that were read. The rest of its memory is undefined.

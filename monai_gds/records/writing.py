@@ -82,8 +82,6 @@ from monai_gds.records.header import ARRAYS, BLOCKS, CRC, PAD, RUNS, TABLE, VERS
 from monai_gds.storage import ALIGNMENT, Buffer
 from monai_gds.tiles import runs, tiles
 
-__all__ = ["LARGE", "check_name", "pack_record", "without_tiles"]
-
 #: Tensors of at least this size begin at a multiple of ALIGNMENT.
 LARGE = 64 << 10
 

@@ -26,8 +26,6 @@ from monai_gds.base.process import PerProcess
 from monai_gds.shared.owner import gone, mark, this_process
 from monai_gds.shared.temporary import create, opened, read
 
-__all__ = ["Lease", "Leases", "Pace", "pace", "take_turn"]
-
 #: Seconds between two touches of a lease's file.
 BEAT_SECONDS = 2.0
 

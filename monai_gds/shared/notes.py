@@ -25,8 +25,6 @@ from monai_gds.shared import temporary
 from monai_gds.shared.owner import HOUR, PATTERN, gone, mark
 from monai_gds.shared.temporary import ANY
 
-__all__ = ["FOLDER", "Notes", "line", "lines_in", "read", "whole_lines"]
-
 FOLDER = ".index"
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK

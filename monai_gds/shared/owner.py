@@ -14,8 +14,6 @@ import time
 
 from monai_gds.base.process import PerProcess
 
-__all__ = ["HOUR", "PATTERN", "gone", "mark", "still_runs", "this_process"]
-
 #: The first part of a name on a machine that does not reveal its boot or pid namespace.
 _UNKNOWN = "unknown"
 

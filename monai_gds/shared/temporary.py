@@ -28,24 +28,6 @@ from functools import partial
 from monai_gds.base import file_systems
 from monai_gds.shared.owner import HOUR, PATTERN, gone, mark
 
-__all__ = [
-    "ANY",
-    "FOLDER",
-    "JOB",
-    "abandoned",
-    "being_written",
-    "create",
-    "inside",
-    "is_temporary",
-    "opened",
-    "publish",
-    "read",
-    "remove",
-    "remove_record",
-    "share_file",
-    "tidy",
-]
-
 #: The folder for temporary files in a cache directory.
 FOLDER = ".tmp"
 

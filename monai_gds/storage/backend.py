@@ -34,8 +34,6 @@ from monai_gds.storage.files import Buffer, Expected, FileId
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads
 
-__all__ = ["CUDA_ONLY", "Availability", "Backend", "check_threads"]
-
 #: Why a backend that reads into GPU memory does not work for a CPU target.
 CUDA_ONLY = "it serves CUDA targets only"
 

@@ -31,8 +31,6 @@ from monai_gds.storage.files import Expected
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads
 
-__all__ = ["BlockingBackend", "OpenFiles", "Work", "naming_file", "naming_group"]
-
 T = TypeVar("T")
 
 

@@ -16,12 +16,6 @@ from monai_gds.base.file_systems import read_at
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.memory import HUGE, prefer_huge_pages
 
-__all__ = [
-    "ALIGNMENT", "Buffer", "Expected", "FileId", "aligned_empty", "as_bytes_view", "check_identity", "check_open",
-    "ends_early", "expect_cold", "is_cold", "naming", "new_file", "open_direct", "open_file",
-    "read_head", "total_bytes", "write_all",
-]  # fmt: skip
-
 #: Bytes. Offsets, lengths and addresses that are multiples of it suit O_DIRECT, cuFile and NVMe blocks.
 ALIGNMENT = 4096
 

@@ -22,11 +22,6 @@ import torch
 
 from monai_gds import limits
 
-__all__ = [
-    "HUGE", "collapse_to_huge_pages", "pooled_empty", "pooled_scratch", "pooled_volume", "prefer_huge_pages",
-    "prefer_huge_pages_for_mapping", "tensor_at",
-]  # fmt: skip
-
 #: Bytes of a huge page on x86-64, and on ARM with base pages of 4 KiB.
 HUGE = 2 << 20
 

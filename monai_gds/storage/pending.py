@@ -15,8 +15,6 @@ from monai_gds.base.process import Changes
 from monai_gds.storage import staging
 from monai_gds.storage.reads import Reads
 
-__all__ = ["Check", "Pending", "Then", "Unpacked"]
-
 #: A step after the reads: gets the destinations and the errors by file, returns the tensors to hand out instead.
 Then: TypeAlias = "Callable[[list[torch.Tensor], Mapping[int, Exception]], list[torch.Tensor]]"
 

@@ -15,8 +15,6 @@ import torch
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.reads import Reads
 
-__all__ = ["Copies", "by_file", "by_side", "coalesce", "cut", "group", "pack", "share", "stage"]
-
 
 def _pages(nbytes: np.ndarray) -> np.ndarray:
     """Sizes in bytes, rounded up to whole pages."""

@@ -32,8 +32,6 @@ from monai_gds.storage.files import ALIGNMENT, Expected
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads, Row
 
-__all__ = ["Command", "QueueBackend"]
-
 #: Seconds for which an idle pump waits for another job before it leaves its thread. Waking a thread that waits here
 #: costs less than handing it a task.
 LINGER = 0.02

@@ -11,9 +11,6 @@ import torch
 
 from monai_gds.storage.files import Expected
 
-__all__ = ["Reads", "Row", "check_destinations"]
-
-
 P = TypeVar("P")
 
 

@@ -22,11 +22,6 @@ from monai_gds.errors import BackendUnavailable
 from monai_gds.storage.backend import CUDA_ONLY, Availability, Backend
 from monai_gds.storage.storage import Storage
 
-__all__ = [
-    "available_backends", "backend_names", "backend_options", "choose_backend", "open_storage", "probe_backend",
-    "resolve_device",
-]  # fmt: skip
-
 _BACKENDS = {
     "posix": "monai_gds.storage.plain.posix:PosixBackend",
     "kvikio": "monai_gds.storage.plain.kvikio:KvikioBackend",

@@ -15,9 +15,6 @@ from monai_gds.base.process import PerProcess
 from monai_gds.storage.memory import prefer_huge_pages
 from monai_gds.storage.staging import new_stream
 
-__all__ = ["snapshot"]
-
-
 _stream = PerProcess(new_stream)
 
 

@@ -26,13 +26,6 @@ from monai_gds import limits
 from monai_gds.base.process import PerProcess
 from monai_gds.storage.files import ALIGNMENT, Buffer, as_bytes_view, write_all
 
-__all__ = [
-    "StagingPool", "StagingSlot", "adopt", "allocate_on_copy_stream", "compiled", "copy_stream", "copy_to_device",
-    "current_stream", "empty_for_side_stream", "hand_off", "launch", "new_stream", "on_copy_stream", "on_side_stream",
-    "pin", "pinned_bytes", "raw_current_stream", "staging_pool", "unpin", "write_buffers",
-]  # fmt: skip
-
-
 #: CUDA_ERROR_INVALID_CONTEXT of the driver's cuda.h.
 _INVALID_CONTEXT = 201
 

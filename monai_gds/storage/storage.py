@@ -17,8 +17,6 @@ from monai_gds.storage.files import Buffer, FileId
 from monai_gds.storage.pending import Pending, Unpacked
 from monai_gds.storage.reads import Reads, check_destinations
 
-__all__ = ["Storage"]
-
 
 @final
 class Storage:

@@ -17,8 +17,6 @@ from monai_gds.storage import ALIGNMENT, Pending, Reads, Storage
 from monai_gds.storage.backend import Backend
 from monai_gds.testing.tools import assert_each, blob_content, bytes_of, content, descriptors
 
-__all__ = ["OverABackend"]
-
 
 class OverABackend:
     """Fixtures and helpers of the tests of a backend. Holds no test."""

@@ -28,8 +28,6 @@ from monai_gds.testing.tools import (
     without_permission,
 )
 
-__all__ = ["BackendContract", "WriteContract"]
-
 
 class BackendContract(ReadsRightBytes, GivesMemoryAway, FailsFileByFile, LivesAmongThreads):
     """What a backend promises about bytes, errors, memory and threads, for any target device.

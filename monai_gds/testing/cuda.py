@@ -18,8 +18,6 @@ from monai_gds.storage import Reads, Storage, open_storage, staging
 from monai_gds.testing.contract import BackendContract
 from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, bytes_of, content
 
-__all__ = ["LONG", "CudaBackendContract", "Scenario"]
-
 #: Clock cycles that keep a stream busy for some tenths of a second: far longer than anything here takes.
 LONG = 600_000_000
 

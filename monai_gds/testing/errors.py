@@ -17,8 +17,6 @@ from monai_gds.testing.base import OverABackend
 from monai_gds.testing.disks import broken_disk
 from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_each, content, descriptors
 
-__all__ = ["FailsFileByFile"]
-
 
 class FailsFileByFile(OverABackend):
     """What a backend promises about files that cannot be read."""

@@ -18,8 +18,6 @@ from monai_gds.storage import Reads, Storage
 from monai_gds.testing.base import OverABackend
 from monai_gds.testing.tools import BLOB_BYTES, assert_bytes, assert_file, error_of, meanwhile
 
-__all__ = ["LivesAmongThreads"]
-
 
 class LivesAmongThreads(OverABackend):
     """What a backend promises to threads that share it, and to forked processes."""

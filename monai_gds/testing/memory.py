@@ -15,8 +15,6 @@ from monai_gds.storage import ALIGNMENT, Reads, Storage
 from monai_gds.testing.base import OverABackend
 from monai_gds.testing.tools import assert_bytes, assert_each, assert_file, content, descriptors
 
-__all__ = ["GivesMemoryAway"]
-
 #: Bytes that a saved tensor may take beyond its own: a page for alignment, and torch's framing.
 _OVERHEAD = ALIGNMENT + (4 << 10)
 

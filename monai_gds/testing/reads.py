@@ -26,8 +26,6 @@ from monai_gds.testing.tools import (
     property_test,
 )
 
-__all__ = ["ReadsRightBytes"]
-
 #: Bytes on both sides of a destination that must stay as they are.
 _FENCE = 100
 

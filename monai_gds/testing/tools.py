@@ -15,11 +15,6 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, settings
 
-__all__ = [
-    "BLOB_BYTES", "LENGTHS", "OFFSETS", "assert_bytes", "assert_each", "assert_file", "blob_content", "bytes_of",
-    "content", "descriptors", "error_of", "few_descriptors", "meanwhile", "property_test", "without_permission",
-]  # fmt: skip
-
 #: Bytes around the sizes at which backends change their behaviour: sectors, pages, pieces.
 LENGTHS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (3 << 20) + 5)
 OFFSETS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000, 65_536, (4 << 20) - 1, (8 << 20) - 1, 8 << 20)

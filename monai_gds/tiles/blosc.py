@@ -32,8 +32,6 @@ from monai_gds.base.library import library, problem_with
 from monai_gds.errors import DamagedRecord, MonaiGdsError
 from monai_gds.tiles.codecs import ON_CPU
 
-__all__ = ["HEADER_BYTES", "MOST_BYTES", "Blocks", "compress", "decompress", "head_bytes", "why_not"]
-
 HEADER_BYTES = 32
 
 #: Most bytes in a chunk, compressed or not.

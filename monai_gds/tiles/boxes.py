@@ -15,8 +15,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Arrangement", "Box", "arrange", "last_three", "side_by_side", "whole_box"]
-
 #: Voxels over the last three axes, of every leading index; within the shape, of step 1.
 Box: TypeAlias = "tuple[slice, slice, slice]"
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["AUTO", "CODECS", "ON_CPU", "Blosc2", "Codec"]
-
 
 class Blosc2(NamedTuple):
     """What C-Blosc2 calls a codec."""

@@ -32,8 +32,6 @@ from monai_gds.tiles import nvcomp
 from monai_gds.tiles.codecs import CODECS
 from monai_gds.tiles.tiles import Layout, Tiles
 
-__all__ = ["Outcome", "Part", "Unpacking", "unpack", "why_not"]
-
 #: Tiles in scratch memory, and the arrays in a block of pinned memory, begin at multiples of this.
 _ALIGNMENT = 16
 

@@ -21,8 +21,6 @@ from monai_gds.base.library import library, problem_with
 from monai_gds.errors import MonaiGdsError
 from monai_gds.tiles.codecs import CODECS
 
-__all__ = ["Blocks", "compress", "crc32", "decompress", "temp_bytes", "why_not"]
-
 #: The library, by its soname. Another major version has other structures.
 _SONAME = "libnvcomp.so.6"
 

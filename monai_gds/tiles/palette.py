@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["MOST_VALUES", "Palette", "find", "patterns"]
-
 #: Indices are of two bytes at most.
 MOST_VALUES = 65_536
 

@@ -27,8 +27,6 @@ from monai_gds import limits
 from monai_gds.errors import DamagedRecord
 from monai_gds.tiles import blosc
 
-__all__ = ["Packed", "RunTable", "Runs", "pack"]
-
 #: Runs that are shorter than this on average do not pay: MONAI's indices take little longer than these would.
 _LEAST_LENGTH = 16
 

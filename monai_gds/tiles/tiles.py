@@ -30,8 +30,6 @@ from monai_gds.tiles import palette as palettes
 from monai_gds.tiles.boxes import Box, last_three
 from monai_gds.tiles.codecs import CODECS, ON_CPU
 
-__all__ = ["EDGE", "Layout", "Packed", "Tiles", "pack", "tile_shape"]
-
 #: Voxels along each edge of a tile.
 EDGE = 32
 

@@ -26,8 +26,6 @@ from monai_gds.tiles.boxes import Arrangement, Box, arrange, last_three, side_by
 from monai_gds.tiles.codecs import ON_CPU
 from monai_gds.tiles.tiles import PATTERNS, Layout, Selection, Tiles
 
-__all__ = ["unpack", "unpack_boxes", "why_not"]
-
 
 def why_not(codec: str) -> str | None:
     """Why the CPU cannot unpack tiles of a codec here; None if it can."""

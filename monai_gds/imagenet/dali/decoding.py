@@ -8,8 +8,6 @@ from typing import Any
 
 from monai_gds.imagenet.dali.pipeline import dali
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Decoding"]
-
 #: Mean and standard deviation of ImageNet's training images, RGB, for values of 0 to 255, as in torchvision's examples.
 IMAGENET_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 IMAGENET_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)

@@ -14,8 +14,6 @@ from monai_gds.imagenet.dali.pipeline import FedPipeline, Graph, dali, execution
 from monai_gds.imagenet.files.sampling import check_int, policy_named
 from monai_gds.storage import resolve_device
 
-__all__ = ["DaliIterator", "dali_iterator"]
-
 #: An iterable of items, or a function that returns a new one for every epoch.
 Items: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
 

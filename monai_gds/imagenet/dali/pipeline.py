@@ -20,8 +20,6 @@ from monai_gds import limits
 from monai_gds.errors import BackendUnavailable, MonaiGdsError
 from monai_gds.imagenet.files.sampling import check_int
 
-__all__ = ["FedPipeline", "PipelineFailed", "dali", "execution", "to_torch"]
-
 T = TypeVar("T")
 
 #: Named data nodes in, named data nodes out.

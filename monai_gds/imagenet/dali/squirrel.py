@@ -14,8 +14,6 @@ from monai_gds.imagenet.dali.iterable import Items
 from monai_gds.imagenet.files.listing import ImageList, StrPath
 from monai_gds.imagenet.files.packing import empty_folder
 
-__all__ = ["squirrel_source", "write_store"]
-
 
 def squirrel_source(source: Any, **options: Any) -> Items:
     """A Squirrel driver or stream as the source of :func:`~monai_gds.imagenet.dali.iterable.dali_iterator`.

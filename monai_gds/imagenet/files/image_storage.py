@@ -27,8 +27,6 @@ from monai_gds.storage import ALIGNMENT, FileId, Pending, Reads, Storage, open_s
 from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.pending import Then
 
-__all__ = ["Fetch", "ImageRecord", "ImageStorage", "load_item", "read_files", "read_layout", "save_item"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fetch:

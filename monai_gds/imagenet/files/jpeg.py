@@ -11,8 +11,6 @@ import re
 
 import numpy as np
 
-__all__ = ["jpeg_nbytes"]
-
 _FILL = re.compile(rb"\xff+")
 _AFTER_A_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _END, _SCAN = 0xD9, 0xDA

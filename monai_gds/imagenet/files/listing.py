@@ -26,8 +26,6 @@ from monai_gds.errors import BlockMapError, ImageListError
 if TYPE_CHECKING:
     from monai_gds.storage.blockmap.block_map import BlockMap
 
-__all__ = ["EXTENSIONS", "UNFINISHED", "ImageList", "list_block_map", "list_folder"]
-
 #: The extensions of ``fn.readers.file`` (the default of its argument ``file_filters`` in DALI 2.4).
 EXTENSIONS = (
     ".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pnm", ".ppm", ".pgm", ".pbm", ".jp2", ".webp", ".flac", ".ogg",

@@ -17,8 +17,6 @@ import numpy as np
 from monai_gds.errors import ImageListError
 from monai_gds.imagenet.files.listing import ImageList, StrPath
 
-__all__ = ["labels_array", "list_files", "read_file_list"]
-
 #: A line of a file list: the file, which may hold spaces, and the label, which may begin with zeros.
 _LINE = re.compile(rb"(.*\S)\s+0*([0-9]{1,10})", re.DOTALL)
 

@@ -39,11 +39,6 @@ from monai_gds.records.entries import read
 from monai_gds.records.header import Header
 from monai_gds.storage import FileId
 
-__all__ = [
-    "FORMAT", "INDEX", "PackedImages", "damaged", "describe", "file_name", "is_packed", "open_packed", "packed_files",
-    "verify_packed",
-]  # fmt: skip
-
 INDEX = "index.safetensors"
 
 #: What the index and every file begin with.

@@ -36,8 +36,6 @@ from monai_gds.shared.leases import Leases
 from monai_gds.shared.temporary import FOLDER, being_written, publish, tidy
 from monai_gds.storage import open_storage
 
-__all__ = ["empty_folder", "pack_folder"]
-
 #: The lease of a folder that is being packed. Its temporary files have this digest too.
 _LEASE = f"{0:032x}"
 

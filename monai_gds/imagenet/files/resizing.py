@@ -7,8 +7,6 @@ from typing import Any
 
 from monai_gds.errors import BackendUnavailable
 
-__all__ = ["pillow", "smaller_jpeg"]
-
 #: Modes of Pillow with 8 bits per channel. Images in other modes, such as 16-bit PNGs, are left as they are.
 _EIGHT_BITS = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 

@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-__all__ = ["LastBatch", "Sampler", "check_int", "policy_named"]
-
 LastBatch: TypeAlias = Literal["fill", "drop", "partial", "exact"]
 
 #: The policy for each name of DALI's LastBatchPolicy.

@@ -30,8 +30,6 @@ from monai_gds.storage.blockmap.extents import (
 )  # fmt: skip
 from monai_gds.storage.blockmap.saved import NOT_PLAIN, PLAIN_BLOCK, FileBlocks, Origin, Saved, Unmapped, fits_plain
 
-__all__ = ["BlockMap"]
-
 T = TypeVar("T")
 
 #: Called with (files done, files in all).

@@ -29,11 +29,6 @@ from monai_gds import limits
 from monai_gds.base.file_systems import Mount, mounts
 from monai_gds.errors import NotMappable, StorageError
 
-__all__ = [
-    "Disk", "DiskClosed", "Extent", "FileSystem", "MountedFileSystems", "Transfer", "disk_of", "extents_in",
-    "how_to_be_let_read", "look", "read_uuid", "runs", "transfers", "uuid_in",
-]  # fmt: skip
-
 SYSFS = Path("/sys")
 PROC = Path("/proc")
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["HEAD_BYTES", "Inode", "InodeTable", "ReadDisk", "inode_table"]
-
 #: Reads from the start of a file system: offset, bytes.
 ReadDisk: TypeAlias = Callable[[int, int], bytes]
 

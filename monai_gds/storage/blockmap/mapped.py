@@ -27,8 +27,6 @@ from monai_gds.storage.files import Expected, FileId, check_identity
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads
 
-__all__ = ["MappedFiles", "WholeDisk", "identity", "lookup"]
-
 #: Starts reads, as :meth:`monai_gds.storage.backend.Backend.start` does.
 Start: TypeAlias = Callable[[Reads, Sequence[torch.Tensor]], Pending]
 

@@ -44,8 +44,6 @@ from typing import Any, NamedTuple
 from monai_gds.errors import BlockMapError, FileChanged
 from monai_gds.storage.blockmap.extents import Disk, Extent, FileSystem, extents_in, look
 
-__all__ = ["HEADER", "NOT_PLAIN", "PLAIN_BLOCK", "FileBlocks", "Origin", "Saved", "Unmapped", "fits_plain"]
-
 VERSION = 1
 HEADER = "__blockmap__"  # not a path: those contain a slash
 PLAIN_BLOCK = 512

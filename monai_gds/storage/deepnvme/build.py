@@ -58,8 +58,6 @@ from monai_gds.base.process import PerProcess, end_with_parent
 from monai_gds.errors import BackendUnavailable
 from monai_gds.storage.backend import Availability
 
-__all__ = ["Operator", "build", "build_ahead", "build_directory", "build_for_use", "built", "load", "probe"]
-
 #: ``aio``: libaio through host memory. ``gds``: GPUDirect Storage, which needs the CUDA toolkit and libcufile.
 Operator = Literal["aio", "gds"]
 

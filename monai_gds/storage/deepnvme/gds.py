@@ -38,8 +38,6 @@ from monai_gds.storage.deepnvme.lanes import Lane, Verb
 from monai_gds.storage.deepnvme.settings import Settings
 from monai_gds.storage.deepnvme.verified import VerifiedBackend
 
-__all__ = ["DeepNvmeGdsBackend"]
-
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 _LAST_LINES = 12
 _START_SECONDS = 300  # importing torch from a shared file system takes minutes

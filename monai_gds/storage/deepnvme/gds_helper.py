@@ -34,8 +34,6 @@ from monai_gds.base.process import end_with_parent
 from monai_gds.storage.deepnvme import build
 from monai_gds.storage.deepnvme.settings import Settings
 
-__all__ = ["MESSAGE_BYTES", "main"]
-
 #: No message is longer.
 MESSAGE_BYTES = 64 << 10
 

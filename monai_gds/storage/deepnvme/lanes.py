@@ -13,8 +13,6 @@ import torch
 
 from monai_gds.base.process import Changes, Owner
 
-__all__ = ["Lane", "LanePool", "Verb"]
-
 #: What an engine does with a range of a file.
 Verb: TypeAlias = Literal["read", "write"]
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from monai_gds.storage.files import ALIGNMENT
 
-__all__ = ["Settings"]
-
 _INT_MAX = 2**31 - 1
 
 

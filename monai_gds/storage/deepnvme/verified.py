@@ -46,8 +46,6 @@ from monai_gds.storage.deepnvme.settings import Settings
 from monai_gds.storage.files import ALIGNMENT, Buffer, Expected
 from monai_gds.storage.pending import Pending
 
-__all__ = ["VerifiedBackend", "find_unread", "mark_unread"]
-
 #: Ranges and files below this many bytes go through pread and pwrite: setting up a transfer costs more than it saves.
 SMALL_BYTES = 64 << 10
 

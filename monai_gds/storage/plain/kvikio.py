@@ -39,9 +39,6 @@ from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.storage.reads import Reads
 
-__all__ = ["KvikioBackend"]
-
-
 #: Exists where the kernel module nvidia-fs is loaded.
 NVIDIA_FS = "/proc/driver/nvidia-fs/version"
 

@@ -12,8 +12,6 @@ import os
 
 import numpy as np
 
-__all__ = ["is_resident", "map_file", "unmap"]
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [

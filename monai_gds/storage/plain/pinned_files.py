@@ -27,8 +27,6 @@ from monai_gds.storage import files, staging
 from monai_gds.storage.files import ALIGNMENT, Expected, FileId
 from monai_gds.storage.plain import mappings
 
-__all__ = ["PinnedFile", "PinnedFiles"]
-
 
 class PinnedFile:
     """A whole file, registered until nothing refers to this object.

@@ -36,8 +36,6 @@ from monai_gds.storage.plain.pinned_files import PinnedFiles
 from monai_gds.storage.plain.small_files import read_small_files, ring_of_this_thread
 from monai_gds.storage.reads import Reads
 
-__all__ = ["PosixBackend"]
-
 
 def _mapped(fd: int, offset: int, nbytes: int) -> torch.Tensor:
     """A private mapping of a part of a file. It is unmapped when the last array or tensor over it is gone."""

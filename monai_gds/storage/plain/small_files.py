@@ -16,8 +16,6 @@ from monai_gds.storage.files import FileId
 from monai_gds.storage.plain.uring import Ring
 from monai_gds.storage.reads import Reads
 
-__all__ = ["identities", "read_small_files", "ring_of_this_thread"]
-
 _rings = PerProcess(threading.local)  # a forked child must not use its parent's
 
 

@@ -22,9 +22,6 @@ import numpy as np
 
 from monai_gds import limits
 
-__all__ = ["Ring"]
-
-
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # on every architecture
 _REGISTER_FILES = 2
 _GETEVENTS = 1

@@ -39,8 +39,6 @@ from monai_gds.storage.xnvme.files import probe_library
 from monai_gds.storage.xnvme.libxnvme import KERNEL_INTERFACES, PASSTHROUGH, Completion
 from monai_gds.storage.xnvme.user_space import UPCIE, full_address
 
-__all__ = ["BlockBackend", "XnvmeBlockBackend", "disk_behind"]
-
 _KERNEL = (*KERNEL_INTERFACES, PASSTHROUGH)
 
 #: Drivers whose buffers are GPU memory without being asked.

@@ -24,11 +24,6 @@ from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.xnvme.libxnvme import Device, Library
 
-__all__ = [
-    "Bounce", "BounceBuffers", "GpuBounceBuffers", "GpuBuffers", "HostBounceBuffers", "host_tensor",
-    "used_by_current_stream",
-]  # fmt: skip
-
 #: Most bytes of one drive's bounce buffers.
 MOST_BYTES = 64 << 20
 

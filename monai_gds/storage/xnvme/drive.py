@@ -21,8 +21,6 @@ from monai_gds.storage.xnvme.buffers import BounceBuffers, GpuBounceBuffers, Gpu
 from monai_gds.storage.xnvme.libxnvme import PASSTHROUGH, Completion, Device, Library, Queue
 from monai_gds.storage.xnvme.user_space import why_not_opened
 
-__all__ = ["BlockDevice", "CommandQueue", "Drive", "Drives", "Setup", "most_bytes"]
-
 #: A command counts its blocks in 16 bits.
 _MOST_BLOCKS = 1 << 16
 

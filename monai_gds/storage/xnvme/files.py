@@ -20,8 +20,6 @@ from monai_gds.storage.blocking import BlockingBackend
 from monai_gds.storage.files import Buffer, Expected, as_bytes_view, new_file, open_file, total_bytes
 from monai_gds.storage.xnvme import libxnvme
 
-__all__ = ["XnvmeBackend", "probe_library"]
-
 #: Linux transfers no more than this many bytes with one call.
 _MOST = 0x7FFFF000
 

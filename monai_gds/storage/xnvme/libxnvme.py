@@ -23,8 +23,6 @@ from monai_gds.base.library import library
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage.xnvme.user_space import claims
 
-__all__ = ["Completion", "Device", "Library", "Queue", "load"]
-
 #: The variable that names the library, xNVMe's own.
 ENVIRONMENT = "XNVME_LIBRARY_PATH"
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from monai_gds.errors import StorageError
 
-__all__ = ["UPCIE", "Claims", "claims", "full_address", "why_not_opened"]
-
 #: xNVMe's drivers that take their memory from a heap of their own, in huge pages.
 UPCIE = ("upcie", "upcie-cuda")
 

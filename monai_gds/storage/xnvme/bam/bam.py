@@ -40,8 +40,6 @@ from monai_gds.storage.xnvme.buffers import MOST_BYTES, BounceBuffers
 from monai_gds.storage.xnvme.drive import BlockDevice, CommandQueue, Drive, Setup, most_bytes
 from monai_gds.storage.xnvme.libxnvme import Completion
 
-__all__ = ["XnvmeBamBackend"]
-
 _MOST_QUEUES = 128
 
 #: Why there is no controller but the one in software.

@@ -13,8 +13,6 @@ import torch
 
 from monai_gds.storage.files import ALIGNMENT
 
-__all__ = ["PAGE", "Controller", "DmaMemory", "QueuePair", "host_pages"]
-
 #: Bytes per page of a controller (CC.MPS).
 PAGE = 4096
 

@@ -15,8 +15,6 @@ from monai_gds.storage.xnvme.bam.controller import PAGE, Controller, QueuePair, 
 from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers
 from monai_gds.storage.xnvme.libxnvme import Completion
 
-__all__ = ["LOST", "MOST_DEPTH", "SOURCE", "BamQueue", "CudaKernel", "Pool", "what_happened", "why_not"]
-
 #: The kernel. The tests compile it for the host too.
 SOURCE = Path(__file__).with_name("bam.cu")
 

@@ -25,8 +25,6 @@ import torch
 from monai_gds.errors import StorageError
 from monai_gds.storage.xnvme.bam.controller import PAGE, Controller, DmaMemory, QueuePair, host_pages
 
-__all__ = ["Entry", "SoftwareController"]
-
 #: Opcode of the NVM command set's Read.
 READ = 0x02
 
