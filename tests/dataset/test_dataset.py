@@ -1449,8 +1449,8 @@ def test_arguments_that_became_options_name_their_place(tmp_path: Path) -> None:
 def test_options_may_be_a_dict(make: Make) -> None:
     as_dict, as_such = make(options={"verify": "always"}), make(options=CacheOptions(verify="always"))
     assert as_dict.settings.options == as_such.settings.options != make().settings.options
-    with pytest.raises(TypeError, match="CacheOptions has no option 'verifi'"):
-        make(options={"verifi": "always"})
+    with pytest.raises(TypeError, match="CacheOptions has no option 'checks'"):
+        make(options={"checks": "always"})
     with pytest.raises(TypeError, match=r"options='always': give CacheOptions\(...\), or a dict"):
         make(options="always")
 
