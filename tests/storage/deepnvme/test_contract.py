@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from monai_gds.storage import Storage, open_storage
-from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract, contract
+from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract, errors
 from tests.storage.deepnvme.common import need_cufile, need_deepnvme, over_host_memory
 
 pytestmark = pytest.mark.long  # DeepSpeed's operator takes minutes to compile
@@ -105,5 +105,5 @@ class TestHelperOnCpu(WithHelper):
         self, storage: Storage, folder: Path, blob: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Sockets are not counted: torch keeps one to the shared memory of each helper process that there was."""
-        monkeypatch.setattr(contract, "descriptors", _descriptors_but_sockets)
+        monkeypatch.setattr(errors, "descriptors", _descriptors_but_sockets)
         super().test_an_unreadable_disk_is_an_error(storage, folder, blob)
