@@ -40,7 +40,7 @@ test: $(VENV)/.test
 	$(bin)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST)
 
 test-long: $(VENV)/.test $(VENV)/.deepnvme
-	$(bin)/python -m pytest -m "long or hypothesis" --hypothesis-profile=long $(PYTEST)
+	$(bin)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "long or hypothesis" --hypothesis-profile=long $(PYTEST)
 
 mutants: $(VENV)/.test
 	$(bin)/python -m tests.mutants --processes $(TEST_PROCESSES) $(MUTANTS)
