@@ -20,7 +20,7 @@ _LITTLE = 0.05
 #: What to do about the stage that takes most of the time.
 _REMEDIES = {
     "sampling": "make the sampler faster",
-    "keys": "sources='once' looks at each file once per process, sources='stat' reads none",
+    "keys": "CacheOptions(sources='once') looks at each file once per process, sources='stat' reads none",
     "reading": "a drive or folder that reads faster, or smaller records: compression='zstd'",
     "decoding": "compression=None stores tensors as they are; checksums are compared in a process's first epoch only",
     "transforms": "the next epoch reads their results; populate(num_workers=…) computes them ahead of the training",

@@ -250,7 +250,7 @@ def test_nothing_is_measured_unless_asked(make: Make) -> None:
             {"stages": {"reading": 3.0, "waiting for the training": 7.0}},
             "Reading takes 100% of the loader's time: a drive",
         ),
-        ({"stages": {"keys": 3.0, "reading": 1.0}}, "Keys take 75% of the loader's time: sources='once'"),
+        ({"stages": {"keys": 3.0, "reading": 1.0}}, "Keys take 75% of the loader's time: CacheOptions(sources='once'"),
         (
             {"stages": {"random transforms": 8.0, "reading": 2.0}, "random_transforms": {"RandRotated": 6.0, "A": 2.0}},
             "Random transforms take 80% of the loader's time, RandRotated alone 60%: run them in workers",
