@@ -6,7 +6,7 @@ were under way are decoded again, one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,9 +52,10 @@ class BrokenImages:
         raise BrokenImage(path, f"{self.reasons[path]}, and so is every other image")
 
     def note_failure(
-        self, error: PipelineFailed, device: torch.device, options: Mapping[str, Any], decodes: bool
-    ) -> None:
-        """Notes the images that made a pipeline, which decodes with ``options``, fail.
+        self, error: PipelineFailed, device: torch.device, decoding: Decoding,
+        arrays: Callable[[Batch], Mapping[str, Any]], decodes: bool,
+    ) -> None:  # fmt: skip
+        """Notes the images that made a pipeline fail, which decodes these ``arrays`` of each batch.
 
         Even where the pipeline does not decode (``decodes``), a user's graph may: DALI's error shows it.
 
@@ -65,7 +66,8 @@ class BrokenImages:
         if decodes or ".decoders." in str(error):
             for batch in error.feeds:
                 assert isinstance(batch, Batch)
-                found = undecodable([image.cpu().numpy() for image in batch.images], device, options)
+                encoded = [image.cpu().numpy() for image in batch.images]
+                found = undecodable({**arrays(batch), "image": encoded}, device, decoding)
                 for position, why in found:
                     self._note(int(batch.indices[position]), why, error)
                 if found:
@@ -88,19 +90,18 @@ class BrokenImages:
         self._indices.add(index)
 
 
-def undecodable(
-    images: Sequence[np.ndarray], device: torch.device, options: Mapping[str, Any]
-) -> list[tuple[int, str]]:
-    """Decodes encoded images one by one. Returns position and the decoder's message for each that fails."""
-    decoding = Decoding(options=options)
-    pipe: FedPipeline[np.ndarray] = FedPipeline(
-        {"image": {}}, lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda")},
+def undecodable(arrays: Mapping[str, Any], device: torch.device, decoding: Decoding) -> list[tuple[int, str]]:
+    """Decodes the images of a batch one by one. Returns position and the decoder's message for each that fails."""
+    names = [name for name in ("image", "draws") if name in arrays]  # some images fail only where a part is decoded
+    pipe: FedPipeline[int] = FedPipeline(
+        {name: {} for name in names},
+        lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda", nodes.get("draws"))},
         batch_size=1, device=device, execution=execution(num_threads=1),
     )  # fmt: skip
     found = []
-    for i, image in enumerate(images):
+    for i in range(len(arrays["image"])):
         try:
-            list(pipe.run([image], lambda one: {"image": [one]}))
+            list(pipe.run([i], lambda number: {name: [arrays[name][number]] for name in names}))
         except PipelineFailed as e:
             found.append((i, _reason(str(e))))
     return found

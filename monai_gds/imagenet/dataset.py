@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +21,9 @@ from monai_gds.imagenet.broken import BrokenImages
 from monai_gds.imagenet.dali.decoding import Decoding
 from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, dali, execution
 from monai_gds.imagenet.files.listing import ImageList, StrPath
-from monai_gds.imagenet.files.packed import PackedImages
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler, policy_named
 from monai_gds.imagenet.readers import Batch, ImageReader
-from monai_gds.imagenet.source import arrays_of, list_of, open_images, open_reader
+from monai_gds.imagenet.source import arrays_of, open_images, open_reader
 from monai_gds.storage import resolve_device
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             batch are slices of one buffer (packed: of one file's images), which any one of them keeps alive.
         file_list, files, labels: name the images, as in ``fn.readers.file``; see
             :func:`~monai_gds.imagenet.source.open_images`.
-        shuffle: a new order in every epoch. A packed folder is shuffled within windows of ``window`` of its files.
-        seed: seeds the order, and random transforms, which differ between shards.
+        shuffle: a new order of all images in every epoch, unless ``window`` is given.
+        seed: seeds the order, crops and flips. They depend on the epoch and the image alone: not on its batch, on
+            shards, or on where a run was continued. (DALI seeds random operators of a ``graph`` by itself, whenever it
+            builds a pipeline; they differ between shards.)
         shard_id, num_shards: this process's share of each epoch. Default: rank and world size of torch.distributed if
             it is initialised, else all images.
         last_batch: ``"partial"`` (the default), ``"exact"``, ``"fill"`` or ``"drop"``, see
@@ -63,19 +66,25 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             ``PARTIAL`` are ``"fill"``, ``"drop"`` and ``"exact"``: each epoch of a shard is the first epoch of DALI's
             iterator over a reader with ``pad_last_batch=True``.
         crop: (height, width) of a random resized crop, or None. Only the part of each image inside the crop is decoded.
+        training: False cuts ``crop`` from the middle, as an evaluation does, after the image was resized so that the
+            crop takes 224/256 of its shorter side. With (224, 224), pixels are those of torchvision's ``Resize(256,
+            antialias=True)`` and ``CenterCrop(224)``, but for rounding.
         flip: mirror each image with a probability of one half.
         normalize: float32 CHW, normalised with ImageNet's mean and deviation or with ``(mean, std)``; see
             :class:`~monai_gds.imagenet.dali.decoding.Decoding`.
         graph: a function from the DALI nodes ``(images, labels)``, or ``(jpegs, labels)`` without ``decode``, to the
-            nodes ``(image, label)``. It replaces crop, flip and normalize.
-        decoder: arguments of ``fn.decoders.image``, and with ``crop`` of ``fn.decoders.image_random_crop``, such as
-            ``hw_decoder_load``, the share of the images for a GPU's hardware decoder.
+            nodes ``(image, label)``. It replaces crop, training, flip and normalize.
+        decoder: arguments of ``fn.decoders.image``, such as ``hw_decoder_load``, the share of the images for a GPU's
+            hardware decoder; and ``random_area``, ``random_aspect_ratio`` and ``num_attempts`` of
+            ``fn.decoders.image_random_crop``.
         skip_broken: replace an image that cannot be decoded, and its label, by another one, if possible of the same
-            batch, and note it in ``broken``. Otherwise it raises BrokenImage. A file that is no image at all can crash
-            the CPU decoder of DALI 2.4 itself, in batches of 32 and more: look for such files with smaller batches.
+            batch, and note it in ``broken``. Otherwise it raises BrokenImage. (In a ``graph`` with ``decode=False``, a
+            file that is no image can crash DALI 2.4's decoders in batches of 32 and more.)
         num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
             :func:`~monai_gds.imagenet.dali.pipeline.execution`.
-        window: number of files, see ``shuffle``. That many, and as many read ahead, are held in memory.
+        window: reads a packed folder in whole files, as suits spinning disks, and shuffles within so many files at a
+            time. Batches then hold images of few classes, which trainings may not bear, and so many files, and as many
+            read ahead, are held in memory. By default each image is read by itself.
         storage_options: keyword arguments of the storage backend.
 
     Attributes:
@@ -122,6 +131,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         last_batch: LastBatch | None = None,
         last_batch_policy: Any = None,
         crop: tuple[int, int] | None = None,
+        training: bool = True,
         flip: bool = False,
         normalize: bool | tuple[Sequence[float], Sequence[float]] = False,
         graph: Callable[[Any, Any], tuple[Any, Any]] | None = None,
@@ -130,38 +140,41 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         num_threads: int | None = None,
         prefetch_queue_depth: int | None = None,
         exec_dynamic: bool | None = None,
-        window: int = 8,
+        window: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         threads: int | None = None,
+        **others: Any,
     ) -> None:
+        _refuse(others)
         self.device = resolve_device(device)
         self.reader = reader
         self._decode = decode
-        self._decoding = Decoding(crop, flip, normalize, decoder or {})
+        self._decoding = Decoding(crop, flip, normalize, decoder or {}, training)
         self._graph = graph
-        transforms = crop or flip or normalize
+        transforms = crop or flip or normalize or not training
         if graph is not None and transforms:
-            raise ValueError("graph replaces crop, flip and normalize: give one or the other")
+            raise ValueError("graph replaces crop, training, flip and normalize: give one or the other")
         if not decode and (transforms or decoder):
-            raise ValueError("decode=False gives encoded bytes: crop, flip, normalize and decoder need decode=True")
-        images = open_images(root, file_list=file_list, files=files, labels=labels)
-        self.images = list_of(images)
+            raise ValueError(
+                "decode=False gives encoded bytes: crop, training, flip, normalize and decoder need decode=True"
+            )
+        self.images = images = open_images(root, file_list=file_list, files=files, labels=labels)
         shard_id, num_shards = _shard(shard_id, num_shards)
         self._sampler = Sampler(
-            len(self.images), batch_size, shuffle, seed, shard_id, num_shards,
+            len(images), batch_size, shuffle, seed, shard_id, num_shards,
             policy_named(last_batch, last_batch_policy), images.bounds, window,
         )  # fmt: skip
         how = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
         self._reader = self._open_reader(images, window=window, options=storage_options)
         self._pipe = self._make_pipeline(how)
-        self._broken = BrokenImages(self.images, skip_broken)
+        self._broken = BrokenImages(images, skip_broken)
         self.broken = self._broken.reasons
         self.copied_back = 0
-        self._epoch = 0
+        self._next = self._place = (0, 0)  # epoch and batches taken: where iter() begins, and where the consumer is
         self._running: weakref.ref[Generator[dict[str, Any]]] | None = None
         close_when_dropped(self, self._reader.close)
 
-    def _open_reader(self, images: ImageList | PackedImages, **arguments: Any) -> ImageReader:
+    def _open_reader(self, images: ImageList, **arguments: Any) -> ImageReader:
         if not self._decode or self.device.type == "cpu":
             return open_reader(self.reader, images, self.device, **arguments)
         try:  # decoders want encoded bytes in host memory
@@ -186,9 +199,11 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             _graph_of, decoding=self._decoding if self._decode else None, on_gpu=self.device.type == "cuda",
             graph=self._graph,
         )  # fmt: skip
+        inputs: dict[str, dict[str, Any]] = {"image": {"device": where, "no_copy": self._recycles}, "label": {}}
+        if self._decoding.random:
+            inputs["draws"] = {}
         return FedPipeline(
-            {"image": {"device": where, "no_copy": self._recycles}, "label": {}}, graph,
-            batch_size=self._sampler.batch_size, device=self.device,
+            inputs, graph, batch_size=self._sampler.batch_size, device=self.device,
             seed=self._sampler.seed + self._sampler.shard_id, execution=how,
         )  # fmt: skip
 
@@ -196,6 +211,16 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
     def _recycles(self) -> bool:
         """Whether no output of the pipeline shares memory with its inputs. With a user's graph, one might."""
         return self._decode and self._graph is None
+
+    def __repr__(self) -> str:
+        sampler, images = self._sampler, self.images
+        whole = images.bounds is None or sampler.window is None
+        order = f"shuffled {'as a whole' if whole else f'within windows of {sampler.window} files'}"
+        order = order if sampler.shuffle else "in order"
+        return (
+            f"<ImageNetDataset: {len(images)} images of {images.root}, {order}, in batches of {sampler.batch_size}; "
+            f"reader={self.reader!r}, shard {sampler.shard_id} of {sampler.num_shards}, {self.device}>"
+        )
 
     # Epochs.
 
@@ -220,8 +245,35 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         return run
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the epoch that begins next, and thereby its order."""
-        self._epoch = epoch
+        """Sets the number of the epoch that begins next, and thereby its order, crops and flips.
+
+        The number that a loaded state has changes nothing: that epoch goes on.
+        """
+        if epoch != self._next[0]:
+            self._next = epoch, 0
+        self._place = self._next
+
+    def state_dict(self) -> dict[str, int]:
+        """The position of the loop that was begun last: its epoch, and the batches that it gave.
+
+        It is the same for all ranks that are in step, and ``torch.load`` loads it with ``weights_only=True``.
+        """
+        return dict(zip(("epoch", "batches"), self._place, strict=True))
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Makes the next loop give the remaining batches of the epoch that was saved, bit for bit.
+
+        If none remains, it gives the next epoch. The dataset must be made with the same arguments, except for
+        ``device`` and how images are read.
+
+        Raises:
+            ValueError: this is not the state of an ImageNetDataset.
+        """
+        if set(state_dict) != {"epoch", "batches"}:
+            raise ValueError("this is not a state of ImageNetDataset.state_dict(): was it saved by another loader?")
+        self.reset()
+        epoch, batches = state_dict["epoch"], state_dict["batches"]
+        self._next = self._place = (epoch, batches) if batches < len(self) else (epoch + 1, 0)
 
     def reset(self) -> None:
         """Ends the epoch under way; the next ``iter()`` begins another."""
@@ -236,48 +288,59 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self._reader.close()
 
     def _run(self) -> Generator[dict[str, Any]]:
-        epoch, self._epoch = self._epoch, self._epoch + 1  # here, since a trainer may call iter() and not use it
+        epoch, begin = self._place = self._next
+        self._next = epoch + 1, 0  # here, since a trainer may call iter() and not use it
+        with closing(self._epoch(epoch, begin)) as batches:
+            for number, batch in enumerate(batches, begin):
+                self._place = epoch, number + 1
+                yield batch
+        self._place = self._next
+
+    def _epoch(self, epoch: int, begin: int) -> Generator[dict[str, Any]]:
+        """The batches of an epoch from the one numbered ``begin`` on."""
         batches = self._sampler.epoch(epoch)
         ends_empty = self._sampler.ends_empty
         if ends_empty:
             del batches[-1]
+        at = min(begin, len(batches) - 1)  # an empty batch has the form of the one before it
         empty: dict[str, Any] = {}
-        while batches:
-            done = 0
+        while at < len(batches):
             try:
-                for batch in self._loaded(batches):
-                    done += 1
+                for batch in self._loaded(epoch, batches[at:]):
+                    at += 1
                     if ends_empty:
                         empty = {key: _empty(value) for key, value in batch.items()}
-                    yield batch
+                    if at > begin:
+                        yield batch
             except PipelineFailed as e:
-                self._broken.note_failure(e, self.device, self._decoding.options, self._decode)
+                arrays = partial(self._arrays, epoch)
+                self._broken.note_failure(e, self.device, self._decoding, arrays, self._decode)
             except BrokenImage as e:
                 self._broken.note_empty(e)
-            else:
-                break
-            batches = batches[done:]
         if ends_empty:
             yield empty
 
-    def _loaded(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
+    def _loaded(self, epoch: int, batches: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
         """Reads and decodes batches, and yields them as the user gets them."""
         with closing(self._reader.read([self._broken.replaced(indices) for indices in batches])) as read:
             if self._pipe is None:
                 for batch in read:
                     yield {"image": list(batch.images), "label": self._labels(torch.from_numpy(batch.labels))}
                 return
-            for batch, outputs in self._pipe.run(read, self._arrays):
+            for batch, outputs in self._pipe.run(read, partial(self._arrays, epoch)):
                 if self._recycles:
                     batch.done()
                 yield {"image": outputs["image"], "label": self._labels(outputs["label"])}
 
-    def _arrays(self, batch: Batch) -> dict[str, Any]:
+    def _arrays(self, epoch: int, batch: Batch) -> dict[str, Any]:
         if self._decode and batch.images[0].is_cuda:  # copied back
             sizes = [image.numel() for image in batch.images]
             self.copied_back += sum(sizes)
             batch.images = torch.split(torch.cat(list(batch.images)).cpu(), sizes)
-        return {"image": arrays_of(batch), "label": batch.labels[:, None]}
+        arrays = {"image": arrays_of(batch), "label": batch.labels[:, None]}
+        if self._decoding.random:
+            arrays["draws"] = self._decoding.draw(self._sampler.seed, epoch, batch.indices)
+        return arrays
 
     def _labels(self, labels: Any) -> Any:
         """Turns DALI's labels, int32 (batch, 1), into int64 (batch,) on the device. A graph's own are left alone."""
@@ -297,7 +360,7 @@ def _graph_of(
     """The DALI graph. Not a method, so that a dropped dataset is not in a cycle and frees GPU memory at once."""
     image, label = nodes["image"], nodes["label"]
     if decoding is not None:
-        image = decoding.graph(image, on_gpu)
+        image = decoding.graph(image, on_gpu, nodes.get("draws"))
     if graph is not None:
         image, label = graph(image, label)
     return {"image": image, "label": label}
@@ -311,3 +374,11 @@ def _shard(shard_id: int | None, num_shards: int | None) -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
+
+
+def _refuse(others: Mapping[str, Any]) -> None:
+    """Raises a TypeError for an argument that there is not, with the one that was probably meant."""
+    for name in others:
+        close = get_close_matches(name, inspect.signature(ImageNetDataset).parameters, 1)
+        hint = f": do you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"ImageNetDataset has no argument {name!r}{hint}")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from monai_gds import limits
+from monai_gds.base.checksum import checksums
 from monai_gds.base.process import PerProcess
-from monai_gds.errors import BrokenImage, FileChanged, RecordError, StorageError
+from monai_gds.errors import BrokenImage, StorageError
 from monai_gds.imagenet.files.image_storage import Fetch, ImageStorage
 from monai_gds.imagenet.files.jpeg import jpeg_nbytes
 from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.files.packed import PackedImages, damaged
-from monai_gds.storage import FileId, Pending
+from monai_gds.storage import FileId, Pending, Reads
 from monai_gds.storage.files import check_open
 
 
@@ -55,7 +56,7 @@ class ImageReader(ABC):
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         """Reads batches of image indices, in order. Closing the iterator ends the reads that are under way.
 
-        Raises BrokenImage for an empty image, FileChanged for a file without its listed size, DamagedRecord for a
+        Raises BrokenImage for an empty image, FileChanged for a file that is not as listed, DamagedRecord for a
         packed file whose bytes do not match their checksum, and other OSErrors.
         """
 
@@ -141,21 +142,73 @@ def _settle(under_way: Iterable[tuple[object, Fetch]]) -> None:
         _ = fetch.pending.errors
 
 
-#: The files of packed folders whose images matched their checksum, by path and index: this process compares them once.
-_verified: PerProcess[dict[tuple[str, FileId], FileId]] = PerProcess(dict)
+#: Which images of packed folders matched their checksum, by the identities of a folder's files.
+_verified: PerProcess[dict[tuple[FileId, ...], np.ndarray]] = PerProcess(dict)
 
 
-class PackedReader(ImageReader):
+class RangeReader(FileReader):
+    """Images of a packed folder, each a range of a file. Images that lie side by side are read in one go.
+
+    The first time that this process reads an image, its checksum is compared, in the thread that read it. Where storage
+    bypasses the file system, that is done every time.
+    """
+
+    def __init__(self, images: PackedImages, storage: ImageStorage) -> None:
+        super().__init__(images, storage)
+        self._packed = images
+        self._known = _verified().setdefault((images.index, *images.ids), np.zeros(len(images), dtype=bool))
+
+    def _start(self, indices: np.ndarray) -> Fetch:
+        packed, coherent = self._packed, self._storage.coherent
+        order = np.argsort(indices, kind="stable")
+        inside = indices[order]
+        file = packed.file_of(inside)
+        first = np.flatnonzero((np.diff(inside, prepend=-2) != 1) | (np.diff(file, prepend=-1) != 0))  # of neighbours
+        lengths = np.add.reduceat(packed.sizes[inside], first)
+        ends = np.cumsum(lengths)
+        reads = Reads.of_files(  # a file for each range: many small ones are then read in one call
+            [packed.file_path(number) for number in file[first].tolist()], lengths, ends - lengths, int(ends[-1]),
+            offsets=packed.places[inside[first]],
+            expected=[packed.ids[f] if coherent else packed.ids[f].size for f in file[first].tolist()],
+        )  # fmt: skip
+        sizes, places = packed.sizes[inside].tolist(), np.argsort(order).tolist()
+        new = np.flatnonzero(~self._known[inside] | (not coherent)).tolist()
+
+        def images_in(filled: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return torch.split(filled[0][: ends[-1]], sizes)
+
+        def verified(filled: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
+            if not errors:
+                images = images_in(filled)
+                self._verify(inside[new], [images[i] for i in new])
+            return filled
+
+        def split(filled: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            images = images_in(filled)
+            return [images[place] for place in places]
+
+        return self._storage.start(reads, split, verified if new else None)
+
+    def _verify(self, indices: np.ndarray, images: Sequence[torch.Tensor]) -> None:
+        """Raises DamagedRecord unless images match their checksums."""
+        packed = self._packed
+        differ = np.array(checksums(images), np.uint64).view(np.int64) != packed.checksums[indices]
+        if differ.any():
+            index = indices[differ][:1]
+            name = packed.names[int(index[0])]
+            path = packed.file_path(int(packed.file_of(index)[0]))
+            raise damaged(path, f"the bytes of {name!r} do not match their checksum")
+        self._known[indices] = True
+
+
+class PackedReader(RangeReader):
     """Images of a packed folder. Each large file is read once per epoch, in one go, and kept while batches need it.
 
-    ``ahead`` files are read before they are needed. The first time this process reads a file, it is read whole and its
-    checksum is compared, in the thread that read it; in every epoch, if the storage bypasses the file system.
+    ``ahead`` files are read before they are needed.
     """
 
     def __init__(self, images: PackedImages, storage: ImageStorage, *, ahead: int) -> None:
-        super().__init__(images.images, storage.device)
-        self._packed = images
-        self._storage = storage
+        super().__init__(images, storage)
         self._ahead = ahead
 
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
@@ -166,9 +219,10 @@ class PackedReader(ImageReader):
         try:
             for number, indices in enumerate(batches):
                 while coming and len(under_way) < self._ahead + new_files[number]:
-                    under_way.append((coming[0], self._start(coming.popleft())))
+                    use = coming.popleft()
+                    under_way.append((use, self._start(np.arange(use.begin, use.end))))
                 for _ in range(new_files[number]):
-                    held[under_way[0][0].file] = self._held(*under_way[0])
+                    held[under_way[0][0].file] = _HeldFile(*under_way[0])
                     under_way.popleft()
                 files = self._packed.file_of(indices).tolist()
                 images = [held[f].image(i) for f, i in zip(files, indices.tolist(), strict=True)]
@@ -180,41 +234,6 @@ class PackedReader(ImageReader):
                 yield Batch(indices, images, self.images.labels[indices], partial(_release, used))
         finally:
             _settle(under_way)
-
-    def _start(self, use: _FileUse) -> Fetch:
-        path = self._packed.path(use.file)
-        identity = _verified().get((path, self._packed.index))
-        if identity is not None and self._storage.coherent:
-            sizes = self.images.sizes[use.begin : use.end].tolist()
-            return self._storage.start_range(path, self._packed.place(use.begin), sizes, identity)
-        try:
-            return self._start_verified(use, path)
-        except (RecordError, OSError) as e:  # raised by wait(), after the batches before it
-            return Fetch(Pending.completed([], self.device, e))
-
-    def _start_verified(self, use: _FileUse, path: str) -> Fetch:
-        """Starts reading a whole file, to compare its checksum. When it has arrived, it is cut to the images needed."""
-        record, identity = self._storage.head(path)
-        expected = self._packed.check_head(use.file, record, identity.size)
-        begin, end = self._packed.bounds[use.file : use.file + 2].tolist()
-        noted = partial(_verified().__setitem__, (path, self._packed.index), identity)
-        sizes = self.images.sizes[begin:end].tolist()
-        fetch = self._storage.start_range(path, self._packed.place(begin), sizes, identity, expected, noted)
-        return replace(fetch, split=lambda filled: fetch.split(filled)[use.begin - begin : use.end - begin])
-
-    def _held(self, use: _FileUse, fetch: Fetch) -> _HeldFile:
-        path = self._packed.path(use.file)
-        try:
-            try:
-                return _HeldFile(use, fetch)
-            except FileChanged:  # it was copied again, so it is verified again
-                _verified().pop((path, self._packed.index), None)
-                return _HeldFile(use, self._start(use))
-        except RecordError as e:
-            raise damaged(path, e) from e
-
-    def close(self) -> None:
-        self._storage.close()
 
 
 class _FileUse(NamedTuple):

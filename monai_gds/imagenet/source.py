@@ -17,7 +17,7 @@ from monai_gds.imagenet.files.listing import ImageList, StrPath, list_block_map,
 from monai_gds.imagenet.files.named_files import labels_array, list_files, read_file_list
 from monai_gds.imagenet.files.packed import PackedImages, is_packed, open_packed
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler
-from monai_gds.imagenet.readers import Batch, FileReader, ImageReader, PackedReader, PlainReader
+from monai_gds.imagenet.readers import Batch, FileReader, ImageReader, PackedReader, PlainReader, RangeReader
 from monai_gds.storage import resolve_device
 from monai_gds.storage.registry import backend_names, backend_options
 
@@ -37,7 +37,7 @@ def open_images(
     file_list: StrPath | None = None,
     files: Sequence[StrPath] | None = None,
     labels: Sequence[int] | None = None,
-) -> ImageList | PackedImages:
+) -> ImageList:
     """Lists the images of an image folder, a packed folder or a block map, or images by their paths.
 
     ``file_list``, ``files`` and ``labels`` are those of ``fn.readers.file``, and ``root`` is its ``file_root``.
@@ -81,7 +81,6 @@ def open_images(
         return list_files(files, labels, root or "")
     if root is None:
         raise ValueError("name the images: by root, file_list or files")
-    images: ImageList | PackedImages
     if os.path.isfile(root):
         images = list_block_map(root)
     else:
@@ -94,7 +93,7 @@ def open_images(
 
 
 def open_reader(
-    name: str, images: ImageList | PackedImages, device: torch.device, *, pinned: bool = False, window: int = 8,
+    name: str, images: ImageList, device: torch.device, *, pinned: bool = False, window: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ImageReader:  # fmt: skip
     """Opens one of :data:`READERS`.
@@ -104,7 +103,7 @@ def open_reader(
         images: what to read.
         device: where encoded images go.
         pinned: host buffers are pinned, for a decoder on a GPU.
-        window: files of a packed folder that are read ahead.
+        window: a packed folder is read in whole files, and so many of them ahead. None: each batch by itself.
         options: keyword arguments of the storage backend.
 
     Raises:
@@ -113,7 +112,7 @@ def open_reader(
     """
     if name not in READERS:
         raise ValueError(f"reader={name!r} is not known; there are: {', '.join(READERS)}")
-    root, packed = list_of(images).root, isinstance(images, PackedImages)
+    root, packed = images.root, isinstance(images, PackedImages)
     if name == _PLAIN and packed:
         raise ValueError(f"reader={name!r} reads single files, and {root} is packed: use reader={_PACKED!r}")
     if name == _PACKED and not packed:
@@ -125,12 +124,12 @@ def open_reader(
                 f"reader={name!r} reads with open(), and takes no storage_options ({', '.join(options)}): leave them "
                 "out, or name a backend such as reader='posix'"
             )
-        return PlainReader(list_of(images), device)
+        return PlainReader(images, device)
     name = "auto" if name == _PACKED else name
-    options = _with_map(list_of(images), backend_options(name, device), options or {})
+    options = _with_map(images, backend_options(name, device), options or {})
     storage = ImageStorage(name, device, pinned=pinned, options=options)
     if isinstance(images, PackedImages):
-        return PackedReader(images, storage, ahead=window)
+        return RangeReader(images, storage) if window is None else PackedReader(images, storage, ahead=window)
     return FileReader(images, storage)
 
 
@@ -150,11 +149,6 @@ def _with_map(images: ImageList, takes: frozenset[str], options: Mapping[str, An
             "paths are relative to"
         )
     return options
-
-
-def list_of(images: ImageList | PackedImages) -> ImageList:
-    """The list of images, packed or not."""
-    return images.images if isinstance(images, PackedImages) else images
 
 
 class ImageSource:
@@ -210,14 +204,13 @@ class ImageSource:
         shard_id: int = 0,
         num_shards: int = 1,
         last_batch: LastBatch = "partial",
-        window: int = 8,
+        window: int | None = None,
         keep: int = 8,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        images = open_images(root, file_list=file_list, files=files, labels=labels)
-        self.images = list_of(images)
+        self.images = images = open_images(root, file_list=file_list, files=files, labels=labels)
         self._sampler = Sampler(
-            len(self.images), batch_size, shuffle, seed, shard_id, num_shards, last_batch, images.bounds, window
+            len(images), batch_size, shuffle, seed, shard_id, num_shards, last_batch, images.bounds, window
         )
         self._reader = open_reader(reader, images, resolve_device(device), window=window, options=storage_options)
         self._keep = keep

@@ -33,6 +33,10 @@ Form: TypeAlias = "int | tuple[Any, ...]"
 Build: TypeAlias = "Callable[[Mapping[str, torch.Tensor], Sequence[Any], Sequence[Any]], Any]"
 
 
+#: The bytes that an array without an axis of 0 may have, and the elements of no size: NumPy refuses more, or hangs.
+_MOST_BYTES, _MOST_OF_NO_SIZE = 1 << 48, 1 << 16
+
+
 def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A view of a 1-D uint8 tensor as ``dtype`` and ``shape``."""
     flat = raw.view(dtype)
@@ -228,6 +232,11 @@ class TreePlan:
         if len(shape) > MOST_AXES or not all(type(n) is int and n >= 0 for n in (*shape, offset)):
             raise DamagedRecord(f"it holds an array of shape {shape!r:.40} at {offset!r:.40}")
         count = math.prod(shape)
+        # With an axis of 0, or elements of no size, no bytes of the record limit the others.
+        if math.prod(n or 1 for n in shape) * dtype.itemsize > _MOST_BYTES or (
+            not dtype.itemsize and count > _MOST_OF_NO_SIZE
+        ):
+            raise DamagedRecord(f"it holds an array of shape {shape!r:.40}, which no memory holds")
         self.end = max(self.end, offset + count * dtype.itemsize)
         return count
 
@@ -239,6 +248,8 @@ class TreePlan:
         dtype = numpy_dtype(descr)
         count = self.take(dtype, shape, offset)
         if not count or not dtype.itemsize or ARRAY_ALIGNMENT % dtype.itemsize or offset % dtype.itemsize:
+            return None
+        if dtype.kind == "U":  # examined first
             return None
         first = offset // dtype.itemsize
         view = self._dtypes.setdefault(dtype, len(self._dtypes))

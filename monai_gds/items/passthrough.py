@@ -112,7 +112,7 @@ def value_at(item: Any, path: Sequence[Any]) -> Any:
     if item is None or value is _MISSING:
         where = "item" + "".join(f"[{key!r}]" for key in path)
         raise DamagedRecord(f"it takes {where} from the dataset's item, where there is no such value")
-    return deepcopy(value)
+    return value if type(value) in _LEAVES else deepcopy(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -292,7 +292,16 @@ def _array_plan(plan: TreePlan, descr: str, shape: tuple[int, ...], offset: int)
     dtype = numpy_dtype(descr)
     if not plan.take(dtype, shape, offset) or not dtype.itemsize:
         return lambda t, v, a: np.ndarray(shape, dtype)
-    return lambda t, v, a: np.ndarray(shape, dtype, a[-1], offset)
+    if dtype.kind != "U":
+        return lambda t, v, a: np.ndarray(shape, dtype, a[-1], offset)
+    codes = (*shape, dtype.itemsize // 4), np.dtype("u4").newbyteorder(dtype.byteorder)
+
+    def build(t: Any, v: Any, a: Any) -> np.ndarray:
+        if (np.ndarray(*codes, a[-1], offset) > sys.maxunicode).any():
+            raise DamagedRecord("it holds text that is none")
+        return np.ndarray(shape, dtype, a[-1], offset)
+
+    return build
 
 
 def _texts(encoder: Encoder, value: np.ndarray, path: Path) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from monai_gds import limits
 from monai_gds.base.dtypes import DTYPES, MOST_AXES
-from monai_gds.base.file_systems import KEEPS_ZEROS, kind_of, read_at
+from monai_gds.base.file_systems import KEEPS_ZEROS, kind_of, open_fd, read_at
 from monai_gds.errors import DamagedRecord, NewerRecord
 
 #: The version of the format.
@@ -147,7 +147,7 @@ def check_holes(file: int | str) -> None:
     st = os.stat(file)
     if st.st_size <= limits.HOLES_BYTES or st.st_blocks * 512 >= st.st_size:
         return
-    fd = file if isinstance(file, int) else os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = file if isinstance(file, int) else open_fd(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         data = _data_bytes(fd, st.st_size) if kind_of(fd) in KEEPS_ZEROS else st.st_size
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ import torch
 
 from monai_gds import limits
 from monai_gds.base import stages
+from monai_gds.base.units import in_groups
 from monai_gds.errors import DamagedRecord
 from monai_gds.items.tree import tensor_of
 from monai_gds.records.entries import check
@@ -56,7 +57,7 @@ def start(reader: RecordReader, paths: Sequence[str], lazily: bool = False) -> l
                 together.append((i, head, verify))
                 continue
         found[i] = _started(reader, path, lazily)
-    for group in _in_groups(together):
+    for group in in_groups(together, lambda small: small[1].file.size, limits.TOGETHER_RECORDS, limits.TOGETHER_BYTES):
         reads = Reads.join([head.table.reads.at(paths[i], head.file) for i, head, _ in group])
         pending, first = reader.storage.load(reads), 0
         for file, (i, head, verify) in enumerate(group):
@@ -77,21 +78,6 @@ def _started(reader: RecordReader, path: str, lazily: bool) -> PendingItem | Non
         except Exception as e:
             tries = reader.give_up(path, e, tries)
     return None
-
-
-def _in_groups(members: Sequence[tuple[int, RecordHead, bool]]) -> Iterator[list[tuple[int, RecordHead, bool]]]:
-    """Divides small records into groups that are read together."""
-    group: list[tuple[int, RecordHead, bool]] = []
-    nbytes = 0
-    for member in members:
-        size = member[1].file.size
-        if group and (len(group) == limits.TOGETHER_RECORDS or nbytes + size > limits.TOGETHER_BYTES):
-            yield group
-            group, nbytes = [], 0
-        group.append(member)
-        nbytes += size
-    if group:
-        yield group
 
 
 class PendingItem:

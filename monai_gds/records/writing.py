@@ -68,7 +68,8 @@ import json
 import warnings
 import zlib
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -81,6 +82,8 @@ from monai_gds.records.compression import WHOLE, Compression
 from monai_gds.records.header import ARRAYS, BLOCKS, CRC, PAD, RUNS, TABLE, VERSION, Header
 from monai_gds.storage import ALIGNMENT, Buffer
 from monai_gds.tiles import runs, tiles
+
+P = TypeVar("P")
 
 #: Tensors of at least this size begin at a multiple of ALIGNMENT.
 LARGE = 64 << 10
@@ -95,8 +98,11 @@ def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression
         compression: how to pack large tensors that get smaller by it, see :func:`tiles.pack`.
     """
     layout = _FileLayout()
-    packed, form = _packed(item.tensors, compression)
-    found = _runs({name: item.tensors[name] for name in packed})
+    large = {name: tensor for name, tensor in item.tensors.items() if compression.cuts(tensor.nbytes)}
+    in_tiles = partial(tiles.pack, codec=compression.codec or "", edge=compression.edge)
+    packed, failed = _packed(large, in_tiles, "uncompressed")
+    form = compression.text if large and not failed else ""  # noted where all were tried
+    found, _ = _packed({name: item.tensors[name] for name in packed}, runs.pack, "without the runs of its values")
     if item.arrays:
         layout.add(ARRAYS, torch.uint8, [len(item.arrays)], torch.frombuffer(item.arrays, dtype=torch.uint8))
     for name, (_, table, _) in packed.items():
@@ -121,36 +127,21 @@ def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression
     return [_pack_header(layout, _with_tiles(item.tree, packed), key, form), *layout.buffers]
 
 
-def _packed(tensors: dict[str, torch.Tensor], compression: Compression) -> tuple[dict[str, tiles.Packed], str]:
-    """The packed tensors, and the form to note: empty if there is nothing to pack, or packing failed."""
-    packed: dict[str, tiles.Packed] = {}
-    large = [name for name, tensor in tensors.items() if compression.cuts(tensor.nbytes)]
-    if compression.codec is None or not large:
-        return packed, ""
-    form = compression.text
-    for name in large:
+def _packed(
+    tensors: dict[str, torch.Tensor], pack: Callable[[torch.Tensor], P | None], how: str
+) -> tuple[dict[str, P], bool]:
+    """What ``pack`` makes of tensors, where it pays, and whether it failed. Then a tensor is saved all the same."""
+    packed, failed = {}, False
+    for name, tensor in tensors.items():
         try:
-            found = tiles.pack(tensors[name].cpu(), compression.codec, compression.edge)
-        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # compression is optional, and must not end an epoch
-            warnings.warn(f"a tensor is saved uncompressed: {e}", CacheWarning, stacklevel=2)
-            form = ""
+            found = pack(tensor.cpu())
+        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # packing is optional, and must not end an epoch
+            warnings.warn(f"a tensor is saved {how}: {e}", CacheWarning, stacklevel=2)
+            failed = True
             continue
         if found is not None:
             packed[name] = found
-    return packed, form
-
-
-def _runs(tensors: dict[str, torch.Tensor]) -> dict[str, runs.Packed]:
-    found = {}
-    for name, tensor in tensors.items():
-        try:
-            packed = runs.pack(tensor.cpu())
-        except (MonaiGdsError, MemoryError, RuntimeError) as e:  # runs are optional, and must not end an epoch
-            warnings.warn(f"a tensor is saved without the runs of its values: {e}", CacheWarning, stacklevel=2)
-            continue
-        if packed is not None:
-            found[name] = packed
-    return found
+    return packed, failed
 
 
 def _with_tiles(tree: Any, packed: dict[str, tiles.Packed]) -> Any:

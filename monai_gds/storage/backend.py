@@ -65,11 +65,17 @@ def check_threads(threads: int | None) -> None:
 class Backend(ABC):
     """Moves bytes between files and tensors of one device; see the module's docstring.
 
-    Options are keyword arguments of the constructor, and are never seen outside of it. An instance is used by several
-    threads at once, but by one process only: :class:`monai_gds.storage.Storage` checks that.
+    Options are keyword arguments of the constructor, and are never seen outside of it. The constructor refuses values
+    that cannot work. It loads and opens nothing, so that a dataset's constructor can try it: that is left to
+    :meth:`open`. An instance is used by several threads at once, but by one process only:
+    :class:`monai_gds.storage.Storage` checks that.
 
     Args:
         device: where destinations live, ``cpu`` or ``cuda:N``. Individual destinations may always lie on the CPU.
+
+    Raises:
+        ValueError: a value of an option that cannot work, or values that do not go together.
+        TypeError: an unknown option, of a backend that takes any name.
 
     Example:
         >>> import os, torch
@@ -106,13 +112,11 @@ class Backend(ABC):
     def probe(cls, device: torch.device) -> Availability:
         """Whether this backend works here for ``device``. No side effects; cheap enough to call often."""
 
-    @classmethod  # noqa: B027 (optional: a backend may take any value)
-    def check(cls, device: torch.device, **options: Any) -> None:
-        """Refuses values of options that cannot work. Opens nothing, so that a dataset's constructor can call it.
+    def open(self) -> None:  # noqa: B027 (optional: a backend may need nothing)
+        """Loads libraries and reads files that the options name. Called once, before anything else.
 
         Raises:
-            ValueError: such a value, or values that do not go together.
-            TypeError: an unknown option, of a backend that takes any name.
+            BackendUnavailable: it does not work here with these options.
         """
 
     @abstractmethod

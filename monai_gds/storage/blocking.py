@@ -19,6 +19,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -102,12 +103,10 @@ class Work(Generic[T]):
     def stop(self) -> None:
         """Drops the groups that no thread has started."""
         dropped = 0
-        while self._groups:
-            try:
+        with suppress(IndexError):
+            while True:
                 self._groups.popleft()
-            except IndexError:
-                break
-            dropped += 1
+                dropped += 1
         if dropped:
             self._finish(dropped)
 
@@ -215,10 +214,6 @@ class BlockingBackend(Backend):
         self._under_way: weakref.WeakSet[Work[Any]] = weakref.WeakSet()
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-
-    @classmethod
-    def check(cls, device: torch.device, *, threads: int | None = None, **options: Any) -> None:
-        check_threads(threads)
 
     # What a backend implements, besides ``_open`` and ``_close`` unless it reads from a plain descriptor.
 

@@ -7,23 +7,30 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base.file_systems import read_at
+from monai_gds.base.file_systems import open_fd, opened, read_at, reserve
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.memory import HUGE, prefer_huge_pages
 
+N = TypeVar("N", int, np.ndarray)
+
 #: Bytes. Offsets, lengths and addresses that are multiples of it suit O_DIRECT, cuFile and NVMe blocks.
 ALIGNMENT = 4096
-
 
 #: Host bytes, or a 1-D contiguous uint8 tensor on the CPU or a CUDA device.
 Buffer: TypeAlias = "bytes | bytearray | memoryview | torch.Tensor"
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait
+
+
+def whole_pages(nbytes: N) -> N:
+    """Rounds a number of bytes, or several, up to whole pages."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class FileId(NamedTuple):
@@ -109,7 +116,7 @@ def open_file(path: str, expected: Expected = None, *, regular: bool = False) ->
         FileChanged: it is not the expected one.
         OSError: it cannot be opened.
     """
-    fd = os.open(path, _FLAGS)
+    fd = open_fd(path, _FLAGS)
     try:
         check_open(fd, expected, path)
         if regular and not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -127,7 +134,7 @@ def open_direct(fd: int, path: str) -> int:
     """
     try:
         with naming(path):
-            return os.open(f"/proc/self/fd/{fd}", _FLAGS | os.O_DIRECT)
+            return open_fd(f"/proc/self/fd/{fd}", _FLAGS | os.O_DIRECT)
     except OSError as e:
         why = "the file system refuses it; backend='posix' reads without" if e.errno == errno.EINVAL else e.strerror
         raise StorageError(e.errno, f"opening it with O_DIRECT: {why}", path) from e
@@ -140,13 +147,9 @@ def ends_early(at: int, missing: int, path: str) -> StorageError:
 
 def read_head(path: str, nbytes: int) -> tuple[bytes, FileId]:
     """Reads the first bytes of a file, fewer from a smaller one, and returns them with its identity."""
-    fd = os.open(path, _FLAGS)
-    try:
-        with naming(path):
-            file = FileId.of(fd)
-            return read_at(fd, min(nbytes, file.size)), file
-    finally:
-        os.close(fd)
+    with opened(path, _FLAGS) as fd, naming(path):
+        file = FileId.of(fd)
+        return read_at(fd, min(nbytes, file.size)), file
 
 
 def is_cold(fd: int, offset: int) -> bool:
@@ -205,7 +208,7 @@ def new_file(path: str, nbytes: int, *, durable: bool, mode: int) -> Iterator[in
     try:
         with naming(path):
             if nbytes:
-                os.posix_fallocate(fd, 0, nbytes)
+                reserve(fd, nbytes)
             yield fd
             if durable:
                 os.fsync(fd)

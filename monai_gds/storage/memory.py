@@ -99,18 +99,31 @@ class _Block:
 
 
 class _Pool:
-    """Unused blocks, the one used last at the end.
+    """Unused blocks, the one used last at the end. Their sizes are powers of two, unless they are ``exact``.
 
     The list is changed by single operations of the interpreter, without a lock: the garbage collector may return a
     block in a thread that is just taking one. It is never copied: CPython before 3.12 may run the collector between
     looking up a list's items and copying them, and a returned block moves them. Iterating looks them up at each step.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, exact: bool = False) -> None:
         self.blocks: list[_Block] = []
-        self._max_bytes = max_bytes
+        self._max_bytes, self._exact = max_bytes, exact
 
-    def take(self, nbytes: int, most: int) -> _Block:
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised memory, that of an earlier tensor of this pool if possible.
+
+        Returns:
+            A 1-D uint8 CPU tensor on huge pages. Its memory returns to the pool when nothing shares it any more.
+        """
+        size = most = nbytes + -nbytes % HUGE
+        if not self._exact and nbytes <= self._max_bytes:  # a larger one is not kept
+            size = max(HUGE, 1 << (nbytes - 1).bit_length())
+            most = 2 * size
+        block = self._take(size, most)
+        return tensor_at(block.memory.data_ptr(), nbytes, partial(self._give_back, block))
+
+    def _take(self, nbytes: int, most: int) -> _Block:
         """A kept block of ``nbytes`` to ``most`` bytes, or a new one of ``nbytes``."""
         for block in reversed(self.blocks):
             if nbytes <= block.nbytes <= most:
@@ -121,7 +134,7 @@ class _Pool:
                 return block
         return _Block(nbytes)
 
-    def give_back(self, block: _Block) -> None:
+    def _give_back(self, block: _Block) -> None:
         if block.nbytes > self._max_bytes:
             return
         self.blocks.append(block)
@@ -129,40 +142,16 @@ class _Pool:
             del self.blocks[:1]
 
 
-_pool = _Pool(limits.POOL_BYTES)
+_pool = _Pool(limits.POOL_BYTES, exact=True)
 _volumes = _Pool(limits.VOLUME_POOL_BYTES)
 _scratch = _Pool(limits.SCRATCH_POOL_BYTES)
 
+#: For large batches. Stacking six batches of 28 MB of crops beside their consumer on two cores took 24 to 29 ms this
+#: way, and 41 in fresh memory.
+pooled_empty = _pool.empty
 
-def pooled_empty(nbytes: int) -> torch.Tensor:
-    """Uninitialised memory, that of an earlier tensor of this function if possible.
+#: For sizes that vary. Batches do not use up this pool.
+pooled_volume = _volumes.empty
 
-    Stacking six batches of 28 MB of crops beside their consumer on two cores took 24 to 29 ms this way, and 41 in
-    fresh memory.
-
-    Returns:
-        A 1-D uint8 CPU tensor on huge pages. Its memory returns to the pool when nothing shares it any more.
-    """
-    size = nbytes + -nbytes % HUGE
-    return _tensor(_pool, _pool.take(size, size), nbytes)
-
-
-def pooled_volume(nbytes: int) -> torch.Tensor:
-    """As :func:`pooled_empty`, for sizes that vary: block sizes are powers of two. Batches do not use up this pool."""
-    return _power_of_two(_volumes, limits.VOLUME_POOL_BYTES, nbytes)
-
-
-def pooled_scratch(nbytes: int) -> torch.Tensor:
-    """As :func:`pooled_volume`, for short-lived data. Such small blocks would push volumes out of their pool."""
-    return _power_of_two(_scratch, limits.SCRATCH_POOL_BYTES, nbytes)
-
-
-def _power_of_two(pool: _Pool, max_bytes: int, nbytes: int) -> torch.Tensor:
-    if nbytes > max_bytes:  # it would not be kept
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    size = max(HUGE, 1 << (nbytes - 1).bit_length())
-    return _tensor(pool, pool.take(size, 2 * size), nbytes)
-
-
-def _tensor(pool: _Pool, block: _Block, nbytes: int) -> torch.Tensor:
-    return tensor_at(block.memory.data_ptr(), nbytes, partial(pool.give_back, block))
+#: For short-lived data. Such small blocks would push volumes out of their pool.
+pooled_scratch = _scratch.empty

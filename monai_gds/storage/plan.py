@@ -12,13 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.files import ALIGNMENT, whole_pages
 from monai_gds.storage.reads import Reads
-
-
-def _pages(nbytes: np.ndarray) -> np.ndarray:
-    """Sizes in bytes, rounded up to whole pages."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def share(total: int, workers: int, least: int, most: int) -> int:
@@ -83,7 +78,7 @@ def cut(reads: Reads, most: int, *, even: bool = False) -> Reads:
     count = np.maximum(-(-reads.nbytes // most), 1)
     size = np.full(len(reads), most, np.int64)
     if even:
-        size = np.minimum(_pages(-(-reads.nbytes // count)), most)
+        size = np.minimum(whole_pages(-(-reads.nbytes // count)), most)
         count = np.maximum(-(-reads.nbytes // np.maximum(size, 1)), 1)
     row = np.repeat(np.arange(len(reads)), count)
     done = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * size[row]
@@ -106,7 +101,7 @@ def group(reads: Reads, most_bytes: int, most_reads: int, alone: int) -> list[sl
     """
     if len(reads) < 2 or reads.nbytes.min() >= alone:
         return [slice(i, i + 1) for i in range(len(reads))]
-    ends = np.cumsum(_pages(reads.nbytes + np.minimum(reads.room, ALIGNMENT)))  # stage() keeps gaps of that size
+    ends = np.cumsum(whole_pages(reads.nbytes + np.minimum(reads.room, ALIGNMENT)))  # stage() keeps gaps of that size
     if ends[-1] <= most_bytes and len(reads) <= most_reads and reads.nbytes.max() < alone:
         return [slice(0, len(reads))]
     large = np.flatnonzero(reads.nbytes >= alone)
@@ -142,8 +137,8 @@ def stage(reads: Reads) -> tuple[Reads, Copies]:
     joins = (reads.dest[1:] == reads.dest[:-1]) & (gap >= 0) & (gap <= np.minimum(reads.room[:-1], ALIGNMENT))
     first, last, run = _joined(joins)
     length = end[last] - reads.start[first]
-    ends = np.cumsum(_pages(length))
-    begin = ends - _pages(length)
+    ends = np.cumsum(whole_pages(length))
+    begin = ends - whole_pages(length)
     copies = zip(begin.tolist(), reads.dest[first].tolist(), reads.start[first].tolist(), length.tolist(), strict=True)
     place = begin[run] + reads.start - reads.start[first][run]
     return _into_block(reads, place, int(ends[-1])), [copy for copy in copies if copy[3]]
@@ -160,7 +155,7 @@ def pack(reads: Reads, most_gap: int) -> Reads:
     end = reads.offset + reads.nbytes
     gap = reads.offset[1:] - end[:-1]
     first, last, run = _joined((reads.file[1:] == reads.file[:-1]) & (gap >= 0) & (gap <= most_gap))
-    length = _pages(end[last] - reads.offset[first])
+    length = whole_pages(end[last] - reads.offset[first])
     begin = np.cumsum(length) - length
     return _into_block(reads, begin[run] + reads.offset - reads.offset[first][run], int(length.sum()))
 

@@ -271,15 +271,12 @@ class _Slots:
             self._sent[0].event.synchronize()
         return bool(self._sent)
 
-    def give_back(self) -> None:
-        """Returns the slots that are not being filled to the pool."""
+    def give_back(self, *, abandon: bool = False) -> None:
+        """Returns the slots that are not being filled to the pool. To ``abandon`` is to write off the others too."""
         while self._sent:
             self._pool.release(self._sent.popleft())
-
-    def abandon(self) -> None:
-        """As ``give_back``; the slots that are being filled, which will never be complete, are written off."""
-        self.give_back()
-        self._pool.forget(self._filling)
+        if abandon:
+            self._pool.forget(self._filling)
 
 
 class _Pump:
@@ -525,7 +522,7 @@ class _Pump:
             _abandoned.append(self._in_flight)
             self._in_flight = set()
         if self._slots is not None:
-            self._slots.abandon()
+            self._slots.give_back(abandon=True)
         self._slots = None
         self._backend._give_up()
         for job in jobs:

@@ -128,8 +128,11 @@ def _chosen(name: str, device: torch.device) -> type[Backend]:
     return _backend(choose_backend(name, device)[0] if name == "auto" else name)
 
 
-def check_options(name: str, options: Mapping[str, Any], device: torch.device) -> None:
+def check_options(name: str, options: Mapping[str, Any], device: torch.device) -> Backend:
     """Refuses options that a backend does not take, and values that cannot work. Opens nothing.
+
+    Returns:
+        The backend with these options, not opened yet.
 
     Raises:
         BackendUnavailable: such a value, on this machine.
@@ -143,7 +146,7 @@ def check_options(name: str, options: Mapping[str, Any], device: torch.device) -
     if wrong and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         has = f"it takes {', '.join(takes)}" if takes else "it takes none"
         raise TypeError(f"backend {backend.name!r} has no option {wrong[0]!r}: {has}")
-    backend.check(device, **options)
+    return backend(device, **options)
 
 
 def probe_backend(name: str, device: int | str | torch.device | None = None) -> Availability:
@@ -219,5 +222,4 @@ def open_storage(name: str = "auto", device: int | str | torch.device | None = N
     """
     target = resolve_device(device)
     chosen, _ = choose_backend(name, target)
-    check_options(chosen, options, target)
-    return Storage(_backend(chosen)(target, **options))
+    return Storage(check_options(chosen, options, target))

@@ -30,7 +30,7 @@ class Storage:
     only after the work that was queued on the current stream when :meth:`fill` was called.
 
     Args:
-        backend: what moves the bytes.
+        backend: what moves the bytes. It is opened here, which may raise.
 
     Attributes:
         name: the backend's name.
@@ -51,6 +51,7 @@ class Storage:
     """
 
     def __init__(self, backend: Backend) -> None:
+        backend.open()
         self.name = backend.name
         self.device = backend.device
         self.coherent = backend.coherent

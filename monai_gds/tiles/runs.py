@@ -135,6 +135,7 @@ class RunTable:
 
     Attributes:
         values: the different values, 1-D CPU tensor.
+        counts: how many elements of each block have each value, uint32 (blocks, values).
         nbytes: how many bytes of memory the table takes.
 
     Raises:
@@ -152,7 +153,7 @@ class RunTable:
             raise DamagedRecord("the table of its runs has the wrong size, or impossible numbers")
         parts = [table[begin:end].copy() for begin, end in itertools.pairwise(ends)]
         self._sizes, self._crcs = parts[0].view(np.int32), parts[1].view(np.uint32)
-        self._counts = parts[2].view(np.uint32).reshape(blocks, values)
+        self.counts = parts[2].view(np.uint32).reshape(blocks, values)
         self.values = torch.from_numpy(parts[3]).view(dtype)
         if len(np.unique(parts[3].view(f"u{dtype.itemsize}"))) != values:
             raise DamagedRecord("the table of its runs has a value twice")
@@ -161,28 +162,13 @@ class RunTable:
         in_range = self._sizes.min() >= -255 and self._sizes.max() <= most
         if not in_range or np.maximum(self._sizes, 0).sum(dtype=np.int64) != nbytes:
             raise DamagedRecord("the sizes of its runs do not add up to their bytes")
-        if self._counts.sum(dtype=np.uint64) != math.prod(shape):
+        if self.counts.sum(dtype=np.uint64) != math.prod(shape):
             raise DamagedRecord("the counts of its runs do not add up to the elements of the tensor")
 
     @property
     def blocks(self) -> int:
         """The number of blocks."""
         return len(self._sizes)
-
-    def count(self, chosen: np.ndarray) -> int:
-        """How many elements have one of the chosen values; ``chosen`` is a bool per value."""
-        return int(self._counts[:, chosen].sum(dtype=np.int64))
-
-    def block_of(self, chosen: np.ndarray, k: int) -> tuple[int, int, int]:
-        """The block that holds the ``k``-th element of the chosen values, counted from 0.
-
-        Returns:
-            Its index, how many such elements come before it, and how many elements of any value do.
-        """
-        ends = np.cumsum(self._counts[:, chosen].sum(1, dtype=np.int64))
-        block = int(np.searchsorted(ends, k, side="right"))
-        before = int(ends[block - 1]) if block else 0
-        return block, before, int(self._counts[:block].sum(dtype=np.int64))
 
     def range_of(self, block: int) -> tuple[int, int]:
         """Where the stream of a block begins in the blocks, and its bytes."""
@@ -215,7 +201,7 @@ class RunTable:
         rows = out.numpy().reshape(_RUN, self._per_block)[:, :count]
         lengths, ids = np.ascontiguousarray(rows[:4].T).view(np.uint32)[:, 0].astype(np.int64), rows[4]
         counts = np.bincount(ids, weights=lengths, minlength=len(self.values))
-        if not np.array_equal(counts, self._counts[block]):
+        if not np.array_equal(counts, self.counts[block]):
             raise DamagedRecord(f"block {block} of {self.blocks} of its runs does not hold what its table counts")
         return lengths, ids
 
@@ -257,7 +243,7 @@ class Runs:
 
     def count(self, chosen: np.ndarray) -> int:
         """How many elements have one of the chosen values; ``chosen`` is a bool per value. Reads nothing."""
-        return self._table.count(chosen)
+        return int(self._table.counts[:, chosen].sum(dtype=np.int64))
 
     def find(self, chosen: np.ndarray, k: int) -> int:
         """The index, in C order, of the ``k``-th element with one of the chosen values. Reads one block.
@@ -273,10 +259,14 @@ class Runs:
         """
         if not 0 <= k < self.count(chosen):
             raise IndexError(f"element {k} of {self.count(chosen)}")
-        block, before, start = self._table.block_of(chosen, k)
+        counts = self._table.counts
+        ends = np.cumsum(counts[:, chosen].sum(1, dtype=np.int64))
+        block = int(np.searchsorted(ends, k, side="right"))
+        k -= int(ends[block - 1]) if block else 0  # counted from the block's first from here on
         lengths, ids = self._read_block(block)
         ends = np.cumsum(np.where(chosen[ids], lengths, 0))
-        run = int(np.searchsorted(ends, k - before, side="right"))
-        element = start + int(lengths[:run].sum()) + k - before - (int(ends[run - 1]) if run else 0)
+        run = int(np.searchsorted(ends, k, side="right"))
+        k -= int(ends[run - 1]) if run else 0
+        element = int(counts[:block].sum(dtype=np.int64)) + int(lengths[:run].sum()) + k
         self._on_found(element, int(ids[run]))
         return element

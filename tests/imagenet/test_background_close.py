@@ -6,7 +6,7 @@ import gc
 import threading
 
 from monai_gds.imagenet.background_close import close_when_dropped
-from tests.machines import python
+from tests.fresh import printed_by
 
 
 class Owner:
@@ -32,7 +32,7 @@ def test_it_is_closed_in_another_thread_and_an_error_there_is_nobodys() -> None:
 
 def test_the_interpreter_waits_for_what_is_being_closed() -> None:
     """A daemon thread that comes back from a C++ call while the interpreter ends would end the process with SIGABRT."""
-    said = python(
+    said = printed_by(
         """
 import threading, torch
 from monai_gds.imagenet.background_close import close_when_dropped
@@ -45,7 +45,7 @@ begun = threading.Event()
 def close():
     begun.set()
     values = torch.rand(1000, 1000)
-    for _ in range(60):
+    for _ in range(20):
         values = (values @ values).clamp(-1, 1)
     print("closed", flush=True)
 
@@ -53,6 +53,7 @@ owner = Owner()
 close_when_dropped(owner, close)
 del owner
 begun.wait(60)
-        """
+        """,
+        whole=True,
     )
     assert said == "closed"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -19,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from monai_gds.errors import BackendUnavailable, BrokenImage, DamagedRecord, FileChanged, ImageListError
+from monai_gds.errors import BackendUnavailable, BrokenImage, FileChanged, ImageListError
 from monai_gds.imagenet import ImageNetDataset, ImageSource, open_images, pack_folder
 from monai_gds.imagenet import dataset as imagenet_dataset
 from monai_gds.imagenet.dali.pipeline import PipelineFailed
 from monai_gds.imagenet.readers import PlainReader
 from monai_gds.testing.disks import small_disk
-from tests.fresh import Interpreter
+from tests.fresh import Interpreter, warm
 from tests.imagenet.conftest import COUNT, as_dali_reads, samples_of_dali
 from tests.polls import until
 
@@ -98,7 +96,7 @@ def test_a_packed_file_that_changed_its_size(packed: Path, tmp_path: Path) -> No
     ours = dataset(tmp_path / "packed", decode=False)
     with open(tmp_path / "packed" / "images-00002.safetensors", "ab") as f:
         f.write(bytes(4096))
-    with pytest.raises(DamagedRecord, match=r"images-00002.* has \d+ bytes instead of \d+; copy it again"):
+    with pytest.raises(FileChanged, match=r"images-00002.* was replaced or changed"):
         list(ours)
 
 
@@ -205,7 +203,7 @@ def test_paths_with_any_bytes(folder: Path, tmp_path: Path) -> None:
     assert samples(dataset(Path(root))) == samples(dataset(Path(root + " packed"))) == samples(
         dataset(Path(root), reader="python-file")
     )  # fmt: skip
-    assert list(open_images(root).classes) == list(open_images(root + " packed").images.classes)  # type: ignore[union-attr]
+    assert list(open_images(root).classes) == list(open_images(root + " packed").classes)
 
 
 # What comes out.
@@ -410,7 +408,7 @@ def test_a_script_that_ends_within_an_epoch_ends_in_silence(folder: Path, when: 
         "print(len(next(batches)['label']))\n"
         f"{when}\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    done = warm().run("-c", script, env={**os.environ, "PYTHONWARNINGS": "ignore"}, whole=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
 
 
@@ -640,6 +638,8 @@ def test_an_error_of_the_graph_is_no_broken_image(folder: Path) -> None:
         ({"device": "cuda:9"}, ValueError, "cuda:9"),
         ({"crop": (8, 8), "graph": lambda i, n: (i, n)}, ValueError, "one or the other"),
         ({"crop": (8, 8), "decode": False}, ValueError, "need decode=True"),
+        ({"training": False, "decode": False}, ValueError, "need decode=True"),
+        ({"crop": (8, 8), "training": False, "flip": True}, ValueError, "flip=True mirrors at random"),
         ({"shard_id": 0}, ValueError, "both shard_id and num_shards"),
     ],
 )
@@ -648,6 +648,22 @@ def test_arguments_that_make_no_sense(
 ) -> None:
     with pytest.raises(error, match=message):
         dataset(folder, **arguments)
+
+
+def test_an_argument_that_is_spelt_wrong_is_named_with_the_right_one(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"no argument 'suffle': do you mean 'shuffle'\?"):
+        dataset(folder, suffle=True)
+    with pytest.raises(TypeError, match=r"no argument 'xyzzy'$"):
+        dataset(folder, xyzzy=1)
+
+
+def test_what_it_is_printed_as(folder: Path, packed: Path) -> None:
+    assert repr(dataset(folder, 4, shard_id=1, num_shards=2)) == (
+        f"<ImageNetDataset: 23 images of {folder}, in order, in batches of 4; reader='auto', shard 1 of 2, cpu>"
+    )
+    assert f"{folder}, shuffled as a whole, in" in repr(dataset(folder, shuffle=True, window=8))
+    assert f"{packed}, shuffled as a whole, in" in repr(dataset(packed, shuffle=True))
+    assert f"{packed}, shuffled within windows of 8 files, in" in repr(dataset(packed, shuffle=True, window=8))
 
 
 def test_plain_python_refuses_a_packed_folder(packed: Path) -> None:

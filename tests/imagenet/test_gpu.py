@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from monai_gds.bench.made_up import jpeg
 from monai_gds.errors import BackendUnavailable, BrokenImage
 from monai_gds.imagenet import ImageNetDataset, ImageSource, dali_iterator
 from tests.imagenet.conftest import COUNT, samples_of_dali
+from tests.imagenet.test_no_images import no_images
 
 pytestmark = pytest.mark.gpu
 
@@ -148,6 +150,43 @@ def test_augmented_on_the_gpu(folder: Path, packed: Path) -> None:
         assert {tuple(b["image"].shape[1:]) for b in batches} == {(3, 16, 24)}
         assert sum(len(b["image"]) for b in batches) == COUNT
         assert all(b["image"].is_cuda and b["image"].dtype == torch.float32 for b in batches)
+
+
+@pytest.mark.parametrize("load", [0.0, 0.9])
+def test_crops_on_the_gpu_are_those_of_the_cpu(folder: Path, packed: Path, load: float) -> None:
+    """Windows and flips are the same, and again after the pipeline is built anew; decoders differ by a few units."""
+    arguments: dict[str, Any] = {"crop": (16, 24), "flip": True, "seed": 3, "decoder": {"hw_decoder_load": load}}
+    ours = dataset(folder, packed, "posix", **arguments)
+    for _ in range(2):
+        ours.set_epoch(2)
+        found = torch.cat([batch["image"] for batch in ours]).cpu().int()
+        ours.close()
+        on_cpu = ImageNetDataset(folder, 4, "posix", "cpu", crop=(16, 24), flip=True, seed=3)
+        on_cpu.set_epoch(2)
+        expected = torch.cat([batch["image"] for batch in on_cpu]).int()
+        assert (found - expected).abs().float().mean() < 3
+
+
+def test_the_middle_on_the_gpu_is_that_of_the_cpu(folder: Path, packed: Path) -> None:
+    found, expected = (
+        torch.cat([batch["image"] for batch in one]).cpu().int()
+        for one in (
+            dataset(folder, packed, "posix", crop=(24, 24), training=False),
+            ImageNetDataset(folder, 4, "posix", "cpu", crop=(24, 24), training=False),
+        )
+    )
+    assert (found - expected).abs().float().mean() < 3
+
+
+def test_files_that_are_no_images_are_skipped_in_large_batches(tmp_path: Path) -> None:
+    bad = dict(zip(range(3, 128, 9), no_images(), strict=False))
+    random = np.random.default_rng(0)
+    for i in range(128):
+        (tmp_path / f"{i:03}.JPEG").write_bytes(bad.get(i) or jpeg(random, 40, 50))
+    for crop in (None, (16, 16)):
+        ours = ImageNetDataset(tmp_path, 64, device="cuda", crop=crop, skip_broken=True)
+        assert sum(len(batch["label"]) for batch in ours) == 128
+        assert set(ours.broken) == {f"{tmp_path}/{i:03}.JPEG" for i in bad}
 
 
 def test_decoder_padding_is_passed_through(folder: Path, packed: Path) -> None:

@@ -250,6 +250,9 @@ KINDS["an entry twice"] = lambda record: setattr(
     record, "header", lambda whole: _begin(whole) + ',"small":' + json.dumps(whole["small"]) + "}"
 )
 KINDS["empty small arrays"] = lambda record: record.put("__arrays", b"")
+KINDS["text of code points beyond the last"] = lambda record: record.put(
+    "__arrays", b"\xff" * len(record.entries["__arrays"].data)
+)
 KINDS["empty small arrays that nothing uses"] = lambda record: (
     record.put("__arrays", b"") or setattr(record, "tree", {"a": {"$tensor": {"name": "small"}}})
 )
@@ -318,6 +321,8 @@ _NODES: dict[str, Any] = {
     "array of elements of no size": {"$array": ["|S0", [1 << 60], 0]},
     "array of text of no size": {"$array": ["<U0", [1 << 50], 0]},
     "array of text that is none": {"$array": ["<U1", [4], 0]},
+    "array of no size with axes": {"$array": ["|S0", [1 << 40, 1 << 40], 0]},
+    "array of nothing beside axes": {"$array": ["<f4", [1 << 40, 1 << 40, 0], 0]},
     "array of a dtype that is none": {"$array": ["nothing", [1], 0]},
     "array of a dtype with commas": {"$array": ["i4,i4", [1], 0]},
     "array of a negative size": {"$array": ["<f4", [-1], 0]},

@@ -166,6 +166,8 @@ def _tried(place: Place, change: Callable[[Opened], Any]) -> tuple[dict[str, Any
             read_whole(str(place.path), key().digest)
         assert len(survey(place.folder)) == 2
         checked = check(place.path)
+    for item in found.values():
+        _used(item)
     assert checked is not None
     said = [str(warning.message) for warning in told]
     assert all(warning.category is CacheWarning for warning in told), said
@@ -176,6 +178,18 @@ def _tried(place: Place, change: Callable[[Opened], Any]) -> tuple[dict[str, Any
         sound = {name for name, kind in {**KINDS, **TILED}.items() if kind is change} <= ELSEWHERE
         assert checked.problem or sound, f"verified, but refused by {refused}"
     return found, checked.problem
+
+
+def _used(value: Any) -> None:
+    """Uses an item as a user would: copies its arrays, and looks at each element."""
+    if isinstance(value, dict):
+        _used([*value, *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _used(part)
+    elif isinstance(value, np.ndarray):
+        assert value.copy().size < 1 << 24
+        value.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ def test_memory_is_used_again_once_nothing_shares_it(tmp_path: Path) -> None:
 
 def test_volumes_larger_than_the_pool_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(tmp_path)
-    monkeypatch.setattr(limits, "VOLUME_POOL_BYTES", 1 << 20)
+    monkeypatch.setattr(pools._volumes, "_max_bytes", 1 << 20)
     pools._volumes.blocks.clear()
     assert corner(opened(tmp_path), WHOLE)
     assert not [block for block in pools._volumes.blocks if block.nbytes > 1 << 21]

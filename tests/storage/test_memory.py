@@ -6,8 +6,6 @@ import contextlib
 import gc
 import io
 import mmap
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +19,7 @@ from monai_gds.storage import Reads, open_storage
 from monai_gds.storage import memory as pools
 from monai_gds.storage.files import aligned_empty
 from monai_gds.storage.memory import HUGE, collapse_to_huge_pages, pooled_empty, pooled_volume, tensor_at
+from tests.fresh import warm
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +81,7 @@ def test_the_pool_has_bounds() -> None:
 def test_threads_never_get_the_same() -> None:
     def work(seed: int) -> bool:
         fine = True
-        for _ in range(200):
+        for _ in range(60):
             mine = [pooled_empty(HUGE).fill_(seed) for _ in range(3)]
             fine &= all(bool((memory == seed).all()) for memory in mine)
         return fine
@@ -115,7 +114,7 @@ for _ in range(30):
     gc.disable()
 print(len(_pool.blocks) * HUGE <= 32 << 20)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = warm().run("-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,6 +21,7 @@ from monai_gds.storage.backend import Availability
 from monai_gds.storage.queue import LINGER, Command, QueueBackend, _Pump
 from monai_gds.testing import BackendContract
 from monai_gds.testing.tools import bytes_of, content, descriptors
+from tests.fresh import warm
 from tests.interrupts import interrupted
 from tests.polls import until
 from tests.storage import sample_queue_backend, simulated
@@ -482,7 +481,5 @@ print("over")
 
 def test_a_process_ends_with_reads_under_way(tmp_path: Path) -> None:
     (path,) = make(tmp_path, 8 << 20)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(path=path)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = warm().run("-c", SCRIPT.format(path=path), whole=True)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "over", "")

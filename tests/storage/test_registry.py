@@ -177,7 +177,7 @@ def test_values_that_cannot_work_are_refused_before_anything_is_opened(
 ) -> None:
     """On every machine, whether the backend works there or not."""
     with pytest.raises((ValueError, TypeError), match=message):
-        registry._backend(name).check(CPU, **options)
+        registry._backend(name)(CPU, **options)
 
 
 def test_a_backend_of_another_package_may_hand_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,9 @@ def kvikio_reaching_gpu(device: torch.device) -> Backend:
     from monai_gds.storage.plain.kvikio import KvikioBackend
 
     backend = KvikioBackend(device)
+    backend.open()
     backend.reaches_gpu, backend.piece_bytes = True, limits.KVIKIO_TASK_BYTES
+    backend.open = lambda: None  # type: ignore[method-assign]  # of the storage, which would find out by itself
     return backend
 
 

@@ -75,7 +75,7 @@ def same_everywhere(label: torch.Tensor, ks: int = 20) -> None:
         right = np.flatnonzero(chosen[of_element])
         assert runs.count(chosen) == len(right)
         if len(right):
-            first_of_blocks = np.cumsum(table._counts[:, chosen].sum(1))[:ks].tolist()
+            first_of_blocks = np.cumsum(table.counts[:, chosen].sum(1))[:ks].tolist()
             for k in {0, len(right) - 1, *first_of_blocks, *generator.integers(0, len(right), ks).tolist()}:
                 assert k == len(right) or runs.find(chosen, k) == right[k]
         for outside in (-1, len(right)):

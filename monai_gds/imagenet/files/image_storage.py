@@ -20,10 +20,9 @@ from monai_gds import limits
 from monai_gds.base.process import PerProcess
 from monai_gds.items.tree import compile_tree, encode_item
 from monai_gds.records import header
-from monai_gds.records.entries import check, read, read_record, read_whole
-from monai_gds.records.header import Header
+from monai_gds.records.entries import read, read_whole
 from monai_gds.records.writing import pack_record
-from monai_gds.storage import ALIGNMENT, FileId, Pending, Reads, Storage, open_storage
+from monai_gds.storage import ALIGNMENT, Pending, Reads, Storage, open_storage
 from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.pending import Then
 
@@ -68,44 +67,12 @@ class ImageStorage:
         pitch = (sizes // ALIGNMENT + 1) * ALIGNMENT  # a spare byte after each file shows whether it has grown
         ends = np.cumsum(pitch)
         reads = Reads.of_files(paths, sizes, ends - pitch, int(ends[-1]), expected=sizes.tolist())
-        return self._start(reads, reads.parts)
+        return self.start(reads, reads.parts)
 
-    def start_range(
-        self,
-        path: str,
-        offset: int,
-        sizes: list[int],
-        file: FileId,
-        expected: int | None = None,
-        matched: Callable[[], None] = lambda: None,
-    ) -> Fetch:
-        """Starts reading images of the given sizes that lie back to back in a large file, from ``offset`` on.
-
-        Args:
-            path: path of the file.
-            offset: where the first image begins.
-            sizes: bytes of each image.
-            file: the file's identity; a different one fails with FileChanged.
-            expected: the checksum of the bytes of all the images, compared once they have arrived, in the thread that
-                read them. If it differs, the read fails with DamagedRecord. None compares nothing.
-            matched: called if it does not differ.
-        """
-        nbytes = sum(sizes)
-        reads = Reads.of(path, [(offset, nbytes)], file)
-
-        def verified(filled: list[torch.Tensor], errors: Mapping[int, Exception]) -> list[torch.Tensor]:
-            if expected is not None and not errors:
-                check("images", expected, filled[0][:nbytes])
-                matched()
-            return filled
-
-        return self._start(
-            reads, lambda filled: torch.split(filled[0][:nbytes], sizes), None if expected is None else verified
-        )
-
-    def _start(
+    def start(
         self, reads: Reads, split: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], step: Then | None = None
     ) -> Fetch:
+        """Starts reads into one buffer, which ``split`` cuts into images, after a step in the thread that reads."""
         buffer = None
         if self.device.type == "cuda":  # new memory has no earlier reader: filling one of ours waits for the training
             pending = self._storage().load(reads)
@@ -115,11 +82,6 @@ class ImageStorage:
         if step is not None:
             pending = pending.then(step)
         return Fetch(pending, split) if buffer is None else Fetch(pending, split, partial(self._give_back, buffer))
-
-    def head(self, path: str) -> tuple[Header, FileId]:
-        """Reads the header of a record, and the identity of its file. Raises RecordError, OSError."""
-        record, file, _ = read_record(path, self._storage())
-        return record, file
 
     @property
     def coherent(self) -> bool:
@@ -174,6 +136,7 @@ class ImageRecord(NamedTuple):
     """A file of packed images: the bytes of each image, where the first one begins, and the bytes of the file."""
 
     sizes: np.ndarray
+    checksums: np.ndarray
     offset: int
     nbytes: int
 
@@ -182,8 +145,10 @@ def read_layout(path: str) -> ImageRecord:
     """Reads where the images lie in a file that :func:`save_item` wrote. Raises RecordError, OSError."""
     with open(path, "rb") as file:
         record = header.read(file.fileno())
-        sizes = read(file, "sizes", record.tensors["sizes"]).view(torch.int64).numpy()
-        return ImageRecord(sizes, record.tensors["images"].offset, os.fstat(file.fileno()).st_size)
+        sizes, checksums = (
+            read(file, name, record.tensors[name]).view(torch.int64).numpy() for name in ("sizes", "checksums")
+        )
+        return ImageRecord(sizes, checksums, record.tensors["images"].offset, os.fstat(file.fileno()).st_size)
 
 
 def load_item(path: str) -> Any:

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -54,7 +54,6 @@ class ImageList:
         blocks: the block map that was listed, if it was one.
         rounded: bool, (images,): whether a size is rounded up to whole blocks, as a plain block map has it. A reader
             that learns the exact size updates both arrays. None: no size is rounded.
-        bounds: None; see :class:`~monai_gds.imagenet.files.packed.PackedImages`.
     """
 
     root: str
@@ -64,7 +63,11 @@ class ImageList:
     sizes: np.ndarray
     blocks: BlockMap | None = None
     rounded: np.ndarray | None = None
-    bounds: ClassVar[None] = None
+
+    @property
+    def bounds(self) -> np.ndarray | None:
+        """None; see :class:`~monai_gds.imagenet.files.packed.PackedImages`."""
+        return None
 
     def __len__(self) -> int:
         return len(self.names)

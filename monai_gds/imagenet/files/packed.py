@@ -4,13 +4,13 @@ A packed folder holds ``index.safetensors`` and ``images-00000.safetensors``, ``
 record (:mod:`monai_gds.records.writing`) and thus a valid safetensors file:
 
 * An images file holds ``images`` (U8, the image files back to back; data of 64 KiB and more begin at a multiple of
-  4096), ``sizes`` (I64, bytes of each), ``labels`` (I32), ``names`` (U8, ``<class>/<file>`` of each, ended by a zero
-  byte), and the class names.
-* The index holds ``sizes``, ``labels`` and ``names`` of all images in order, ``files`` (I64, one row per file: images,
-  bytes of image data, their offset, bytes of the file), all class names, including classes without images, and as text
-  what was packed and how (``made``), which only the next `monai-gds pack` compares.
+  4096), ``sizes`` (I64, bytes of each), ``checksums`` (I64), ``labels`` (I32), ``names`` (U8, ``<class>/<file>`` of
+  each, ended by a zero byte), and the class names.
+* The index holds ``sizes``, ``checksums``, ``labels`` and ``names`` of all images in order, ``files`` (I64, one row per
+  file: images, bytes of image data, their offset, bytes of the file), all class names, including classes without
+  images, and as text what was packed and how (``made``), which only the next `monai-gds pack` compares.
 
-A reader compares the checksum of a file's images once per file and process, in the thread that read them.
+A reader compares the checksum of an image once per process, in the thread that read it.
 
 Why not tar shards with a DALI index: a tar has a 512-byte header before every image, so images cannot be read in one
 piece into a buffer whose slices they are, and labels need another file. A record aligns its data for O_DIRECT, cuFile
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,22 +42,24 @@ from monai_gds.storage import FileId
 INDEX = "index.safetensors"
 
 #: What the index and every file begin with.
-FORMAT: dict[str, Any] = {"format": "monai_gds packed images", "version": 1}
+FORMAT: dict[str, Any] = {"format": "monai_gds packed images", "version": 2}
 
 
-@dataclass(frozen=True)
-class PackedImages:
-    """An opened packed folder.
+@dataclass(frozen=True, kw_only=True)
+class PackedImages(ImageList):
+    """The images of a packed folder, and its files.
 
     Attributes:
-        images: its images.
         files: int64, (files, 4), as in the index.
+        checksums: of each image, int64, (images,).
+        ids: the identity of each file.
         index: the identity of the index file that this was read from.
         made: of which images it was packed, and how; see :mod:`monai_gds.imagenet.files.packing`.
     """
 
-    images: ImageList
     files: np.ndarray
+    checksums: np.ndarray
+    ids: Sequence[FileId]
     index: FileId
     made: str
 
@@ -67,24 +69,21 @@ class PackedImages:
         return np.concatenate([[0], np.cumsum(self.files[:, 0])])
 
     @cached_property
-    def offsets(self) -> np.ndarray:
-        """Where each image begins within the image data of all files together, (images + 1,)."""
-        return np.concatenate([[0], np.cumsum(self.images.sizes)])
+    def places(self) -> np.ndarray:
+        """Where each image begins within its file, (images,)."""
+        offsets = np.cumsum(self.sizes) - self.sizes
+        places: np.ndarray = offsets + np.repeat(self.files[:, 2] - offsets[self.bounds[:-1]], self.files[:, 0])
+        return places
 
     def file_of(self, indices: np.ndarray) -> np.ndarray:
         """The numbers of the files that hold these images."""
         return np.searchsorted(self.bounds, indices, side="right") - 1
 
-    def path(self, file: int) -> str:
+    def file_path(self, file: int) -> str:
         """The path of a file, by its number."""
-        return f"{self.images.root}/{file_name(file)}"
+        return f"{self.root}/{file_name(file)}"
 
-    def place(self, index: int) -> int:
-        """Where an image begins within its file."""
-        file = int(self.file_of(np.asarray(index)))
-        return int(self.files[file, 2] + self.offsets[index] - self.offsets[self.bounds[file]])
-
-    def check_head(self, file: int, record: Header, nbytes: int) -> int:
+    def check_head(self, file: int, record: Header, nbytes: int) -> None:
         """Compares the header of a file with the index.
 
         Args:
@@ -92,20 +91,17 @@ class PackedImages:
             record: its header.
             nbytes: its size.
 
-        Returns:
-            The checksum of its image data.
-
         Raises:
             DamagedRecord: it is not the file that the index describes, but one of another folder, or two were swapped.
         """
         begin, end = self.bounds[file : file + 2].tolist()
-        described = describe(self.images, begin, end)
-        expected = {name: checksum(tensor_bytes(described[name])) for name in ("names", "labels", "sizes")}
+        described = describe(self, begin, end)
+        described["checksums"] = torch.from_numpy(self.checksums[begin:end])
+        expected = {name: checksum(tensor_bytes(tensor)) for name, tensor in described.items() if name != "classes"}
         found = {name: record.tensors[name].checksum for name in expected if name in record.tensors}
         data = record.tensors.get("images")
         if data is None or found != expected or [data.nbytes, data.offset, nbytes] != self.files[file, 1:].tolist():
             raise DamagedRecord("it does not hold the images that the index lists")
-        return data.checksum
 
 
 def is_packed(root: StrPath) -> bool:
@@ -134,36 +130,45 @@ def open_packed(root: StrPath) -> PackedImages:
             raise ImageListError(f"{index} is not a record of packed images")
         if type(item["version"]) is not int:
             raise DamagedRecord(f"its version is {item['version']!r:.40}")
-        if item["version"] > FORMAT["version"]:
-            raise ImageListError(f"{index} has format version {item['version']}: update monai_gds")
-        images, files = _images_in(item, top)
+        if item["version"] != FORMAT["version"]:
+            remedy = "update monai_gds" if item["version"] > FORMAT["version"] else "pack the folder again"
+            raise ImageListError(f"{index} has format version {item['version']}: {remedy}")
+        images = _images_in(item, top)
+        files = images["files"]
     except (RecordError, KeyError, OSError) as e:
         raise ImageListError(f"{index} is not an index of packed images: {e}; pack the folder again") from e
+    ids = []
     for number, nbytes in enumerate(files[:, 3].tolist()):
         path = f"{top}/{file_name(number)}"
         try:
-            found = os.stat(path).st_size
+            ids.append(FileId.of(path))
         except FileNotFoundError as e:
             raise ImageListError(f"{path} is missing: copy it again, or pack the folder again") from e
-        if found != nbytes:
-            raise ImageListError(f"{path} has {found} bytes instead of {nbytes}: copy it again")
-    return PackedImages(images, files, identity, str(item.get("made", "")))
+        if ids[-1].size != nbytes:
+            raise ImageListError(f"{path} has {ids[-1].size} bytes instead of {nbytes}: copy it again")
+    return PackedImages(**images, ids=ids, index=identity, made=str(item.get("made", "")))
 
 
-def _images_in(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
-    """The images and files of an index. Raises KeyError or DamagedRecord for what packing never writes."""
-    dtypes = {"names": torch.uint8, "labels": torch.int32, "sizes": torch.int64, "files": torch.int64}
+def _images_in(item: dict[str, Any], top: str) -> dict[str, Any]:
+    """The fields of PackedImages in an index. Raises KeyError or DamagedRecord for what packing never writes."""
+    dtypes = {
+        "names": torch.uint8,
+        "labels": torch.int32,
+        **dict.fromkeys(("sizes", "files", "checksums"), torch.int64),
+    }
     for key, dtype in dtypes.items():
         axes = 2 if key == "files" else 1
         if not isinstance(item[key], torch.Tensor) or item[key].dtype != dtype or item[key].dim() != axes:
             raise DamagedRecord(f"its {key} are not {dtype} with {axes} axes")
-    text, labels, sizes, files = (item[key].numpy() for key in dtypes)
+    text, labels, sizes, files, sums = (item[key].numpy() for key in dtypes)
     names = [os.fsdecode(name) for name in text.tobytes().split(b"\0")[:-1]]
     classes = item["classes"]
     if not isinstance(classes, list) or not {str}.issuperset(map(type, classes)):
         raise DamagedRecord("its classes are not a list of names")
-    if not names or len(names) != len(labels) or len(names) != len(sizes):
-        raise DamagedRecord(f"it has {len(names)} names, {len(labels)} labels and {len(sizes)} sizes")
+    if not names or {len(names)} != {len(labels), len(sizes), len(sums)}:
+        raise DamagedRecord(
+            f"it has {len(names)} names, {len(labels)} labels, {len(sizes)} sizes, {len(sums)} checksums"
+        )
     if classes and (labels.min() < 0 or labels.max() >= len(classes)):  # none if labels are not those of folders
         raise DamagedRecord("it has a label without a class")
     if files.shape[1] != 4 or files.min(initial=0) < 0 or files[:, 0].max(initial=0) > len(names):
@@ -175,7 +180,8 @@ def _images_in(item: dict[str, Any], top: str) -> tuple[ImageList, np.ndarray]:
         raise DamagedRecord("its files do not hold its images")
     if (np.add.reduceat(sizes, bounds[:-1]) != files[:, 1]).any() or (files[:, 2] > files[:, 3] - files[:, 1]).any():
         raise DamagedRecord("its images are not where its files are")
-    return ImageList(top, classes, names, labels, sizes), files
+    images = {"root": top, "classes": classes, "names": names, "labels": labels, "sizes": sizes}
+    return {**images, "files": files, "checksums": sums}
 
 
 def damaged(path: str, why: object) -> DamagedRecord:
@@ -207,7 +213,7 @@ def verify_packed(root: StrPath, progress: Callable[[int], None] | None = None) 
         return {os.path.join(root, INDEX): str(e)}
     wrong = {}
     for number in range(len(packed.files)):
-        path = packed.path(number)
+        path = packed.file_path(number)
         try:
             with open(path, "rb") as file:
                 record = header.read(file.fileno())

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base.checksum import checksum
+from monai_gds.base.checksum import checksum, checksums
 from monai_gds.base.units import bytes_of
 from monai_gds.errors import BrokenImage, ImageListError, RecordError
 from monai_gds.imagenet.files.image_storage import ImageRecord, load_item, read_files, read_layout, save_item
@@ -78,7 +78,7 @@ def pack_folder(
         >>> from monai_gds.bench.made_up import write_image_folder
         >>> folder = write_image_folder(Path("images"), 3)  # made up, in ImageNet's layout
         >>> packed = pack_folder(open_images(folder), "packed", max_side=256)
-        >>> len(open_images("packed").images)
+        >>> len(open_images("packed"))
         3
     """
     most = bytes_of(file_bytes, "file_bytes", least=1)
@@ -109,6 +109,7 @@ def pack_folder(
         packed = replace(images, sizes=np.concatenate([record.sizes for record in written]))
         rows = [[len(record.sizes), int(record.sizes.sum()), record.offset, record.nbytes] for record in written]
         index = {**FORMAT, **describe(packed, 0, len(images)), "files": torch.tensor(rows), "made": made}
+        index["checksums"] = torch.from_numpy(np.concatenate([record.checksums for record in written]))
         with closing(open_storage(device="cpu")) as storage, being_written(str(top), _LEASE, str(top / INDEX)) as file:
             save_item(storage, Path(file), index)
     return open_packed(top)
@@ -121,14 +122,14 @@ def _packed_before(top: Path, images: ImageList, made: str) -> PackedImages:
         packed = open_packed(top)
     except ImageListError as e:
         raise ImageListError(f"{top} is packed already, and damaged: {e}. To pack again, {remedy}") from e
-    count = f"{len(packed.images)} images in {len(packed.files)} files"
-    if packed.made != made or list(packed.images.classes) != list(images.classes):
+    count = f"{len(packed)} images in {len(packed.files)} files"
+    if packed.made != made or list(packed.classes) != list(images.classes):
         raise ImageListError(
             f"{top} is packed already, of other images or in another way ({count}, {packed.made}): {remedy}"
         )
     for file in range(len(packed.files)):
         changed, path = _last_changed(_part(images, *packed.bounds[file : file + 2].tolist()))
-        if changed > os.stat(packed.path(file)).st_mtime_ns:
+        if changed > os.stat(packed.file_path(file)).st_mtime_ns:
             raise ImageListError(f"{top} is packed already ({count}), and {path} was changed since: {remedy}")
     return packed
 
@@ -182,20 +183,19 @@ def _write(portion: _Portion) -> ImageRecord:
         data = read_files(storage, sources, images.sizes.tolist())
         if portion.max_side is not None:
             encoded = [bytes(image) for image in np.split(data.numpy(), np.cumsum(images.sizes)[:-1])]
-            smaller = [_smaller(source, image, portion) for source, image in zip(sources, encoded, strict=True)]
+            smaller = []
+            for source, image in zip(sources, encoded, strict=True):
+                try:
+                    smaller.append(smaller_jpeg(image, portion.max_side, portion.quality))
+                except Exception as e:  # Pillow raises errors of many types
+                    raise BrokenImage(source, f"it cannot be decoded: {e}") from e
             images = replace(images, sizes=np.asarray([len(image) for image in smaller], dtype=np.int64))
             data = torch.frombuffer(bytearray(b"".join(smaller)), dtype=torch.uint8)
+        sums = np.array(checksums(torch.split(data, images.sizes.tolist())), np.uint64).view(np.int64)
+        item = {**FORMAT, **describe(images, 0, len(images)), "checksums": torch.from_numpy(sums), "images": data}
         with being_written(os.path.dirname(path), _LEASE, path) as file:
-            save_item(storage, Path(file), {**FORMAT, **describe(images, 0, len(images)), "images": data})
+            save_item(storage, Path(file), item)
     return read_layout(path)
-
-
-def _smaller(path: str, image: bytes, portion: _Portion) -> bytes:
-    assert portion.max_side is not None
-    try:
-        return smaller_jpeg(image, portion.max_side, portion.quality)
-    except Exception as e:  # Pillow raises errors of many types
-        raise BrokenImage(path, f"it cannot be decoded: {e}") from e
 
 
 def _intact(portion: _Portion) -> ImageRecord | None:
@@ -203,7 +203,9 @@ def _intact(portion: _Portion) -> ImageRecord | None:
     try:
         item = load_item(portion.path)  # compares all checksums
         described = describe(portion.images, 0, len(portion.images))
-        if not all(torch.equal(item[name], described[name]) for name in ("names", "labels")):
+        if item["version"] != FORMAT["version"] or not all(
+            torch.equal(item[name], described[name]) for name in ("names", "labels")
+        ):
             return None
         changed, _ = _last_changed(portion.images)
         return read_layout(portion.path) if changed <= os.stat(portion.path).st_mtime_ns else None

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from monai_gds.base.checksum import mix
+
 LastBatch: TypeAlias = Literal["fill", "drop", "partial", "exact"]
 
 #: The policy for each name of DALI's LastBatchPolicy.
@@ -42,6 +44,16 @@ def check_int(name: str, value: object) -> None:
         raise ValueError(f"{name} must be an int, not {value!r}")
 
 
+def uniform(seed: int, epoch: int, images: np.ndarray, count: int) -> np.ndarray:
+    """Random numbers of images, from 0 to below 1, float32 (images, count).
+
+    They depend on the seed, the epoch and the index of an image: not on its batch, its shard, or what was drawn before.
+    """
+    start = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
+    number = images.astype(np.uint64)[:, None] * np.uint64(count) + np.arange(count, dtype=np.uint64)
+    return (mix(start + number) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Which images each batch of an epoch holds.
@@ -70,7 +82,7 @@ class Sampler:
             incomplete last batch; ``"partial"`` makes the last batch smaller, and repeats one image if this shard would
             otherwise have one batch fewer than another; ``"exact"`` repeats none, so that the last batch may be empty.
         bounds: where the files of a packed folder begin and end, (files + 1,); None for single images.
-        window: with ``bounds``, files are shuffled, and then images within this many files at a time.
+        window: with ``bounds``, files are shuffled, and then images within this many files at a time. None: all images.
 
     Raises:
         ValueError: an argument is not an int or out of range, or there would be no batch.
@@ -84,18 +96,19 @@ class Sampler:
     num_shards: int = 1
     last_batch: LastBatch = "partial"
     bounds: np.ndarray | None = None
-    window: int = 8
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "seed", "shard_id", "num_shards", "window"):
+        for name in ("batch_size", "seed", "shard_id", "num_shards"):
             check_int(name, getattr(self, name))
+        check_int("window", window := 1 if self.window is None else self.window)
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: at least one image per batch is needed")
         if self.num_shards < 1 or not 0 <= self.shard_id < self.num_shards:
             raise ValueError(f"shard_id={self.shard_id} must be at least 0 and below num_shards={self.num_shards}")
         if self.last_batch not in get_args(LastBatch):
             raise ValueError(f"last_batch={self.last_batch!r} must be one of {', '.join(get_args(LastBatch))}")
-        if self.window < 1:
+        if window < 1:
             raise ValueError(f"window={self.window}: at least one file is needed")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
@@ -127,7 +140,8 @@ class Sampler:
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """The image indices of each batch of an epoch, int64."""
         order = self._order(epoch)[self._share]
-        if self.shuffle and self.bounds is not None:  # within windows of whole files, whose images are adjacent
+        if self.shuffle and self.bounds is not None and self.window:
+            # within windows of whole files, whose images are adjacent
             random = np.random.default_rng([self.seed, epoch, self.shard_id])
             file = np.searchsorted(self.bounds, order, side="right")
             nth_file = np.concatenate([[0], np.cumsum(file[1:] != file[:-1])])
@@ -145,7 +159,7 @@ class Sampler:
         if not self.shuffle:
             return np.arange(self.count)
         random = np.random.default_rng([self.seed, epoch])
-        if self.bounds is None:
+        if self.bounds is None or not self.window:
             return random.permutation(self.count)
         files = random.permutation(len(self.bounds) - 1)
         return np.concatenate([np.arange(self.bounds[f], self.bounds[f + 1]) for f in files])

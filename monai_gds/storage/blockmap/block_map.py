@@ -11,13 +11,13 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
-from monai_gds.base.file_systems import read_at
+from monai_gds.base.file_systems import opened, read_at
 from monai_gds.errors import BlockMapError, FileChanged, NotMappable, StorageError
 from monai_gds.storage.blockmap.extents import (
     Disk,
@@ -107,10 +107,13 @@ class BlockMap(Mapping[str, FileBlocks]):
             KeyError: the map lacks it; the message says why.
         """
         own = self._own(path, self._files, by_end)
-        if own is None:
-            why = self.why_not(path, by_end=by_end)
-            raise KeyError(self._missing(path) if why is None else f"{path} could not be mapped: {why}")
-        return self._files[own]
+        if own is not None:
+            return self._files[own]
+        if why := self.why_not(path, by_end=by_end):
+            raise KeyError(f"{path} could not be mapped: {why}")
+        where = f" below {self.parent}; if files are elsewhere, BlockMap.load(map, parent=…) names the folder"
+        paths = f"its paths look like {next(iter(self), None)!r}{where if self.parent is not None else ''}"
+        raise KeyError(f"{path} is not in the block map ({paths})")
 
     def why_not(self, path: str, *, by_end: bool = False) -> str | None:
         """Why a file could not be mapped, and what to do; None for any other file. Arguments as for :meth:`find`."""
@@ -130,12 +133,6 @@ class BlockMap(Mapping[str, FileBlocks]):
             if path in among:
                 return path
         return None
-
-    def _missing(self, path: str) -> str:
-        found = f"{path} is not in the block map (its paths look like {next(iter(self), None)!r}"
-        if self.parent is None:
-            return f"{found})"
-        return f"{found} below {self.parent}; if files are elsewhere, BlockMap.load(map, parent=…) names the folder)"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -179,7 +176,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         """
         root = os.path.abspath(root)
         parent = os.path.dirname(root)
-        with _opened(root, os.O_DIRECTORY) as fd:
+        with opened(root, os.O_DIRECTORY) as fd:
             fs = FileSystem.of(fd, root)
             origin = Origin(parent, fs.kind, read_uuid(fd, fs, root), fs.start, fs.disk)
         paths, folders = _walk(root)
@@ -293,7 +290,7 @@ class BlockMap(Mapping[str, FileBlocks]):
 
     def _verify_file(self, path: str, blocks: FileBlocks | None, data: bool, mounted: MountedFileSystems) -> None:
         """Raises OSError if a file has changed. ``blocks`` is None for one of ``unmapped``."""
-        with _opened(path) as fd:
+        with opened(path, os.O_NONBLOCK) as fd:
             device = os.fstat(fd).st_dev
             if blocks is None:
                 with suppress(NotMappable):
@@ -331,7 +328,7 @@ class BlockMap(Mapping[str, FileBlocks]):
 
 
 def _map_file(path: str, fs: FileSystem, checksums: bool) -> FileBlocks | Unmapped:
-    with _opened(path) as fd:
+    with opened(path, os.O_NONBLOCK) as fd:
         try:
             blocks = FileBlocks.of(fd, fs, path)
         except NotMappable as e:
@@ -341,15 +338,6 @@ def _map_file(path: str, fs: FileSystem, checksums: bool) -> FileBlocks | Unmapp
 
             blocks = blocks._replace(checksum=checksum_of_file(fd, blocks.size))
         return blocks
-
-
-@contextmanager
-def _opened(path: str, flags: int = 0) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _in_threads(

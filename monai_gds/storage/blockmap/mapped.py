@@ -81,7 +81,7 @@ class MappedFiles:
         self._table: InodeTable | None = None
         self._looked_for_table = False
         if not blocks.has_checksums:
-            warnings.warn(_UNNOTICED if blocks.origin else _UNNOTICED_BY_PLAIN, stacklevel=5)
+            warnings.warn(_UNNOTICED if blocks.origin else _UNNOTICED_BY_PLAIN, stacklevel=6)
 
     def entry(self, path: str, expected: Expected, device: int = 0) -> FileBlocks:
         """A file's entry, with its exact size if only the caller knows that.
@@ -132,7 +132,10 @@ class MappedFiles:
                 self._current.update(reads.paths[file] for file, _ in new if file not in wrong)
             return _compared(reads, into, entries, whole, wrong)
 
-        pending = start(reads, into) if inodes is None else start(*inodes.read_too(reads, into))
+        if inodes is not None:  # their file comes last
+            pending = start(Reads.join([reads, inodes.reads]), [*into, inodes.data])
+        else:
+            pending = start(reads, into)
         return pending.checked(into, files, check)
 
     def _inodes(self, new: Sequence[tuple[int, FileBlocks]], start: Start) -> _Inodes | None:
@@ -164,20 +167,16 @@ class _Inodes:
         self._places = [-1 if at is None or at > room else at for at in found]
         self._unique = np.unique([at for at in self._places if at >= 0]).astype(np.int64)
         count = len(self._unique)
-        self._reads = Reads(
+        self.reads = Reads(
             [disk], [None], np.zeros(count, np.int64), self._unique + origin.start, np.full(count, table.nbytes),
             np.zeros(count, np.int64), np.arange(count) * table.nbytes, np.array([count * table.nbytes]),
         )  # fmt: skip
-        self._data = torch.empty(count * table.nbytes, dtype=torch.uint8)
-
-    def read_too(self, reads: Reads, into: Sequence[torch.Tensor]) -> tuple[Reads, list[torch.Tensor]]:
-        """The reads with those of the inodes, whose file comes last."""
-        return Reads.join([reads, self._reads]), [*into, self._data]
+        self.data = torch.empty(count * table.nbytes, dtype=torch.uint8)
 
     def compared(self, paths: Sequence[str], errors: dict[int, Exception]) -> dict[int, Exception]:
         """Adds an error for each file whose inode has changed; returns the errors by file."""
         unread = errors.pop(len(paths), None)
-        data = self._data.numpy().tobytes()
+        data = self.data.numpy().tobytes()
         for (file, entry), place in zip(self._files, self._places, strict=True):
             why: Exception | str | None = unread
             if unread is None:

@@ -112,12 +112,27 @@ def _new_handle(module: ModuleType, settings: Settings) -> Any:
             if _queues() - before >= needed:
                 return handle
             del handle
+    _check_permission()
     limit = _AIO_MAX.read_text().strip()
     raise StorageError(
         errno.EAGAIN,
         f"the kernel has no room for {needed} more queues of {settings.queue_depth} transfers (fs.aio-max-nr is "
         f"{limit} for the whole machine): use a smaller queue_depth or fewer threads, or raise it with sysctl",
     )
+
+
+def _check_permission() -> None:
+    """Raises StorageError if no process of this kind may have a queue, however small."""
+    libaio, context = ctypes.CDLL("libaio.so.1"), ctypes.c_void_p()  # DeepSpeed's operator has loaded it
+    code = -libaio.io_setup(1, ctypes.byref(context))
+    if not code:
+        libaio.io_destroy(context)
+    elif code != errno.EAGAIN:
+        raise StorageError(
+            code,
+            f"this process may not use libaio (io_setup: {os.strerror(code)}), as in a container whose filter of "
+            "system calls forbids it: allow it there, or use backend='posix'",
+        )
 
 
 def _queues() -> int:
@@ -166,7 +181,7 @@ def _check_lockable(nbytes: int) -> None:
 class DeepNvmeBackend(VerifiedBackend):
     """Reads and writes with DeepSpeed's ``aio_handle``; see the module's docstring.
 
-    The constructor compiles DeepSpeed's operator unless this machine has it (minutes, with a warning first).
+    Opening it compiles DeepSpeed's operator unless this machine has it (minutes, with a warning first).
 
     Args:
         device: ``cpu`` or a CUDA device.
@@ -183,6 +198,8 @@ class DeepNvmeBackend(VerifiedBackend):
         super().__init__(device, _THREADS if threads is None else threads, **settings)
         self.transfer_bytes = self.settings.block_size
         self.shares = self.settings.intra_op_parallelism
+
+    def open(self) -> None:
         self._module = build.load("aio")
 
     @classmethod

@@ -142,7 +142,7 @@ class _GdsLane(Lane):
 class DeepNvmeGdsBackend(VerifiedBackend):
     """Reads and writes CUDA tensors with DeepSpeed's ``gds_handle``; see the module's docstring.
 
-    The constructor compiles DeepSpeed's operator unless this machine has it (minutes, with a warning first).
+    Opening it compiles DeepSpeed's operator unless this machine has it (minutes, with a warning first).
     The first read starts the helper process, which has its own CUDA context.
 
     Args:
@@ -159,8 +159,7 @@ class DeepNvmeGdsBackend(VerifiedBackend):
     reaches_gpu = True
     transfer_bytes = VerifiedBackend.piece_bytes  # one cuFile call per piece
 
-    def __init__(self, device: torch.device, threads: int | None = None, **settings: Any) -> None:
-        super().__init__(device, threads, **settings)
+    def open(self) -> None:
         build.build_for_use("gds")
 
     @classmethod

@@ -108,14 +108,6 @@ class VerifiedBackend(BlockingBackend):
         self.settings = Settings.chosen(tuned, settings)
         self._lanes = LanePool(self.threads, self)
 
-    @classmethod
-    def check(
-        cls, device: torch.device, *, threads: int | None = None,
-        tuned: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        super().check(device, threads=threads)
-        Settings.chosen(tuned, options)
-
     @abstractmethod
     def _new_lanes(self) -> Sequence[Lane]:
         """Makes one or more lanes. Raises StorageError if the machine refuses the resources."""

@@ -111,25 +111,25 @@ class KvikioBackend(QueueBackend):
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         check_threads(threads)
         super().__init__(device)
+        self._threads = threads
+        self._posix = PosixBackend(device)
+        self._under_way: deque[tuple[Command, Any]] = deque()  # with KvikIO's futures, oldest first
+
+    def open(self) -> None:
         import kvikio
         import kvikio.defaults
 
         self._kvikio = kvikio
-        self._posix = PosixBackend(device)
-        self._under_way: deque[tuple[Command, Any]] = deque()  # with KvikIO's futures, oldest first
         # With cuFile each piece is one task: of a read that KvikIO divides, the first error comes back while the other
         # tasks are still writing. Pinned slots outlive that, see _settle, but the caller's memory may not.
         self.reaches_gpu = through_cufile()
         self.piece_bytes = limits.KVIKIO_TASK_BYTES if self.reaches_gpu else limits.KVIKIO_PIECE_BYTES
+        threads = self._threads
         if threads is None:
             set_by_user = {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys()
             threads = default_threads() if kvikio.defaults.get("num_threads") == 1 and not set_by_user else None
         if threads is not None and kvikio.defaults.get("num_threads") != threads:
             kvikio.defaults.set("num_threads", threads)
-
-    @classmethod
-    def check(cls, device: torch.device, *, threads: int | None = None, **options: Any) -> None:
-        check_threads(threads)
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:

@@ -43,12 +43,12 @@ def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
     return address
 
 
-def is_resident(address: int, nbytes: int) -> bool:
-    """Whether every page of a mapping is in memory, so that touching it reads nothing from the drive.
+def resident(address: int, nbytes: int) -> float:
+    """The share of the pages of a mapping that are in memory: touching these reads nothing from the drive.
 
     For a file that the user neither owns nor may write, Linux reports every page as resident.
     """
     pages = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
     if _libc.mincore(address, nbytes, pages.ctypes.data):
-        return False
-    return bool((pages & 1).all())
+        return 0.0
+    return float((pages & 1).mean())

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 import torch
 
 from monai_gds.storage import files, staging
-from monai_gds.storage.files import ALIGNMENT, Expected, FileId
+from monai_gds.storage.files import Expected, FileId
 from monai_gds.storage.plain import mappings
 
 
@@ -48,7 +48,7 @@ class PinnedFile:
         finally:
             os.close(fd)
         try:
-            if not mappings.is_resident(address, file.size):
+            if mappings.resident(address, file.size) < 1:
                 raise BlockingIOError(f"{path} is not in the page cache as a whole")
             staging.pin(address, self.nbytes)
         except BaseException:
@@ -59,7 +59,7 @@ class PinnedFile:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that are registered: whole pages."""
-        return -(-self.file.size // ALIGNMENT) * ALIGNMENT
+        return files.whole_pages(self.file.size)
 
     def copy(self, offsets: Sequence[int], dests: Sequence[torch.Tensor], device: torch.device) -> None:
         """Copies parts of the file to CUDA tensors on the copy stream, and waits for the copies without using the CPU.

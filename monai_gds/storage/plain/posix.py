@@ -12,7 +12,6 @@ them. ``direct_io=True`` is for data that will never fit there.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ import torch
 
 from monai_gds import limits
 from monai_gds.base.units import bytes_of
-from monai_gds.errors import StorageError
 from monai_gds.storage import files, plan
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend, OpenFiles, naming_file
@@ -80,23 +78,15 @@ class PosixBackend(BlockingBackend):
     def __init__(
         self, device: torch.device, threads: int | None = None, direct_io: bool = False, pinned_bytes: float | str = 0
     ) -> None:
-        self.check(device, threads=threads, direct_io=direct_io, pinned_bytes=pinned_bytes)
         super().__init__(device, threads)
         self.direct_io = direct_io
         most = bytes_of(pinned_bytes, "pinned_bytes")
-        self._pinned = PinnedFiles(most, device) if most else None
-
-    @classmethod
-    def check(
-        cls, device: torch.device, *, threads: int | None = None, direct_io: bool = False,
-        pinned_bytes: float | str = 0, **options: Any,
-    ) -> None:  # fmt: skip
-        super().check(device, threads=threads)
-        if bytes_of(pinned_bytes, "pinned_bytes") and (direct_io or device.type != "cuda"):
+        if most and (direct_io or device.type != "cuda"):
             raise ValueError(
                 f"pinned_bytes={pinned_bytes!r} is for a CUDA target and without direct_io; this is for "
                 f"{device}{' with direct_io' if direct_io else ''}"
             )
+        self._pinned = PinnedFiles(most, device) if most else None
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -182,7 +172,7 @@ class PosixBackend(BlockingBackend):
             size = expected.size if isinstance(expected, FileId) else os.fstat(fd).st_size
             for offset, nbytes in ranges:
                 if nbytes and offset + nbytes > size:  # touching a mapped page beyond the end would kill the process
-                    raise StorageError(errno.EIO, f"file ends at byte {size}, before byte {offset + nbytes}", path)
+                    raise files.ends_early(size, offset + nbytes - size, path)
             return [self._map_one(fd, offset, nbytes, path) for offset, nbytes in ranges]
         finally:
             os.close(fd)

@@ -28,7 +28,7 @@ def ring_of_this_thread() -> Ring | None:
         except OSError:
             local.ring = None
     ring: Ring | None = local.ring
-    return ring
+    return None if ring is None or ring.broken else ring
 
 
 def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor]) -> np.ndarray:

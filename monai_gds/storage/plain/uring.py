@@ -59,6 +59,9 @@ def _call(number: int, *arguments: object) -> int:
 class Ring:
     """An io_uring for one thread.
 
+    Attributes:
+        broken: whether the kernel has refused commands. Nothing is read with it any more.
+
     Raises:
         OSError: the kernel has no io_uring, is too old (before 5.17), does not let this process have one, as in many
             containers, or the processor is not an x86-64.
@@ -66,6 +69,7 @@ class Ring:
 
     def __init__(self) -> None:
         self._fd = -1
+        self.broken = False
         # Head and tail are shared with the kernel on other cores. Python has no memory barriers, and x86-64 keeps loads
         # in order without them. On a processor that does not, a completion could be read before it is there.
         if platform.machine() != "x86_64":
@@ -118,6 +122,7 @@ class Ring:
 
         Returns:
             Bytes read of each, or a negative errno, int32 (files,). A short read does not mean that the file has ended.
+            If the kernel refuses, that is its error for every file, and the ring is :attr:`broken`.
 
         Raises:
             ValueError: a path holds a null byte.
@@ -133,7 +138,10 @@ class Ring:
         chains["addr"][:, 1] = addresses
         chains["off"][:, 1] = offsets
         chains["len"][:, 1] = sizes
-        opened, got, _ = self._run(3 * count).reshape(count, 3).T
+        try:
+            opened, got, _ = self._run(3 * count).reshape(count, 3).T
+        except OSError as e:
+            return np.full(count, -(e.errno or errno.EIO), np.int32)
         return np.where(opened < 0, opened, got)
 
     def _run(self, count: int) -> np.ndarray:
@@ -175,5 +183,10 @@ class Ring:
                 break
             except (KeyboardInterrupt, SystemExit) as e:
                 interrupt = e
+            except OSError:
+                self.broken = True
+                self._sq_tail[0] = self._sq_head[0]  # the rest was not submitted, and never will be
+                while self._sq_tail[0] != self._cq_tail[0]:
+                    time.sleep(0.001)
         if interrupt is not None:
             raise interrupt

@@ -16,7 +16,7 @@ import re
 import stat
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +55,19 @@ class BlockBackend(QueueBackend):
 
     piece_bytes = QueueBackend.group_bytes
 
-    def __init__(self, setup: Setup, drive: type[Drive] = Drive) -> None:
-        super().__init__(setup.target)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._waiting: deque[_Transfer] = deque()  # of commands that _submit() took
+        self._complete: list[tuple[Command, int | Exception]] = []
+        self._burst = 0
+
+    def _set_up(self, setup: Setup, drive: type[Drive] = Drive) -> None:
+        """To be called when the backend is opened."""
         self.reaches_gpu = setup.reaches_gpu
         self._setup, self._drives = setup, Drives(setup, drive)
         if setup.user_space:
             assert setup.blockmap is not None and setup.uri is not None, "the constructors ask for them"
             self._mapped = MappedFiles(setup.blockmap, setup.uri, self.device)
-        self._waiting: deque[_Transfer] = deque()  # of commands that _submit() took
-        self._complete: list[tuple[Command, int | Exception]] = []
-        self._burst = 0
 
     # Reading.
 
@@ -239,33 +242,10 @@ class XnvmeBlockBackend(BlockBackend):
         nsid: int | None = None,
         heap_bytes: float | str | None = None,
     ) -> None:
-        self.check(
-            device, uri=uri, be=be, mem=mem, queue_depth=queue_depth, blockmap=blockmap, nsid=nsid,
-            heap_bytes=heap_bytes,
-        )  # fmt: skip
-        given = BlockMap.given(blockmap)
+        super().__init__(device)
         address = None if uri is None else full_address(uri)
-        user_space = _in_user_space(uri, be)
-        disk = None if uri is None or user_space else disk_behind(uri)
-        library = libxnvme.load()
-        if be is not None:
-            library.check_driver(be)
-        named = mem == "cpu" or (mem == "gpu" and be in _GPU_DRIVERS)  # not by xNVMe: its default is meant
-        super().__init__(
-            Setup(
-                target=device, uri=address or uri, disk=disk, depth=queue_depth, blockmap=given, user_space=user_space,
-                reaches_gpu=_reaches_gpu(be, mem), library=library, be=be, mem=None if named else mem, nsid=nsid,
-                heap_bytes=None if heap_bytes is None else bytes_of(heap_bytes, "heap_bytes", least=1),
-            )
-        )  # fmt: skip
-
-    @classmethod
-    def check(
-        cls, device: torch.device, *, uri: str | None = None, be: str | None = None, mem: str | None = None,
-        queue_depth: int = 64, blockmap: BlockMap | str | os.PathLike[str] | None = None, nsid: int | None = None,
-        heap_bytes: float | str | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        user_space = _in_user_space(uri, be)
+        user_space = address is not None or be not in (None, *_KERNEL)
+        reaches_gpu = mem == "gpu" or be in _GPU_DRIVERS
         if not isinstance(queue_depth, int) or not 1 <= queue_depth < 4096 or queue_depth & (queue_depth - 1):
             raise ValueError(f"queue_depth={queue_depth!r}: xNVMe takes powers of two below 4096")
         if user_space and (be in (None, *_KERNEL) or uri is None):
@@ -276,12 +256,25 @@ class XnvmeBlockBackend(BlockBackend):
             raise ValueError(f"nsid={nsid} is for a driver in user space: through the kernel, uri names the namespace")
         if heap_bytes is not None and be not in UPCIE:
             raise ValueError(f"heap_bytes={heap_bytes!r}: only uPCIe has a heap (be='upcie')")
-        if heap_bytes is not None:
-            bytes_of(heap_bytes, "heap_bytes", least=1)
+        heap = None if heap_bytes is None else bytes_of(heap_bytes, "heap_bytes", least=1)
         if user_space and blockmap is None:
             raise ValueError("a driver in user space reads without a file system: give the blockmap made before")
-        if _reaches_gpu(be, mem) and (device.type != "cuda" or uri is None):
+        if reaches_gpu and (device.type != "cuda" or uri is None):
             raise ValueError("buffers on a GPU need a CUDA target, and the address of the drive as uri")
+        named = mem == "cpu" or (mem == "gpu" and be in _GPU_DRIVERS)  # not by xNVMe: its default is meant
+        self._blockmap = blockmap
+        self._setup = Setup(
+            target=device, uri=address or uri, depth=queue_depth, user_space=user_space, reaches_gpu=reaches_gpu,
+            be=be, mem=None if named else mem, nsid=nsid, heap_bytes=heap,
+        )  # fmt: skip
+
+    def open(self) -> None:
+        setup, blockmap = self._setup, BlockMap.given(self._blockmap)
+        disk = None if setup.uri is None or setup.user_space else disk_behind(setup.uri)
+        library = libxnvme.load()
+        if setup.be is not None:
+            library.check_driver(setup.be)
+        self._set_up(replace(setup, disk=disk, blockmap=blockmap, library=library))
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -315,16 +308,6 @@ class XnvmeBlockBackend(BlockBackend):
             "be": setup.be or "io_uring, else thrpool",
             "mem": setup.mem or "that of be",
         }
-
-
-def _in_user_space(uri: str | None, be: str | None) -> bool:
-    """Whether a driver in user space has the drive."""
-    return (uri is not None and full_address(uri) is not None) or be not in (None, *_KERNEL)
-
-
-def _reaches_gpu(be: str | None, mem: str | None) -> bool:
-    """Whether the drive writes to memory of a GPU."""
-    return mem == "gpu" or be in _GPU_DRIVERS
 
 
 class _File(NamedTuple):
@@ -363,7 +346,11 @@ class _Transfer:
 
     def issue(self) -> bool:
         """Puts the transfer into the drive's queue. Returns False while that is full or no bounce buffer is free."""
-        self._drive.check_end(self._block + self._count)
+        drive, last = self._drive, self._block + self._count - 1
+        if last >= drive.blocks:
+            raise StorageError(
+                errno.ENXIO, f"LBA {last} lies past the end of {drive.uri}, which has {drive.blocks} blocks"
+            )
         if self._address is None:
             self._bounce = self._drive.bounce.take()
             if self._bounce is None:

@@ -20,17 +20,12 @@ import torch
 from monai_gds.base.process import Owner
 from monai_gds.errors import StorageError
 from monai_gds.storage import staging
-from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.files import ALIGNMENT, whole_pages
 from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.xnvme.libxnvme import Device, Library
 
 #: Most bytes of one drive's bounce buffers.
 MOST_BYTES = 64 << 20
-
-
-def pages(nbytes: int) -> int:
-    """Rounds a number of bytes up to whole pages."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Bounce(NamedTuple):
@@ -45,7 +40,7 @@ class BounceBuffers(ABC):
     """The bounce buffers of one drive, of ``nbytes`` each, made as they are needed."""
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = pages(nbytes)
+        self._nbytes = whole_pages(nbytes)
         self._free: deque[Bounce] = deque()
         self._unmade, self._made = max(1, MOST_BYTES // self._nbytes), 0
 
@@ -145,7 +140,7 @@ class GpuBuffers:
     def tensor(self, nbytes: int) -> torch.Tensor:
         """A new 1-D uint8 tensor over a new buffer, ``nbytes`` rounded up to whole pages."""
         self._free_retired()
-        nbytes = pages(max(nbytes, 1))
+        nbytes = whole_pages(max(nbytes, 1))
         with torch.cuda.device(self.target), self._lock:
             address = self._device.alloc(nbytes)
             self._alive += 1
@@ -216,7 +211,7 @@ def host_tensor(library: Library, nbytes: int) -> torch.Tensor:
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    nbytes = pages(nbytes)
+    nbytes = whole_pages(nbytes)
     address = library.api.xnvme_buf_virt_alloc(ALIGNMENT, nbytes)
     if not address:
         raise MemoryError(f"xnvme_buf_virt_alloc gave no {nbytes} bytes")

@@ -54,6 +54,8 @@ class CommandQueue(Protocol):
 class Setup:
     """How devices are opened: the options of :class:`.blocks.XnvmeBlockBackend`, checked, and what follows from them.
 
+    Disk, block map and library are found and loaded when the backend is opened.
+
     Attributes:
         disk: the disk that ``uri`` names; None without one, and for a driver in user space.
         user_space: whether the drive is taken from the kernel, so that only a block map shows where files are.
@@ -63,11 +65,11 @@ class Setup:
 
     target: torch.device
     uri: str | None
-    disk: Disk | None
     depth: int
-    blockmap: BlockMap | None
     user_space: bool
     reaches_gpu: bool
+    disk: Disk | None = None
+    blockmap: BlockMap | None = None
     library: Library | None = None
     be: str | None = None
     mem: str | None = None
@@ -164,12 +166,6 @@ class Drive:
         if done.status:
             raise StorageError(errno.EIO, f"{where}: NVMe status code type {kind:#x}, status code {code:#x}")
         raise StorageError(errno.EIO, f"{where} gave {done.result} of {expected} bytes")
-
-    def check_end(self, end: int) -> None:
-        """Raises StorageError unless the device has all blocks before ``end``."""
-        if end > self.blocks:
-            why = f"LBA {end - 1} lies past the end of {self.uri}, which has {self.blocks} blocks"
-            raise StorageError(errno.ENXIO, why)
 
     def _check_uuid(self, origin: Origin) -> None:
         """Raises StorageError unless the device holds the file system that was mapped.

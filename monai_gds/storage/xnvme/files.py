@@ -48,8 +48,7 @@ class XnvmeBackend(BlockingBackend):
         BackendUnavailable: libxnvme is missing or does not fit.
     """
 
-    def __init__(self, device: torch.device, threads: int | None = None) -> None:
-        super().__init__(device, threads)
+    def open(self) -> None:
         self._library = libxnvme.load()
 
     @classmethod

@@ -100,28 +100,28 @@ class xnvme_cmd_ctx(ctypes.Structure):  # noqa: N801
 _CTX = POINTER(xnvme_cmd_ctx)
 xnvme_queue_cb = ctypes.CFUNCTYPE(None, _CTX, c_void_p)
 
-#: Every function used: what it returns, and its arguments (``OPTS`` stands for a pointer to the layout's options).
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "xnvme_opts_set_defaults": (None, ["OPTS"]),
-    "xnvme_dev_open": (c_void_p, [c_char_p, "OPTS"]),
-    "xnvme_dev_close": (None, [c_void_p]),
-    "xnvme_dev_get_geo": (POINTER(xnvme_geo), [c_void_p]),
-    "xnvme_dev_get_nsid": (c_uint32, [c_void_p]),
-    "xnvme_file_open": (c_void_p, [c_char_p, "OPTS"]),
-    "xnvme_file_close": (c_int, [c_void_p]),
-    "xnvme_file_get_cmd_ctx": (xnvme_cmd_ctx, [c_void_p]),
-    "xnvme_file_pread": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
-    "xnvme_file_pwrite": (c_int, [_CTX, c_void_p, c_size_t, c_int64]),
-    "xnvme_buf_alloc": (c_void_p, [c_void_p, c_size_t]),
-    "xnvme_buf_free": (None, [c_void_p, c_void_p]),
-    "xnvme_buf_virt_alloc": (c_void_p, [c_size_t, c_size_t]),
-    "xnvme_buf_virt_free": (None, [c_void_p]),
-    "xnvme_queue_init": (c_int, [c_void_p, c_uint16, c_int, POINTER(c_void_p)]),
-    "xnvme_queue_term": (c_int, [c_void_p]),
-    "xnvme_queue_poke": (c_int, [c_void_p, c_uint32]),
-    "xnvme_queue_get_cmd_ctx": (_CTX, [c_void_p]),
-    "xnvme_queue_set_cb": (c_int, [c_void_p, xnvme_queue_cb, c_void_p]),
-    "xnvme_nvm_read": (c_int, [_CTX, c_uint32, c_uint64, c_uint16, c_void_p, c_void_p]),
+#: Every function used: what it returns, and its arguments. Options, whose layout differs, count as any pointer.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "xnvme_opts_set_defaults": (None, c_void_p),
+    "xnvme_dev_open": (c_void_p, c_char_p, c_void_p),
+    "xnvme_dev_close": (None, c_void_p),
+    "xnvme_dev_get_geo": (POINTER(xnvme_geo), c_void_p),
+    "xnvme_dev_get_nsid": (c_uint32, c_void_p),
+    "xnvme_file_open": (c_void_p, c_char_p, c_void_p),
+    "xnvme_file_close": (c_int, c_void_p),
+    "xnvme_file_get_cmd_ctx": (xnvme_cmd_ctx, c_void_p),
+    "xnvme_file_pread": (c_int, _CTX, c_void_p, c_size_t, c_int64),
+    "xnvme_file_pwrite": (c_int, _CTX, c_void_p, c_size_t, c_int64),
+    "xnvme_buf_alloc": (c_void_p, c_void_p, c_size_t),
+    "xnvme_buf_free": (None, c_void_p, c_void_p),
+    "xnvme_buf_virt_alloc": (c_void_p, c_size_t, c_size_t),
+    "xnvme_buf_virt_free": (None, c_void_p),
+    "xnvme_queue_init": (c_int, c_void_p, c_uint16, c_int, POINTER(c_void_p)),
+    "xnvme_queue_term": (c_int, c_void_p),
+    "xnvme_queue_poke": (c_int, c_void_p, c_uint32),
+    "xnvme_queue_get_cmd_ctx": (_CTX, c_void_p),
+    "xnvme_queue_set_cb": (c_int, c_void_p, xnvme_queue_cb, c_void_p),
+    "xnvme_nvm_read": (c_int, _CTX, c_uint32, c_uint64, c_uint16, c_void_p, c_void_p),
 }
 
 
@@ -136,16 +136,9 @@ class Library:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.path = _path_of(library)
-        missing = [name for name in _FUNCTIONS if not hasattr(library, name)]
-        if missing:
-            raise BackendUnavailable(f"{self.path} is not a libxnvme of 0.7.5 or later: it lacks {', '.join(missing)}")
         self.layout = "0.7" if hasattr(library, "xnvme_be_attr_list_bundled") else "next"
         self._opts = xnvme_opts if self.layout == "0.7" else xnvme_opts_next
         self.api: Any = library
-        for name, (restype, arguments) in _FUNCTIONS.items():
-            function = getattr(library, name)
-            function.restype = restype
-            function.argtypes = [POINTER(self._opts) if a == "OPTS" else a for a in arguments]
         room = (self._opts * 8)()  # a library with larger options than declared writes into what follows
         opts = room[0]
         self.api.xnvme_opts_set_defaults(ctypes.byref(opts))
@@ -468,13 +461,13 @@ def load() -> Library:
 def _load(named: str | None) -> Library:
     names = [named] if named else _NAMES
     hint = f"{ENVIRONMENT} {'names it' if named else 'is not set'}"
-    return Library(library(names, hint, load=partial(ctypes.CDLL, use_errno=True), error=BackendUnavailable))
+    load = partial(ctypes.CDLL, use_errno=True)
+    return Library(library(names, hint, functions=_FUNCTIONS, load=load, error=BackendUnavailable))
 
 
 def _path_of(library: ctypes.CDLL) -> str:
     """The file that a library was loaded from."""
     info = (c_char_p * 4)()  # Dl_info: the file comes first
-    function = getattr(library, "xnvme_opts_set_defaults", None)
-    if function is None or not ctypes.CDLL(None).dladdr(ctypes.cast(function, c_void_p), info):
+    if not ctypes.CDLL(None).dladdr(ctypes.cast(library.xnvme_opts_set_defaults, c_void_p), info):
         return str(library._name)
     return os.path.realpath(os.fsdecode(info[0] or b""))

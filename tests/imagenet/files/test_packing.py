@@ -75,7 +75,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     done = runner.invoke(app, ["pack", str(folder), str(tmp_path / "out"), "--file-mb", "1"])
     assert done.exit_code == 0, done.output
     assert "23 images of 4 classes in 2 files" in done.output
-    assert len(open_packed(tmp_path / "out").images) == COUNT
+    assert len(open_packed(tmp_path / "out")) == COUNT
     assert runner.invoke(app, ["pack", str(tmp_path / "absent"), str(tmp_path / "x")]).exit_code == 2
     assert runner.invoke(app, ["pack", str(folder), str(tmp_path / "x"), "--file-mb", "0"]).exit_code == 2
 
@@ -266,7 +266,7 @@ def test_two_packers_of_one_folder_do_not_spoil_it(
         images = open_images(folder)
         steps.wait()
         try:
-            return len(pack_folder(images, out, file_bytes=3000, progress=lambda _: time.sleep(pause)).images)  # type: ignore[arg-type]
+            return len(pack_folder(images, out, file_bytes=3000, progress=lambda _: time.sleep(pause)))  # type: ignore[arg-type]
         except FileNotFoundError:  # the other one removed .tmp at its end, a moment before this one wrote there
             return 0
 
@@ -309,7 +309,7 @@ def test_a_folder_that_another_process_packs_at_this_moment_is_left_alone(
     monkeypatch.setattr(Path, "exists", ending)
     with pytest.raises(ImageListError, match="not empty"):
         pack_folder(open_images(smaller), out, file_bytes=3000)  # type: ignore[arg-type]
-    assert len(open_packed(out).images) == COUNT
+    assert len(open_packed(out)) == COUNT
     assert verify_packed(out) == {}
 
 
@@ -431,7 +431,7 @@ def test_large_images_are_made_smaller_and_others_stay_as_they_are(tmp_path: Pat
         for dalis in (samples_of_dali(tmp_path / "images"), samples_of_dali(tmp_path / "images", decode=True))
     )
     packed = open_images(tmp_path / "out")
-    assert packed.images.names == list(open_images(tmp_path / "images").names)  # type: ignore[union-attr]
+    assert packed.names == list(open_images(tmp_path / "images").names)
     bytes_of = {label: data for data, label in samples(tmp_path / "out")}
     (batch,) = ImageNetDataset(tmp_path / "out", 4, device="cpu")
     assert batch["label"].tolist() == [0, 1, 2, 3]

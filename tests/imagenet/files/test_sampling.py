@@ -30,7 +30,7 @@ def samplers(draw: st.DrawFn) -> list[Sampler]:
         "seed": draw(st.integers(0, 5)),
         "last_batch": policy,
         "bounds": bounds,
-        "window": draw(st.integers(1, 3)),
+        "window": draw(st.integers(1, 3) | st.none()),
     }
     return [Sampler(count, shard_id=i, num_shards=shards, **arguments) for i in range(shards)]
 
@@ -84,7 +84,8 @@ def test_orders_depend_on_seed_and_epoch_only() -> None:
     assert order() != order(seed=1)
     assert order() != order(epoch=1)
     bounds = np.arange(0, 501, 20)
-    assert order(bounds=bounds) != order(bounds=bounds, epoch=1)
+    assert order(bounds=bounds, window=8) != order(bounds=bounds, window=8, epoch=1)
+    assert order(bounds=bounds) == order()
 
 
 def test_a_window_holds_few_files_and_mixes_them() -> None:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ import pytest
 from monai_gds.errors import BackendUnavailable
 from monai_gds.storage import available_backends, open_storage
 from monai_gds.storage.deepnvme import build
+from tests.fresh import warm
+from tests.polls import until
 
 
 @pytest.fixture
@@ -97,13 +98,10 @@ def test_a_build_that_was_killed_stops_nobody(tools: None, root: Path, monkeypat
     script = (
         "from monai_gds.storage.deepnvme import build as b\nb._missing = lambda operator: []\nb.build('aio', print)\n"
     )
-    first = subprocess.Popen([sys.executable, "-c", script], env=environment)
-    until = time.monotonic() + 60
-    while not (root / "started").exists():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    first = warm().program("-c", script, env=environment)
+    until((root / "started").exists)
     first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.result()
     monkeypatch.setattr(build, "_run_child", lambda operator, work, log: pretend_child(work) or 0)
     target = build.build("aio", lambda line: None)
     assert sorted(os.listdir(target.parent)) == ["aio", "aio.lock"]
@@ -130,11 +128,11 @@ def child(operator, work, log):
 b._run_child = child
 b.build("aio", print)
 """
-    both = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=60)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
+    both = [warm().program("-c", script) for _ in range(2)]
+    done = [program.result() for program in both]
+    assert [one.returncode for one in done] == [0, 0]
     assert (root / "builds").read_text() == "built "
-    assert sum("another process is compiling" in text for text in said) <= 1
+    assert sum("another process is compiling" in one.stdout for one in done) <= 1
 
 
 def test_says_that_it_waits_for_another_builder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,9 @@ CUDA = "cuda:0"
 
 def straight(backend: KvikioBackend) -> KvikioBackend:
     """Has a backend hand device memory to KvikIO, as it does where cuFile works."""
+    backend.open()
     backend.reaches_gpu, backend.piece_bytes = True, KVIKIO_TASK_BYTES
+    backend.open = lambda: None  # type: ignore[method-assign]  # of the storage, which would find out by itself
     return backend
 
 
@@ -109,6 +111,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def backend(kvikio: simulated.KvikIO, gpu: Any) -> Iterator[KvikioBackend]:
     """A backend over both."""
     backend = KvikioBackend(simulated.GPU)
+    backend.open()
     yield backend
     backend.close()
 
@@ -353,7 +356,7 @@ def test_simulated_threads_are_set_where_nobody_set_them(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    described = KvikioBackend(simulated.GPU, threads=asked).describe()
+    described = Storage(KvikioBackend(simulated.GPU, threads=asked)).describe()
     assert kvikio.settings["num_threads"] == described["kvikio_threads"] == expected
     assert kvikio_module.default_threads() >= 4
     with pytest.raises(ValueError, match="at least 1"):
@@ -373,6 +376,7 @@ def test_simulated_cufile_is_used_where_it_reaches_the_device(
     monkeypatch.setattr(kvikio_module, "NVIDIA_FS", "/" if module else str(tmp_path / "missing"))
     kvikio.settings["compat_mode"] = "OFF" if forced else "AUTO"
     backend = KvikioBackend(simulated.GPU)
+    backend.open()
     assert backend.describe()["cufile"] is backend.reaches_gpu is expected
     assert ("cuFile" in KvikioBackend.probe(simulated.GPU).reason) is expected
 

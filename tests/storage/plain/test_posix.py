@@ -22,6 +22,7 @@ from monai_gds.storage.plain import posix as posix_module
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.tools import BLOB_BYTES, bytes_of, descriptors
+from tests.fresh import warm
 from tests.polls import until
 from tests.storage.full_contract import CudaFullContract, FullContract
 
@@ -80,7 +81,7 @@ class TestPosixOnCpu(FullContract, WriteContract):
             "kept = storage.map(reads).wait()\n"
             "late = storage.load(reads)\n"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        done = warm().run("-c", script, whole=True)
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_durable_means_fsync(self, storage: Storage, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

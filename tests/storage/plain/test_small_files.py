@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -148,6 +149,30 @@ def test_a_read_that_was_interrupted_leaves_nothing_to_the_next(
             read_small_files(ring, reads, [into])
     os.unlink(reads.paths[7])
     assert read_small_files(ring, reads, [into]).tolist() == [7]
+
+
+def test_a_ring_that_the_kernel_refuses_has_written_all_that_it_will_when_it_returns(
+    tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here after half of the files were submitted. Their memory may belong to another read a moment later."""
+    call = uring._call
+
+    def refused(number: int, *arguments: object) -> int:
+        if number == uring._ENTER:
+            call(number, arguments[0], 15, 0, *arguments[3:])
+            raise OSError(errno.EBADF, "refused")
+        return call(number, *arguments)
+
+    paths = make(tmp_path, [3000] * 10)
+    reads = parts_of(paths, 3000)
+    with monkeypatch.context() as patch:
+        patch.setattr(uring, "_call", refused)
+        assert read_small_files(ring, reads, [buffer_for(reads)]).tolist() == list(range(10)), "plain calls do it"
+    assert ring._cq_tail[0] == ring._sq_tail[0] == ring._sq_head[0], "nothing is under way"
+    assert ring_of_this_thread() is None
+    with closing(open_storage("posix", "cpu")) as storage:
+        assert_each(reads.parts(storage.load(reads).wait()), [content(3000, i) for i in range(10)])
+    del small_files._rings().ring  # the next test gets another
 
 
 def test_a_ring_is_full_at_once_and_goes_with_its_thread(tmp_path: Path, ring: Ring) -> None:

@@ -15,7 +15,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,15 +25,7 @@ from monai_gds.storage.backend import Availability
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk
 from monai_gds.storage.xnvme.bam.controller import Controller
-from monai_gds.storage.xnvme.bam.queues import (
-    LOST,
-    MOST_DEPTH,
-    BamQueue,
-    CudaKernel,
-    Pool,
-    what_happened,
-    why_not,
-)
+from monai_gds.storage.xnvme.bam.queues import LOST, MOST_DEPTH, STRANGE, UNSENT, BamQueue, CudaKernel, Pool
 from monai_gds.storage.xnvme.bam.software_controller import SoftwareController
 from monai_gds.storage.xnvme.blocks import BlockBackend, disk_behind
 from monai_gds.storage.xnvme.buffers import MOST_BYTES, BounceBuffers
@@ -82,24 +74,7 @@ class XnvmeBamBackend(BlockBackend):
         blockmap: BlockMap | str | os.PathLike[str] | None = None,
         seconds: float = 30.0,
     ) -> None:
-        self.check(device, controller=controller, queues=queues, queue_depth=queue_depth, seconds=seconds)
-        given = BlockMap.given(blockmap)
-        image = uri is not None and _is_file(uri)
-        if image and given is None:
-            raise ValueError(f"uri={uri!r} is an image, in which only a block map shows where files are: give blockmap")
-        setup = BamSetup(
-            target=device, uri=uri, disk=disk_behind(uri) if uri is not None and not image else None,
-            depth=queue_depth, blockmap=given, user_space=image, reaches_gpu=device.type == "cuda", kernel=self._kernel,
-            queues=queues, seconds=seconds,
-        )  # fmt: skip
-        super().__init__(setup, BamDrive)
-        self._settings = {"controller": controller, "queues": queues, "seconds": seconds}
-
-    @classmethod
-    def check(
-        cls, device: torch.device, *, controller: str | None = None, queues: int = 4, queue_depth: int = 128,
-        seconds: float = 30.0, **options: Any,
-    ) -> None:  # fmt: skip
+        super().__init__(device)
         if controller is None:
             raise BackendUnavailable(f"{_NO_DRIVE}; controller='software' tries the kernel without a drive")
         if controller != "software":
@@ -109,14 +84,30 @@ class XnvmeBamBackend(BlockBackend):
                 f"queues={queues}, queue_depth={queue_depth}, seconds={seconds}: use 1 to {_MOST_QUEUES} queues of 2 "
                 f"to {MOST_DEPTH} entries, and a time limit above 0"
             )
+        self._blockmap = blockmap
+        self._settings = {"controller": controller, "queues": queues, "seconds": seconds}
+        self._setup = BamSetup(
+            target=device, uri=uri, depth=queue_depth, user_space=False, reaches_gpu=device.type == "cuda",
+            kernel=self._kernel, queues=queues, seconds=seconds,
+        )  # fmt: skip
+
+    def open(self) -> None:
+        uri, blockmap = self._setup.uri, BlockMap.given(self._blockmap)
+        image = uri is not None and _is_file(uri)
+        if image and blockmap is None:
+            raise ValueError(f"uri={uri!r} is an image, in which only a block map shows where files are: give blockmap")
+        disk = disk_behind(uri) if uri is not None and not image else None
+        self._set_up(replace(self._setup, disk=disk, blockmap=blockmap, user_space=image), BamDrive)
 
     def _kernel(self) -> CudaKernel:
         return CudaKernel(self.device)
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
-        problem = why_not()
-        if problem is not None:
+        try:
+            import cupy  # noqa: F401
+        except ImportError as e:
+            problem = f"CuPy, which compiles its kernel, cannot be imported ({e})"
             return Availability(False, problem, "pip install 'monai_gds[cuda13]' (or cuda12)")
         return Availability(True, "NVMe reads by a CUDA kernel, to controller='software' only")
 
@@ -166,6 +157,10 @@ class BamDrive(Drive):
     def check(self, done: Completion, block: int, count: int) -> None:
         if done.status < 0:
             where = f"reading {count} blocks from LBA {block} of {self.uri}"
-            why = what_happened(done.status, self._seconds)
+            why = {
+                LOST: f"the drive did not answer within {self._seconds:g} s",
+                STRANGE: "its queue failed: the drive completed a command that was not in flight",
+                UNSENT: "its queue had failed before",
+            }[done.status]
             raise StorageError(errno.ETIMEDOUT if done.status == LOST else errno.EIO, f"{where}: {why}")
         super().check(done, block, count)

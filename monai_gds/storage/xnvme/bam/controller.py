@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from monai_gds.storage.files import ALIGNMENT
+from monai_gds.storage.files import ALIGNMENT, whole_pages
 
 #: Bytes per page of a controller (CC.MPS).
 PAGE = 4096
@@ -86,6 +86,6 @@ def host_pages(nbytes: int, target: torch.device) -> torch.Tensor:
     """Whole zeroed pages of host memory, 1-D uint8. For a CUDA target they are pinned, so that the GPU reaches them at
     the same address.
     """
-    nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    nbytes = whole_pages(nbytes)
     memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=target.type == "cuda")
     return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]

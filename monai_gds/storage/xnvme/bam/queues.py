@@ -63,15 +63,6 @@ class CudaKernel:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-def why_not() -> str | None:
-    """Why the kernel cannot be compiled here; None if it can."""
-    try:
-        import cupy  # noqa: F401
-    except ImportError as e:
-        return f"CuPy, which compiles its kernel, cannot be imported ({e})"
-    return None
-
-
 class Pool(BounceBuffers):
     """The memory that a controller reads into: slots of at least its ``max_transfer``, copied on from there."""
 
@@ -218,12 +209,3 @@ class BamQueue:
     def close(self) -> None:
         """Deletes the queues; nothing may be in flight."""
         self._delete()
-
-
-def what_happened(result: int, seconds: float) -> str:
-    """The kernel's own result of a command, in words."""
-    return {
-        LOST: f"the drive did not answer within {seconds:g} s",
-        STRANGE: "its queue failed: the drive completed a command that was not in flight",
-        UNSENT: "its queue had failed before",
-    }[result]
