@@ -14,32 +14,18 @@ from monai_gds import errors
 from monai_gds.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from monai_gds.dataset.dataset import GDSDataset
-    from monai_gds.dataset.patching import patch
-    from monai_gds.dataset.settings import CacheOptions
-    from monai_gds.imagenet import ImageNetDataset
-    from monai_gds.items.tree import register_type
-    from monai_gds.loader import GDSDataLoader
-    from monai_gds.pipeline.readers import IgzipReader
-    from monai_gds.storage import available_backends, open_storage
-    from monai_gds.storage.blockmap.block_map import BlockMap
+    from monai_gds.dataset.dataset import GDSDataset as GDSDataset
+    from monai_gds.dataset.patching import patch as patch
+    from monai_gds.dataset.settings import CacheOptions as CacheOptions
+    from monai_gds.imagenet import ImageNetDataset as ImageNetDataset
+    from monai_gds.items.tree import register_type as register_type
+    from monai_gds.loader import GDSDataLoader as GDSDataLoader
+    from monai_gds.pipeline.readers import IgzipReader as IgzipReader
+    from monai_gds.storage import available_backends as available_backends
+    from monai_gds.storage import open_storage as open_storage
+    from monai_gds.storage.blockmap.block_map import BlockMap as BlockMap
 
     __version__: str
-
-__all__ = [
-    "BlockMap",
-    "CacheOptions",
-    "GDSDataLoader",
-    "GDSDataset",
-    "IgzipReader",
-    "ImageNetDataset",
-    "__version__",
-    "available_backends",
-    "open_storage",
-    "patch",
-    "register_type",
-]
-__all__ += errors.__all__
 
 #: Modules of the names that are imported on first use.
 _HOMES = {
@@ -54,6 +40,8 @@ _HOMES = {
     "patch": "dataset.patching",
     "register_type": "items.tree",
 }
+
+__all__ = ["__version__", *_HOMES, *errors.__all__]
 
 
 def __getattr__(name: str) -> _Any:

@@ -183,17 +183,31 @@ HASHED_ITEMS = 40_000
 #: Items whose last key is remembered too, at most about 5 MB. Making a key again costs 8 us.
 KEYED_ITEMS = 10_000
 
-#: Source files whose content hash is remembered per process, at most about 200 MB.
-KNOWN_FILES = 1_000_000
+#: Items per process whose first keys are kept, to notice one that gets record after record: at most 5 MB, and nearly
+#: nothing where all items hit. Mostly all items name what the run writes, so the first ones show it.
+REPEATED_ITEMS = 4096
 
-#: Files inside source folders whose content hash is remembered per process, at most about 50 MB.
-KNOWN_INNER_FILES = 200_000
+#: Source files, and files in source folders, whose content hash is remembered per process, at most about 200 MB.
+KNOWN_FILES = 1_000_000
 
 #: Source files remembered by the state in which this process first saw them, at most about 200 MB.
 YOUNG_FILES = 1_000_000
 
 #: A source folder with more entries counts by its name only. Listing that many takes half a second, at every access.
 FOLDER_ENTRIES = 200_000
+
+#: If an item reads more files of one folder without naming them, the folder counts in their place: a zarr of 5,000
+#: chunks would otherwise cost 5,000 calls per hit. The second number is for a folder that was listed, which counts
+#: anyway.
+READ_FILES = 256
+READ_LISTED_FILES = 32
+
+#: The newest lists of files per item that are compared: one per version of the data.
+READ_LISTS = 8
+
+#: Files per pipeline that count for later items, since an earlier one read them and no item names them. Each costs a
+#: call per hit.
+KEPT_READS = 256
 
 #: Size of one read of a source file. 512 KiB are still in the processor's cache when they are hashed.
 SOURCE_PIECE_BYTES = 512 << 10

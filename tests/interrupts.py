@@ -1,19 +1,23 @@
-"""Ctrl-C at every place of a piece of code in turn, which finds what random timing does not."""
+"""Ctrl-C or a kill at every place of a piece of code in turn, which finds what random timing does not."""
 
 from __future__ import annotations
 
 import dis
+import gc
 import itertools
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 from monai_gds.base import process
+from tests.machines import in_child
 
-__all__ = ["interrupted"]
+__all__ = ["as_killed", "interrupted"]
 
 #: Operations behind which CPython looks for signals.
 _CHECKS = {
@@ -30,6 +34,27 @@ _HANDLERS = {dis.opmap["PUSH_EXC_INFO"], dis.opmap["POP_EXCEPT"]}
 def _is_deferred() -> bool:
     """Whether Ctrl-C is only noted for now, by ``process.undisturbed``."""
     return getattr(signal.getsignal(signal.SIGINT), "__module__", "") == process.__name__
+
+
+def as_killed(folder: Path, work: Callable[[], object], files: Iterable[str | None], copies: Path) -> list[Path]:
+    """What becomes of a folder where a process is killed before any line of ``work`` in files, and after the last.
+
+    A kill leaves a folder as it is at that moment, so that one process suffices, which copies it at each line. It has
+    ended when this returns.
+
+    Returns:
+        The copies, in order.
+    """
+
+    def copy(n: int) -> None:
+        shutil.copytree(folder, copies / str(n), symlinks=True)
+
+    def work_and_copy() -> int:
+        lines = _stepped(work, files, "line", copy)
+        copy(lines + 1)
+        return lines + 1
+
+    return [copies / str(n) for n in range(1, in_child(work_and_copy) + 1)]
 
 
 def interrupted(
@@ -53,6 +78,29 @@ def interrupted(
             itself looks for signals: behind a call, at the begin of a function, and behind a jump back. So none falls
             between a lock of C and its ``with`` block.
     """
+
+    def strike(event: int) -> None:
+        if event == n:
+            raise KeyboardInterrupt
+
+    try:
+        _stepped(work, files, event, strike)
+    except KeyboardInterrupt:
+        return True
+    except RuntimeError as e:  # within Condition.wait, which then releases what it does not hold
+        if not isinstance(e.__context__, KeyboardInterrupt):
+            raise
+        return True
+    return False
+
+
+def _stepped(
+    work: Callable[[], object],
+    files: Iterable[str | None],
+    event: Literal["opcode", "line", "check"],
+    step: Callable[[int], None],
+) -> int:
+    """Does the work, and a step before each event, with its number. Returns how many there were."""
     named = tuple(str(file) for file in files)
     events = itertools.count(1)
 
@@ -79,21 +127,18 @@ def interrupted(
         if happened == "call" and not counts(frame):
             return None
         frame.f_trace_opcodes = event != "line"
-        if is_counted(frame, happened) and not _is_deferred() and next(events) == n:
-            last.clear()
-            raise KeyboardInterrupt
+        if is_counted(frame, happened) and not _is_deferred():
+            step(next(events))
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # what the collector finalizes runs wherever it happens to be, and swallows what is raised there
     sys.settrace(trace)
     try:
         work()
-    except KeyboardInterrupt:
-        return True
-    except RuntimeError as e:  # within Condition.wait, which then releases what it does not hold
-        if not isinstance(e.__context__, KeyboardInterrupt):
-            raise
-        return True
     finally:
         sys.settrace(before)
-    return False
+        if collects:
+            gc.enable()
+        last.clear()
+    return next(events) - 1

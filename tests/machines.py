@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["NOBODY", "ROOT", "fork", "in_child", "mounted_tmpfs", "python", "read_only", "shared_folder"]
+from tests.fresh import ROOT
 
-ROOT = Path(__file__).parent.parent
+__all__ = [
+    "NOBODY", "ROOT", "few_descriptors", "fork", "in_child", "mounted_tmpfs", "python", "read_only", "shared_folder",
+]  # fmt: skip
 
 NOBODY = 65534
 
@@ -59,6 +62,18 @@ def shared_folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+@contextmanager
+def few_descriptors(more: int) -> Iterator[None]:
+    """Lets this process open no more than ``more`` further descriptors."""
+    opened = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def fork() -> int:
     """``os.fork``, for children that use torch: its own threads do not survive a fork, as in DataLoader's workers."""
     pid = os.fork()
@@ -94,11 +109,10 @@ def in_child(work: Callable[[], Any], *, nobody: bool = False) -> Any:
     return value
 
 
-def python(code: str, *args: str, hash_seed: str = "random", timeout: float = 120) -> str:
-    """Runs a program of its own, and gives what it printed."""
+def python(code: str, *args: str, timeout: float = 120) -> str:
+    """Runs a program in a Python that has imported nothing, and gives what it printed; see ``fresh.printed_by``."""
     env = {
         **os.environ,
-        "PYTHONHASHSEED": hash_seed,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     done = subprocess.run(

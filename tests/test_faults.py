@@ -18,10 +18,11 @@ from monai.transforms import Compose, RandSpatialCropd, Transform
 
 from monai_gds import CacheWarning, GDSDataset
 from monai_gds.records import reader
-from monai_gds.testing.tools import descriptors, few_descriptors
+from monai_gds.testing.tools import descriptors
 from monai_gds.tiles import blosc
 from tests.fresh import Interpreter
 from tests.loopdisk import LoopDisk, loop_disk, run
+from tests.machines import few_descriptors
 from tests.same import assert_same
 
 _CODECS = [

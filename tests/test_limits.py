@@ -35,6 +35,8 @@ ALLOWED = {
     ("tiles/runs.py", "_CHUNK"): "fits the processor's cache",
     ("tiles/palette.py", "_CHUNK"): "fits the processor's cache",
     ("tiles/blosc.py", "HEADER_BYTES"): "Blosc2's",
+    ("items/decoding.py", "_MOST_BYTES"): "what NumPy refuses",
+    ("items/decoding.py", "_MOST_OF_NO_SIZE"): "no honest record has more",
     # interfaces of the kernel and of the processor
     ("storage/memory.py", "HUGE"): "the size of a huge page",
     ("storage/plain/uring.py", "_OFFSET_SQES"): "linux/io_uring.h",
@@ -44,6 +46,7 @@ ALLOWED = {
     # times, and patience
     ("keys/source_memo.py", "_TICK"): "nanoseconds",
     ("keys/source_memo.py", "_CLOCKS_DIFFER"): "nanoseconds",
+    ("keys/observed.py", "_BEHIND"): "nanoseconds",
     ("dataset/populate.py", "_PATIENCE_ITEMS"): "a time, in mean times per item",
     # text
     ("pipeline/words.py", "_MOST_PATHS"): "of a message",

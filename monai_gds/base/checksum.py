@@ -27,7 +27,7 @@ _COLUMNS = 4096
 _MASK = (1 << 64) - 1
 
 
-def _mix(n: np.ndarray) -> np.ndarray:
+def mix(n: np.ndarray) -> np.ndarray:
     """Pseudo-random odd 64-bit weights: the finaliser of splitmix64 (Steele, Lea, Flood 2014) with the low bit set."""
     with np.errstate(over="ignore"):
         z = (n + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -38,12 +38,12 @@ def _mix(n: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _column_weights(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_mix(np.arange(_COLUMNS, dtype=np.uint64)).view(np.int64)).to(device)
+    return torch.from_numpy(mix(np.arange(_COLUMNS, dtype=np.uint64)).view(np.int64)).to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def _row_weights(count: int) -> np.ndarray:
-    return _mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 32)).view(np.int64)
+    return mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 32)).view(np.int64)
 
 
 def _row_sums(words: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,10 @@ standard library.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,14 +74,45 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)  # a space is \040
 
 
+def open_fd(path: str | os.PathLike[str], flags: int, mode: int = 0o777, folder: int | None = None) -> int:
+    """A descriptor as of ``os.open``, of a path or a name in an open folder.
+
+    With O_NONBLOCK, so that a FIFO is not waited for, a file that another process has a lease on (fcntl(2): Samba,
+    knfsd) would be refused. The kernel has then asked for the lease, and the file is opened once it is given up, after
+    45 s at most (/proc/sys/fs/lease-break-time).
+    """
+    try:
+        return os.open(path, flags, mode, dir_fd=folder)
+    except BlockingIOError:
+        if not flags & os.O_NONBLOCK or not stat.S_ISREG(os.stat(path, dir_fd=folder).st_mode):
+            raise
+    return os.open(path, flags & ~os.O_NONBLOCK, mode, dir_fd=folder)
+
+
 @contextmanager
 def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o777, folder: int | None = None) -> Iterator[int]:
-    """A descriptor as of ``os.open``, of a path or a name in an open folder. It is closed at the end of the block."""
-    fd = os.open(path, flags, mode, dir_fd=folder)
+    """As :func:`open_fd`. The descriptor is closed at the end of the block."""
+    fd = open_fd(path, flags, mode, folder)
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Reserves room for an open file on its drive (fallocate), where the file system can.
+
+    ``os.posix_fallocate`` would write a byte into each block where it cannot (FUSE, ext3, a seccomp filter).
+
+    Raises:
+        OSError: there is no room, or the drive fails.
+    """
+    while _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)):
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(code, os.strerror(code))
+        if code != errno.EINTR:
+            return
 
 
 def read_at(fd: int, nbytes: int, offset: int = 0) -> bytes:

@@ -32,11 +32,14 @@ def library(
     names = [name] if isinstance(name, str) else name
     reasons = []
     if package:
-        inside = _folder_of(package)
-        if inside is None:
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:  # the package around it is not there
+            spec = None
+        if spec is None or spec.origin is None:
             reasons.append(f"the package {package} is not installed")
         else:
-            names = [*(os.path.join(inside, folder, one) for one in names), *names]
+            names = [*(os.path.join(os.path.dirname(spec.origin), folder, one) for one in names), *names]
     for one in names:
         try:
             found = load(one)
@@ -56,11 +59,3 @@ def problem_with(load: Callable[[], object]) -> str | None:
     except MonaiGdsError as e:
         return str(e)
     return None
-
-
-def _folder_of(package: str) -> str | None:
-    try:
-        spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # the package around it is not there
-        return None
-    return None if spec is None or spec.origin is None else os.path.dirname(spec.origin)

@@ -7,11 +7,9 @@ a row, the oldest is forgotten, so a notice may be given twice.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import mmap
-import os
 import struct
 import time
 from typing import Any
@@ -19,33 +17,8 @@ from typing import Any
 _ROWS = 512
 _ROW = struct.Struct("=" + 8 * "Qd")  # pairs of a hash and a time; a time of 0 is long ago
 
-
-_SIZE = _ROWS * _ROW.size
-
-#: A path in /proc, and the device and inode of the file there: another may have the descriptor's number by now.
-_Place = tuple[str, int, int]
-
-
-def _made() -> tuple[mmap.mmap, _Place | None]:
-    """A table that forked processes share, and its place where the system has files in memory."""
-    descriptor = -1
-    try:
-        descriptor = os.memfd_create("monai-gds-notices")
-        os.ftruncate(descriptor, _SIZE)
-        table = mmap.mmap(descriptor, _SIZE)
-    except (AttributeError, OSError):  # an old libc, a filter of system calls, or too many open files
-        if descriptor >= 0:
-            os.close(descriptor)
-        return mmap.mmap(-1, _SIZE), None
-    return table, (f"/proc/{os.getpid()}/fd/{descriptor}", *_identity(descriptor))
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
-
-
-_table, _place = _made()
+#: Anonymous and shared: a forked process has the same pages, as have all that a fork server forks.
+_table = mmap.mmap(-1, _ROWS * _ROW.size)
 
 
 class Notice:
@@ -81,18 +54,3 @@ class Notice:
     def _row(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         row = _ROW.unpack_from(_table, self._offset)
         return row[::2], row[1::2]
-
-
-def place() -> _Place | None:
-    """Where :func:`attach` finds the table of this process; None where only forked processes share it."""
-    return _place
-
-
-def attach(place: _Place | None) -> None:
-    """Shares the table at ``place``, that of the process which spawned this one, if it is still there and readable."""
-    global _table, _place
-    if place is None or place == _place:
-        return
-    with contextlib.suppress(OSError), open(place[0], "r+b", buffering=0) as file:
-        if _identity(file.fileno()) == place[1:]:
-            _table, _place = mmap.mmap(file.fileno(), _SIZE), place

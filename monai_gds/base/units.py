@@ -1,8 +1,12 @@
-"""Sizes and times as users write them. Imports only the standard library."""
+"""Sizes and times as users write them, and groups of what has a size. Imports only the standard library."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _BYTES = {
     "": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
@@ -66,3 +70,17 @@ def seconds_of(span: str) -> float:
     if found is None:
         raise ValueError(f"{span!r} is not a span of time: use a number of hours, days or weeks: 36h, 30d, 2w")
     return float(found[1]) * _SECONDS[found[2]]
+
+
+def in_groups(members: Iterable[T], size: Callable[[T], int], most: int, most_bytes: int) -> Iterator[list[T]]:
+    """Divides members into groups of neighbours: at most so many, of so many bytes together, unless one has more."""
+    group: list[T] = []
+    nbytes = 0
+    for member in members:
+        if group and (len(group) == most or nbytes + size(member) > most_bytes):
+            yield group
+            group, nbytes = [], 0
+        group.append(member)
+        nbytes += size(member)
+    if group:
+        yield group

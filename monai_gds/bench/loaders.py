@@ -74,13 +74,11 @@ class LoaderSettings:
 
 def dali_reader(settings: LoaderSettings, threads: int) -> Generator[int]:
     """``fn.readers.file``."""
-    fn = dali().fn
-    return _run(settings, threads, lambda: fn.readers.file(file_root=str(settings.datadir)))
+    return _run(settings, threads, lambda fn: fn.readers.file(file_root=str(settings.datadir)))
 
 
 def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
     """``open`` and ``read`` in the callback of an external source."""
-    fn = dali().fn
     images = list_folder(settings.datadir)
     paths = [images.path(i) for i in range(len(images))]
 
@@ -89,18 +87,17 @@ def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
             data = [_read(path) for path in paths[start : start + settings.batch_size]]
             yield data, images.labels[start : start + settings.batch_size, None]
 
-    return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet"))
+    return _run(settings, threads, lambda fn: fn.external_source(batches, num_outputs=2, cycle="quiet"))
 
 
 def decoder_alone(settings: LoaderSettings, threads: int) -> Generator[int]:
     """No reader: the decoder is fed with a few batches that are in memory. No peer that decodes them is faster."""
-    fn = dali().fn
     images = list_images(settings.datadir)
     count = min(len(images) // settings.batch_size, _BATCHES_IN_MEMORY) * settings.batch_size
     data = [_read(images.path(i)) for i in range(count)]
     starts = range(0, count, settings.batch_size)
     batches = [(data[i : i + settings.batch_size], images.labels[i : i + settings.batch_size, None]) for i in starts]
-    return _run(settings, threads, lambda: fn.external_source(batches, num_outputs=2, cycle="quiet", no_copy=True))
+    return _run(settings, threads, lambda fn: fn.external_source(batches, num_outputs=2, cycle="quiet", no_copy=True))
 
 
 def _read(path: str) -> np.ndarray:
@@ -140,13 +137,13 @@ def _in_lists(samples: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tenso
     return list(images), torch.tensor(labels)
 
 
-def _run(settings: LoaderSettings, threads: int, inputs: Callable[[], Any]) -> Generator[int]:
+def _run(settings: LoaderSettings, threads: int, inputs: Callable[[Any], Any]) -> Generator[int]:
     """Runs a pipeline without this package, without end."""
     module = dali()
     on_gpu = settings.device.type == "cuda"
     pipe = module.Pipeline(settings.batch_size, threads, settings.device.index if on_gpu else None)
     with pipe:
-        images, labels = inputs()
+        images, labels = inputs(module.fn)
         if settings.decoding is not None:
             images = settings.decoding.graph(images, on_gpu)
         elif on_gpu:
@@ -211,7 +208,11 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
         raise ValueError(f"a batch of {settings.batch_size} is larger than the {len(images)} images there are")
     count = settings.batches or len(images) // settings.batch_size
     if "packed" in readers:
-        _pack(settings, images)
+        with ThreadPoolExecutor() as executor:
+            folder = settings.packed
+            packed = open_packed(folder) if is_packed(folder) else pack_folder(images, folder, executor=executor)
+        if list(packed.names) != list(images.names):
+            raise ImageListError(f"{folder} does not hold the images of {settings.datadir}: pack that folder")
     peers: dict[str, Peer] = {name: PEERS[name] for name in readers}
     if settings.decoding is not None:
         peers[_ALONE] = decoder_alone
@@ -234,15 +235,6 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
     ceilings = [rows.pop(_ALONE)] if _ALONE in rows else []
     reference = "dali" if "dali" in best else None
     return Report(f"{settings.what} to {settings.device.type}", "images/s", list(rows.values()), reference, ceilings)
-
-
-def _pack(settings: LoaderSettings, images: ImageList) -> None:
-    """Packs the images, unless that has been done."""
-    folder = settings.packed
-    with ThreadPoolExecutor() as executor:
-        packed = open_packed(folder) if is_packed(folder) else pack_folder(images, folder, executor=executor)
-    if list(packed.images.names) != list(images.names):
-        raise ImageListError(f"{folder} does not hold the images of {settings.datadir}: pack that folder")
 
 
 def _rate(

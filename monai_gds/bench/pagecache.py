@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+from monai_gds.base.file_systems import opened
+from monai_gds.storage.plain import mappings
 
 
 def cached(path: Path) -> float:
@@ -20,13 +18,12 @@ def cached(path: Path) -> float:
     size = path.stat().st_size
     if size == 0:
         return 0.0
-    pages = -(-size // mmap.PAGESIZE)
-    with open(path, "rb") as f:
-        mapping = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_COPY)  # not closed, which fails after a Ctrl-C
-    flags = (ctypes.c_ubyte * pages)()
-    if _libc.mincore(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), size, flags):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-    return bytes(flags).count(1) / pages
+    with opened(path, os.O_RDONLY) as fd:
+        address = mappings.map_file(fd, 0, size, shared=True)
+    try:
+        return mappings.resident(address, size)
+    finally:
+        mappings.unmap(address, size)
 
 
 def drop(paths: Iterable[Path]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from monai_gds import limits
 from monai_gds.base.console import progress_bar, say, show
+from monai_gds.base.units import in_groups
 from monai_gds.command import options
 from monai_gds.command.options import HeapOption
 from monai_gds.storage.blockmap.block_map import BlockMap
@@ -117,27 +118,15 @@ def _verify_through(blocks: BlockMap, drive: Mapping[str, Any], progress: Callab
     wrong: dict[str, str] = {}
     done = 0
     with closing(open_storage("xnvme-block", "cpu", blockmap=blocks, **drive)) as storage:
-        for group in _groups({path: entry.size for path, entry in blocks.items()}):
+        for group in in_groups(blocks.items(), lambda file: file[1].size, limits.RING_FILES, limits.SLOT_BYTES):
             try:
-                errors = storage.load(Reads.join([Reads.of(path, [(0, nbytes)]) for path, nbytes in group])).errors
+                errors = storage.load(Reads.join([Reads.of(path, [(0, entry.size)]) for path, entry in group])).errors
             except (MemoryError, RuntimeError) as e:  # torch's, for a file larger than memory
                 errors = dict.fromkeys(range(len(group)), e)
             wrong.update((group[file][0], str(error)) for file, error in errors.items())
             done += len(group)
             progress(done, len(blocks))
     return wrong
-
-
-def _groups(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, int]]]:
-    """Paths and sizes of the files to read at once: many small files, or one large file."""
-    group: list[tuple[str, int]] = []
-    for path, nbytes in sizes.items():
-        if group and (len(group) == limits.RING_FILES or sum(n for _, n in group) + nbytes > limits.SLOT_BYTES):
-            yield group
-            group = []
-        group.append((path, nbytes))
-    if group:
-        yield group
 
 
 @app.command("show", epilog="Example: monai-gds blockmap show train.json train/n01491361/n01491361_8657.JPEG")

@@ -24,6 +24,7 @@ import typer
 
 from monai_gds.base.console import broken, progress_bar, say, say_lines, stderr, stdout
 from monai_gds.base.units import bytes_of, seconds_of
+from monai_gds.command import options
 from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from, parsed
 from monai_gds.folder import maintenance
 from monai_gds.folder.budget import KNOWN_SECONDS
@@ -35,11 +36,7 @@ from monai_gds.records.header import VERSION
 if TYPE_CHECKING:
     from monai_gds.dataset.dataset import GDSDataset
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="List, verify, prune, fill and explain cache directories.",
-    epilog="Example: monai-gds cache ls /nvme/cache",
-)
+app = options.app("List, verify, prune, fill and explain cache directories.", "cache ls /nvme/cache")
 
 CacheDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The cache directory.")]
 
@@ -316,7 +313,7 @@ def prune(
     kept = {_dataset_to_keep(words).session.pipeline_digest(): words for words in keep or []}
     unwanted = Unwanted(
         missing_sources=missing_sources,
-        identify=Sources("content", str(directory)).identity if check_sources else None,
+        identify=Sources("content", str(directory)).read if check_sources else None,
         older_than=parsed(seconds_of, older_than, math.inf, "--older-than"),
         unused_for=parsed(seconds_of, unused_for, math.inf, "--unused-for"),
         max_size=parsed(partial(bytes_of, argument="--max-size"), max_size, math.inf, "--max-size"),

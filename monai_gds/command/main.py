@@ -105,8 +105,7 @@ def demo(
             with stdout.status(f"writing {volumes} volumes of {size[0]} x {size[1]} x {size[2]} voxels…"):
                 items = write_volumes(folder / "volumes", volumes, size)
         cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cache-", dir=folder)))
-        same = job.run(items, cache, size=crop, epochs=epochs, device=device, backend=backend)
-    raise typer.Exit(0 if same else 1)
+        job.run(items, cache, size=crop, epochs=epochs, device=device, backend=backend)
 
 
 def main() -> None:

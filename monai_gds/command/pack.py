@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from monai_gds.base.console import progress_bar, say
 
 app = typer.Typer()
-
-
-class Format(StrEnum):
-    """Values of ``--format``."""
-
-    RECORDS = "records"
-    SQUIRREL = "squirrel"
 
 
 @app.command(epilog="Example: monai-gds pack /data/imagenet/train /data/imagenet/train-packed")
@@ -29,11 +21,11 @@ def pack(
     ],
     out: Annotated[Path, typer.Argument(help="An empty folder, one that does not exist yet, or an unfinished one.")],
     format_: Annotated[
-        Format,
+        Literal["records", "squirrel"],
         typer.Option(
             "--format", help="records: large files of JPEGs; squirrel: a Messagepack store of decoded images."
         ),
-    ] = Format.RECORDS,
+    ] = "records",
     file_mb: Annotated[int, typer.Option(min=1, help="records: MiB of images in each file.")] = 32,
     max_side: Annotated[
         int | None,
@@ -63,7 +55,7 @@ def pack(
         raise typer.BadParameter(f"{out} is inside {root}, where it would count as a class", param_hint="OUT")
     images, done = list_folder(root), is_packed(out)
     with progress_bar("packing", len(images)) as progress:
-        if format_ is Format.SQUIRREL:
+        if format_ == "squirrel":
             write_store(images, out, size=size, shard_size=shard_size, progress=progress)
         else:
             with ThreadPoolExecutor(num_workers or min(8, os.cpu_count() or 1)) as executor:

@@ -16,12 +16,25 @@ from torch.serialization import DEFAULT_PROTOCOL
 from monai_gds.dataset import words
 from monai_gds.dataset.item_keys import HashTransform
 from monai_gds.dataset.populate import populate
+from monai_gds.dataset.repeats import Repeats
 from monai_gds.dataset.session import Runtime, Session
 from monai_gds.dataset.settings import DEFAULTS, CacheOptions, Settings, check_data, check_transforms, refuse
 from monai_gds.keys.hashing import canonical_hash
 from monai_gds.keys.key import Key
 from monai_gds.pipeline.settings import apply, capture_all
 from monai_gds.records.compression import Codec
+
+
+class _Pipeline:
+    """The attribute ``transform``, which is hashed when it is assigned, even if it was changed in place."""
+
+    def __get__(self, dataset: Any, kind: Any = None) -> Any:
+        return self if dataset is None else vars(dataset)["transform"]
+
+    def __set__(self, dataset: Any, transform: Any) -> None:
+        vars(dataset)["transform"] = transform
+        if "_runtime" in vars(dataset):  # not while the base class makes itself
+            dataset._runtime.split = dataset._runtime.sent = None
 
 
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
@@ -38,8 +51,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     drawn before anything is read, and only the tiles that they touch are read. Items and random states stay the same.
 
     Any number of processes, runs and experiments may share one ``cache_dir``. An item gets a new record when anything
-    changes that it was computed from: the item itself, the transforms with their parameters and code, files that the
-    item or the transforms name, settings of the process such as ``set_track_meta``, MONAI's version. Transforms are
+    changes that it was computed from: the item itself, the transforms with their parameters and code, files that they
+    name or read, settings of the process such as ``set_track_meta``, MONAI's version. Transforms are
     hashed when the dataset is made: after changing one in place, assign ``transform`` again or call
     :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is. A damaged record is
     reported, computed again and replaced. A full or read-only disk costs the cache and not the epoch. In the workers of
@@ -108,6 +121,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         (1, 8, 8, 8)
     """
 
+    transform = _Pipeline()
+
     def __init__(
         self, data: Sequence[Any], transform: Sequence[Callable[..., Any]] | Callable[..., Any],
         cache_dir: Path | str | None, device: int | str | torch.device | None = None,
@@ -137,6 +152,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
         self._runtime = Runtime()
         self.session.split()
+        if type(self)._pre_transform is not GDSDataset._pre_transform:  # the subclass may go on to set what it reads
+            self._runtime.split = None
 
     @property
     def session(self) -> Session:
@@ -152,6 +169,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """
         check_data(data)
         self.data = data
+        self._runtime.misses.repeats = Repeats()  # items of other data
 
     def set_transform_hash(self, hash_xform_func: HashTransform) -> None:
         """Hashes the deterministic transforms and the settings of their ``Compose``. None leaves them out of the key.
@@ -169,12 +187,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return out
 
     def _post_transform(self, item_transformed: Any) -> Any:
-        return self.session.split().after(item_transformed)
+        return self._runtime.loops.after(self.session.split(), item_transformed)
 
     def _transform(self, index: int) -> Any:
         if type(self)._cachecheck is not GDSDataset._cachecheck:  # a subclass's own way from an item to its transforms
             return super()._transform(index)
-        return self.session.begin([index], alone=True)[0].end()
+        with self._runtime.loops.here():
+            return self.session.begin([index], alone=True)[0].end()
 
     def _cachecheck(self, item_transformed: Any) -> Any:
         return self.session.begin([None], [item_transformed], whole=True)[0].finish()
@@ -183,7 +202,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         """A batch for torch's and MONAI's loaders: all reads begin before the first is waited for."""
         if changes_items(type(self)):
             return [self[i] for i in indices]
-        return [begun.end() for begun in self.session.begin(indices)]
+        with self._runtime.loops.here():
+            return [begun.end() for begun in self.session.begin(indices)]
 
     populate = populate  # a function of its own file, with this dataset as its first argument
 
@@ -203,6 +223,11 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             HashingError: the item has no stable hash.
         """
         return words.explain(self.session, index)
+
+    def __repr__(self) -> str:
+        folder = None if self.cache_dir is None else str(self.cache_dir)
+        kind, count = type(self).__name__, len(self.data)
+        return f"{kind}({count} items, cache_dir={folder!r}, device='{self.device}', backend={self.backend!r})"
 
     def __str__(self) -> str:
         return words.describe(self.session)
@@ -233,12 +258,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.flush()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runtime": capture_all()}
+        return {**self.__dict__, "_runtime": (capture_all(), self._runtime.send())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            apply(state["_runtime"])  # a process that is just being spawned starts with the defaults
+            apply(state["_runtime"][0])  # a process that is just being spawned starts with the defaults
         self.__dict__.update(state, _runtime=Runtime())
+        self._runtime.sent = state["_runtime"][1]
 
 
 def changes_items(kind: type[GDSDataset]) -> bool:

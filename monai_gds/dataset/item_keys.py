@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import monai
 
+from monai_gds.base import stages
+from monai_gds.dataset.settings import MonaiVersion, Settings
 from monai_gds.errors import HashingError
+from monai_gds.folder.reads import ReadLists
 from monai_gds.keys.hashing import HashedTransforms, canonical_hash, hash_transforms
-from monai_gds.keys.key import Key, KeyMaker, Pipeline, hash_text
-from monai_gds.keys.source_names import absolute, files_named
-from monai_gds.keys.sources import Sources
-from monai_gds.pipeline.settings import State, capture, defaults
+from monai_gds.keys.kept import KeptReads, words_of
+from monai_gds.keys.key import Key, KeyMaker, Pipeline, columns_of, hash_text
+from monai_gds.keys.observed import Observation, observing
+from monai_gds.keys.origin import digest_of_folder, is_in_site
+from monai_gds.keys.reads import reads_of
+from monai_gds.keys.source_names import absolute, files_named, looks_like_path
+from monai_gds.keys.sources import Identity, Sources
+from monai_gds.pipeline.columns import Columns, Touched, touched
+from monai_gds.pipeline.settings import State, by_environment, capture, counting, defaults, differences
 from monai_gds.pipeline.split import Split, loaded_keys
+from monai_gds.records.header import SUFFIX
 
 _log = logging.getLogger("monai_gds")
 
 #: Transforms -> hash as bytes. None leaves them out of the key.
 HashTransform = Callable[..., bytes] | None
 
-#: How much of MONAI's version is part of a key.
-MonaiVersion = Literal["exact", "minor"] | None
+T = TypeVar("T")
+
+#: The identity of what an item read while it changed.
+_UNKNOWN = Identity(-1, "changed")
 
 
 class ItemKeys:
@@ -33,83 +46,206 @@ class ItemKeys:
     Attributes:
         transform_hash: of the deterministic transforms and the settings of their ``Compose``; empty if they are not
             part of the key.
+        hashed: what hashing the transforms met.
+
+    Args:
+        further: what else computes items, before the transforms: it counts as these do, and may read any column.
+        sent: what :meth:`sent` gave in the process that this one has the transforms from.
 
     Raises:
         HashingError: a transform has no stable hash.
     """
 
     def __init__(
-        self,
-        split: Split,
-        hash_func: Callable[..., bytes],
-        hash_transform: HashTransform,
-        sources: Sources,
-        root: str | None,
-        monai_version: MonaiVersion,
-        reset_ops_id: bool,
-        mantissa_bits: int | None,
-        version: Any,
+        self, split: Split, dataset: Any, settings: Settings, further: Sequence[Any], sent: tuple[str, str] | None
     ) -> None:
-        hashed = _hashed(split, hash_transform, root)
-        settings = {**split.settings(), "reset_ops_id": reset_ops_id}
-        hashed.description.update({f"Compose.{name}": repr(value) for name, value in settings.items()})
+        options, root, folders, hash_transform = (
+            settings.options,
+            settings.form.root,
+            settings.folders,
+            dataset.hash_transform,
+        )
+        sources = Sources(options.sources, str(folders[0]) if folders else None)
+        self._transforms = [*split.deterministic, *further]
+        hashed = _hashed(self._transforms, hash_transform, root)
+        if sent is not None and sent[0] == _by_bytecode(self._transforms, root):
+            hashed = replace(hashed, digest=sent[1])
+        of_compose = {**split.settings(), "reset_ops_id": dataset.reset_ops_id}
+        hashed.description.update({f"Compose.{name}": repr(value) for name, value in of_compose.items()})
         hashed.description.update({f"state.{name}": value for name, value in defaults().items()})
         hashed.description.update({"state.mantissa_bits": "None", "state.version": "None"})
-        self.transform_hash = _transform_hash(split, settings, hash_transform, hashed)
-        self._hashed = hashed
+        self.transform_hash = _transform_hash(split, of_compose, hash_transform, hashed)
+        self.hashed = hashed
+        self._names = frozenset[str]().union(*(reads_of(function.__code__).names for function in hashed.functions))
         named = files_named(hashed.strings) if hash_transform is not None else []
         self._files = tuple(named)
         self._are_absolute = all(map(os.path.isabs, named))
         self._root = root
-        self._monai_version: MonaiVersion = monai_version
+        self._monai_version = options.monai_version
         # With the settings of the process, not the transforms: they count even if transforms do not.
-        given = {"mantissa_bits": mantissa_bits, "version": None if version is None else _in_a_word(version)}
+        given = {"mantissa_bits": options.mantissa_bits, "version": _in_a_word(settings.version)}
         self._given: State = tuple((name, str(value)) for name, value in given.items() if value is not None)
         self._pipelines: dict[tuple[State, str, tuple[str, ...]], Pipeline] = {}
         self._logged = False
-        self._make = KeyMaker(hash_func, sources, loaded_keys(split.deterministic), root)
+        self._counting = {"names_cuda": "cuda" in hashed.devices, "requires_grad": hashed.requires_grad}
+        self._held = counting(settings.held, **self._counting)
+        self._make = KeyMaker(dataset.hash_func, sources, loaded_keys(split.deterministic), root)
+        self._folders = tuple(map(str, folders))  # of the cache, whose files do not count
+        self._written = tuple(text for text in hashed.written if looks_like_path(text) and not os.path.isdir(text))
+        self._lists = ReadLists(folders[0], root, settings.file_mode) if folders and sources.counts else None
+        proves = self.transform_hash and self._lists is not None and not further
+        self._columns = Columns(split.deterministic if proves else ())
+        self._by_default = dataset.hash_func is canonical_hash
+        self._kept = KeptReads.of(self.transform_hash, frozenset(f.__code__ for f in hashed.functions))
 
-    def capture(self) -> State:
-        """The settings of this process and thread that count for this pipeline."""
-        return capture(names_cuda="cuda" in self._hashed.devices, requires_grad=self._hashed.requires_grad)
+    def differences(self) -> dict[str, tuple[str, str]]:
+        """How the settings of this process and thread differ from those that held, as far as they count."""
+        return differences(self._held, capture(**self._counting))
 
     def pipeline(self) -> Pipeline:
         """The part that all keys made now have in common.
 
-        Settings of the process may change between two calls, and so may the working directory.
+        The working directory may change between two calls.
         """
-        state, version = (*self.capture(), *self._given), _version(self._monai_version)
+        state, version = (*self._held, *by_environment(self._names), *self._given), _version(self._monai_version)
         files = self._files if self._are_absolute else tuple(map(absolute, self._files))
         known = self._pipelines.get((state, version, files))
         if known is None:
-            known = Pipeline(self.transform_hash, version, state, self._root, self._hashed.description, files)
+            known = Pipeline(self.transform_hash, version, state, self._root, self.hashed.description, files)
             self._pipelines[state, version, files] = known
         return known
+
+    def sent(self) -> tuple[str, str] | None:
+        """The hash of the transforms as they are now, by bytecode, and as they were when this was made."""
+        now = _by_bytecode(self._transforms, self._root)
+        return None if now is None else (now, self.hashed.digest)
 
     def __call__(self, items: Sequence[Any]) -> list[Key]:
         """The keys of items. Raises HashingError if an item holds a value without a stable hash."""
         pipeline = self.pipeline()
-        keys = [self._make(item, pipeline) for item in items]
+        reads = self._columns_read(pipeline)
+        keys = [self._best(item, pipeline, reads) for item in items]
         if keys and not self._logged:
             self._logged = True
             _log.info("sources of the first item: %s", ", ".join(keys[0].sources) or "none")
         return keys
 
-    def times(self, key: Key) -> dict[str, int]:
-        """When each source of a key last changed; taken before its item is computed."""
-        return self._make.times(key)
+    def _columns_read(self, pipeline: Pipeline) -> list[frozenset[str]]:
+        """The columns that any item was found to read though no transform names them: the newest union first."""
+        noted = self._lists.of(pipeline.digest) if self._lists else ()
+        return [*map(frozenset, noted), frozenset()]
 
-    def changes(self, key: Key, times: dict[str, int], item: Any) -> str:
-        """What changed while an item was computed, in words; empty if nothing did."""
-        return self._make.changes(key, times, self([item])[0])
+    def _named(self, item: Any, pipeline: Pipeline, read: frozenset[str]) -> Key:
+        """The key without further files, given which columns count. A user's own ``hash_func`` gets all of them."""
+        return self._make(self._columns.counting(item, read) if self._by_default else item, pipeline)
+
+    def _best(self, item: Any, pipeline: Pipeline, reads: Sequence[frozenset[str]]) -> Key:
+        """The key of which there is a record; the newest, if there is none.
+
+        It may have other columns and further files than the newest. A record is right whichever they are: an item that
+        agreed in all of these read no others.
+        """
+        found = [self._named(item, pipeline, read) for read in reads]
+        if self._lists:
+            lists = [self._lists.of(key.name) or ((),) for key in found]
+            found = [self._make.with_reads(key, p) for key, of in zip(found, lists, strict=True) for p in of]
+        return found[0] if len(found) == 1 else next(filter(self._has_record, found), found[0])
+
+    def _has_record(self, key: Key) -> bool:
+        return os.path.exists(f"{self._folders[0]}/{key.digest}{SUFFIX}")
+
+    def now(self, item: Any) -> Key:
+        """The key of an item; if it has no record, given also what other processes have noted meanwhile."""
+        (key,) = self([item])
+        if self._lists is None or self._has_record(key) or not self._lists.refresh():
+            return key
+        return self([item])[0]
+
+    def compute(
+        self,
+        item: Any,
+        make: Callable[[Any], T],
+        read: frozenset[str] | None = None,
+        seen: Observation | None = None,
+    ) -> tuple[T, Key, str]:
+        """Computes an item by ``make``, and observes what that reads.
+
+        Args:
+            item: as the data hold it.
+            make: gets it with guards in the place of the columns that may not count.
+            read: columns that count besides those that the transforms name. By default, those known to be read.
+            seen: what an attempt before has read, and may have kept in memory.
+
+        Returns:
+            What ``make`` returned, the key of its record, and in words what changed meanwhile; empty if nothing did.
+        """
+        pipeline = self.pipeline()
+        read = self._columns_read(pipeline)[0] if read is None else read
+        key = self._named(item, pipeline, read)
+        times = self._make.times(key)
+        if self._lists is None:
+            made = make(item)
+            return made, key, self._make.changes(key, times, self._make(item, self.pipeline()))
+        began = self._kept.computed
+        given, guards = self._columns.guarded(item, read)
+        seen, words = seen or Observation(), words_of(item)
+        self._kept.running[seen] = _in_keys(key), words
+        try:
+            with observing(seen):
+                made = make(given)
+        except BaseException as e:  # perhaps because of a guard
+            if not guards or not isinstance(e, (Exception, Touched)):
+                if isinstance(e, Exception):  # the next item may use what this one has loaded
+                    full, paths = self._with_seen(key, words, seen, began, self._lists)
+                    self._kept.keep(seen, paths, full.sources, words)
+                raise
+            more = touched(guards) or frozenset(guards)
+        else:
+            more = touched(guards)
+        if more:
+            found = self.compute(item, make, read | more, seen)
+            self._lists.note(pipeline.digest, sorted(read | more))
+            return found
+        stages.enter("keys")
+        full, paths = self._with_seen(key, words, seen, began, self._lists)
+        changed = self._make.changes(key, times, self._named(item, self.pipeline(), read)) or seen.changed()
+        changed = changed or self._kept.changed(paths, full.sources)
+        self._kept.keep(seen, paths, dict.fromkeys(paths, _UNKNOWN) if changed else full.sources, words)
+        if full is not key and not changed:
+            self._lists.note(key.name, full.paths[len(key.paths) :])
+        return made, replace(full, columns=self.columns(item)), changed
+
+    def _with_seen(
+        self, key: Key, words: frozenset[str], seen: Observation, began: int, lists: ReadLists
+    ) -> tuple[Key, list[str]]:
+        """The key with what a computation has read and with what others have kept; and what it has read alone."""
+        apart = (*self._folders, *map(absolute, self._written))
+        paths = seen.paths(_in_keys(key), apart)
+        wanted = self._kept.beside(paths, words, began, self._make.sources.read, apart)
+        newest = next(iter(lists.of(key.name)), ())
+        if set(wanted) < set(newest):
+            wanted = list(newest)  # what it did not read this time, it had in memory
+        return self._make.with_reads(key, wanted), paths
+
+    def columns(self, item: Any) -> dict[str, str]:
+        """A short hash of each column of an item that counts, as its record holds them."""
+        return columns_of(self._columns.counting(item, self._columns_read(self.pipeline())[0]))
 
     def flush(self) -> None:
         """Saves what was learned about sources, for other processes."""
-        self._make.flush()
+        self._make.sources.flush()
 
 
-def _in_a_word(version: Any) -> str:
+def _in_keys(key: Key) -> list[str]:
+    """The paths of a key that count by themselves; a folder may count for its name only."""
+    pairs = zip(key.paths, key.identities, strict=True)
+    return [path for path, identity in pairs if identity is not None or not os.path.isdir(path)]
+
+
+def _in_a_word(version: Any) -> str | None:
     """A user's ``version`` as text for the key and for ``explain``; unlike values have unlike texts."""
+    if version is None:
+        return None
     digest = canonical_hash(version).decode()  # raises HashingError if it differs from run to run
     return repr(version) if type(version) in (str, bool, int, float) else digest
 
@@ -118,17 +254,25 @@ def _version(wanted: MonaiVersion) -> str:
     if wanted is None:
         return ""
     found = str(monai.__version__)
+    if wanted == "exact" and not is_in_site(monai.__file__):  # a clone keeps its version from edit to edit
+        found = f"{found} {digest_of_folder(os.path.dirname(monai.__file__))}"
     return ".".join(re.split(r"[.+]", found)[:2]) if wanted == "minor" else found
 
 
-def _hashed(split: Split, hash_transform: HashTransform, root: str | None) -> HashedTransforms:
+def _by_bytecode(transforms: Sequence[Any], root: str | None) -> str | None:
+    with contextlib.suppress(HashingError):
+        return hash_transforms(transforms, root, by_source=False).digest
+    return None
+
+
+def _hashed(transforms: Sequence[Any], hash_transform: HashTransform, root: str | None) -> HashedTransforms:
     """The hash and description of the transforms; empty if they have no stable hash and the user hashes them."""
     try:
-        return hash_transforms(split.deterministic, root)
+        return hash_transforms(transforms, root)
     except HashingError:
         if hash_transform is canonical_hash:
             raise
-        return HashedTransforms("", {}, frozenset(), devices=frozenset(), requires_grad=False)
+        return HashedTransforms()
 
 
 def _transform_hash(

@@ -17,15 +17,18 @@ import torch
 
 from monai_gds.base import stages
 from monai_gds.dataset.item_keys import ItemKeys
+from monai_gds.dataset.repeats import Repeats
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
 from monai_gds.folder.budget import OverBudget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.explain import Nearest, nearest
 from monai_gds.folder.index import Index
+from monai_gds.folder.maintenance import format_of
 from monai_gds.items.rounding import rounded
 from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_item
 from monai_gds.keys.hashing import hash_item
-from monai_gds.keys.key import Key
+from monai_gds.keys.key import FORMAT, Key
+from monai_gds.pipeline.hidden import Hidden
 from monai_gds.pipeline.words import naming
 from monai_gds.records.heads import Form
 from monai_gds.records.problems import with_advice
@@ -38,12 +41,13 @@ class Misses:
     It has slots because MONAI's ``set_rnd`` walks every ``__dict__`` that it can reach from a dataset.
     """
 
-    __slots__ = ("_count", "_warned", "_why")
+    __slots__ = ("_count", "_warned", "_why", "repeats")
 
     def __init__(self) -> None:
         self._count = 0
         self._why: list[str] = []  # what differs from the nearest record, while every item misses
         self._warned: set[type[Exception]] = set()
+        self.repeats = Repeats()
 
     def hit(self) -> None:
         self._why = []  # not every item is missed
@@ -92,7 +96,11 @@ def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
     exists = os.path.exists(cache.record_path(key.digest))
     # a new index, whose memory is free afterwards: 1 kB per record
     near = None if cache.index is None or exists else nearest_record(Index(cache.index.directory), key)
-    return near.differences if near is not None and near.entry is not None else []
+    if near is None or near.entry is None:
+        return []
+    if format_of(cache.record_path(near.entry.digest)) not in ("", FORMAT):
+        return ["the records are of another version of monai_gds, which made other keys: the cache is filled once more"]
+    return near.differences
 
 
 def nearest_record(index: Index, key: Key) -> Nearest:
@@ -106,12 +114,12 @@ class Saved(NamedTuple):
     Attributes:
         how: ``"cached"``: its record existed; ``"computed"``: it was made; ``"converted"``: it was rewritten in the
             form asked for; ``"left_out"``: it does not fit into the budget; ``"busy"``: another process computes it.
-        digest: of the record's key, if there is one.
+        name: of the item's key, if there is one.
         seconds: how long computing it took.
     """
 
     how: Literal["cached", "computed", "converted", "left_out", "busy"]
-    digest: str = ""
+    name: str = ""
     seconds: float = 0.0
 
     def note(self) -> None:
@@ -129,6 +137,7 @@ class ItemMaker(NamedTuple):
         form: the form in which items come.
         mantissa_bits: how many bits of mantissa large tensors keep; None: all.
         misses: who warns of items that no record can hold.
+        hidden: who warns of randomness that a record would freeze.
     """
 
     transform: Callable[[Any], Any]
@@ -136,6 +145,7 @@ class ItemMaker(NamedTuple):
     form: Form
     mantissa_bits: int | None
     misses: Misses
+    hidden: Hidden
 
     def make(self, item: Any, index: Any) -> Any:
         """An item that is not to be saved."""
@@ -150,6 +160,7 @@ class ItemMaker(NamedTuple):
         """
         began = time.perf_counter()
         with naming(index, item):
+            states = self.hidden.states()
             mine, given = copy_item(item, hash_item)
             computed = self.transform(mine)
             stages.enter("encoding")
@@ -165,6 +176,8 @@ class ItemMaker(NamedTuple):
             encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
         pace.note(time.perf_counter() - began)
         stages.count("computed")
+        if storable and unsupported != "pass":
+            self.hidden.look(states, item, computed)
         return encoded, storable
 
     def assemble(self, encoded: EncodedItem, item: Any) -> Any:
@@ -205,22 +218,23 @@ class RecordMaker(NamedTuple):
         """
         cache = self.cache
         stages.enter("waiting for other processes")
-        lease, found = take_turn(cache.path, key.digest, partial(look, cache, key, item))
+        lease, found = take_turn(cache.path, key.name, lambda: look(cache, self.keys.now(item), item))
         if found is not None:
             return found[0]
         with lease:
-            self.items.misses.miss(cache, key, of)
-            times = self.keys.times(key)
-            encoded, storable = self.items.compute(item, index, unsupported)
+            self.items.misses.miss(cache, self.keys([item])[0], of)
+            made, key, changed = self.keys.compute(
+                item, partial(self.items.compute, index=index, unsupported=unsupported)
+            )
+            encoded, storable = made
             if storable:
-                self._publish(key, times, item, encoded, lease if behind else None)
+                self.items.misses.repeats.note(index, key)
+                self._publish(key, changed, encoded, lease if behind else None)
         return self.items.assemble(encoded, item)
 
-    def _publish(self, key: Key, times: dict[str, int], item: Any, encoded: EncodedItem, behind: Lease | None) -> None:
+    def _publish(self, key: Key, changed: str, encoded: EncodedItem, behind: Lease | None) -> None:
         """Saves a computed item, in the background if that may go on with the lease."""
         # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
-        stages.enter("keys")
-        changed = self.keys.changes(key, times, item)
         if changed:
             message = f"an item is not cached: while it was computed, {changed}"
             self.items.misses.warn_once(FileChanged, message)
@@ -242,27 +256,29 @@ class RecordMaker(NamedTuple):
             FileChanged: a file that the item names changed while it was computed.
             Exception: whatever the transforms raise.
         """
-        (key,) = self.keys([item])
+        key = self.keys.now(item)
         if self.cache.holds(key.digest, convert):
-            return Saved("cached", key.digest)
+            return Saved("cached", key.name)
         if self.cache.full:
-            return Saved("left_out", key.digest)
+            return Saved("left_out", key.name)
         leases = Leases(self.cache.path)
-        lease = leases.take(key.digest)
+        lease = leases.take(key.name)
         if lease is None and not anyway:
             return Saved("busy")
-        with lease or leases.none(key.digest):
+        with lease or leases.none(key.name):
+            key = self.keys.now(item)
             if self.cache.holds(key.digest, convert):  # the lease's last holder may have just finished
-                return Saved("cached", key.digest)
+                return Saved("cached", key.name)
             began = time.perf_counter()
             if convert and (how := self._convert(key)):
-                return Saved(how, key.digest, time.perf_counter() - began)
-            times = self.keys.times(key)
-            encoded, _ = self.items.compute(item, index, "error")
+                return Saved(how, key.name, time.perf_counter() - began)
+            (encoded, _), key, changed = self.keys.compute(
+                item, partial(self.items.compute, index=index, unsupported="error")
+            )
             seconds = time.perf_counter() - began
-            if changed := self.keys.changes(key, times, item):
+            if changed:
                 raise FileChanged(f"while item {index} was computed, {changed}. Populate again")
-            return Saved(self._save(key, encoded), key.digest, seconds)
+            return Saved(self._save(key, encoded), key.name, seconds)
 
     def _save(self, key: Key, encoded: EncodedItem) -> Literal["computed", "left_out"]:
         try:

@@ -25,10 +25,12 @@ from monai_gds.dataset.engines import (
     in_words,
     path_of,
 )
+from monai_gds.dataset.job import compare_ranks
 from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
 from monai_gds.dataset.session import Session
 from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.pipeline.settings import of_process
 from monai_gds.shared.leases import pace
 
 #: Items that the message of an error names.
@@ -120,6 +122,9 @@ def populate(
         raise ValueError(f"num_workers={num_workers}: use 0 for this process, or a number of workers")
     if executor is not None and num_workers:
         raise ValueError(f"num_workers={num_workers} and executor={executor!r}: give one of them")
+    compare_ranks(
+        session.settings, session.keys().pipeline(), len(dataset.data)
+    )  # they may have made their datasets before they had a rank
     why = _why_to_populate(session) if ranks.rank == 0 else []  # before records of this run are in the index
     try:
         done = _fill(session.for_worker(convert=convert), num_workers, executor, progress, ranks)
@@ -154,7 +159,7 @@ def _fill(session: Session, num_workers: int | None, executor: Executor | None, 
         def fill_share() -> _Tally:
             session.flush()  # other processes cannot see what waits in this one to be saved
             share = ranks.share(len(session.dataset.data))
-            engine: Engine = Here(session)
+            engine: Engine = _here(session)
             if executor is not None:
                 engine = OverExecutor(session, executor)
             elif workers := default_workers(len(share)) if num_workers is None else num_workers:
@@ -165,7 +170,8 @@ def _fill(session: Session, num_workers: int | None, executor: Executor | None, 
             if tally.failures and num_workers is None and isinstance(engine, InWorkers):
                 again = [item.index for item in tally.failures]  # transforms may need this process, as for CUDA
                 tally.failures = []
-                _Filling(session, Here(session), bar, tally).run(again)
+                with closing(_here(session)) as here:
+                    _Filling(session, here, bar, tally).run(again)
             if ranks.together:
                 bar(description="waiting for the other ranks")
             return tally
@@ -178,6 +184,11 @@ def _fill(session: Session, num_workers: int | None, executor: Executor | None, 
     if failed:
         raise PopulateError(_name_some(failed, len(session.dataset.data)), failed)
     return Populated(*(sum(tally.counts[one.name] for tally in tallies) for one in fields(Populated)))
+
+
+def _here(session: Session) -> Engine:
+    """Computes items in this process, or in one of its own if this one's settings are not those that held."""
+    return InWorkers(session, 1) if of_process(session.keys().differences()) else Here(session)
 
 
 @dataclass
@@ -202,7 +213,7 @@ class _Filling:
 
     def __init__(self, session: Session, engine: Engine, bar: Callable[..., None], tally: _Tally) -> None:
         self._session, self._engine, self._bar, self._tally = session, engine, bar, tally
-        self._running: dict[Future[Answer], tuple[int, str]] = {}  # index, and the digest of its key at submission
+        self._running: dict[Future[Answer], tuple[int, str]] = {}  # index, and the name of its key at submission
         self._workers: set[str] = set()
         self._suspects: list[int] = []
         self._lost = 0  # items in a row whose worker died
@@ -263,12 +274,12 @@ class _Filling:
     def _outcomes(self, indices: Sequence[int], anyway: bool, one_by_one: bool) -> Iterator[tuple[int, _Outcome]]:
         """Index and outcome of each item, in the order in which they end."""
         for index in indices:
-            digest, cached = self._look(index)
+            name, cached = self._look(index)
             if cached:
                 yield index, Saved("cached")
                 continue
             try:
-                self._running[self._engine.submit(index, anyway)] = index, digest
+                self._running[self._engine.submit(index, anyway)] = index, name
             except BrokenExecutor as e:
                 raise WorkerDied(f"the executor lost a worker and runs nothing more: {e}. {self._under_way()}") from e
             window = 1 if one_by_one else max(self._engine.window, AHEAD * len(self._workers))
@@ -281,12 +292,12 @@ class _Filling:
         """Waits for at least one item."""
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         for future in done:
-            index, digest = self._running[future]
+            index, name = self._running[future]
             outcome: _Outcome
             try:
                 outcome, worker = future.result()
                 self._workers.add(worker)
-                outcome = self._expected(index, digest, outcome, worker)
+                outcome = self._expected(index, name, outcome, worker)
             except (NotSaved, PopulateError):
                 raise
             except Exception as e:
@@ -297,22 +308,22 @@ class _Filling:
             yield index, outcome
 
     def _look(self, index: int) -> tuple[str, bool]:
-        """The digest of an item's key, and whether it has a record now."""
+        """The name of an item's key, and whether it has a record now."""
         try:
-            key = self._session.key(index)
-            return key.digest, self._session.holds(key)
+            (key,) = self._session.keys()([self._session.dataset.data[index]])
+            return key.name, self._session.holds(key)
         except Exception:  # it will be raised again where failures are noted
             return "", False
 
-    def _expected(self, index: int, digest: str, outcome: Saved | FailedItem, worker: str) -> Saved | FailedItem:
+    def _expected(self, index: int, name: str, outcome: Saved | FailedItem, worker: str) -> Saved | FailedItem:
         """The outcome if the worker made the record that is looked for here; busy if the item has another key by now.
 
         Raises:
             PopulateError: the worker makes other keys than this process.
         """
-        if isinstance(outcome, FailedItem) or not digest or outcome.digest in ("", digest):
+        if isinstance(outcome, FailedItem) or not name or outcome.name in ("", name):
             return outcome
-        if self._look(index)[0] != digest:  # a source file was edited meanwhile
+        if self._look(index)[0] != name:  # a source file was edited meanwhile
             return Saved("busy")
         raise PopulateError(
             f"{worker} made the record of item {index} under another key than the process that fills the cache looks "

@@ -7,24 +7,28 @@ the methods that a subclass may override.
 
 from __future__ import annotations
 
-import threading
 import warnings
+import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from monai.data import PersistentDataset
+from monai.data import PersistentDataset, get_track_meta
 
 from monai_gds.base import stages
 from monai_gds.base.process import Owner
+from monai_gds.base.workers import Workers
+from monai_gds.dataset.held import computing, in_words
 from monai_gds.dataset.item_keys import ItemKeys
+from monai_gds.dataset.job import compare_ranks
 from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, look
 from monai_gds.dataset.settings import Settings
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import CacheWarning, NotSaved, UnsupportedType, WorkerDied
 from monai_gds.folder.budget import Budget
 from monai_gds.folder.directory import CacheDirectory, tidy
 from monai_gds.folder.index import Index
@@ -32,16 +36,22 @@ from monai_gds.folder.tiers import TwoTiers
 from monai_gds.folder.uses import Uses
 from monai_gds.folder.writer import process_writer
 from monai_gds.keys.key import Key, Pipeline
-from monai_gds.keys.sources import Sources
-from monai_gds.pipeline.settings import applied
+from monai_gds.keys.reads import reads_of
+from monai_gds.pipeline.hidden import Hidden
+from monai_gds.pipeline.loops import Loop, Loops
 from monai_gds.pipeline.split import Split, before_cuda, uncached
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
 from monai_gds.programs.ghosts import drawn_ahead
 from monai_gds.programs.indices import takes_runs
 from monai_gds.records.compression import Compression
+from monai_gds.records.heads import Form
 from monai_gds.records.pending import PendingItem
+from monai_gds.shared.owner import this_process
 from monai_gds.storage import open_storage
+
+#: Where the methods are defined that a subclass may override.
+GDS_DATASET = "monai_gds.dataset.dataset"
 
 
 class Runtime:
@@ -52,21 +62,33 @@ class Runtime:
     """
 
     __slots__ = (
-        "cache", "cache_owner", "keys", "local", "misses", "on_values", "owner", "pipeline", "split", "uses",
-        "warned_of_cpu",
+        "cache", "cache_form", "cache_owner", "helper", "hidden", "keys", "loops", "misses", "on_values", "owner",
+        "pipeline", "sent", "split", "uses", "warned_of_cpu",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.owner = self.cache_owner = Owner()
         self.split: Split | None = None
+        self.sent: tuple[str, str] | None = None  # by the process that this one has its dataset from
         self.keys: ItemKeys | None = None
+        self.hidden: Hidden | None = None
         self.cache: CacheDirectory | None = None
+        self.cache_form = Form()
         self.uses: tuple[Uses, ...] = ()
         self.pipeline: Pipeline | None = None  # whose use was noted last
-        self.local = threading.local()
+        self.loops = Loops()
+        # Whose it is, and what computes items that this process must not.
+        self.helper: tuple[Owner, Workers[Saved]] | None = None
         self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
         self.misses = Misses()
         self.warned_of_cpu = False
+
+    def send(self) -> tuple[str, str] | None:
+        """For another process: the hash of the transforms as they are, and the one in the keys of this process.
+
+        A call may have set attributes since, such as a model that was loaded. Nothing else may differ there.
+        """
+        return self.sent if self.keys is None else self.keys.sent()
 
     def may_write_later(self) -> bool:
         """Whether this process may write after it has gone on.
@@ -76,10 +98,15 @@ class Runtime:
         return torch.utils.data.get_worker_info() is None and self.owner.is_this_process()
 
     def queue(self, split: Split, device: torch.device) -> Draws:
-        """The queue of this thread's loop. A loop ends when nothing is begun; a loader's has a thread of its own."""
-        queue: Draws | None = getattr(self.local, "queue", None)
-        if queue is None or queue.split is not split or queue.idle:
-            queue = self.local.queue = Draws(split, device, self.on_values)
+        """The queue of this thread's loop; a new one when nothing is begun."""
+        loop = self.loops.running()
+        if loop is None:
+            loop = Loop(self.loops)  # which is over when its items are dropped
+            loop.enter()
+        queue: Draws | None = loop.queue()
+        if queue is None or queue.of is not split or queue.idle:
+            queue = Draws(loop, loop.split(split), device, self.on_values)
+            loop.queue = weakref.ref(queue)
         return queue
 
 
@@ -107,6 +134,7 @@ class Session(NamedTuple):
         if runtime.split is None or runtime.split.compose is not transform:  # the first time, or it was replaced
             runtime.split, runtime.keys = Split(transform), None
             runtime.on_values = {}  # of the transforms before
+            runtime.helper = None
             runtime.misses.warn_again()
             try:
                 keys = self.keys()
@@ -129,18 +157,15 @@ class Session(NamedTuple):
         """
         split, settings = self.split(), self.settings
         if self.runtime.keys is None:
-            dataset, options, folder = self.dataset, settings.options, settings.cache_dir
-            sources = Sources(options.sources, None if folder is None else str(folder))
-            self.runtime.keys = ItemKeys(
-                split, dataset.hash_func, dataset.hash_transform, sources, settings.form.root, options.monai_version,
-                dataset.reset_ops_id, options.mantissa_bits, settings.version,
-            )  # fmt: skip
+            dataset = self.dataset
+            self.runtime.keys = ItemKeys(split, dataset, settings, _further(dataset), self.runtime.sent)
             dataset.transform_hash = self.runtime.keys.transform_hash
+            self.runtime.hidden = Hidden(split, self.runtime.keys.hashed, str(settings.cache_dir))
         return self.runtime.keys
 
     def key(self, index: int) -> Key:
         """The key of an item, made now."""
-        return self.keys()([self.dataset.data[index]])[0]
+        return self.keys().now(self.dataset.data[index])
 
     @property
     def caches(self) -> bool:
@@ -169,8 +194,10 @@ class Session(NamedTuple):
     def cache(self) -> CacheDirectory | None:
         """This process's view of the cache directory: threads, streams and pinned memory do not survive a fork."""
         runtime = self.runtime
-        if self.settings.cache_dir is not None and (runtime.cache is None or not runtime.cache_owner.is_this_process()):
-            runtime.cache, runtime.cache_owner = _opened(self), Owner()
+        if self.settings.cache_dir is not None and (
+            runtime.cache is None or not runtime.cache_owner.is_this_process() or runtime.cache_form != _form(self)
+        ):
+            runtime.cache, runtime.cache_owner, runtime.cache_form = _opened(self), Owner(), _form(self)
         return runtime.cache
 
     def begin(
@@ -216,16 +243,25 @@ class Session(NamedTuple):
     def items(self) -> ItemMaker:
         """Computes items up to their random transforms."""
         bits = self.settings.options.mantissa_bits
-        return ItemMaker(self.dataset._pre_transform, self.target(), self.settings.form, bits, self.runtime.misses)
+        self.keys()
+        hidden = self.runtime.hidden
+        assert hidden is not None, "it is made with the keys"
+        return ItemMaker(self.dataset._pre_transform, self.target(), _form(self), bits, self.runtime.misses, hidden)
 
     def fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
         """An item without a record, up to its random transforms; it is computed and saved."""
         options = self.settings.options
         behind = self.runtime.may_write_later() and not options.durable
         maker = RecordMaker(self.items(), self.keys(), cache)
-        return maker.fill(key, item, index, of=len(self.dataset.data), unsupported=options.unsupported, behind=behind)
+        try:
+            under = computing(self.keys().differences(), self.settings.asked_by)
+        except RuntimeError:  # the process is the user's
+            return _helped(self, cache, key, item, index)
+        of = len(self.dataset.data)
+        with under:
+            return maker.fill(key, item, index, of=of, unsupported=options.unsupported, behind=behind)
 
-    def save(self, index: int, anyway: bool = False) -> Saved:
+    def save(self, index: int, anyway: bool = False, item: Any = None) -> Saved:
         """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
 
         Raises:
@@ -233,12 +269,12 @@ class Session(NamedTuple):
             FileChanged: a file that the item names changed while it was computed.
             Exception: whatever the transforms raise.
         """
-        settings = self.settings
-        with nullcontext() if settings.computes_under is None else applied(settings.computes_under):
-            cache = self.cache()
-            assert cache is not None, "the caller has checked that items are cached"
+        settings, cache = self.settings, self.cache()
+        assert cache is not None, "the caller has checked that items are cached"
+        with computing(self.keys().differences(), settings.asked_by):
             maker = RecordMaker(self.items(), self.keys(), cache)
-            return maker.save(self.dataset.data[index], index, anyway=anyway, convert=settings.converts)
+            item = self.dataset.data[index] if item is None else item
+            return maker.save(item, index, anyway=anyway, convert=settings.converts)
 
     def read(self, index: int) -> Any:
         """An item up to its random transforms, as its record holds it; None if it has no usable record."""
@@ -281,6 +317,7 @@ class Session(NamedTuple):
         """Notes for other processes what this one uses of the cache, so that they do not delete it."""
         for uses in _uses(self):
             uses.open(pipeline.digest)
+        compare_ranks(self.settings, pipeline, len(self.dataset.data))
         self.runtime.pipeline = pipeline
 
     def flush(self) -> None:
@@ -313,10 +350,29 @@ class Session(NamedTuple):
             if (count := before_cuda(steps)) < len(steps):
                 view.transform = split.first(count)
         view.settings = replace(
-            settings.on_cpu(), saves_in=self.record_form(), converts=convert, computes_under=self.keys().capture()
+            settings.on_cpu(), saves_in=self.record_form(), converts=convert, asked_by=this_process()
         )
         session: Session = view.session
         return session
+
+
+def _further(dataset: PersistentDataset) -> list[Any]:
+    """What a subclass computes of an item before the transforms: its code, and the attributes that the code names."""
+    ours = next(i for i, cls in enumerate(type(dataset).__mro__) if cls.__module__ == GDS_DATASET)
+    kinds = type(dataset).__mro__[:ours]
+    if not any("_pre_transform" in vars(cls) for cls in kinds):
+        return []
+    methods = [vars(cls)[name] for cls in kinds for name in vars(cls) if name != "__init__"]  # which sets attributes
+    functions = [method for method in methods if isinstance(method, FunctionType)]
+    names = {name for function in functions for name in reads_of(function.__code__).names} - _NOT_OF_SUBCLASSES
+    return [*functions, {name: vars(dataset)[name] for name in sorted(vars(dataset).keys() & names)}]
+
+
+#: What a dataset has that counts otherwise, or not at all.
+_NOT_OF_SUBCLASSES = frozenset(
+    ("data", "transform", "settings", "cache_dir", "device", "backend", "backend_reason", "hash_func", "hash_transform",
+     "transform_hash", "reset_ops_id", "track_meta", "weights_only", "pickle_module", "pickle_protocol", "_runtime")
+)  # fmt: skip
 
 
 class Begun:
@@ -360,7 +416,7 @@ class Begun:
     def arrive(self) -> None:
         """Waits for the item, or computes it, up to its random transforms. If it fails, the item may be begun again."""
         turn, drawn = self.turn, None
-        if turn is not None and turn.queue.split is self._session.split():
+        if turn is not None and turn.queue.of is self._session.split():
             drawn = turn.queue.take(turn)
         if drawn is not None:
             self._session.runtime.misses.hit()
@@ -375,7 +431,9 @@ class Begun:
             assert self._arrived is not None, "the line above has set it"
             (item, done), self._arrived = self._arrived, None
             with naming(self._index, self._item):
-                return session.dataset._post_transform(item) if turn is None else session.split().after(item, done)
+                if turn is None:
+                    return session.dataset._post_transform(item)
+                return session.runtime.loops.after(session.split(), item, done)
         finally:
             if turn is not None:
                 turn.queue.go_on()
@@ -384,7 +442,10 @@ class Begun:
         """The item up to its random transforms. If it was not cached, it is computed here and saved."""
         cache, key = self._cache, self._key
         if cache is None or key is None:
-            return self._session.items().make(self._item, self._index)
+            session = self._session
+            differ = session.keys().differences() if session.split().deterministic else {}
+            with computing(differ, session.settings.asked_by):
+                return session.items().make(self._item, self._index)
         pending = self._pending
         # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
         found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
@@ -392,6 +453,40 @@ class Begun:
             return self._session.fill(cache, key, self._item, self._index)
         self._session.runtime.misses.hit()
         return found[0]
+
+
+def _helped(session: Session, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
+    """An item that a process of its own computes and saves, since the settings of this one are others now."""
+    runtime, differ, why = session.runtime, session.keys().differences(), "a helper process could not save it"
+    try:
+        owner, workers = runtime.helper or (None, None)
+        if owner is None or workers is None or workers.broken or not owner.is_this_process():
+            workers = _helper(session)
+            runtime.helper = Owner(), workers
+        workers.submit((item, index)).result()
+    except (ValueError, AssertionError, NotSaved, UnsupportedType, WorkerDied) as e:  # daemons may have no children
+        raise RuntimeError(in_words(differ, f"{why} ({e})")) from e
+    found = look(cache, key, item)
+    if found is None:
+        raise RuntimeError(in_words(differ, why))
+    return found[0]
+
+
+def _helper(session: Session) -> Workers[Saved]:
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return Workers(partial(_save, session.for_worker()), 1, "forkserver" if cuda else "fork")  # threads would not do
+
+
+def _save(session: Session, what: tuple[Any, Any]) -> Saved:
+    return session.save(what[1], anyway=True, item=what[0])
+
+
+def _form(session: Session) -> Form:
+    """The form of items now: ``CacheDataset`` copies one for its random half, which drops metadata without tracking."""
+    form = session.settings.form
+    if form.track_meta and not get_track_meta() and ("track_meta", "False") not in session.settings.held:
+        return form._replace(track_meta=not session.split().rest)
+    return form
 
 
 def _uses(session: Session) -> tuple[Uses, ...]:
@@ -410,7 +505,7 @@ def _opened(session: Session) -> CacheDirectory:
     storage = open_storage(settings.backend if here else "auto", device, **(settings.backend_options if here else {}))
     folder, uses = settings.folders[0], _uses(session)
     shared: dict[str, Any] = {
-        "durable": options.durable, "verify": options.verify, "mmap": options.mmap, "form": settings.form,
+        "durable": options.durable, "verify": options.verify, "mmap": options.mmap, "form": _form(session),
         "compression": session.record_form(), "file_mode": settings.file_mode, "run": settings.began,
         "index": Index(folder, settings.file_mode), "unmade": settings.unmade, "uses": uses[:1],
         "budget": _budget(session, 0, settings.max_bytes, "max_bytes"),

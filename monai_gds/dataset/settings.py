@@ -15,11 +15,10 @@ import torch
 from monai.transforms import Transform
 
 from monai_gds.base.units import bytes_of
-from monai_gds.dataset.item_keys import MonaiVersion
 from monai_gds.folder.directory import folder_named, prepare
 from monai_gds.items.rounding import check_bits
 from monai_gds.keys.sources import Policy
-from monai_gds.pipeline.settings import State
+from monai_gds.pipeline.settings import State, capture_all
 from monai_gds.records.compression import Codec, Compression
 from monai_gds.records.heads import Form
 from monai_gds.records.reader import Mmap, Verify
@@ -28,6 +27,9 @@ from monai_gds.storage import choose_backend, resolve_device
 from monai_gds.storage.registry import check_options
 
 _log = logging.getLogger("monai_gds")
+
+#: How much of MONAI's version is part of a key.
+MonaiVersion = Literal["exact", "minor"] | None
 
 #: Options that name one of a few choices. ``sources`` may be a function as well.
 _CHOICES: Mapping[str, tuple[str | bool | None, ...]] = {
@@ -48,13 +50,14 @@ class CacheOptions:
     and Hydra make it. An option that is not part of the key can be changed at any time: records stay valid.
 
     Args:
-        sources: how the identity of files that an item or a transform names is determined. A string of an item names
-            a file if a transform whose name begins with ``Load`` reads its key, or if it looks like a path, and a
-            folder with everything in it only if its path is absolute or has a separator. ``"content"``: by size and
-            content, which is remembered in ``cache_dir`` while inode and times stay the same. ``"once"``: the same,
-            but each file is looked at once per process. ``"stat"``: by size and mtime, which misses a file that was
-            replaced with its mtime kept. A function path -> str, bytes or None (not a source). None: files do not
-            count. The identity is part of the key, so ``"content"`` and ``"once"`` have the same keys.
+        sources: how the identity of files is determined that an item or a transform names, and of others that are read
+            while the item is computed. A string of an item names a file if a transform whose name begins with ``Load``
+            reads its key, or if it looks like a path, and a folder with everything in it only if its path is absolute
+            or has a separator. ``"content"``: by size and content, which is remembered in ``cache_dir`` while inode and
+            times stay the same. ``"once"``: the same, but each file is looked at once per process. ``"stat"``: by size
+            and mtime, which misses a file that was replaced with its mtime kept. A function path -> str, bytes or None
+            (not a source). None: files do not count. The identity is part of the key, so ``"content"`` and ``"once"``
+            have the same keys.
         monai_version: how much of MONAI's version is part of the key: ``"exact"``, ``"minor"`` or None.
         mantissa_bits: rounds the values of float32 and float64 tensors of 1 MiB and more to this many bits of mantissa,
             1 to 22, so that they compress better. This is lossy: the relative error is at most ``2 ** -(bits + 1)``, so
@@ -157,7 +160,8 @@ class Settings:
         unmade, local_unmade: whether ``cache_dir`` and ``local_dir`` could not be made.
         saves_in: the form of new records, in a copy of the dataset that makes them for another process.
         converts: whether that copy also converts records in another form.
-        computes_under: the settings of that process, under which the copy computes items.
+        asked_by: the process for which the copy computes items.
+        held: the settings of the process that held when the dataset was made; items are computed under these.
     """
 
     device: torch.device
@@ -176,7 +180,8 @@ class Settings:
     local_unmade: bool = False
     saves_in: Compression | None = None
     converts: bool = False
-    computes_under: State | None = None
+    asked_by: str | None = None
+    held: State = ()
 
     @classmethod
     def of(
@@ -220,7 +225,7 @@ class Settings:
         local_unmade = local is not None and not prepare(local, "local_dir")
         return cls(
             target, backend, reason, dict(backend_options or {}), form, version, compression, cache, most, local,
-            options, time.time(), unmade, local_unmade,
+            options, time.time(), unmade, local_unmade, held=capture_all(),
         )  # fmt: skip
 
     def on_cpu(self) -> Settings:

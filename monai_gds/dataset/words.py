@@ -144,10 +144,17 @@ def explain(session: Session, index: int) -> str:
     else:
         near = nearest_record(Index(session.settings.cache_dir), key)
         lines = [f"item {index} is a miss: there is no {session.record_path(key)}", *_lines(near)]
+        if near.entry is not None and near.entry.item != key.item:
+            before = maintenance.key_in(f"{session.settings.cache_dir}/{near.entry.name}").get("columns")
+            now = session.keys().columns(session.dataset.data[index])
+            before = before if isinstance(before, dict) else now
+            if differ := [repr(name) for name in sorted({*before, *now}) if before.get(name) != now.get(name)]:
+                lines.append(f"  values that differ: {', '.join(differ)}")
     state = ", ".join(f"{name} {value}" for name, value in key.pipeline.state) or "defaults"
     lines.append(f"  settings of the process: {state}")
     lines.extend(
-        f"  source {path}: {identity.size} bytes, {identity.content}" for path, identity in key.sources.items()
+        f"  source {path}: {f'{identity.size} bytes, ' if identity.size >= 0 else ''}{identity.content}"
+        for path, identity in key.sources.items()
     )
     return printable("\n".join(lines))
 

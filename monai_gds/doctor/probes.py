@@ -90,13 +90,11 @@ def disk(directory: str) -> dict[str, Any]:
 
     Raises NotMappable where the directory's files have no plain place on one disk.
     """
+    from monai_gds.base.file_systems import opened
     from monai_gds.storage.blockmap.extents import FileSystem, how_to_be_let_read
 
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(directory, os.O_DIRECTORY) as fd:
         fs = FileSystem.of(fd, directory)
-    finally:
-        os.close(fd)
     problem = ""
     try:
         os.close(fs.disk.open())

@@ -31,6 +31,7 @@ from monai_gds.base.file_systems import opened
 from monai_gds.errors import CacheWarning, FileChanged, NewerRecord, RecordError
 from monai_gds.folder.budget import LOOK_AGAIN, Budget, OverBudget
 from monai_gds.folder.index import Index, IndexEntry
+from monai_gds.folder.reads import ReadLists
 from monai_gds.folder.uses import Uses
 from monai_gds.folder.writer import process_writer
 from monai_gds.items.tree import EncodedItem
@@ -348,4 +349,5 @@ def tidy(path: str | os.PathLike[str]) -> None:
     Leases(path).sweep()
     Index(path).tidy()
     SourceMemo(os.fspath(path)).tidy()
+    ReadLists(path).tidy()
     Uses(path).tidy()

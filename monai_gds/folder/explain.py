@@ -60,7 +60,7 @@ def nearest(
 
     @functools.cache
     def of_pipeline(other: str) -> list[str]:
-        return [] if other == pipeline else _pipeline_differences(other, pipeline, index.pipeline(other), description)
+        return [] if other == pipeline else pipeline_differences(other, pipeline, index.pipeline(other), description)
 
     def ranked(near: Nearest) -> tuple[int, int]:
         return len(near.differences), -near.entry.mtime_ns if near.entry else 0
@@ -146,11 +146,17 @@ def _of_same_sources(before: Mapping[str, SourceState], now: Mapping[str, Source
 Attributes = dict[str, str]
 
 
-def _pipeline_differences(old: str, new: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def pipeline_differences(old: str, new: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The differences between two pipelines, by their digests and descriptions, one of which may be missing."""
     if not before or not now:
         return [f"the transforms or the settings differ (pipeline {old[:8] or '-'} → {new[:8] or '-'})"]
     found = description_differences(before, now)
     return found or ["the transforms differ in a way that their description does not show"]
+
+
+def steps_of(description: Mapping[str, str]) -> list[str]:
+    """The names of the transforms that a description of a pipeline is of, in order."""
+    return [step.name for step in _steps(description)[0]]
 
 
 def description_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -24,6 +24,7 @@ from monai_gds.base.dtypes import DTYPES
 from monai_gds.errors import DamagedRecord, RecordError
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.folder.uses import Used
+from monai_gds.keys.folder_listing import NAMES
 from monai_gds.records import header
 from monai_gds.records.header import Header, SourceState
 from monai_gds.shared import temporary
@@ -35,6 +36,9 @@ _HEX = re.compile(r"[0-9a-f]*")
 
 #: The identity of a source by a hash of its content.
 _CONTENT = re.compile(r"[0-9a-f]{32}")
+
+#: The identity of a source that was not there (monai_gds.keys.sources, which imports NumPy).
+ABSENT: SourceState = (-1, "absent")
 
 #: Returns the current state of a source, or None if there is no source or its state cannot be determined.
 Identify = Callable[[str], SourceState | None]
@@ -175,6 +179,20 @@ def look(path: str | os.PathLike[str], every_byte: bool = False) -> Found | None
         return replace(file, problem=str(e), damaged=damaged)
     tensors = tuple((name, t.dtype, t.shape) for name, t in read.tensors.items())
     return replace(file, tensors=tensors, form=read.form, **facts)
+
+
+def key_in(path: str) -> dict[str, Any]:
+    """What a record holds of its key; empty if that cannot be read."""
+    with contextlib.suppress(OSError, RecordError), open(path, "rb") as opened:
+        return header.read(opened.fileno()).key
+    return {}
+
+
+def format_of(path: str) -> str:
+    """The format of the key in a record, which changes with the version of this package; empty if it is unknown."""
+    with contextlib.suppress(KeyError, IndexError, TypeError):
+        return str(key_in(path)["parts"][0])
+    return ""
 
 
 def _facts(key: dict[str, Any], name: str) -> dict[str, Any]:
@@ -370,9 +388,12 @@ def prunable(
 
 def _outdated(found: Found, missing_sources: bool, identify: Identify | None) -> str:
     for path, source in found.sources.items():
-        if not (os.path.isfile(path) or os.path.isdir(path)):
-            if missing_sources:
+        file = path.removesuffix(NAMES)
+        if not (os.path.isfile(file) or os.path.isdir(file)):
+            if missing_sources and source != ABSENT:
                 return f"its source {path} is missing"
+        elif source == ABSENT:
+            return f"superseded: {path} was not there when it was made"
         elif _has_changed(path, source, identify):
             return f"superseded: its source {path} has changed"
     return ""

@@ -1,278 +1,329 @@
-"""Code in keys: where Python code comes from, what it reads, and how it is hashed.
+"""Code in keys: how functions, classes and modules are hashed.
 
-Code of an installed library counts by name and version. A user's own counts by bytecode, constants, defaults, closure,
-and by what it reads of its module and of others. Used by :mod:`monai_gds.keys.hashing`, which hashes values.
+Code of an installed library counts by name and version. A user's own counts by its syntax, defaults, closure, and by
+what it reads of its module, of others and of objects (:class:`Definitions`). Used by :mod:`monai_gds.keys.hashing`,
+which hashes values.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
 import enum
 import functools
+import glob
 import hashlib
-import importlib.machinery
-import importlib.metadata
-import importlib.util
+import os
 import re
 import sys
-import sysconfig
 import types
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from monai_gds.errors import HashingError
-from monai_gds.keys.described import Described, join
-from monai_gds.keys.of_libraries import REFERENCES, UNVERSIONED
+from monai_gds.keys.of_libraries import OPTIONS
+from monai_gds.keys.origin import (
+    HEAP_TYPE,
+    as_in_the_script,
+    file_of,
+    is_installed,
+    is_lazy,
+    library_of,
+    library_of_class,
+    library_of_function,
+    module_name,
+)
+from monai_gds.keys.reads import (
+    WHOLE,
+    Mark,
+    Path,
+    Step,
+    as_plain,
+    attributes_of,
+    contents_of,
+    imports_of,
+    own_attribute,
+    read_by,
+    reads_of,
+)
+from monai_gds.keys.syntax import Tree, tree_of, tree_of_file
 
-_STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
-
-_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
+_DEVICE = "cpu|cuda|mps|xpu"
 
 
-@functools.lru_cache(maxsize=1024)
-def library_of(module: str | None) -> bytes | None:
-    """Name and version of the installed library that a module belongs to; None for a user's own code."""
-    root = (module or "builtins").partition(".")[0]
-    if root in UNVERSIONED:
-        return root.encode()
-    file = getattr(sys.modules.get(root), "__file__", None) or ""  # none of what is built in, or a namespace package
-    if "/site-packages/" in file or "/dist-packages/" in file:
-        return f"{root} {_version(root, file)}".encode()
-    if file.startswith(_STANDARD_LIBRARY) or (not file and root in sys.stdlib_module_names):
-        return root.encode()
-    binary = getattr(sys.modules.get(module or ""), "__file__", None)
-    if binary is None or not binary.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
-        return None
-    with open(binary, "rb") as f:  # a user's own extension counts by its machine code
-        return f"{module} {hashlib.file_digest(f, hashlib.blake2b).hexdigest()[:32]}".encode()
+def join(parts: Iterable[bytes]) -> bytes:
+    """The digest of several parts, 16 bytes."""
+    h = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        h.update(len(part).to_bytes(8, "little"))
+        h.update(part)
+    return h.digest()
 
 
-@functools.cache
-def _version(root: str, file: str) -> str:
-    """The version of an installed library, given its top-level module and that module's file.
+def _names_device(value: Any) -> bool:
+    """Whether a value names torch devices. Anything else called ``device``, such as a scanner, counts."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_names_device, value))
+    if value is None or (type(value).__module__, type(value).__name__) == ("torch", "device"):
+        return True
+    return isinstance(value, str) and re.fullmatch(rf"({_DEVICE})(:\d+)?", value) is not None
 
-    A library that was installed from a folder or a repository may change and keep its version, so it counts by the
-    hashes of its files, too. Those that conda installs all look as if they were.
+
+#: Attributes of functions and classes that count where one of these names is read.
+_REFLECTING = {
+    "__doc__": ("__doc__", "getdoc"),
+    "__annotations__": ("__annotations__", "get_annotations", "get_type_hints", "signature"),
+    "__dict__": ("__dict__", "vars"),
+}
+
+
+class Definitions:
+    """Hashes the user's functions, classes and modules that values name: after the values, each once.
+
+    The arguments are those of :class:`~monai_gds.keys.hashing.Values`.
+
+    Attributes:
+        description: ``{attribute path: short text}`` of everything that counts; None if it is not wanted.
+        strings: every string met, except in transforms that write files.
+        written: every string met in transforms that do.
+        devices: the types of the devices named, such as ``"cuda"``.
+        requires_grad: whether a tensor requires a gradient.
+        writes_files: greater than 0 inside a transform that writes the files it names.
     """
-    try:
-        found: importlib.metadata.Distribution | None = importlib.metadata.distribution(root)
-        named = ""
-    except importlib.metadata.PackageNotFoundError:  # what is installed has another name than what is imported
-        end = max(file.rfind("/site-packages/"), file.rfind("/dist-packages/")) + len("/site-packages")
-        record = f"\n{file[end + 1 :]},"
-        installed = importlib.metadata.distributions(path=[file[:end]])
-        found = next((d for d in installed if record in "\n" + (d.read_text("RECORD") or "")), None)
-        named = str(getattr(sys.modules[root], "__version__", ""))
-    if found is None:
-        return named
-    told = named or found.version
-    if found.read_text("direct_url.json") is None or "conda" in (found.read_text("INSTALLER") or ""):
-        return told
-    lines = (found.read_text("RECORD") or "").splitlines()
-    files = sorted(line for line in lines if ",sha256=" in line and not re.match(r"\.\./|[^/]*\.dist-info/", line))
-    return f"{told} {hashlib.blake2b(chr(10).join(files).encode(), digest_size=16).hexdigest()}"
 
+    def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:
+        self._exact, self._ordered = exact, ordered
+        self.description: dict[str, str] | None = {} if describes else None
+        self.by_source = True  # whether code counts by its syntax tree where its source is there
+        self.strings: set[str] = set()
+        self.written: set[str] = set()
+        self.devices: set[str] = set()
+        self.requires_grad = False
+        self.writes_files = 0
+        self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
+        self.defined: dict[int, tuple[Any, str]] = {}  # the user's own functions and classes met so far
+        # Digests of the user's enums, each with whether it was met where strings are not collected.
+        self._enums: dict[tuple[type, bool], bytes] = {}
+        self._in_enum = False
+        self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
+        # Ids of the variables of modules, by the digest of what is alike in the user's functions that read them.
+        self.namespaces: dict[bytes, list[int]] = {}
+        self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # the user's own that are handed on
+        self.names: set[str] = set()  # that the user's functions read
+        self._read: set[tuple[int, str]] = set()  # members of modules and functions that count already, by their ids
+        self.files: set[str] = set()  # with the user's code
 
-def library_of_function(function: types.FunctionType) -> bytes | None:
-    """As :func:`library_of`, for a function: None unless its code is a library's, too.
+    @abstractmethod
+    def digest(self, value: Any, where: str) -> bytes:
+        """The digest of any value."""
 
-    ``functools.wraps`` gives a user's function the name of the library's that it calls. A function that
-    ``eval`` makes, as in a bundle's configuration, has no module.
-    """
-    home = function.__globals__.get("__name__", function.__module__)
-    if function.__module__ is None or library_of(home) is None:
-        return None
-    return library_of(function.__module__)
+    @abstractmethod
+    def each(self, values: Iterable[Any], where: str) -> list[bytes]:
+        """The digests of several values."""
 
+    @abstractmethod
+    def pairs(self, value: Mapping[Any, Any], where: str) -> list[bytes]:
+        """The digests of the members of a dict."""
 
-def library_of_class(cls: type) -> bytes | None:
-    """As :func:`library_of`, for a class: None also for one of the user's that names a library as its module.
+    def describe(self, where: str, text: str) -> None:
+        """Notes what is at an attribute path."""
+        if self.description is not None:
+            self.description[where] = text
 
-    What ``exec`` makes without a ``__name__`` names ``builtins``, and what ``types.new_class``, ``make_dataclass`` and
-    metaclasses make on demand names the module that calls ``type``.
-    """
-    library = library_of(cls.__module__)
-    if library is None or not is_made_in_python(cls) or _is_in_its_module(cls):
-        return library
-    functions = [member for member in vars(cls).values() if isinstance(member, types.FunctionType)]
-    is_users = cls.__module__ in ("builtins", "types") or any(library_of_function(f) is None for f in functions)
-    return None if is_users else library
+    def describe_library(self, library: bytes) -> None:
+        """Notes the version of a library that something is from."""
+        name, _, version = library.decode().partition(" ")
+        if version:
+            self.describe(f"library {name}", version)
 
+    @contextlib.contextmanager
+    def silence(self) -> Iterator[None]:
+        """Suspends the description. Strings are still collected."""
+        kept, self.description = self.description, {} if self.description is not None else None
+        try:
+            yield
+        finally:
+            self.description = kept
 
-def is_made_in_python(cls: type) -> bool:
-    """Whether a class was made by a class statement, or by calling ``type``, rather than written in C."""
-    return cls.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
+    def is_device(self, name: Any, value: Any) -> bool:
+        """Whether this is a transform's device, which does not count: another device gives the same item."""
+        is_named = isinstance(name, str) and name.strip("_").lower() in ("device", "devices")
+        if self._exact or not is_named or not _names_device(value):
+            return False
+        self.devices.update(re.findall(_DEVICE, str(value)))
+        return True
 
+    def definitions(self) -> list[bytes]:
+        """Digests of the functions and classes met, each once, with the globals and class bodies they consist of.
 
-def _is_in_its_module(cls: type) -> bool:
-    outer, *inner = cls.__qualname__.split(".")
-    found = vars(sys.modules[cls.__module__]).get(outer) if cls.__module__ in sys.modules else None
-    for name in inner:
-        found = getattr(found, name, None)
-    return found is cls
+        Functions that call each other are hashed one by one. Following the calls would never end, or take time
+        exponential in their number.
+        """
+        found: set[bytes] = set()
+        done = 0
+        let_pass: tuple[type[Exception], ...] = ()
+        while True:
+            while done < len(self.defined):
+                for value, where in list(self.defined.values())[done:]:
+                    done += 1
+                    with contextlib.suppress(*let_pass):
+                        found.add(self._definition(value, where))
+            modules = len(self._modules)
+            members = {*self._members_of_modules(), *self._attributes()}
+            if not members and done == len(self.defined) and modules == len(self._modules):
+                return sorted(found)
+            found |= members
+            let_pass = (HashingError,)  # perhaps nobody reads what is defined there
 
+    def _definition(self, value: Any, where: str) -> bytes:
+        with self.silence():  # it was described where it was met
+            head = self.digest(value, where)
+        parts = self.class_body(value) if isinstance(value, type) else self._globals(value, where)
+        code = join([head, *parts])
+        self.describe(class_place(value) if isinstance(value, type) else where, f"code {code.hex()[:8]}")
+        return code
 
-def _is_installed(root: str) -> bool:
-    """Whether a top-level module belongs to an installed library. It is not imported to find out."""
-    if root in sys.modules:
-        return library_of(root) is not None
-    spec = None if root in sys.stdlib_module_names else importlib.util.find_spec(root)
-    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return spec is None or any("/site-packages/" in place or "/dist-packages/" in place for place in places)
+    def class_body(self, cls: type) -> list[bytes]:
+        """The digests of the members and bases of a class."""
+        members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not isinstance(v, _SLOTS)}
+        if hasattr(cls, "__cache_key__"):  # it declares which data count; code counts all the same
+            members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
+        if "__dataclass_params__" in members:  # what Python makes of fields and these differs between its versions
+            params = members["__dataclass_params__"]
+            made = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
+            members = {k: v for k, v in members.items() if _filename(v) != "<string>"}
+            members["__dataclass_params__"] = [getattr(params, name) for name in made]
+        where = class_place(cls)
+        return [*self.pairs(members, where), *self.each(cls.__bases__, where + "'s bases")]
 
+    def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
+        """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
+        reads, variables = reads_of(function.__code__), function.__globals__
+        # of what a library's decorator made, the library's variables may be anything, such as locks
+        let_pass = () if library_of(variables.get("__name__", "")) is None else (HashingError,)
+        self.names |= reads.names
+        self.files.add(str(variables.get("__file__")))
+        for name in sorted(reads.variables.keys() & variables.keys()):
+            if not self.is_device(name, variables[name]):
+                value = as_in_the_script(name, variables[name])
+                with contextlib.suppress(*let_pass):
+                    yield name.encode() + self.part(value, reads.variables[name], f"{where}'s global {name}")
+                if isinstance(value, types.FunctionType) and library_of_function(value) is None:
+                    own = {n: v for n, v in vars(value).items() if n in reads.names}
+                    self._read.update((id(value), n) for n in own)
+                    yield from (self.pairs(own, f"{where}'s {name}") if own else ())
+        yield from self._imported(function.__code__, variables.get("__package__") or "", where)
 
-def module_name(module: str | None) -> bytes:
-    return (module or "").replace("__mp_main__", "__main__").encode()  # the name of the script in a spawned worker
+    def part(self, value: Any, paths: set[Path], where: str) -> bytes:
+        """The digest of what is read of an object by some paths; of all of it where that cannot be told."""
+        found = {} if WHOLE in paths else {step: read_by(value, step) for step in {path[0] for path in paths}}
+        if not found or any(held is Mark.UNKNOWN for held in found.values()):
+            return self.digest(as_plain(value), where)
+        parts = [b"part of", module_name(value.__name__)] if isinstance(value, types.ModuleType) else [b"part of"]
+        for step in sorted(found, key=str):
+            further, place = {path[1:] for path in paths if path[0] == step}, f"{where}{step}"
+            if found[step] is Mark.ABSENT:
+                content = b"absent"
+                self.describe(place, "absent")
+            else:
+                is_device = self.is_device(step.name, found[step])
+                content = b"device" if is_device else self.part(found[step], further, place)
+            parts.append(str(step).encode() + content)
+        return join(parts)
 
+    def _imported(self, code: types.CodeType, package: str, where: str) -> Iterator[bytes]:
+        """Digests of the user's own modules that code imports when it runs. Nothing is imported to find out.
 
-def as_in_the_script(name: str, value: Any) -> Any:
-    """The value of a variable, where the name of its module is that of a spawned worker's script: as in the script."""
-    if name in ("__name__", "__module__") and isinstance(value, str):
-        return module_name(value).decode()
-    return value
-
-
-def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function, and of the functions inside it."""
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _with_inner(const)
-
-
-def names_read(code: types.CodeType) -> set[str]:
-    """The names that a function and the functions inside it look up, those of attributes included."""
-    return {name for part in _with_inner(code) for name in part.co_names}
-
-
-def globals_read(code: types.CodeType) -> set[str]:
-    """The names that a function and the functions inside it may look up in their module.
-
-    An attribute is none of them (of ``self.args``, a script may have ``args`` only where it is not a spawned worker),
-    except where the code may reach its module in another way than by a variable.
-    """
-    names = names_read(code)
-    if names & _REACHES_MODULES:
-        return names
-    loads = (load for part in _with_inner(code) for load in dis.get_instructions(part))
-    return {load.argval for load in loads if load.opname in _LOADS_OF_VARIABLES}
-
-
-_LOADS_OF_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-
-#: Names by which code may read any variable of a module.
-_REACHES_MODULES = frozenset(
-    ("__dict__", "__globals__", "__import__", "eval", "exec", "f_globals", "getmodule", "globals", "import_module",
-     "locals", "modules", "vars")
-)  # fmt: skip
-
-
-#: Instructions that load what a name stands for, or an attribute. From Python 3.13 on, some load two variables.
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "STORE_FAST_LOAD_FAST")
-
-
-def handed_on(code: types.CodeType) -> set[str]:
-    """The names of which a function, and those inside it, do more than read attributes: of ``f(a, b.c)``, a and c.
-
-    Anything that a function imports under another name has its own name here.
-    """
-    found: set[str] = set()
-    imported: list[tuple[str, str]] = []
-    loaded = origin = ""
-    for instruction in dis.get_instructions(code):
-        opname, argument = instruction.opname, instruction.argval
-        names = argument if isinstance(argument, tuple) else (argument,)
-        if loaded and opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            found.add(loaded)
-        if opname in ("IMPORT_NAME", "IMPORT_FROM"):
-            origin = argument.partition(".")[0]
-        elif origin and opname.startswith("STORE_"):
-            imported.append((names[0], origin))
-            origin = ""
-        *others, loaded = names if opname.startswith(_LOADS) else ("",)
-        found.update(others)
-    found.update(*(handed_on(const) for const in code.co_consts if isinstance(const, types.CodeType)))
-    return found.union(own for name, own in imported if name in found)
-
-
-def modules_imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """The user's own modules that a function imports when it is called. They are imported here."""
-    for name, members in sorted(_imports(function.__code__, function.__globals__.get("__package__") or "")):
-        with contextlib.suppress(Exception):  # the function may expect the import to fail
-            if _is_installed(name.partition(".")[0]):
+        A module that was not imported so far counts by its file, with those that it imports in turn.
+        """
+        for module, member, name in imports_of(code, package):
+            if is_installed(module.partition(".")[0]):
                 continue
-            module = importlib.import_module(name)
-            for member in members:
-                if not hasattr(module, member):
-                    importlib.import_module(f"{name}.{member}")
-            yield module
-            if "." in name:
-                yield sys.modules[name.partition(".")[0]]
+            for end, letter in enumerate(f"{module}.{member}."):
+                each = f"{module}.{member}"[:end]
+                if letter == "." and each not in sys.modules and (file := file_of(each)) is not None:
+                    yield from self._file(file, each, where)
+            paths = reads_of(code).inner.get(name) or reads_of(code).variables.get(name, {WHOLE})
+            into = {(Step(".", member), *path) for path in paths} if member else paths
+            of_package = module.partition(".")[0] == name and not member
+            for each in {module, name} if of_package else {module}:
+                if each in sys.modules:
+                    yield each.encode() + self.part(sys.modules[each], into, f"{where}'s {each}")
+
+    def _file(self, file: str, module: str, where: str) -> Iterator[bytes]:
+        """The digest of a file of the user's with code that was not imported, and those that it would import."""
+        if file in self.files:
+            return
+        self.files.add(file)
+        tree, content = tree_of_file(file)
+        parts = [content] if tree is None else self.tree(tree, f"{where}'s {module}")
+        yield join([b"file", module.encode(), *parts])
+        if tree is not None:
+            is_package = os.path.basename(file) == "__init__.py"
+            assert tree.code is not None
+            yield from self._imported(tree.code, module if is_package else module.rpartition(".")[0], where)
+
+    def _members_of_modules(self) -> Iterator[bytes]:
+        """What any of the user's functions may read of modules that are handed on, each member once.
+
+        No function need name both such a module (an attribute, an argument, a member of another module) and what is
+        read from it. So a member of a name that any function reads counts, unless it cannot be hashed. A module of a
+        package counts by its members alone: whether the package has it may depend on what else was imported. A package
+        that imports when it is asked for a member counts with all its files.
+        """
+        for module, where in list(self._modules.values()):
+            if is_lazy(module) and (id(module), "") not in self._read:
+                self._read.add((id(module), ""))
+                ways = [vars(module).get("__getattr__"), type(module)]
+                yield join([b"lazy", module_name(module.__name__), *self.each(ways, where)])
+                for folder in getattr(module, "__path__", ()):
+                    for file in sorted(glob.glob(f"{glob.escape(folder)}/**/*.py", recursive=True)):
+                        yield from self._file(file, module.__name__ + file[len(folder) :], where)
+            for name in sorted(self.names & vars(module).keys()):
+                member = vars(module)[name]
+                if (id(module), name) not in self._read and not self.is_device(name, member):
+                    self._read.add((id(module), name))
+                    with contextlib.suppress(HashingError):
+                        content = self.digest(member, f"{where}.{name}")
+                        if own_attribute(member, "__name__") != f"{module.__name__}.{name}":
+                            yield join([b"member", module_name(module.__name__), name.encode(), content])
+
+    def _attributes(self) -> Iterator[bytes]:
+        """What any of the user's functions may look at of others, and of classes, beside what they do; each once."""
+        for value, where in list(self.defined.values()):
+            own = vars(value) if isinstance(value, types.FunctionType) else {}
+            reflected = {name for name, told_by in _REFLECTING.items() if not self.names.isdisjoint(told_by)}
+            for name in sorted(reflected | (self.names & own.keys())):
+                if (id(value), name) not in self._read:
+                    self._read.add((id(value), name))
+                    if name == "__dict__":
+                        held: Any = [name for name in vars(value) if not name.startswith("__")]
+                    else:
+                        held = vars(value).get(name) if isinstance(value, type) else getattr(value, name)
+                    with contextlib.suppress(HashingError):
+                        yield join([name.encode(), self.digest(value, where), self.digest(held, where)])
+
+    def tree(self, tree: Tree, where: str) -> list[bytes]:
+        return [tree.form, *self.each(tree.constants, where + "'s constants")]
 
 
-def member_of(module: types.ModuleType, name: str) -> Any:
-    """What a module has under a name, also what its ``__getattr__`` finds; None if nothing."""
-    is_lazy = "__getattr__" in vars(module) or type(module) is not types.ModuleType
-    if name not in vars(module) and is_lazy:
-        with contextlib.suppress(Exception):
-            return getattr(module, name)
-    return vars(module).get(name)
-
-
-def _imports(code: types.CodeType, package: str) -> set[tuple[str, tuple[str, ...]]]:
-    """The modules that a function and the functions inside it import, each with the names taken from it."""
-    found = set()
-    for part in _with_inner(code):
-        before: list[Any] = [0, None]
-        for instruction in dis.get_instructions(part):
-            if instruction.opname == "EXTENDED_ARG":  # before any whose argument is above 255
-                continue
-            if instruction.opname == "IMPORT_NAME":
-                level, members = before
-                name = instruction.argval
-                found.add((importlib.util.resolve_name("." * level + name, package) if level else name, members or ()))
-            before = [before[1], instruction.argval]
-    return found
-
-
-def contents_of(cell: types.CellType) -> list[Any]:
-    """What a variable of a closure holds; nothing if it was not set yet."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def own_attribute(value: Any, name: str) -> Any:
-    """An attribute that is there; None for any that the class's ``__getattr__`` would make up, or fail to."""
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return None
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, in its ``__dict__`` and its slots, by name."""
-    found = dict(own_attribute(value, "__dict__") or {})
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            private = slot.startswith("__") and not slot.endswith("__")
-            name = f"_{cls.__name__.lstrip('_')}{slot}" if private else slot
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
-
-
-# Hashing
+def class_place(cls: type) -> str:
+    """Where a user's class is described."""
+    return f"class {module_name(cls.__module__).decode()}.{cls.__qualname__}"
 
 
 #: The code of every function that ``functools.singledispatch`` made.
 _SINGLE_DISPATCH = cast(Any, functools.singledispatch(len)).__code__
 
-_WRAPPERS = (functools.partial, staticmethod, classmethod, functools.cached_property, property)
+#: What they wrap, by attribute.
+_WRAPPERS: dict[type, tuple[str, ...]] = {
+    functools.partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.cached_property: ("func",),
+    property: ("fget", "fset", "fdel"),
+    types.DynamicClassAttribute: ("fget", "fset", "fdel"),  # enum.property is one
+}
 
 #: Attributes of wrappers that count otherwise, or are copied from what is wrapped.
 _OF_WRAPPERS = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "func", "attrname", "lock"})
@@ -288,147 +339,15 @@ _CLASS_NOISE = frozenset(
     {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__", "__abstractmethods__"}
     | {"_abc_impl", "__slots__", "__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__"}
     | {"__slotnames__"}  # left behind by copying or pickling an instance
-    | {"__annotations_cache__", "__orig_bases__", "__parameters__", "__match_args__", "__hash__"}
+    | {"__annotations_cache__", "__orig_bases__", "__parameters__", "__hash__", "__replace__"}
     # what pydantic makes of fields and decorators, with addresses in memory, and what it remembers of calls
     | {"__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__", "__pydantic_complete__"}
     | {"__pydantic_setattr_handlers__", "__signature__"}
 )
 
 
-class Code(Described):
-    """Hashes functions, classes and modules. :class:`~monai_gds.keys.hashing.Values` derives from it.
-
-    A function or class holds values. The user's functions, classes and modules that it names are hashed after the
-    values, each once (:meth:`definitions`).
-    """
-
-    def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:
-        super().__init__(exact=exact, describes=describes)
-        self._ordered = ordered
-        self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
-        self._defined: dict[int, tuple[Any, str]] = {}  # the user's own functions and classes met so far
-        # Digests of the user's enums, each with whether it was met where strings are not collected.
-        self._enums: dict[tuple[type, bool], bytes] = {}
-        self._in_enum = False
-        self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
-        # Ids of the variables of modules, by the digest of what is alike in the user's functions that read them.
-        self._namespaces: dict[bytes, list[int]] = {}
-        self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # the user's own that are handed on
-        self._names: set[str] = set()  # that the user's functions read
-        self._read: set[tuple[int, str]] = set()  # members of modules and functions that count already, by their ids
-
-    @abstractmethod
-    def digest(self, value: Any, where: str) -> bytes:
-        """The digest of any value."""
-
-    @abstractmethod
-    def each(self, values: Iterable[Any], where: str) -> list[bytes]:
-        """The digests of several values."""
-
-    @abstractmethod
-    def pairs(self, value: Mapping[Any, Any], where: str) -> list[bytes]:
-        """The digests of the members of a dict."""
-
-    # What was met
-
-    def definitions(self) -> list[bytes]:
-        """Digests of the functions and classes met, each once, with the globals and class bodies they consist of.
-
-        Functions that call each other are hashed one by one. Following the calls would never end, or take time
-        exponential in their number.
-        """
-        found: set[bytes] = set()
-        done = 0
-        let_pass: tuple[type[Exception], ...] = ()
-        while True:
-            while done < len(self._defined):
-                for value, where in list(self._defined.values())[done:]:
-                    done += 1
-                    with contextlib.suppress(*let_pass):
-                        found.add(self._definition(value, where))
-            modules = len(self._modules)
-            members = {*self._members_of_modules(), *self._attributes_of_functions()}
-            if not members and done == len(self._defined) and modules == len(self._modules):
-                return sorted(found)
-            found |= members
-            let_pass = (HashingError,)  # perhaps nobody reads what is defined there
-
-    def _definition(self, value: Any, where: str) -> bytes:
-        with self.silence():  # it was described where it was met
-            head = self.digest(value, where)
-        parts = self._class_body(value) if isinstance(value, type) else self._globals(value, where)
-        code = join([head, *parts])
-        self.describe(class_place(value) if isinstance(value, type) else where, f"code {code.hex()[:8]}")
-        return code
-
-    def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
-        """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
-        names, handed = sorted(names_read(function.__code__)), handed_on(function.__code__)
-        # of what a library's decorator made, the library's variables may be anything, such as locks
-        let_pass = () if library_of(function.__globals__.get("__name__", "")) is None else (HashingError,)
-        self._names.update(names)
-        for name in sorted(globals_read(function.__code__)):
-            if name in function.__globals__ and not self.is_device(name, function.__globals__[name]):
-                value = as_in_the_script(name, function.__globals__[name])
-                if isinstance(value, dict) and name == REFERENCES:
-                    consts = [const for part in _with_inner(function.__code__) for const in part.co_consts]
-                    texts = {const for const in consts if isinstance(const, str)}
-                    value = {key: value[key] for key in sorted(value.keys() & texts)}
-                is_new = id(value) not in self._modules
-                with contextlib.suppress(*let_pass):
-                    yield name.encode() + self.digest(value, f"{where}'s global {name}")
-                if isinstance(value, types.ModuleType):
-                    if is_new and name not in handed:  # then its names are all here
-                        self._modules.pop(id(value), None)
-                    yield from self._module(value, names, handed, f"{where}'s {name}")
-                elif isinstance(value, types.FunctionType) and library_of_function(value) is None:
-                    own = {n: v for n, v in vars(value).items() if n in names}
-                    self._read.update((id(value), n) for n in own)
-                    yield from (self.pairs(own, f"{where}'s {name}") if own else ())
-        for module in modules_imported(function):
-            yield from self._module(module, names, handed, f"{where}'s {module.__name__}")
-
-    def _module(self, module: types.ModuleType, names: list[str], handed: set[str], where: str) -> Iterable[bytes]:
-        """Digests of what code that reads some names, and hands some on, may read from a user's module and its own."""
-        if library_of(module.__name__) is not None:
-            return
-        if module.__name__.rpartition(".")[2] in handed:
-            self._modules.setdefault(id(module), (module, where))
-        for name in names:
-            member = member_of(module, name)
-            if isinstance(member, types.ModuleType) and member.__name__.startswith(module.__name__ + "."):
-                yield from self._module(member, names, handed, f"{where}.{name}")
-            elif member is not None:
-                self._read.add((id(module), name))
-                yield name.encode() + self.digest(member, f"{where}.{name}")
-
-    def _members_of_modules(self) -> Iterator[bytes]:
-        """What any of the user's functions may read of modules that are handed on, each member once.
-
-        No function need name both such a module (an attribute, an argument, a member of another module) and what is
-        read from it. So a member of a name that any function reads counts, unless it cannot be hashed. A module of a
-        package counts by its members alone: whether the package has it may depend on what else was imported.
-        """
-        for module, where in list(self._modules.values()):
-            for name in sorted(self._names & vars(module).keys()):
-                member = vars(module)[name]
-                if (id(module), name) not in self._read and not self.is_device(name, member):
-                    self._read.add((id(module), name))
-                    with contextlib.suppress(HashingError):
-                        content = self.digest(member, f"{where}.{name}")
-                        if own_attribute(member, "__name__") != f"{module.__name__}.{name}":
-                            yield join([b"member", module_name(module.__name__), name.encode(), content])
-
-    def _attributes_of_functions(self) -> Iterator[bytes]:
-        """What any of the user's functions may read of attributes of others, each once, as of modules."""
-        for function, where in list(self._defined.values()):
-            if isinstance(function, types.FunctionType):
-                for name in sorted(self._names & vars(function).keys()):
-                    if (id(function), name) not in self._read:
-                        self._read.add((id(function), name))
-                        with contextlib.suppress(HashingError):
-                            own = self.pairs({name: vars(function)[name]}, where)
-                            yield join([b"attribute", self.digest(function, where), *own])
+class Code(Definitions):
+    """Hashes functions and classes, by what they are themselves."""
 
     # Functions
 
@@ -446,28 +365,25 @@ class Code(Described):
             return [b"builtin", library, str(module).encode(), value.__qualname__.encode(), *bound]
         if isinstance(value, types.CodeType):
             return self._code(value, where)
-        if isinstance(value, types.CellType):
-            return [b"cell", *(self.digest(held, where) for held in contents_of(value))]
         is_users = library_of_class(type(value)) is None
-        own = self._further(value, where, is_users) if isinstance(value, _WRAPPERS) else []
-        if isinstance(value, functools.partial):
-            inner = (value.func, value.args, value.keywords)
-            return [b"partial", *(self.digest(v, f"{where}.{n}") for v, n in zip(inner, "fak", strict=True)), *own]
-        if isinstance(value, (staticmethod, classmethod)):
-            return [type(value).__name__.encode(), self.digest(value.__func__, where), *own]
-        if isinstance(value, functools.cached_property):
-            return [b"property", self.digest(value.func, where), *own]
-        if isinstance(value, (property, types.DynamicClassAttribute)):  # enum.property is one
-            return [b"property", *self.each((value.fget, value.fset, value.fdel), where), *own]
+        for kind, names in _WRAPPERS.items():
+            if isinstance(value, kind):
+                inner = [self.digest(getattr(value, name), f"{where}.{name}") for name in names]
+                further = () if kind is types.DynamicClassAttribute else self._further(value, where, is_users)
+                return [kind.__name__.encode(), *inner, *further]
         # a user's may do more than it wraps, and so may what does not have it from functools.update_wrapper
         wrapped = None if is_users else (own_attribute(value, "__dict__") or {}).get("__wrapped__")
-        return None if wrapped is None else [b"wrapped", self.digest(wrapped, where)]
+        if wrapped is None:
+            return None
+        named = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(value).__mro__]
+        options = [OPTIONS[name](value) for name in named if name in OPTIONS]
+        return [b"wrapped", self.digest(wrapped, where), *self.each(options, f"{where}'s options")]
 
     def _further(self, value: Any, where: str, is_users: bool) -> list[bytes]:
         """Digests of what a wrapper has beside what it wraps: a class of the user's, and attributes."""
         attributes = {name: held for name, held in attributes_of(value).items() if name not in _OF_WRAPPERS}
         own = [self.digest(type(value), where)] if is_users else []
-        return [*own, *(self.pairs(attributes, where) if attributes else ())]
+        return [*own, *self.pairs(attributes, where)]
 
     def _function(self, value: types.FunctionType, where: str) -> list[bytes]:
         if value.__code__ is _SINGLE_DISPATCH:  # it closes over a cache of what it was called with
@@ -482,11 +398,13 @@ class Code(Described):
         parts.append(self.digest(value.__kwdefaults__, where + "'s defaults"))
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             is_device = any(self.is_device(name, held) for held in contents_of(cell))
-            parts.append(b"device" if is_device else self.digest(cell, f"{where}'s variable {name}"))
+            paths = reads_of(value.__code__).inner.get(name, {WHOLE})
+            held = [self.part(held, paths, f"{where}'s variable {name}") for held in contents_of(cell)]
+            parts += [b"device"] if is_device else held or [b"not set"]
         if library is None:
-            self._defined.setdefault(id(value), (value, where))
+            self.defined.setdefault(id(value), (value, where))
             # the same code in files that were loaded under one name reads the variables of its own file
-            found, own = self._namespaces.setdefault(join(parts), []), id(value.__globals__)
+            found, own = self.namespaces.setdefault(join(parts), []), id(value.__globals__)
             if own not in found:
                 found.append(own)
             if place := found.index(own):
@@ -494,6 +412,9 @@ class Code(Described):
         return parts
 
     def _code(self, code: types.CodeType, where: str) -> list[bytes]:
+        tree = tree_of(code) if self.by_source else None
+        if tree is not None:
+            return [b"syntax", repr(sorted(code.co_freevars)).encode(), *self.tree(tree, where)]
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         consts = self.each(code.co_consts, where + "'s constants")
@@ -511,27 +432,19 @@ class Code(Described):
             values = {name: member.value for name, member in cls.__members__.items()}
             own = {k: v for k, v in vars(cls).items() if isinstance(v, _METHODS) or not _is_private(k)}
             others = {k: v for k, v in own.items() if k not in values}
-            members = [*self.pairs(values, where), *self.pairs(others, where)]
             attributes = {name: held for name, member in cls.__members__.items() if (held := _of_member(member))}
-            members += self.pairs(attributes, where) if attributes else []
+            members = [part for held in (values, others, attributes) for part in self.pairs(held, where)]
             members += self.each(list(values), where) if self._ordered and len(values) > 1 else []
             return [*parts, *members, *self.each(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
-            return [*parts, *self._class_body(cls)]
-        self._defined.setdefault(id(cls), (cls, where))
+            return [*parts, *self.class_body(cls)]
+        self.defined.setdefault(id(cls), (cls, where))
         return parts
 
     def own_code(self, cls: type, where: str) -> list[bytes]:
         """The digest of a class of values that count by what they hold; empty if no code of a user's is in it."""
-        is_users = cls.__flags__ & _HEAP_TYPE and any(library_of_class(base) is None for base in cls.__mro__)
+        is_users = cls.__flags__ & HEAP_TYPE and any(library_of_class(base) is None for base in cls.__mro__)
         return [self.digest(cls, where)] if is_users else []
-
-    def _class_body(self, cls: type) -> list[bytes]:
-        members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not isinstance(v, _SLOTS)}
-        if hasattr(cls, "__cache_key__"):  # it declares which data count; code counts all the same
-            members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
-        where = class_place(cls)
-        return [*self.pairs(members, where), *self.each(cls.__bases__, where + "'s bases")]
 
     def of_enum(self, cls: type) -> bytes:
         """The digest of a user's enum, made once: an item may have hundreds of its members.
@@ -557,6 +470,10 @@ class Code(Described):
         return b"\0".join([library_of(cls.__module__) or b"", module_name(cls.__module__), cls.__qualname__.encode()])
 
 
+def _filename(member: Any) -> str:
+    return member.__code__.co_filename if isinstance(member, types.FunctionType) else ""
+
+
 def _is_private(name: str) -> bool:
     """Whether an attribute of an enum, or of its members, is Python's own machinery."""
     return name.startswith("_") and name.endswith("_")
@@ -567,8 +484,3 @@ def _of_member(member: enum.Enum) -> dict[str, Any]:
     own = {name: held for name, held in vars(member).items() if not _is_private(name)}
     once = functools.cached_property
     return {name: held for name, held in own.items() if not isinstance(getattr(type(member), name, None), once)}
-
-
-def class_place(cls: type) -> str:
-    """Where a user's class is described."""
-    return f"class {module_name(cls.__module__).decode()}.{cls.__qualname__}"

@@ -1,24 +1,17 @@
 """A canonical hash of Python values: equal in every process and run, whatever the memory layout.
 
-Used for the items of a dataset and for its transforms. A value counts by its contents: types, data, the code of
-functions. Identity, sharing, and the order of dicts and sets do not count. Of dicts that transforms hold, the order
-counts: a transform may make a channel of each member.
+Used for the items of a dataset and for its transforms. A value counts by its contents: types, data, and code
+(:mod:`monai_gds.keys.code`). Identity, sharing, and the order of dicts and sets do not count. Of dicts that transforms
+hold, the order counts: a transform may make a channel of each member.
 
-Functions, lambdas and a user's own classes count by their code (:mod:`monai_gds.keys.code`), those of an installed
-library by name and the library's version.
+Everything in an item counts, since transforms pass it on. Of transforms, some state is left out:
 
-Transforms are hashed for what they compute, so some of their state is left out:
-
-* a device: any ``torch.device``, and anything that names one (``"cuda:1"``, None) as an attribute, as a variable, or
-  under a key called ``device``;
+* a device: anything that names one (a ``torch.device``, ``"cuda:1"``, None) and is called ``device``;
 * random state: generators of NumPy, Python and torch;
 * what objects of libraries remember of calls (:mod:`monai_gds.keys.of_libraries`).
 
-Transforms pass the data of an item on, so everything in an item counts.
-
-The walk that hashes transforms also describes them as ``{attribute path: short text}``, which is how two pipelines are
-compared when an expected hit did not happen (:mod:`monai_gds.folder.explain`). It also collects the strings it meets,
-which may name files.
+The walk also describes transforms, so that two pipelines can be compared (:mod:`monai_gds.folder.explain`), and
+collects strings, which may name files.
 """
 
 from __future__ import annotations
@@ -29,6 +22,7 @@ import enum
 import functools
 import gc
 import hashlib
+import io
 import logging
 import math
 import os
@@ -38,8 +32,10 @@ import re
 import struct
 import types
 import weakref
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,18 +44,10 @@ import xxhash
 
 from monai_gds.base.data_root import below
 from monai_gds.errors import HashingError
-from monai_gds.keys.code import (
-    Code,
-    as_in_the_script,
-    attributes_of,
-    is_made_in_python,
-    library_of,
-    library_of_class,
-    module_name,
-    own_attribute,
-)
-from monai_gds.keys.described import join
-from monai_gds.keys.of_libraries import COMPUTED, TRANSIENT, writes_files
+from monai_gds.keys.code import Code, join
+from monai_gds.keys.of_libraries import BY_TYPE, COMPUTED, TRANSIENT, writes_files
+from monai_gds.keys.origin import as_in_the_script, is_made_in_python, library_of, library_of_class, module_name
+from monai_gds.keys.reads import attributes_of, in_class, own_attribute
 
 _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 
@@ -115,23 +103,39 @@ def hash_item(item: Any, root: str | None = None) -> str:
 class HashedTransforms:
     """The result of hashing transforms."""
 
-    digest: str  # 32 hex digits
-    description: dict[str, str]  # ``{attribute path: short text}`` of everything that counts
-    strings: frozenset[str]  # every string met, except in transforms that write files
-    devices: frozenset[str]  # types of the devices named, such as ``"cuda"``, whose settings may matter
-    requires_grad: bool  # whether a tensor requires a gradient, so that the grad mode matters
+    digest: str = ""  # 32 hex digits
+    description: dict[str, str] = field(default_factory=dict)  # ``{attribute path: short text}`` of all that counts
+    strings: frozenset[str] = frozenset()  # every string met, except in transforms that write files
+    written: frozenset[str] = frozenset()  # those in transforms that do
+    devices: frozenset[str] = frozenset()  # types of the devices named, such as ``"cuda"``, whose settings may matter
+    requires_grad: bool = False  # whether a tensor requires a gradient, so that the grad mode matters
+    functions: tuple[types.FunctionType, ...] = ()  # the user's own
+    generators: tuple[Any, ...] = ()  # random generators met
 
 
-def hash_transforms(transforms: Sequence[Callable[..., Any]], root: str | None = None) -> HashedTransforms:
-    """Hashes and describes transforms, in the order in which they run. Otherwise as :func:`hash_item`."""
+def hash_transforms(
+    transforms: Sequence[Callable[..., Any]], root: str | None = None, by_source: bool = True
+) -> HashedTransforms:
+    """Hashes and describes transforms, in the order in which they run. Otherwise as :func:`hash_item`.
+
+    Code counts by its bytecode, without ``by_source``: what was pickled by value has no source elsewhere.
+    """
     hasher = Values(root, describes=True, ordered=True)
+    hasher.by_source = by_source
     digests = []
     for i, transform in enumerate(transforms):
         name = own_attribute(transform, "__qualname__") or type(transform).__qualname__
         digests.append(hasher.digest(transform, f"transforms[{i}] {name}"))
-    digest = join([*digests, *hasher.definitions()]).hex()
-    strings, devices = frozenset(hasher.strings), frozenset(hasher.devices)
-    return HashedTransforms(digest, hasher.description or {}, strings, devices, hasher.requires_grad)
+    return HashedTransforms(
+        join([*digests, *hasher.definitions()]).hex(),
+        hasher.description or {},
+        frozenset(hasher.strings - hasher.files),
+        frozenset(hasher.written),
+        frozenset(hasher.devices),
+        hasher.requires_grad,
+        tuple(value for value, _ in hasher.defined.values() if isinstance(value, types.FunctionType)),
+        tuple(hasher.generators),
+    )
 
 
 class Values(Code):
@@ -152,6 +156,7 @@ class Values(Code):
     ) -> None:
         super().__init__(exact=exact, describes=describes, ordered=ordered)
         self._root = root
+        self.generators: list[Any] = []  # random generators met
 
     def hash(self, value: Any, where: str) -> str:
         """The hash of a value, as 32 hex digits."""
@@ -184,6 +189,11 @@ class Values(Code):
             if kind in (set, frozenset):
                 return [kind.__name__.encode(), *members]
             return [b"set", self.named(kind), *self.own_code(kind, where), *self.attributes(value, where), *members]
+        if any("__class__" in vars(cls) for cls in kind.__mro__[:-1]):  # a proxy passes for what it stands for
+            held = [] if _is_pure_python(kind) else [v for v in gc.get_referents(value) if v is not kind]
+            return [b"proxy", self.digest(kind, where), *self.each(held, where), *self.attributes(value, where)]
+        if kind in weakref.ProxyTypes:
+            return [b"proxy", self.digest(value.__repr__.__self__, where)]
         if isinstance(value, np.ndarray):
             return self._array(value, where)
         if isinstance(value, torch.Tensor):
@@ -198,21 +208,20 @@ class Values(Code):
     def _plain(self, value: Any, where: str) -> list[bytes] | None:
         """The parts of a value that holds no others; None for any other value."""
         if isinstance(value, (str, pathlib.PurePath)) and not isinstance(value, enum.Enum):
-            if self.description is not None and not self.writes_files:
-                self.strings.add(str(value))
+            if self.description is not None:
+                (self.written if self.writes_files else self.strings).add(str(value))
             rest = None if self._root is None else below(str(value), self._root)
             if rest is not None:
                 self.describe(where, f"<root>{rest}")
                 return [b"below the root", type(value).__name__.encode(), rest.encode("utf-8", "surrogatepass")]
         if isinstance(value, torch.device):
             self.devices.add(value.type)
-            return [b"device", str(value).encode()] if self._exact else [b"device"]
+            return [b"device", (str(value) if self._exact else value.type).encode()]
         if isinstance(value, _RANDOM_STATES) and not self._exact:
+            self.generators.append(value)
             return [b"random state", *self.own_code(type(value), where)]
-        if type(value) is float and math.isnan(value) and not self._exact:
-            plain: list[bytes] | None = [b"float", b"nan"]
-        else:
-            plain = _plain(value)
+        is_nan = type(value) is float and math.isnan(value) and not self._exact
+        plain = [b"float", b"nan"] if is_nan else _plain(value)
         if plain is not None:
             if self.description is not None:
                 self.describe(where, _short(value))
@@ -319,7 +328,18 @@ class Values(Code):
             if library_of(value.__name__) is None:
                 self._modules.setdefault(id(value), (value, where))
             return [b"module", library_of(value.__name__) or b"", module_name(value.__name__)]
-        # A class written in C (str, deque, an open file…) holds data that only pickling shows.
+        if not BY_TYPE.isdisjoint(f"{cls.__module__}.{cls.__qualname__}" for cls in type(value).__mro__):
+            return []
+        if isinstance(value, ContextVar):
+            return [value.name.encode(), self.digest(value.get(None), where)]
+        if isinstance(value, struct.Struct):
+            return [value.format.encode()]
+        if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+            return _script(value)
+        if isinstance(value, io.IOBase) and isinstance(name := getattr(value, "name", None), (str, bytes)):
+            mode = str(getattr(value, "mode", ""))
+            return [mode.encode(), self.digest(name, where) if "r" in mode else b"written"]
+        # A class written in C (str, deque…) holds data that only pickling shows.
         native = [] if _is_pure_python(type(value)) else self._reduced(value, where)
         return [*native, *self.attributes(value, where)]
 
@@ -335,7 +355,8 @@ class Values(Code):
                 hooks = {k: v for k, v in state.items() if k in _HOOKS and isinstance(v, dict)}
                 state.update({k: list(v.values()) for k, v in hooks.items()})
         for name in sorted(state.keys() - skip, key=str):
-            if not self.is_device(name, state[name]):
+            computed_once = isinstance(in_class(type(value), name), functools.cached_property)
+            if not computed_once and not self.is_device(name, state[name]):
                 member = as_in_the_script(name, state[name])
                 yield str(name).encode() + self.digest(member, f"{where}.{name}")
 
@@ -352,6 +373,18 @@ class Values(Code):
             return [parts.encode(), *self.each(inside, where)]
         shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
         return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
+
+
+def _script(value: Any) -> list[bytes]:
+    """What TorchScript would save, without lines of source files and counts of what was compiled before."""
+    with zipfile.ZipFile(io.BytesIO(value.save_to_buffer())) as saved:
+        names = {name.partition("/")[2]: name for name in saved.namelist() if not name.endswith(".debug_pkl")}
+        kept = [(name, saved.read(names[name])) for name in sorted(names) if name.startswith(("data", "const", "code"))]
+    return [part for name, content in kept for part in (_bare(name.encode()), _bare(content))]
+
+
+def _bare(text: bytes) -> bytes:
+    return re.sub(rb"___torch_mangle_\d+\.?", b"", text).replace(b"__mp_main__", b"__main__")
 
 
 def _plain(value: Any) -> list[bytes] | None:
@@ -374,10 +407,6 @@ def _plain(value: Any) -> list[bytes] | None:
         return [b"logger", module_name(value.name)]
     if kind.__module__ == "loguru._logger":  # it holds locks and open files
         return [b"logger"]
-    if isinstance(value, re.Pattern):
-        return [b"pattern", repr((value.pattern, value.flags)).encode()]
-    if isinstance(value, (slice, range)):
-        return [kind.__name__.encode(), repr((value.start, value.stop, value.step)).encode()]
     return None
 
 

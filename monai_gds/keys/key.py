@@ -10,12 +10,17 @@ transforms      hash of the deterministic transforms, with the settings of their
                 ``Compose`` and ``reset_ops_id``: values, and code                      code: :mod:`keys.code`
 sources         name, size and content of each file that the item or a transform names  :mod:`keys.sources`
                 which texts name files                                                  :mod:`keys.source_names`
+                the same of further files that were read while the item was computed    :mod:`keys.observed`
 state           settings of the process that differ from their defaults                 :mod:`pipeline.settings`
                 ``mantissa_bits``                                                       :mod:`dataset.item_keys`
 monai           MONAI's version, as far as it counts                                    :mod:`dataset.item_keys`
 root            whether a root was given, below which paths count by what follows it    here
 format          changes whenever the meaning of the others does                         here
 =============== ======================================================================= =========================
+
+Which further files an item reads is known when it has been computed. So a lookup has two steps: the ingredients
+without them give a name, under which lists of such files are noted (:mod:`folder.reads`), and those of a list with
+them the record's digest.
 
 The dataset supplies the :class:`Pipeline`, which all of its keys share. :class:`KeyMaker` examines the item and its
 files on every access, so that an edited volume is never served stale.
@@ -26,6 +31,7 @@ wrong name is refused.
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -43,7 +49,7 @@ from monai_gds.keys.source_names import absolute, candidates
 from monai_gds.keys.sources import Identity, Sources
 
 #: The first part. Changes whenever the meaning of the others does.
-_FORMAT = "monai_gds 2"
+FORMAT = "monai_gds 3"
 
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
 
@@ -64,7 +70,7 @@ class Pipeline:
     def parts(self, item: str, sources: list[list[Any]]) -> list[Any]:
         """The parts that are digested, JSON-able, given an item's hash and its sources ``[name, size, content]``."""
         state = [list(pair) for pair in self.state]
-        return [_FORMAT, item, self.transforms, self.monai, state, sources, self.root is not None]
+        return [FORMAT, item, self.transforms, self.monai, state, sources, self.root is not None]
 
     @property
     def digest(self) -> str:
@@ -87,6 +93,13 @@ class Key:
     pipeline: Pipeline  # what computes it
     paths: tuple[str, ...] = ()  # possible sources, absolute
     identities: tuple[Identity | None, ...] = ()  # of each path; None if there is neither a file nor a folder
+    columns: dict[str, str] | None = None  # of the item that was computed, as :func:`columns_of` has them
+    without: str = ""  # the digest without further files, if the last paths are such; those are never None
+
+    @property
+    def name(self) -> str:
+        """The digest of the ingredients that are known before the item is computed: what leases are on."""
+        return self.without or self.digest
 
     @property
     def sources(self) -> dict[str, Identity]:
@@ -100,7 +113,7 @@ class Key:
 
     def changes(self, later: Key) -> str:
         """Describes what changed between this key and a later one of the same item; empty if nothing did."""
-        if later.digest == self.digest:
+        if later.name == self.name:
             return ""
         pairs = zip(self.paths, self.identities, later.identities, strict=False)
         changed = [path for path, before, now in pairs if before != now]
@@ -120,7 +133,17 @@ class Key:
             "pipeline": self.pipeline.digest,
             "monai": self.pipeline.monai,
             "sources": {path: [identity.size, identity.content] for path, identity in self.sources.items()},
+            **({"columns": self.columns} if self.columns else {}),
         }
+
+
+def columns_of(item: Any) -> dict[str, str]:
+    """A short hash of each value of an item that is a dict, to tell later which of them differ."""
+    found = {}
+    for name, value in item.items() if type(item) is dict else ():
+        with contextlib.suppress(HashingError, RecursionError):
+            found[str(name)] = hash_item(value)[:8]
+    return found
 
 
 def _parts(item: str, pipeline: Pipeline, paths: Sequence[str], identities: Sequence[Identity | None]) -> list[Any]:
@@ -137,7 +160,7 @@ class KeyMaker:
 
     Args:
         hash_func: returns the hash of an item as bytes, as MONAI's ``hash_func``.
-        sources: identifies files.
+        sources: identifies files; an attribute, too.
         loaded: keys of an item under which a transform loads files, so that any string there names a source; ``"all"``
             if transforms load whole items.
         root: see :class:`Pipeline`.
@@ -151,10 +174,11 @@ class KeyMaker:
         root: str | None = None,
     ) -> None:
         self._hash_func = hash_func
-        self._sources = sources or Sources(None, None)
+        self.sources = sources or Sources(None, None)
         self._loaded = loaded
         self._root = root
         self._known: dict[bytes, _KnownItem] = {}
+        self._extended: dict[str, Key] = {}  # the last key with further files, by name
         self._keys = 0  # number of items whose key is remembered
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
@@ -169,11 +193,11 @@ class KeyMaker:
                 "place whose class has a method __cache_key__(self) that returns plain data"
             ) from e
         paths = seen.absolute()
-        identities = tuple(map(self._sources.identity, paths, seen.folders))
+        identities = tuple(map(self.sources.identity, paths, seen.folders))
         if pipeline.files:
             files = tuple([path for path in pipeline.files if path not in paths])
             paths = (*paths, *files)
-            identities = (*identities, *[self._sources.identity(path, False) for path in files])
+            identities = (*identities, *[self.sources.identity(path, False) for path in files])
         known = seen.key
         if known is not None and known.pipeline is pipeline and known.identities == identities and known.paths == paths:
             return known
@@ -183,10 +207,25 @@ class KeyMaker:
             seen.key = made
         return made
 
+    def with_reads(self, key: Key, paths: Sequence[str]) -> Key:
+        """The key of an item that reads further files, given its key without them."""
+        found = [(path, identity) for path in paths if (identity := self.sources.read(path)) is not None]
+        if not found:
+            return key
+        more = zip(*found, strict=True)
+        paths, identities = (*key.paths, *next(more)), (*key.identities, *next(more))
+        known = self._extended.get(key.digest)
+        if known is None or (known.paths, known.identities) != (paths, identities):
+            digest = digest_of(_parts(key.item, key.pipeline, paths, identities))
+            known = Key(digest, key.item, key.pipeline, paths, identities, without=key.digest)
+            if len(self._extended) < limits.KEYED_ITEMS or key.digest in self._extended:
+                self._extended[key.digest] = known
+        return known
+
     def times(self, key: Key) -> dict[str, int]:
         """When each source of a key last changed, in ns, by path; without those that a user's function identifies."""
         named = [path for path, identity in key.sources.items() if identity.size >= 0]
-        return {path: self._sources.changed_at(path) for path in named}
+        return {path: self.sources.changed_at(path) for path in named}
 
     def changes(self, key: Key, times: dict[str, int], later: Key) -> str:
         """Describes what changed since a key was made and then its ``times`` were taken; empty if nothing did.
@@ -194,16 +233,12 @@ class KeyMaker:
         A source that changed and changed back did change: a read in between may have returned anything.
         """
         written = [path for path, time in self.times(key).items() if time != times[path]]
-        if not written or later.digest != key.digest:
+        if not written or later.name != key.name:
             return key.changes(later)
         return (
             f"{', '.join(written[:3])} changed, and holds the same as before. If a transform writes it, leave it out "
             "of the key: by a function for sources=, or by the transform's __cache_key__"
         )
-
-    def flush(self) -> None:
-        """Saves what was learned about sources for other processes."""
-        self._sources.flush()
 
     def _look(self, item: Any) -> _KnownItem:
         """What does not depend on the content of the files that an item names.
@@ -234,10 +269,6 @@ def hash_text(found: Any, name: str) -> str:
     return found.decode("utf-8")
 
 
-#: Tuples shared by many items.
-_interned: dict[tuple[bool, ...], tuple[bool, ...]] = {}
-
-
 class _KnownItem:
     """What is remembered about an item: its hash, the strings in it that may name files, and its last key."""
 
@@ -247,15 +278,12 @@ class _KnownItem:
         self.hash = item_hash
         self.key: Key | None = None
         self._paths = tuple([path for path, _ in strings])
-        folders = tuple([folders for _, folders in strings])
-        self.folders = _interned.setdefault(folders, folders)  # whether each may name a folder
+        self.folders = tuple([folders for _, folders in strings])  # whether each may name a folder
         self._is_absolute = all(map(os.path.isabs, self._paths))  # "~/ct.nii" is not
 
     def absolute(self) -> tuple[str, ...]:
         """The absolute paths. The working directory may have changed since the last call."""
-        if self._is_absolute:
-            return self._paths
-        return tuple(map(absolute, self._paths))
+        return self._paths if self._is_absolute else tuple(map(absolute, self._paths))
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,10 +12,6 @@ from typing import Any
 #: Libraries that count by name only.
 UNVERSIONED = frozenset({"monai", "monai_gds"})
 
-#: A global dict in which functions look others up by constant keys; its other keys do not count. What "@" in an
-#: expression of a bundle's configuration becomes.
-REFERENCES = "__local_refs"
-
 #: Attributes that do not count, by class: random state, and what objects remember of calls and of the process.
 TRANSIENT = {
     "monai.data.image_reader.ImageReader": frozenset({"filenames", "has_series"}),
@@ -29,6 +25,19 @@ TRANSIENT = {
     "torch._dynamo.eval_frame.OptimizedModule": frozenset({"_torchdynamo_wrapper_id"}),  # another
     "torch.nn.modules.rnn.RNNBase": frozenset({"_flat_weight_refs"}),
     "torch.utils.hooks.RemovableHandle": frozenset({"hooks_dict_ref", "extra_dict_ref", "id"}),
+}
+
+#: Classes whose objects count by their type: what they hold is the state of a process, which gives no values.
+BY_TYPE = frozenset(
+    ("_thread.lock", "_thread.RLock", "concurrent.futures._base.Executor", "logging.Handler",
+     "multiprocessing.pool.Pool", "multiprocessing.synchronize.SemLock")
+)  # fmt: skip
+
+#: What counts of wrappers beside the function that they wrap, by class.
+OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "functools._lru_cache_wrapper": lambda wrapper: wrapper.cache_parameters()["typed"],
+    "joblib.memory.MemorizedFunc": attrgetter("ignore"),
+    "numba.core.dispatcher.Dispatcher": attrgetter("targetoptions"),
 }
 
 

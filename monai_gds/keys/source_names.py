@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from monai_gds.keys.code import attributes_of, library_of_class, own_attribute
+from monai_gds.keys.origin import library_of_class
+from monai_gds.keys.reads import attributes_of, own_attribute
 
 #: Suffix of a file -> suffixes of files beside it that may hold another part of the same image: Analyze and NIfTI
 #: pairs with SPM's affines, the data files of MetaImage and NRRD headers, which usually share the header's stem, and
@@ -114,6 +115,11 @@ def candidates(item: Any, loaded_keys: Collection[Any] | Literal["all"]) -> list
     return sorted(found.items())
 
 
+def texts(item: Any) -> list[str]:
+    """Every text and path among an item's values."""
+    return [text for text, _ in _strings(item, (), True, {})]
+
+
 def _strings(
     value: Any, keys: Collection[Any], loaded: bool, seen: dict[tuple[int, bool], Any]
 ) -> Iterator[tuple[str, bool]]:
@@ -164,13 +170,10 @@ def files_named(strings: Iterable[str]) -> list[str]:
     They are existing regular files, or paths without unusual characters, where a file may appear later. Folders do not
     count: one that is written to would differ in every run.
     """
-    found = {text for text in strings if looks_like_path(text) and (_may_appear(text) or _is_file(text))}
+    named = filter(looks_like_path, strings)
+    found = {text for text in named if _may_appear(text) or os.path.isfile(os.path.expanduser(text))}
     return sorted(found.union(*map(companions, found)))
 
 
 def _may_appear(path: str) -> bool:
     return "/" in path and not _UNUSUAL.search(path) and not os.path.isdir(path)
-
-
-def _is_file(path: str) -> bool:
-    return os.path.isfile(os.path.expanduser(path))

@@ -24,8 +24,18 @@ from typing import Literal, NamedTuple
 import xxhash
 
 from monai_gds import limits
+from monai_gds.base.file_systems import open_fd
 from monai_gds.errors import CacheWarning, HashingError
-from monai_gds.keys.folder_listing import FILE, UNREADABLE, FolderEntry, changed_at, digest_of_folder, list_folder
+from monai_gds.keys.folder_listing import (
+    FILE,
+    FOLDER,
+    NAMES,
+    UNREADABLE,
+    FolderEntry,
+    changed_at,
+    digest_of_folder,
+    list_folder,
+)
 from monai_gds.keys.source_memo import Ages, SourceMemo
 from monai_gds.keys.source_names import absolute
 
@@ -34,6 +44,9 @@ Policy = Literal["content", "stat", "once"] | Callable[[str], str | bytes | None
 
 #: Changes with the meaning of a hash in the memo, so that entries of another format are never found.
 _FORMAT = 1
+
+#: SQLite makes these files while it reads a database, too.
+_EMPTY_IS_ABSENT = ("-wal", "-journal")
 
 _STATE = struct.Struct("<4q")  # inode, size, mtime, ctime
 
@@ -56,6 +69,10 @@ class Identity(NamedTuple):
     content: str
 
 
+#: The identity of a file that was to be read and is not there.
+ABSENT = Identity(-1, "absent")
+
+
 class _Hashed(NamedTuple):
     """A file as it was read."""
 
@@ -70,16 +87,8 @@ class Sources:
     """Identities of source files and folders, remembered.
 
     Args:
-        policy: how sources are identified:
-
-            * ``"content"``: by size and a hash of the content. Costs one ``stat`` per access; a source is read again
-              only if something about it changed.
-            * ``"stat"``: by size and mtime, without reading. Misses edits that keep both, such as ``cp -p``,
-              ``rsync -t`` and edits within a tick of the clock. A touched file counts as another one.
-            * ``"once"``: as ``"content"``, but each source is examined once per process. Misses later edits.
-            * a callable: path -> its identity (``str`` or ``bytes``), or None if it is not a source. Called at every
-              access for every string that may be a path.
-            * None: nothing is a source.
+        policy: how sources are identified, the option ``sources`` of a dataset. A function is called at every access
+            for every string that may be a path. None: nothing is a source.
         folder: the cache folder, where hashes are remembered for other processes, or None.
 
     Raises:
@@ -89,14 +98,16 @@ class Sources:
     def __init__(self, policy: Policy, folder: str | None) -> None:
         if not (policy is None or callable(policy) or policy in ("content", "stat", "once")):
             raise ValueError(f"sources={policy!r}: give 'content', 'stat', 'once', a function of a path, or None")
+        self.counts = policy is not None  # whether anything is a source
         self._policy = policy
         self._folder = folder
         self._memo = SourceMemo(folder)
         self._ages = Ages()
         # By absolute path: its state (32 bytes for a file, 16 for a folder), then 16 bytes of content hash.
         self._known: dict[str, bytes] = {}
-        self._inside: dict[bytes, bytes] = {}  # the same for files in folders, used when one of many changed
         self._once: dict[tuple[str, bool], Identity] = {}
+        # Of folders that were read: the states of the folders in them, and their identities.
+        self._trees: dict[str, tuple[dict[str, bytes], Identity]] = {}
         self._warned: set[str] = set()
         weakref.finalize(self, self._memo.flush)  # also when the process ends
 
@@ -118,6 +129,27 @@ class Sources:
                     self._once[path, folders] = found
             return found
         return None if self._policy is None else _call(self._policy, path)
+
+    def read(self, path: str) -> Identity | None:
+        """The identity of what was read without being named: :data:`ABSENT` if nothing is there now.
+
+        A path that ends in :data:`NAMES` stands for the names in a folder. Within a process, the files of another
+        folder are looked at once; afterwards only it and the folders in it are. None if it does not count.
+        """
+        if self._policy is None or callable(self._policy):
+            return None if self._policy is None else _call(self._policy, path)
+        found = self._once.get((path, True)) if self._policy == "once" else None
+        if found is None:
+            if path.endswith(NAMES):
+                found = self._names(path.removesuffix(NAMES))
+            else:
+                known = self._tree(path) if path in self._trees else None
+                found = known or self._look(path, folders=False) or self._tree(path)
+            if found is None or (not found.size and path.endswith(_EMPTY_IS_ABSENT)):
+                return ABSENT
+            if self._policy == "once":
+                self._once[path, True] = found
+        return found
 
     def changed_at(self, path: str) -> int:
         """When a file was changed, or a folder or anything in it, in ns (ctime); 0 if there is none."""
@@ -184,7 +216,7 @@ class Sources:
         """Reads a file; None if it is gone or no longer a regular file."""
         try:
             # O_NONBLOCK, since opening a pipe that took the file's place would block
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            fd = open_fd(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError:
@@ -238,6 +270,45 @@ class Sources:
                 break
         return Identity(size, digest)
 
+    def _names(self, path: str) -> Identity | None:
+        """What stands for the names in a folder."""
+        with contextlib.suppress(OSError, ValueError):
+            state = _state_of(os.stat(path))
+            content = self._recall(path + NAMES, state)
+            if content is None:
+                is_old = self._is_old_folder(path)
+                content = xxhash.xxh3_128_digest(os.fsencode("\0".join(sorted(os.listdir(path)))))
+                if is_old and state == _state_of(os.stat(path)):
+                    self._keep(path + NAMES, state, content)
+            return Identity(0, content.hex())
+        return None
+
+    def _tree(self, path: str) -> Identity | None:
+        """The identity of a folder, with its entries looked at once."""
+        states, identity = self._trees.get(path, ({}, None))
+        with contextlib.suppress(OSError):
+            if identity is not None and all(_state_of(os.stat(one)) == state for one, state in states.items()):
+                return identity
+        if not os.path.isdir(path):
+            return None
+        entries = list_folder(path, self._cache()) or []
+        folders = [os.path.join(path, name) for name, kind, *_ in entries if kind == FOLDER]
+        with contextlib.suppress(OSError):
+            states = {folder: _state_of(os.stat(folder)) for folder in folders}
+            are_old = [self._is_old_folder(folder) for folder in folders]
+            identity = self._directory(path)
+            if are_old and all(are_old):
+                self._trees[path] = states, identity
+        return identity
+
+    def _is_old_folder(self, path: str) -> bool:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            st = os.fstat(fd)
+            return self._ages.is_old(path, _state_of(st), st, fd)
+        finally:
+            os.close(fd)
+
     def _cache(self) -> tuple[int, int] | None:
         """Device and inode of the cache folder, which is left out: records must not change the folder around it."""
         if self._folder is not None:
@@ -248,25 +319,20 @@ class Sources:
 
     def _entry(self, folder: str, entry: FolderEntry) -> tuple[bytes, bool]:
         """The content of a folder's entry, and whether it may be remembered."""
-        name, kind, *state = entry
+        name, kind, *times = entry
         if kind == UNREADABLE:
             return b"%d:%d" % entry[4:], True
         if kind != FILE:
             return b"", True
         path = os.path.join(folder, name)
-        key = _memo_key(path, _STATE.pack(*state))
-        content = self._inside.get(key)
-        if content is not None:
-            return content, True
+        state, known = _STATE.pack(*times), self._known.get(path, b"")
+        if known.startswith(state):  # another of many changed
+            return known[len(state) :], True
         read = self._read(path)
-        if read is None:
-            return b"", False
-        if read.content is None:
-            return read.unreadable.encode(), False
+        if read is None or read.content is None:
+            return b"" if read is None else read.unreadable.encode(), False
         if read.is_old:
-            if len(self._inside) >= limits.KNOWN_INNER_FILES:
-                self._inside.clear()
-            self._inside[_memo_key(path, read.state)] = read.content
+            self._keep(path, read.state, read.content)
         return read.content, read.is_old
 
     def _too_many(self, path: str) -> Identity:

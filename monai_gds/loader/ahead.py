@@ -150,6 +150,7 @@ class ReadAhead:
             except RuntimeError as e:  # MONAI raises another one in place of torch's
                 if not _is_of_memory(e):
                     raise
+                _drop_frames(e)
                 self._give_up()
             time.sleep(pause)
         self._limit = self._most_records = 1
@@ -267,11 +268,24 @@ def _is_of_memory(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or _is_of_memory(error.__cause__))
 
 
+def _drop_frames(error: BaseException | None) -> None:
+    """Drops the tracebacks of an error and of those that led to it. Frames that hold the error itself are a circle, and
+    keep the memory of finished items until the collector runs.
+    """
+    dropped: list[BaseException] = []
+    while error is not None and error not in dropped:  # "raise e from e" leads to itself
+        error.__traceback__ = None
+        dropped.append(error)
+        error = error.__cause__ or error.__context__
+
+
 def _begin_all(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun | Exception]:
     """As :meth:`Session.begin`, with the exception in place of each item that fails."""
     try:
         return [*dataset.session.begin(indices)]
     except Exception as e:
-        if len(indices) == 1:  # a traceback would keep other items' memory while this one is tried again
-            return [e.with_traceback(None) if _is_of_memory(e) else e]
+        if _is_of_memory(e):
+            _drop_frames(e)
+        if len(indices) == 1:
+            return [e]
     return [_begin_all(dataset, [index])[0] for index in indices]

@@ -53,6 +53,7 @@ from monai_gds.loader.openmp import heed_load
 from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import MeasuredEpoch, Stats
 from monai_gds.loader.transform_workers import Order, Processes, WorkerBatches, with_seed
+from monai_gds.pipeline.loops import Loop
 
 #: Seconds that leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded,
 #: because the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
@@ -204,22 +205,25 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     def _begin(self, epoch: MeasuredEpoch | None) -> Iterator[Any]:
         self._epoch = epoch
         state, self._loaded = self._loaded, None
+        loops = {part: Loop(part.session.runtime.loops) for part in gds_datasets(self.dataset)}
         try:
-            return self._begin_at(state, None if epoch is None else epoch.watch)
+            return self._begin_at(state, None if epoch is None else epoch.watch, loops)
         except BaseException:  # a second attempt continues from the same state
+            _end(loops)
             self._loaded = state
             raise
 
-    def _begin_at(self, state: Mapping[str, Any] | None, watch: Watch | None) -> Iterator[Any]:
+    def _begin_at(self, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops) -> Iterator[Any]:
         parts = gds_datasets(self.dataset)
         devices = {part.session.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
         if device is not None and (self.transforms_on or not self.num_workers):
-            return Epoch(self, device, None, state, watch)
+            return Epoch(self, device, None, state, watch, loops)
         if device is None or device.type == "cpu" or not all(part.session.caches for part in parts):
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return map(self._place.counted, batches)
-        return Epoch(self, device, CacheWorkers(parts, self.num_workers, self.multiprocessing_context), state, watch)
+        workers = CacheWorkers(parts, self.num_workers, self.multiprocessing_context)
+        return Epoch(self, device, workers, state, watch, loops)
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
@@ -312,6 +316,20 @@ def find_item(dataset: Any, index: int) -> tuple[GDSDataset, int]:
 # An epoch
 
 
+#: An epoch's loops over its datasets: until their end, nobody else draws from the same random transforms.
+Loops = Mapping[GDSDataset, Loop]
+
+
+def _drawn_from(loops: Loops, dataset: Any) -> Any:
+    """The pipeline that an epoch draws from."""
+    return loops[dataset].split(dataset.session.split()).compose
+
+
+def _end(loops: Loops) -> None:
+    for loop in loops.values():
+        loop.end()
+
+
 class Epoch(Iterator[Any]):
     """One pass over a loader: what the consumer iterates over.
 
@@ -323,8 +341,9 @@ class Epoch(Iterator[Any]):
         loader: GDSDataLoader,
         device: torch.device,
         cache_workers: CacheWorkers | None,
-        state: Mapping[str, Any] | None = None,
-        watch: Watch | None = None,
+        state: Mapping[str, Any] | None,
+        watch: Watch | None,
+        loops: Loops,
     ) -> None:
         for left in _left_threads - {threading.current_thread()}:  # a transform may begin a loop
             _leave(left, _LEAVE_SECONDS)
@@ -335,14 +354,15 @@ class Epoch(Iterator[Any]):
         assemble: Callable[[Any], Any]
         draw = partial(_drawn, loader)
         if loader.transforms_on:
-            place, seeded = begin_or_go_on(loader, partial(with_seed, loader.generator, draw), state)
+            seed = partial(with_seed, loader.generator, draw)
+            place, seeded = begin_or_go_on(loader, seed, state, partial(_drawn_from, loops))
             most = loader.prefetch_bytes or limits.PREFETCH_BYTES
             order = Order(loader.num_workers, loader.multiprocessing_context, loader.batches_in_flight(), most)
             parts = gds_datasets(loader.dataset)
             ahead = workers = WorkerBatches(order, loader.idle, loader.collation, parts, device, seeded, watch)
             assemble = loader.pinned if ahead.whole else loader.assemble
         else:
-            place, batches = begin_or_go_on(loader, draw, state)
+            place, batches = begin_or_go_on(loader, draw, state, partial(_drawn_from, loops))
             workers = cache_workers
             most_bytes = partial(loader.bytes_in_flight, device)
             ahead = reading = ReadAhead(batches, loader.records_in_flight, most_bytes, workers)
@@ -358,7 +378,7 @@ class Epoch(Iterator[Any]):
             place.taken(*mark[1])
 
         self._hand_over = HandOver(device, on_taken, place.leave)
-        work = (ahead, assemble, self._hand_over, place, watch)
+        work = (ahead, assemble, self._hand_over, place, watch, loops)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         #: Leaves the loop, which ends the thread.
         self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
@@ -418,13 +438,17 @@ def _produce(
     hand_over: HandOver,
     place: Place,
     watch: Watch | None,
+    loops: Loops,
 ) -> None:
     """The loader's thread."""
+    for loop in loops.values():
+        loop.enter()
 
     def fail(error: BaseException) -> None:
         try:
             place.made()  # the failed batch may have drawn
         finally:  # a consumer waits
+            _end(loops)
             hand_over.end(error)
 
     try:
@@ -437,6 +461,7 @@ def _produce(
                 if not hand_over.put(batch, (ahead.finished, place.made())):
                     break
                 del batch  # the consumer alone keeps it
+        _end(loops)  # before the consumer knows, who may begin another
         hand_over.end()
     except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
         error = RuntimeError("StopIteration was raised while a batch was made")

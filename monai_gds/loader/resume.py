@@ -25,6 +25,9 @@ from monai_gds.pipeline.randomness import Slot, is_generator, put_back, slots, s
 
 T = TypeVar("T")
 
+#: Returns what a loop draws from, for a dataset of its loader. None: the dataset's pipeline.
+TransformOf = Callable[[Any], Any] | None
+
 #: Samplers without their own generator draw from these, and so may training.
 _SHARED = {
     "torch": Slot(torch, "default_generator"),
@@ -40,10 +43,10 @@ class Place:
         batches: how many the consumer has taken.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], transform_of: TransformOf = None) -> None:
         self._samplers = _samplers(loader)
         self._order = _SHARED | _of_samplers(self._samplers)
-        self._transforms = _of_transforms(loader.dataset)
+        self._transforms = _of_transforms(loader.dataset, transform_of)
         self._began: dict[str, Any] = {"states": states_at(self._order), "epochs": self.epochs()}
         self.batches = self._batches_made = 0
         self._states = self._made = states_at(self._transforms)
@@ -114,10 +117,11 @@ class Place:
 
 
 def begin_or_go_on(
-    loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], state: Mapping[str, Any] | None
-) -> tuple[Place, Iterator[Any]]:
+    loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], state: Mapping[str, Any] | None,
+    transform_of: TransformOf = None,
+) -> tuple[Place, Iterator[Any]]:  # fmt: skip
     """Begins an epoch, or continues one after the batches that were taken. If none is left, begins a new epoch."""
-    place = Place(loader)
+    place = Place(loader, transform_of)
     if state is None:
         return place, begin()
     epochs = place.epochs()
@@ -129,7 +133,7 @@ def begin_or_go_on(
     if place.batches:
         following = list(islice(batches, 1))
         if not following:
-            return Place(loader), begin()
+            return Place(loader, transform_of), begin()
         batches = chain(following, batches)
     return place, batches
 
@@ -203,11 +207,11 @@ def _of_samplers(samplers: Mapping[str, Any]) -> dict[str, Slot]:
     }
 
 
-def _of_transforms(dataset: Any) -> dict[str, Slot]:
+def _of_transforms(dataset: Any, transform_of: TransformOf = None) -> dict[str, Slot]:
     """The generators of a dataset's pipelines, by path."""
     if isinstance(dataset, Subset):
-        return _of_transforms(dataset.dataset)
+        return _of_transforms(dataset.dataset, transform_of)
     if isinstance(dataset, ConcatDataset):
         parts = {id(part): part for part in dataset.datasets}
-        return {f"{i}.{n}": s for i, p in enumerate(parts.values()) for n, s in _of_transforms(p).items()}
-    return slots(getattr(dataset, "transform", None))
+        return {f"{i}.{n}": s for i, p in enumerate(parts.values()) for n, s in _of_transforms(p, transform_of).items()}
+    return slots(transform_of(dataset) if transform_of else getattr(dataset, "transform", None))

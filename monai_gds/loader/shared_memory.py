@@ -31,6 +31,7 @@ import torch
 from monai.data import MetaTensor
 
 from monai_gds import limits
+from monai_gds.base.file_systems import opened
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import Owner
 from monai_gds.errors import CacheWarning
@@ -216,14 +217,11 @@ class Mapped:
 
 
 def _mapping(place: Place) -> mmap.mmap:
-    descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with opened(f"/proc/{place.process}/fd/{place.descriptor}", os.O_RDWR) as descriptor:
         st = os.fstat(descriptor)
         if (st.st_dev, st.st_ino) != place.file:
             raise FileNotFoundError(errno.ENOENT, "it is gone")
         return mmap.mmap(descriptor, place.nbytes)
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from monai.transforms.utils import reset_ops_id
 
-from monai_gds.base.notices import attach, place
 from monai_gds.base.stages import Measurements, Watch, enter, measured
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.dataset import GDSDataset
@@ -50,7 +49,6 @@ class Work(NamedTuple):
     collate: Callable[[list[Any]], Any] | None  # makes a batch of a list of items; None: the loader's process does
     on_device: bool  # whether batches go to a CUDA device
     state: State  # the settings of the loader's process
-    told: tuple[str, int, int] | None  # where that process notes what its user has been told
 
 
 class Task(NamedTuple):
@@ -101,7 +99,6 @@ def _unpickled(pickled: bytes) -> Work:
             f"a worker process cannot load the dataset: {e}. Define transforms and functions in a module that it can "
             "import, not in a notebook or under `if __name__ == '__main__':`"
         ) from e
-    attach(work.told)
     apply(work.state)
     with warnings.catch_warnings(action="ignore"):  # of the split: the loader's process has given them
         for part in work.parts:
@@ -234,7 +231,7 @@ class WorkerBatches:
         views = [part.session.for_worker(loads=True) for part in parts]
         self._done = [len(view.split().steps()) for view in views]
         self.whole = self._done == [len(part.session.split().steps()) for part in parts]
-        work = Work(views, collate if self.whole else None, device.type == "cuda", capture_all(), place())
+        work = Work(views, collate if self.whole else None, device.type == "cuda", capture_all())
         order = order._replace(work=_pickled(work), process=os.getpid())
         self._idle = idle
         while idle and idle[-1].order != order:
@@ -327,10 +324,11 @@ class WorkerBatches:
     def _finished(self, drawn: Drawn, number: int, item: Any) -> Any:
         """An item of a batch, after the transforms that workers leave to this process."""
         dataset, index = drawn.places[number]
-        split, done = dataset.session.split(), self._done[self._parts.index(dataset)]
-        with naming(index, dataset.data[index]):
-            seed_transforms(split.steps()[done:], drawn.seed, drawn.first + number, _HERE)
-            return split.after(item, done)
+        session, done = dataset.session, self._done[self._parts.index(dataset)]
+        loops, split = session.runtime.loops, session.split()
+        with naming(index, dataset.data[index]), loops.here() as loop:
+            seed_transforms(loop.split(split).steps()[done:], drawn.seed, drawn.first + number, _HERE)
+            return loops.after(split, item, done)
 
 
 def _pickled(work: Work) -> bytes:

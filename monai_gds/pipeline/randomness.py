@@ -242,6 +242,10 @@ class States:
             and self.generators() == other.generators()
         )
 
+    def unmoved(self, since: States) -> bool:
+        """Whether nobody has drawn, seeded, or set an attribute since."""
+        return self._held == since._held and self.are_those_of(since)
+
     def follow(self, before: States) -> None:
         """Moves the transforms from states equal to ``before`` to these, changing only what differs between the two."""
         old = {id(owner): attributes for owner, attributes, _ in before._owners}

@@ -1,8 +1,9 @@
 """Settings of the process that change what a transform computes: part of every key.
 
-The dataset captures them for every key, since a user may change them between two accesses. A worker that computes an
-item in another process or thread first applies the captured ones (:func:`applied`): a spawned process starts with the
-defaults.
+The dataset captures them when it is made, and they hold for every item that it computes, in whatever process or thread
+(``dataset/held.py``): a spawned process starts with the defaults. The default device, flush_denormal, autocast and grad
+belong to the thread that sets them, and may be switched around a computation (:func:`applied`). All others belong to
+the whole process.
 
 Only settings that differ from their defaults are listed, so a setting that a later version adds invalidates nothing.
 Settings of CUDA (TF32, cuDNN, deterministic algorithms) count where a transform names a CUDA device. The number of
@@ -12,6 +13,8 @@ threads, over which sums are split, and the processor do not count, since they d
 from __future__ import annotations
 
 import contextlib
+import decimal
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from math import prod
 from typing import Any
 
 import monai.config
+import numpy as np
 import torch
 from monai.data.meta_obj import get_track_meta, set_track_meta
 
@@ -36,6 +40,7 @@ class _Setting:
     read: Callable[[], Any]
     default: Any
     apply: Callable[[Any], object] | None = None  # None: the environment decides
+    of_thread: bool = False
 
 
 def _flushes_subnormals() -> bool:
@@ -145,9 +150,9 @@ def _allow_truncated_images(allow: bool) -> None:
 _SETTINGS = (
     _Setting("track_meta", get_track_meta, True, set_track_meta),
     _Setting("default_dtype", torch.get_default_dtype, torch.float32, torch.set_default_dtype),
-    _Setting("default_device", _default_device, "cpu", _set_default_device),
-    _Setting("flush_denormal", _flushes_subnormals, False, torch.set_flush_denormal),
-    _Setting("autocast", partial(_autocast, "cpu"), "off", partial(_set_autocast, "cpu")),
+    _Setting("default_device", _default_device, "cpu", _set_default_device, True),
+    _Setting("flush_denormal", _flushes_subnormals, False, torch.set_flush_denormal, True),
+    _Setting("autocast", partial(_autocast, "cpu"), "off", partial(_set_autocast, "cpu"), True),
     _precision_on_cpu("matmul"),
     *(() if _get_precision is None else (_precision_on_cpu("conv"),)),
     _flag("mkldnn", torch.backends.mkldnn, "enabled", True),
@@ -156,7 +161,7 @@ _SETTINGS = (
     _Setting("monai_meta_dict", lambda: monai.config.USE_META_DICT, False),
 )
 
-_WITH_GRADIENTS = (_Setting("grad", torch.is_grad_enabled, True, torch.set_grad_enabled),)
+_WITH_GRADIENTS = (_Setting("grad", torch.is_grad_enabled, True, torch.set_grad_enabled, True),)
 
 
 def _precision_on_cuda(label: str, operation: str, default: str) -> _Setting:
@@ -180,13 +185,32 @@ _ON_CUDA = (
     _flag("reduced_fp16", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", True),
     _flag("reduced_bf16", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True),
     _Setting("deterministic", torch.are_deterministic_algorithms_enabled, False, torch.use_deterministic_algorithms),
-    _Setting("autocast_cuda", partial(_autocast, "cuda"), "off", partial(_set_autocast, "cuda")),
+    _Setting("autocast_cuda", partial(_autocast, "cuda"), "off", partial(_set_autocast, "cuda"), True),
+)
+
+
+def _decimal_context() -> str:
+    context = decimal.getcontext()
+    names = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+    return str([getattr(context, name) for name in names])
+
+
+def _print_options() -> str:
+    return str(sorted(np.get_printoptions().items()))
+
+
+#: Settings that count where the user's code reads one of these names.
+_IF_NAMED = (
+    (_Setting("time_zone", lambda: os.environ.get("TZ", ""), ""), ("time", "datetime", "localtime", "fromtimestamp")),
+    (_Setting("decimal", _decimal_context, _decimal_context()), ("decimal", "Decimal")),
+    (_Setting("numpy_print", _print_options, _print_options()), ("str", "repr", "format", "array2string", "array_str")),
 )
 
 _ALL = (*_SETTINGS, *_WITH_GRADIENTS, *_ON_CUDA)
+_BY_THE_ENVIRONMENT = tuple(setting for setting in _ALL if setting.apply is None)
 
 
-def capture(*, names_cuda: bool = False, requires_grad: bool = False) -> State:
+def capture(names_cuda: bool = False, requires_grad: bool = False) -> State:
     """The state of this process and thread.
 
     Args:
@@ -210,36 +234,62 @@ def capture_all() -> State:
     return capture(names_cuda=True, requires_grad=True)
 
 
-def apply(state: State) -> list[Callable[[], object]]:
-    """Applies a state that was captured elsewhere to this process and thread.
+def counting(held: State, *, names_cuda: bool, requires_grad: bool) -> State:
+    """What counts of a state of :func:`capture_all` for a pipeline, see :func:`capture`, and can be applied."""
+    cuda = names_cuda or dict(held).get("default_device", "").startswith("cuda")
+    settings = (*_SETTINGS, *(_WITH_GRADIENTS if requires_grad else ()), *(_ON_CUDA if cuda else ()))
+    names = {setting.name for setting in settings if setting.apply is not None}
+    return tuple(pair for pair in held if pair[0] in names)
+
+
+def by_environment(names: frozenset[str] = frozenset()) -> State:
+    """What is decided by the environment of this process.
+
+    Args:
+        names: what the user's code reads; the time zone, the decimal context and how NumPy prints count if it may.
+    """
+    named = (setting for setting, told_by in _IF_NAMED if not names.isdisjoint(told_by))
+    return tuple((s.name, str(value)) for s in (*_BY_THE_ENVIRONMENT, *named) if (value := s.read()) != s.default)
+
+
+def differences(held: State, now: State) -> dict[str, tuple[str, str]]:
+    """The settings that differ between two states and can be applied, with both values."""
+    was, has = dict(held), dict(now)
+    pairs = {s.name: (was.get(s.name, d := str(s.default)), has.get(s.name, d)) for s in _ALL if s.apply is not None}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def of_process(differ: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Those that belong to the whole process."""
+    of_thread = {setting.name for setting in _ALL if setting.of_thread}
+    return {name: pair for name, pair in differ.items() if name not in of_thread}
+
+
+def apply(state: State, only: bool = False) -> contextlib.ExitStack:
+    """Applies a state that was captured elsewhere to this process and thread; ``only`` what it names, or all.
 
     Settings that the environment decides stay as they are, and show in the keys that are made here.
 
     Returns:
-        Functions to call, in this order, to restore the old state.
+        What restores the old state when it is closed.
     """
-    wanted = dict(state)
-    undo: list[Callable[[], object]] = []
+    wanted, undo = dict(state), contextlib.ExitStack()
     for setting in _ALL:
-        if setting.apply is None or not (setting.name in wanted or setting in _SETTINGS):
+        if setting.apply is None or not (setting.name in wanted or (setting in _SETTINGS and not only)):
             continue
         before = setting.read()
         value = wanted.get(setting.name, str(setting.default))
         if str(before) != value:
             setting.apply(_value_of(setting, value))
-            undo.insert(0, partial(setting.apply, before))
+            undo.callback(setting.apply, before)
     return undo
 
 
 @contextlib.contextmanager
-def applied(state: State) -> Iterator[None]:
+def applied(state: State, only: bool = False) -> Iterator[None]:
     """Applies a state within a ``with`` block."""
-    undo = apply(state)
-    try:
+    with apply(state, only):
         yield
-    finally:
-        for restore in undo:
-            restore()
 
 
 def _value_of(setting: _Setting, text: str) -> Any:

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
+from copy import copy, deepcopy
+from types import MethodType
 from typing import Any, Literal
 
 import torch
-from monai.transforms import Compose, MapTransform, Transform, apply_transform
+from monai.transforms import Compose, MapTransform, Randomizable, Transform, apply_transform
 from monai.transforms.compose import execute_compose
 from monai.transforms.traits import RandomizableTrait
 
 from monai_gds.base import stages
+from monai_gds.errors import CacheWarning
+from monai_gds.pipeline.columns import watched
 from monai_gds.pipeline.parts import parts
+
+#: What a copy of random transforms shares with them.
+_SHARED = (torch.nn.Module, torch.utils.data.Dataset, MethodType)
 
 
 class Split:
@@ -45,7 +52,11 @@ class Split:
         """Runs the deterministic transforms. Pending operations of lazy ones are applied at the end, as in MONAI."""
         # threading=True copies transforms that are not thread-safe: several threads may load at once.
         transforms = stages.each("transforms", self.deterministic)
-        return execute_compose(item, transforms, threading=True, **self._settings)
+        return watched(item, lambda item: execute_compose(item, transforms, threading=True, **self._settings))
+
+    def again(self, transforms: Sequence[Callable[..., Any]], item: Any) -> Any:
+        """Runs deterministic transforms as :meth:`before` does, without a word of what fails."""
+        return execute_compose(item, transforms, threading=True, **{**self._settings, "log_stats": False})
 
     def steps(self) -> list[Callable[..., Any]]:
         """The steps that run in every epoch: nested ``Compose`` are taken apart where that is equivalent."""
@@ -68,6 +79,35 @@ class Split:
         if stages.watching():  # nested transforms are measured by their own names
             transforms = stages.each("random transforms", _steps(self.compose, transforms))
         return execute_compose(item, transforms, **self._settings)
+
+    def copied(self) -> Split:
+        """A split with its own copy of the random half. Others may be drawing from this one meanwhile.
+
+        Networks, datasets and objects of methods stay shared, and so does what cannot be copied, such as a lock.
+        """
+        memo: dict[int, Any] = {id(transform): transform for transform in self.deterministic}
+        found = [part for transform in self.rest for part in parts(transform)]
+        for part in reversed(found):  # what is within others comes first
+            try:
+                if isinstance(part, _SHARED) and not isinstance(part, Transform):
+                    memo[id(part)] = part
+                elif isinstance(part, torch.Generator):
+                    memo[id(part)] = part.clone_state()
+                else:
+                    deepcopy(part, memo)
+            except Exception as e:
+                if "during iteration" in str(e):  # another thread has just set a new attribute
+                    return self.copied()
+                memo[id(part)] = part
+                if isinstance(part, (Transform, RandomizableTrait)):
+                    what = f"{name_of(part)} cannot be copied, so loops that run at the same time share it: {e}"
+                    warnings.warn(what, CacheWarning, stacklevel=2)
+        mine = copy(self)
+        mine.compose, mine.rest = deepcopy((self.compose, self.rest), memo)
+        for part in found:
+            if isinstance(part, Randomizable) and "R" not in vars(part) and memo.get(id(part), part) is not part:
+                memo[id(part)].R = memo[id(part.R)]  # unseeded: it would draw from its class's
+        return mine
 
 
 def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Literal["all"]:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from monai_gds.pipeline.loops import Loop
 from monai_gds.pipeline.randomness import States, generators
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.ghosts import Ghosts, NotOnGhosts, drawn_ahead
@@ -94,11 +95,12 @@ class Turn:
 class Draws:
     """The queue of draws of one loop over one dataset. Belongs to the thread that begins and ends the items.
 
-    Transforms that cannot run on ghosts are added to ``notes``: their names, and why.
+    The loop goes on while somebody has one of its turns. Transforms that cannot run on ghosts are added to ``notes``:
+    their names, and why.
     """
 
-    def __init__(self, split: Split, device: torch.device, notes: dict[str, str]) -> None:
-        self.split = split
+    def __init__(self, loop: Loop, split: Split, device: torch.device, notes: dict[str, str]) -> None:
+        self.loop, self.of, self.split = loop, loop.of, split
         self._device, self._notes = device, notes
         self._steps = drawn_ahead(split)
         self._on_ghosts = len(self._steps)  # how many steps run on ghosts in this loop

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from monai_gds.base.process import PerProcess
@@ -66,20 +67,20 @@ pace = Pace()
 
 
 class Lease:
-    """The right to compute an item, from :meth:`Leases.take`. Ends with :meth:`release`, or when it is dropped.
+    """The right to compute an item, from :meth:`Leases.take`. Ends with :meth:`release`.
 
-    As a context manager it is released at the end of the block, unless it was handed over.
+    As a context manager it is released at the end of the block, unless it was handed over. The file of one that was
+    dropped is removed by the thread that touches leases, since a Ctrl-C would be lost in a ``__del__``.
     """
 
-    __slots__ = ("__weakref__", "_handed_over", "_holder", "_mark", "_ref", "_what", "_written")
+    __slots__ = ("__weakref__", "_handed_over", "_holder", "_ref", "_what")
 
     def __init__(self, folder: str, digest: str) -> None:
         self._holder = _here()
         self._what = folder, digest
-        self._mark: bytes | None = None  # the content of its file, once written; None without a file
-        self._written = False
         self._handed_over = False
-        self._ref = weakref.ref(self)
+        self._ref = _Ref(self, self._holder.wake)
+        self._ref.mark = None
 
     def release(self) -> None:
         """Lets others take the lease. May be called repeatedly and from any thread; a no-op in a forked child."""
@@ -88,16 +89,7 @@ class Lease:
             return
         if holder.held.get(self._what) is self._ref:
             holder.held.pop(self._what, None)
-        self._forget_file()
-
-    def _forget_file(self) -> None:
-        if self._mark is not None:
-            folder, digest = self._what
-            with contextlib.suppress(OSError), opened(folder) as fd:
-                written, _ = _look(fd, digest)
-                if written == self._mark or not (written or self._written):
-                    os.unlink(_name(digest), dir_fd=fd)
-        self._mark = None
+        self._ref.forget_file(self._what)
 
     def hand_over(self) -> Callable[[], None]:
         """Passes :meth:`release` on to code that continues with the item. The block then releases only on errors."""
@@ -105,21 +97,26 @@ class Lease:
         return self.release
 
     def _write(self, fd: int) -> bool:
-        """Creates the file in the folder ``fd``; False if it exists."""
-        self._mark = mark().encode()  # before the file is created, so that an interrupt leaves none behind
+        """Creates the file in the folder ``fd``, with its content; False if it exists."""
+        digest, own = self._what[1], mark()
+        name = f"{digest}.{own}"  # a temporary file, until it is linked
+        self._ref.mark = own.encode()  # before there is a file, so that an interrupt leaves none behind
         try:
-            create(fd, _name(self._what[1]), self._mark)
+            create(fd, name, self._ref.mark)
+            _link(fd, name, _name(digest))
         except FileExistsError:
-            self._mark = None
+            self._ref.mark = None
             return False
-        self._written = True
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
         return True
 
     def _beat(self) -> None:
         folder, digest = self._what
         with contextlib.suppress(OSError), opened(folder) as fd:
             written, _ = _look(fd, digest)
-            if written == self._mark:  # else it was taken over while this process was frozen
+            if written == self._ref.mark:  # else it was taken over while this process was frozen
                 os.utime(_name(digest), dir_fd=fd, follow_symlinks=False)  # to the file server's time
 
     def __enter__(self) -> Lease:
@@ -130,9 +127,26 @@ class Lease:
         if kind is not None or not self._handed_over:
             self.release()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter's modules may be gone
-            self.release()
+
+class _Ref(weakref.ref[Lease]):
+    """A lease as its process holds it, and after it was dropped.
+
+    Attributes:
+        mark: the content of its file; None without a file.
+    """
+
+    __slots__ = ("mark",)
+
+    mark: bytes | None
+
+    def forget_file(self, what: tuple[str, str]) -> None:
+        """Removes the file, unless it is another's by now."""
+        folder, digest = what
+        if self.mark is not None:
+            with contextlib.suppress(OSError), opened(folder) as fd:
+                if _look(fd, digest)[0] == self.mark:
+                    os.unlink(_name(digest), dir_fd=fd)
+        self.mark = None
 
 
 class Leases:
@@ -158,7 +172,7 @@ class Leases:
                     lease._holder.keep_beating()
                     lease.hand_over()
             except OSError:  # full, read-only, somebody else's: computed all the same
-                lease._forget_file()
+                lease._ref.forget_file(lease._what)
                 lease.hand_over()
         return lease if lease._handed_over else None
 
@@ -250,15 +264,16 @@ def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[],
 class _Holder:
     """The leases that a process holds, and the thread that touches their files.
 
-    Dictionaries are changed by single operations without a lock, because the garbage collector may release a lease at
-    any point.
+    Dictionaries are changed by single operations without a lock, which an interrupt could leave locked.
     """
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, str], weakref.ref[Lease]] = {}  # by folder and digest
+        self.held: dict[tuple[str, str], _Ref] = {}  # by folder and digest
         self._thread: threading.Thread | None = None
-        self._wake = threading.Lock()  # released to wake the thread, which acquires it again
-        self._wake.acquire()
+        self._woken: SimpleQueue[object] = SimpleQueue()  # wakes the thread
+        self.wake = (
+            self._woken.put
+        )  # written in C, as what is called for a dropped lease must be: no Ctrl-C strikes there
 
     def claim(self, lease: Lease) -> bool:
         """Whether no other thread of this process holds it."""
@@ -288,14 +303,22 @@ class _Holder:
     def _beat(self) -> None:
         me = threading.current_thread()
         while self._thread is me:  # else two were started at once
-            self._wake.acquire(timeout=BEAT_SECONDS)
+            with contextlib.suppress(Empty):
+                self._woken.get(timeout=BEAT_SECONDS)
             if not self.held and self._thread is me:
                 self._thread = None
                 if not self.held:  # checked again: take() claims a lease first, and then looks at the thread
                     return
                 self.keep_beating()
-            for ref in list(self.held.values()):
-                _beat_for(ref)
+            for what, ref in list(self.held.items()):
+                if not _beat_for(ref):
+                    self._drop(what, ref)
+
+    def _drop(self, what: tuple[str, str], ref: _Ref) -> None:
+        """Ends a lease that nobody has any more."""
+        if self.held.get(what) is ref:
+            self.held.pop(what, None)
+        ref.forget_file(what)
 
     def end_idle_thread(self) -> None:
         """Called before a fork, since Python 3.12 warns of forks of a process with threads."""
@@ -303,15 +326,16 @@ class _Holder:
             thread = self._thread
             if self.held or thread is None or not thread.is_alive():
                 return
-            with contextlib.suppress(RuntimeError):  # it is already being woken
-                self._wake.release()
+            self.wake(None)
             thread.join(0.05)
 
 
-def _beat_for(ref: weakref.ref[Lease]) -> None:
+def _beat_for(ref: _Ref) -> bool:
+    """Touches the file of a lease; False if nobody has it any more."""
     lease = ref()  # in a function of its own, so that the thread does not keep a lease alive
     if lease is not None:
         lease._beat()
+    return lease is not None
 
 
 #: The holder that is this process. A forked child has its own; its parent's leases stay its parent's.
@@ -337,6 +361,19 @@ _MOST_BYTES = 256
 
 def _name(digest: str) -> str:
     return f"{digest}.lease"
+
+
+def _link(fd: int, name: str, lease: str) -> None:
+    """Gives a file the name of a lease. Raises FileExistsError if there is one."""
+    try:
+        os.link(name, lease, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links, where two may take a lease at once
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(lease, dir_fd=fd, follow_symlinks=False)
+            raise FileExistsError(lease) from None
+        os.rename(name, lease, src_dir_fd=fd, dst_dir_fd=fd)
 
 
 def _look(fd: int, digest: str) -> tuple[bytes, os.stat_result]:

@@ -216,10 +216,9 @@ def is_temporary(name: str) -> bool:
 
 def tidy(directory: str | os.PathLike[str]) -> None:
     """Removes abandoned temporary files of a cache directory, as far as permitted."""
-    with contextlib.suppress(OSError), opened(directory) as folder:
-        for name, _ in _abandoned(folder, os.listdir(folder)):
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder)
+    for path, _ in abandoned(directory):
+        with contextlib.suppress(OSError):
+            remove(directory, os.path.basename(path))
 
 
 def abandoned(directory: str | os.PathLike[str]) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monai_gds.storage import Storage
@@ -78,6 +78,7 @@ class WriteContract(BackendContract):
 
     @property_test
     @given(sizes=st.lists(st.one_of(st.sampled_from(LENGTHS[:-1]), st.integers(0, 20_000)), max_size=8))
+    @example(sizes=[4096])
     def test_reads_back_what_it_wrote(self, storage: Storage, folder: Path, sizes: list[int]) -> None:
         parts = [content(n, seed) for seed, n in enumerate(sizes)]
         tensors = [torch.frombuffer(bytearray(p), dtype=torch.uint8).to(storage.device) if p else b"" for p in parts]

@@ -107,6 +107,7 @@ class ReadsRightBytes(OverABackend):
 
     @property_test
     @given(parts=st.lists(_PARTS, max_size=4))
+    @example(parts=[[(0, 0, 9, 0, False)], [(0, 500, 9, 0, False), (0, 0, 9, 50, True)]])  # several parts in the second
     def test_fills_its_parts_and_nothing_around_the_destinations(
         self, storage: Storage, blob: Path, data: bytes, parts: list[list[tuple[int, int, int, int, bool]]]
     ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,17 +104,6 @@ def meanwhile(action: Callable[[], object], pause: float = 0) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-
-
-@contextmanager
-def few_descriptors(more: int) -> Iterator[None]:
-    """Lets this process open no more than ``more`` further descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + more, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import io
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from rich.live import Live
 
 from monai_gds import WorkerDied
 from monai_gds.base.workers import Workers
-from tests.machines import ROOT, python
+from tests.fresh import ROOT, printed_by, warm
 from tests.polls import until
 
 
@@ -131,10 +130,7 @@ if __name__ == "__main__":
 def test_the_fork_server_imports_once_for_all_workers(tmp_path: Path) -> None:
     (tmp_path / "imported.py").write_text(ONE_IMPORT)
     (tmp_path / "script.py").write_text(OF_THREE)
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-    )
+    done = warm().run("script.py", cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
     pids = {path.name.partition("-")[2] for path in tmp_path.glob("imported-*")}
     assert len(pids) == 2 and done.stdout.strip() not in pids, done.stderr  # the script and the server
 
@@ -161,9 +157,7 @@ def test_the_fork_server_imports_what_the_script_would(tmp_path: Path) -> None:
             (tmp_path / folder / "jobs.py").write_text(f"def where(n): return {folder!r}")
     (tmp_path / "scripts/script.py").write_text(OF_A_PATH)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'installed'}"}
-    done = subprocess.run(
-        [sys.executable, "scripts/script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-    )
+    done = warm().run("scripts/script.py", cwd=tmp_path, env=env)
     assert done.stdout == "added added True\n", done.stderr
 
 
@@ -172,21 +166,19 @@ import multiprocessing, os, sys, time
 from monai_gds.base.workers import Workers
 if __name__ == "__mp_main__":
     open(str(os.getpid()), "w").close()
-    while len(os.listdir()) < 4:  # the script and all workers
+    while len(os.listdir()) < 3:  # the script and both workers
         time.sleep(0.01)
 if __name__ == "__main__":
-    with Workers(os.path.exists, 3, sys.argv[1]) as workers:
+    with Workers(os.path.exists, 2, sys.argv[1]) as workers:
         print(workers.submit("script.py").result())
 """
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_all_workers_start_at_once(tmp_path: Path, context: str) -> None:
-    """Each waits in its imports for the others."""
+    """Each waits in its imports for the other."""
     (tmp_path / "script.py").write_text(AT_ONCE)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "script.py", context]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = warm().run("script.py", context, cwd=tmp_path)
     assert done.stdout == "True\n", done.stderr
 
 
@@ -222,7 +214,7 @@ torch.cuda.is_initialized = lambda: True
 
 
 def test_threads_where_only_this_process_knows_the_function() -> None:
-    said = python(IN_MAIN.format(guard="if True:"))  # `python -c`, as in a notebook: no file to import
+    said = printed_by(IN_MAIN.format(guard="if True:"))  # `python -c`, as in a notebook: no file to import
     assert said.startswith("threads 2 ")
     assert "cannot be unpickled in another process" in said
 
@@ -231,8 +223,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     for guard, kind in (("if True:", None), ('if __name__ == "__main__":', "forkserver 2")):
         script.write_text(IN_MAIN.format(guard=guard))
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=100)
+        done = warm().run(script)
         if kind is None:
             assert done.returncode == 1
             assert "under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
@@ -305,7 +296,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_while_workers_are_forked_is_not_lost(times: int) -> None:
-    assert python(WHILE_FORKING.format(struck=[int(signal.SIGINT)] * times)) == "interrupted []"
+    assert printed_by(WHILE_FORKING.format(struck=[int(signal.SIGINT)] * times)) == "interrupted []"
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
@@ -381,9 +372,10 @@ if __name__ == "__mp_main__":
     except FileExistsError:
         open("second", "w").close()
         time.sleep(60)
-from monai_gds.base.workers import Workers
+from monai_gds.base import workers as module
 if __name__ == "__main__":
-    workers = Workers(os.path.exists, 2, "spawn")
+    module._CLOSE_SECONDS = 1.0
+    workers = module.Workers(os.path.exists, 2, "spawn")
     assert [f.result() for f in [workers.submit("first") for _ in range(20)]] == [True] * 20
     while not os.path.exists("second"):
         time.sleep(0.01)
@@ -395,10 +387,7 @@ if __name__ == "__main__":
 
 def test_closing_does_not_wait_for_a_worker_that_has_not_begun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SLOW_TO_START)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-    )
+    done = warm().run("script.py", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert float(done.stdout) < 15
 
@@ -420,9 +409,8 @@ if __name__ == "__main__":
 def test_workers_end_with_their_parent(tmp_path: Path, context: str) -> None:
     (script := tmp_path / "script.py").write_text(END_WITH_PARENT)
     (pids := tmp_path / "pids").mkdir()
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen([sys.executable, script, context], cwd=pids, env=env)
+    parent = warm().program(script, context, cwd=pids)
     until(lambda: len(os.listdir(pids)) == 2)
-    parent.kill()
-    parent.wait()
+    parent.send_signal(signal.SIGKILL)
+    assert parent.result().returncode == -signal.SIGKILL
     assert all(gone(int(pid), 10) for pid in os.listdir(pids))

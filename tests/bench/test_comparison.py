@@ -95,7 +95,7 @@ class Slow(Transform):  # type: ignore[misc]
     """Takes as long as real transforms, so that something is under way when Ctrl-C strikes."""
 
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(0.1)
+        time.sleep(0.04)
         return {"image": torch.full((40_000,), float(item["image"]))}
 
 
@@ -111,7 +111,7 @@ def test_after_ctrl_c_nothing_runs_and_nothing_is_written(
     consumed = 0
 
     def slowly(self: PosixBackend, path: str, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.3)
+        time.sleep(0.15)
         writes.append(path)
         write(self, path, *args, **kwargs)
 
@@ -137,5 +137,5 @@ def test_after_ctrl_c_nothing_runs_and_nothing_is_written(
     assert {thread for thread in set(threading.enumerate()) - before if thread.name not in stay} == set()
     shutil.rmtree(folder)
     written = len(writes)
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert (len(writes), folder.exists()) == (written, False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ from monai_gds.testing.disks import small_disk
 from monai_gds.testing.tools import content
 from tests import commands
 from tests.commands import Done
+from tests.fresh import warm
+from tests.polls import until
 
 CPU = torch.device("cpu")
 
@@ -181,20 +181,18 @@ def test_no_partial_file_is_left_when_a_store_is_ended(tmp_path: Path, method: s
     if not found:
         pytest.skip(f"{method} does not work here: {found}")
     arguments = ["store", "--nvme-folder", tmp_path, "--mb-size", "200", "--device", "cpu", "--method", method]
-    command = [sys.executable, "-m", "monai_gds", "bench", "tensor", *arguments, "--loop", "1000"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while running.poll() is None and not any(path.stat().st_size for path in tmp_path.glob("*/tensor.bin")):
-        time.sleep(0.01)
+    running = warm().program("-m", "monai_gds", "bench", "tensor", *arguments, "--loop", "1000")
+    until(lambda: any(path.stat().st_size for path in tmp_path.glob("*/tensor.bin")))
     running.send_signal(ends)
-    output = running.communicate(timeout=60)
-    assert running.returncode == 128 + ends, output
+    done = running.result()
+    assert done.returncode == 128 + ends, done
     assert os.listdir(tmp_path) == []
 
 
 def test_what_is_not_on_the_drive_yet_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or time.sleep(1))
-    row = store(tmp_path, 50_000_000, CPU, Tensors(["python"], loop=3)).rows[0]
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or time.sleep(0.25))
+    row = store(tmp_path, 12_500_000, CPU, Tensors(["python"], loop=3)).rows[0]
     durable = float(row.notes["with fsync, GB/s"])
     assert (len(row.samples), len(synced)) == (3, 4)
     assert durable <= 0.05 and min(row.samples) > durable, "the samples do not wait for the drive"

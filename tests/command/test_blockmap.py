@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monai_gds import limits
-from monai_gds.command.blockmap import _groups
+from monai_gds.base.units import in_groups
 from monai_gds.storage.blockmap.block_map import BlockMap
 from tests import commands
 from tests.commands import Done
@@ -190,7 +190,12 @@ def test_a_map_for_a_missing_folder_is_refused_before_a_file_is_read(tmp_path: P
 
 def test_files_are_read_together_up_to_a_number_and_a_size_and_a_large_one_alone() -> None:
     sizes = {f"{i}": 100 for i in range(limits.RING_FILES + 1)} | {"large": limits.SLOT_BYTES, "after": 0}
-    groups = [[path for path, _ in group] for group in _groups(sizes)]
+
+    def grouped(of: dict[str, int]) -> list[list[str]]:
+        found = in_groups(of.items(), lambda file: file[1], limits.RING_FILES, limits.SLOT_BYTES)
+        return [[path for path, _ in group] for group in found]
+
+    groups = grouped(sizes)
     assert [path for group in groups for path in group] == list(sizes)
     assert list(map(len, groups)) == [limits.RING_FILES, 1, 2]
-    assert list(_groups({})) == []
+    assert grouped({}) == []

@@ -23,6 +23,7 @@ from monai_gds.command import main
 from monai_gds.errors import StorageError
 from monai_gds.folder import maintenance
 from tests.commands import Done, on_a_terminal, run
+from tests.fresh import warm
 from tests.machines import ROOT
 from tests.polls import until
 
@@ -135,15 +136,11 @@ def test_a_backend_that_does_not_exist_is_wrong_usage_and_one_that_does_not_work
     ids=words,
 )  # fmt: skip
 def test_ctrl_c_is_one_line_and_exit_code_130(command: list[str], tmp_path: Path) -> None:
-    running = subprocess.Popen(
-        [sys.executable, "-m", "monai_gds", *command],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    until(lambda: running.poll() is not None or any(tmp_path.rglob("*")))
+    running = warm().program("-m", "monai_gds", *command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
+    until(lambda: any(path.is_file() for path in tmp_path.rglob("*")))
     running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=100)
-    assert (running.returncode, told) == (130, "monai-gds: stopped\n")
+    done = running.result()
+    assert (done.returncode, done.stderr) == (130, "monai-gds: stopped\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -261,11 +258,8 @@ def test_pack_does_not_write_into_what_it_packs(tmp_path: Path) -> None:
 
 
 def as_a_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a process whose output is piped."""
-    return subprocess.run(
-        [sys.executable, "-m", "monai_gds", *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    """Runs the command in a process whose output is redirected."""
+    return warm().run("-m", "monai_gds", *map(str, arguments), env={**os.environ, **environment})
 
 
 def control_characters(text: str) -> set[str]:
@@ -366,10 +360,7 @@ def complete(line: str, shell: str) -> str:
         "fish": {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
     }[shell]
     code = "from monai_gds.command.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
-        env={**os.environ, **environment, "_MONAI_GDS_COMPLETE": f"complete_{shell}", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = warm().run("-c", code, env={**os.environ, **environment, "_MONAI_GDS_COMPLETE": f"complete_{shell}"})
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
 

@@ -221,11 +221,16 @@ def test_what_workers_of_other_hosts_need_is_not_removed_there_for_days(tmp_path
 # Dask
 
 
+def started(workers: int) -> Any:
+    distributed = pytest.importorskip("distributed", reason="pip install 'monai_gds[dask]'")
+    return distributed.LocalCluster(
+        n_workers=workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    distributed = pytest.importorskip("distributed", reason="pip install 'monai_gds[dask]'")
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "host": "127.0.0.1"}
-    with distributed.LocalCluster(**options) as cluster:
+    with started(2) as cluster:
         yield cluster
 
 
@@ -238,12 +243,14 @@ def client(cluster: Any) -> Iterator[Any]:
         yield client
 
 
-def test_dask(make: Datasets, log: Path, client: Any) -> None:
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_dask(make: Datasets, log: Path, workers: int) -> None:
     dataset = make(12, each={"sleep": 0.1}, item5={"fail": "broken"})
-    with client.get_executor() as executor:
+    with started(workers) as cluster, cluster.get_client() as client, client.get_executor() as executor:
+        client.wait_for_workers(workers, timeout=60)
         with pytest.raises(PopulateError, match="1 of 12 items failed"):
             dataset.populate(executor=executor)
-        assert len(processes(log)) == 2
+        assert len(processes(log)) == workers
         assert os.getpid() not in processes(log)
         assert make(12, each={"sleep": 0.1}).populate(executor=executor) == Populated(11, 1)
     assert sorted(made(log)) == list(range(12))

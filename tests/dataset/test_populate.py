@@ -31,6 +31,7 @@ from monai_gds.dataset.populate import Populated
 from monai_gds.folder.maintenance import survey
 from monai_gds.folder.writer import process_writer
 from monai_gds.tiles import blosc
+from tests import fresh
 from tests.commands import run
 from tests.fixtures_nifti import pipeline, write_volumes
 from tests.machines import ROOT, in_child, mounted_tmpfs, read_only
@@ -299,9 +300,8 @@ def test_an_item_that_cannot_even_be_had_fails_by_itself(tmp_path: Path, log: Pa
 
 
 def test_items_that_cannot_be_saved_or_hashed_fail_by_themselves(tmp_path: Path) -> None:
-    handle = open("/dev/null")  # noqa: SIM115
     transform = mt.Compose([mt.Lambda(lambda d: {**d, "x": d["n"] if d["n"] else object()})])
-    dataset = GDSDataset([{"n": 0}, {"n": 1}, {"n": handle}], transform, tmp_path / "cache", device="cpu")
+    dataset = GDSDataset([{"n": 0}, {"n": 1}, {"n": (n for n in ())}], transform, tmp_path / "cache", device="cpu")
     with pytest.raises(PopulateError) as caught:
         dataset.populate(2)
     assert [failure.error.split(":")[0] for failure in caught.value.failures] == ["UnsupportedType", "HashingError"]
@@ -395,10 +395,10 @@ from tests.dataset.test_populate import Make
 data = [{{"n": n, "sleep": 0.1}} for n in range(30)]
 GDSDataset(data, mt.Compose([Make(Path({str(log)!r}))]), {str(tmp_path / "cache")!r}, device="cpu").populate(2)
 """
-    process = subprocess.Popen([sys.executable, "-c", code])
+    process = fresh.warm().program("-c", code)
     until(lambda: len(made(log)) >= 6)
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGKILL)
+    process.result()
     until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in processes(log)), "the workers end by themselves")
     done = set(made(log))
     assert len(done) < 30
@@ -583,15 +583,15 @@ def test_ranks_given_by_hand_share_the_items(make: Any, log: Path) -> None:
 
 
 def on_ranks(*works: Callable[[], Any]) -> list[Any]:
-    """What each did in a process of its own, all of one gloo group whose collectives wait for 3 seconds only."""
+    """What each did in a process of its own, all of one gloo group whose collectives wait for 1 second only."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{s.getsockname()[1]}"
 
     def on_rank(rank: int, work: Callable[[], Any]) -> Any:
-        dist.init_process_group(
-            "gloo", init_method=address, rank=rank, world_size=len(works), timeout=timedelta(seconds=3)
-        )
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(works))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+        dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=1))
         try:
             return work()
         except Exception as e:
@@ -603,7 +603,7 @@ def on_ranks(*works: Callable[[], Any]) -> list[Any]:
 
 
 def test_every_rank_waits_for_the_slow_one_however_long(make: Any, log: Path) -> None:
-    slow = {f"item{n}": {"sleep": 2.2} for n in (1, 3, 5)}  # all of rank 1's share
+    slow = {f"item{n}": {"sleep": 0.8} for n in (1, 3, 5)}  # all of rank 1's share
 
     def work() -> Any:
         first = make(6, **slow).populate(0)
@@ -611,7 +611,7 @@ def test_every_rank_waits_for_the_slow_one_however_long(make: Any, log: Path) ->
 
     start = time.monotonic()
     assert on_ranks(work, work) == [(Populated(0, 6), Populated(6, 0))] * 2
-    assert time.monotonic() - start > 6, "longer than the collectives of the group would have waited"
+    assert time.monotonic() - start > 2, "longer than the collectives of the group would have waited"
     by = made(log)
     assert by[0] == by[2] == by[4] != by[1] == by[3] == by[5]
 
@@ -691,9 +691,7 @@ def needs(folder):
 
 
 def warm(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "monai_gds", "cache", "warm", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    return fresh.warm().run("-m", "monai_gds", "cache", "warm", *arguments, cwd=folder)
 
 
 def test_cache_warm(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -714,19 +712,16 @@ def test_cache_warm(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_cache_warm_stopped_by_ctrl_c_says_how_far_it_came(tmp_path: Path, log: Path, workers: str) -> None:
     (tmp_path / "training.py").write_text(MODULE)
-    running = subprocess.Popen(
-        [sys.executable, "-m", "monai_gds", "cache", "warm", "training:slow", "--num-workers", workers],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    while running.poll() is None and len(list(log.iterdir())) < 3:
-        time.sleep(0.02)
+    command = ("-m", "monai_gds", "cache", "warm", "training:slow", "--num-workers", workers)
+    running = fresh.warm().program(*command, cwd=tmp_path)
+    until(lambda: len(list(log.iterdir())) >= 3)
     running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=100)
+    done = running.result()
     held = len(list((tmp_path / "cache").glob("*.safetensors")))
     assert 0 < held < 200
-    assert running.returncode == 130
+    assert done.returncode == 130
     cache = tmp_path / "cache"
-    assert told == f"monai-gds: stopped: {cache} holds {held} records now, start it again to go on\n"
+    assert done.stderr == f"monai-gds: stopped: {cache} holds {held} records now, start it again to go on\n"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from monai_gds.errors import BackendUnavailable
 from monai_gds.storage.deepnvme import build
 from tests import commands
 from tests.commands import Done, on_a_terminal
+from tests.fresh import warm
 from tests.loopdisk import loop_disk, not_permitted
 from tests.machines import ROOT, mounted_tmpfs, read_only
 
@@ -31,10 +32,7 @@ def as_json(result: Done) -> dict[str, Any]:
 
 
 def test_json_is_all_that_is_printed_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "monai_gds", "doctor", str(tmp_path), "--json", "--device", "cpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = warm().run("-m", "monai_gds", "doctor", tmp_path, "--json", "--device", "cpu")
     told = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

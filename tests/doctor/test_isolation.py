@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from monai_gds.doctor.isolation import Answer, ask
+from tests.polls import until
 
 
 def fine() -> dict[str, Any]:
@@ -44,7 +45,8 @@ def fails_to_link() -> dict[str, Any]:
 
 def hangs_with_a_child(pid_file: str) -> dict[str, Any]:
     child = subprocess.Popen(["sleep", "600"])
-    Path(pid_file).write_text(str(child.pid))
+    Path(pid_file).with_suffix(".new").write_text(str(child.pid))
+    Path(pid_file).with_suffix(".new").rename(pid_file)
     time.sleep(600)
     return {}
 
@@ -63,10 +65,19 @@ def test_values_errors_and_deaths(capfd: pytest.CaptureFixture[str]) -> None:
     assert (os.listdir(), capfd.readouterr()) == (before, ("", ""))
 
 
-def test_a_probe_that_hangs_is_killed_with_the_processes_it_started(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    told = ask({"hangs": partial(hangs_with_a_child, str(tmp_path / "pid")), "fine": fine}, limit=6)
-    assert "no answer within 6 seconds" in told["hangs"].error and told["fine"]
-    assert time.monotonic() - begin < 60
-    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
+def test_a_probe_that_hangs_is_killed_with_the_processes_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, wait = tmp_path / "pid", subprocess.Popen.wait
+
+    def out_of_patience(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None or hanging.exists():
+            return wait(process, timeout)
+        until(hanging.exists)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", out_of_patience)
+    told = ask({"hangs": partial(hangs_with_a_child, str(hanging)), "fine": fine}, limit=60)
+    assert "no answer within 60 seconds" in told["hangs"].error and told["fine"]
+    status = Path(f"/proc/{hanging.read_text()}/status")
     assert not status.exists() or "Z (zombie)" in status.read_text()

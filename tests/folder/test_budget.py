@@ -30,7 +30,7 @@ from monai_gds.folder.index import Index
 from monai_gds.folder.uses import Uses
 from monai_gds.shared import temporary
 from tests.commands import run as command
-from tests.interrupts import interrupted
+from tests.interrupts import as_killed, interrupted
 from tests.machines import fork, in_child, shared_folder
 from tests.records.handmade import key_of_version_2, version_2
 
@@ -380,35 +380,35 @@ def check(folder: Path, before: list[maintenance.Found]) -> None:
     assert (folder / "checkpoint.pt").read_bytes() == (folder / ".tmp" / "mine").read_bytes() == b"mine"
 
 
-def killed(n: int, work: Callable[[], object]) -> bool:
-    """Does it in a forked process that is killed before the n-th line; returns whether there are so many."""
-    pid = fork()
-    if not pid:
-        if interrupted(n, work, [temporary.__file__], "line"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+def killed(crowded: Path, copies: Path) -> Iterator[Path]:
+    yield from as_killed(crowded, partial(take, crowded), [temporary.__file__], copies)
 
 
-@pytest.mark.parametrize("how", ["interrupted", "killed"])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it strikes where the end is noted
-def test_deleting_may_be_stopped_at_any_step(crowded: Path, tmp_path: Path, how: str) -> None:
+def interrupted_each(crowded: Path, copies: Path) -> Iterator[Path]:
     for n in itertools.count(1):
-        folder = shutil.copytree(crowded, tmp_path / "copy", copy_function=shutil.copy2)
-        before = maintenance.survey(folder)
-        work = partial(take, folder)
-        stopped = killed(n, work) if how == "killed" else interrupted(n, work, [temporary.__file__], "line")
+        folder = shutil.copytree(crowded, copies / str(n))
+        stopped = interrupted(n, partial(take, folder), [temporary.__file__], "line")
+        yield folder
+        if not stopped:
+            return
+
+
+@pytest.mark.parametrize("stopped", [interrupted_each, killed])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it strikes where the end is noted
+def test_deleting_may_be_stopped_at_any_step(
+    crowded: Path, tmp_path: Path, stopped: Callable[[Path, Path], Iterator[Path]]
+) -> None:
+    before = maintenance.survey(crowded)
+    for n, folder in enumerate(stopped(crowded, tmp_path / "copies"), 1):  # noqa: B007 (of the last)
         check(folder, before)
         take(folder)
         tidy(folder)
         check(folder, before)
         assert size(folder) == 5 * record_size(folder)
         left = [path for path in (folder / ".tmp").iterdir() if path.name != "mine"]
-        assert how == "interrupted" or not left
+        assert stopped is interrupted_each or not left
         shutil.rmtree(folder)
-        if not stopped:
-            assert n > 50
-            return
+    assert n > 50
 
 
 def test_a_record_that_is_replaced_while_others_are_deleted_stays(

@@ -239,7 +239,7 @@ def test_thousands_of_records_of_one_pipeline_are_kept_in_little_memory(tmp_path
     assert taken / count < 3000
 
 
-@pytest.mark.parametrize("tensors", [1, 40])
+@pytest.mark.parametrize("tensors", [1, 20])
 def test_where_the_tensors_of_records_lie_is_counted_too(tmp_path: Path, tensors: int) -> None:
     """Every record has tensors of other shapes, so no two records share a table."""
     writer, reader = opened(tmp_path), opened(tmp_path, verify="never")

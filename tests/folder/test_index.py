@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from monai_gds.folder.directory import tidy
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.shared.notes import FOLDER
+from tests.fresh import warm
 from tests.machines import ROOT, in_child, mounted_tmpfs, read_only, shared_folder
 
 D = "a" * 32
@@ -467,15 +468,9 @@ def test_facts_of_records_that_are_gone_are_left_out(many: Path) -> None:
 
 def test_files_of_living_processes_and_of_other_machines_stay(many: Path, text: bytes) -> None:
     foreign = place(many, text)
-    living = subprocess.Popen(
-        [sys.executable, "-c", "import sys, time; from tests.folder.test_index import *; "
-         "index = Index(sys.argv[1]); index.note_records([entry(1)]); print(flush=True); time.sleep(600)", str(many)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        assert living.stdout is not None
-        living.stdout.readline()
-        (theirs,) = [file for file in files(many) if file.name.split(".")[1] == str(living.pid)]
+    with warm().process() as living:
+        pid = living.call(note_and_live_on, many)
+        (theirs,) = [file for file in files(many) if file.name.split(".")[1] == str(pid)]
         Index(many).tidy()
         assert foreign.exists()
         assert theirs.exists()
@@ -486,9 +481,16 @@ def test_files_of_living_processes_and_of_other_machines_stay(many: Path, text: 
         Index(many).tidy()
         assert not foreign.exists()
         assert theirs.exists()
-    finally:
-        living.send_signal(signal.SIGKILL)
-        living.wait()
+
+
+#: In the process that lives on.
+kept: list[Index] = []
+
+
+def note_and_live_on(folder: Path) -> int:
+    kept.append(Index(folder))
+    kept[0].note_records([entry(1)])
+    return os.getpid()
 
 
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
-import signal
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +35,7 @@ from monai_gds.shared.leases import Leases
 from monai_gds.storage import FileId, Pending
 from monai_gds.tiles import blosc
 from tests.folder.test_budget import NBYTES, names, record_size, size
-from tests.interrupts import interrupted
+from tests.interrupts import as_killed, interrupted
 from tests.machines import fork, in_child, mounted_tmpfs
 
 ITEMS = 4
@@ -289,35 +291,33 @@ def test_ranks_that_read_the_same_copy_it_once(far: Path, near: Path, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["interrupted", "killed"])
-def test_a_copy_that_is_stopped_at_any_step_leaves_no_half_record(far: Path, near: Path, how: str) -> None:
+def test_a_copy_that_is_stopped_at_any_step_leaves_no_half_record(
+    far: Path, near: Path, tmp_path: Path, how: str
+) -> None:
     items = filled(far, items=1)
     made = dataset(far, near, items=1)
     (record,) = far.glob("*.safetensors")
     digest = record.name[:32]
-    for n in range(1, 1000):
-        tier = CacheDirectory(near, made.session.cache()._storage)  # type: ignore[union-attr]
+    near.mkdir(exist_ok=True)
+    tier = CacheDirectory(near, made.session.cache()._storage)  # type: ignore[union-attr]
+    copy = partial(tier.adopt, digest, str(record))
+    files = [temporary.__file__, directory.__file__]
 
-        def copy(tier: CacheDirectory = tier) -> None:
-            tier.adopt(digest, str(record))
-
-        files = [temporary.__file__, directory.__file__]
-        if how == "interrupted":
+    def interruptions() -> Iterator[Path]:
+        for n in itertools.count(1):
             stopped = interrupted(n, copy, files, "line")
-        else:
-            pid = fork()
-            if not pid:
-                if interrupted(n, copy, files, "line"):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                os._exit(0)
-            stopped = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        for found in near.glob("*.safetensors"):
+            yield near
+            if not stopped:
+                return
+
+    folders = interruptions() if how == "interrupted" else as_killed(near, copy, files, tmp_path / "copies")
+    for n, folder in enumerate(folders, 1):  # noqa: B007 (of the last)
+        for found in folder.glob("*.safetensors"):
             assert found.read_bytes() == record.read_bytes()
             found.unlink()
-        directory.tidy(near)
-        assert how == "interrupted" or not list((near / ".tmp").glob("*"))
-        if not stopped:
-            assert n > 20
-            break
+        directory.tidy(folder)
+        assert how == "interrupted" or not list((folder / ".tmp").glob("*"))
+    assert n > 20
     assert same(epoch(made), items)
 
 

@@ -183,7 +183,7 @@ def test_an_edit_within_a_tick_at_the_same_size_is_noticed(
         path.write_bytes(b"-%07d" % 0)
         unchanged = 0
         before = sources.identity(str(path))
-        for i in range(40):
+        for i in range(24):
             stat = path.stat()
             with path.open("r+b") as f:
                 f.write(b"-%07d" % (i + 1))
@@ -191,25 +191,44 @@ def test_an_edit_within_a_tick_at_the_same_size_is_noticed(
             now_it_is = sources.identity(str(path))
             assert now_it_is != before, f"edit {i}"
             before = now_it_is
-            time.sleep(0.11)
-        assert unchanged > 20  # or this has tested nothing
+            time.sleep(0.055)  # in all, more than a second
+        assert unchanged > 12  # or this has tested nothing
 
 
 # When a source is read
 
 
-def test_an_old_file_is_read_once(sources: Sources, volume: Path) -> None:
-    time.sleep(2.1)
+class Clocks:
+    """Those of :mod:`time`, as seconds later as a test says that have passed."""
+
+    def __init__(self) -> None:
+        self.passed = self.wrong = 0.0  # the second only by the clock that tells the time
+
+    def time_ns(self) -> int:
+        return time.time_ns() + int((self.passed + self.wrong) * 10**9)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    monkeypatch.setattr(source_memo, "time", clocks := Clocks())
+    return clocks
+
+
+def test_an_old_file_is_read_once(sources: Sources, volume: Path, clocks: Clocks) -> None:
+    clocks.passed = 2.1
     assert bytes_read(lambda: sources.identity(str(volume))) >= MIB
     assert bytes_read(lambda: sources.identity(str(volume))) == 0
     volume.chmod(0o600)
     assert bytes_read(lambda: sources.identity(str(volume))) >= MIB
 
 
-def test_a_young_file_is_read_at_each_look_until_it_is_old(sources: Sources, volume: Path) -> None:
+def test_a_young_file_is_read_at_each_look_until_it_is_old(sources: Sources, volume: Path, clocks: Clocks) -> None:
     for _ in range(3):
         assert bytes_read(lambda: sources.identity(str(volume))) >= MIB
-    time.sleep(2.1)
+    clocks.passed = 2.1
     assert bytes_read(lambda: sources.identity(str(volume))) >= MIB  # the earlier hashes were of a young file
     assert bytes_read(lambda: sources.identity(str(volume))) == 0
 
@@ -217,17 +236,15 @@ def test_a_young_file_is_read_at_each_look_until_it_is_old(sources: Sources, vol
 @pytest.mark.parametrize("clock", [0, 3600, -3600, -(10**9)])
 @pytest.mark.parametrize("local", [True, False])
 def test_a_file_is_remembered_whatever_its_times(
-    volume: Path, monkeypatch: pytest.MonkeyPatch, clock: int, local: bool
+    volume: Path, monkeypatch: pytest.MonkeyPatch, clocks: Clocks, clock: int, local: bool
 ) -> None:
     if not local:
         monkeypatch.setattr(source_memo, "LOCAL", frozenset())
-    monkeypatch.setattr(source_memo, "_TICK", 10**9 // 2)
-    now = time.time_ns
-    monkeypatch.setattr(source_memo.time, "time_ns", lambda: now() + clock * 10**9)
+    clocks.wrong = clock
     os.utime(volume, (4 * 10**9, 4 * 10**9))  # in 2096
     sources = Sources("content", None)
     sources.identity(str(volume))
-    time.sleep(0.6)
+    clocks.passed = 2.1
     sources.identity(str(volume))
     assert bytes_read(lambda: sources.identity(str(volume))) == 0
 
@@ -560,10 +577,10 @@ def test_only_the_changed_files_of_a_folder_are_read(sources: Sources, no_ticks:
     assert MIB <= bytes_read(lambda: sources.identity(str(tmp_path))) < 2 * MIB
 
 
-def test_a_folder_of_young_files_is_not_trusted(sources: Sources, study: Path) -> None:
+def test_a_folder_of_young_files_is_not_trusted(sources: Sources, study: Path, clocks: Clocks) -> None:
     assert bytes_read(lambda: sources.identity(str(study))) >= 400
     assert bytes_read(lambda: sources.identity(str(study))) >= 400
-    time.sleep(2.1)
+    clocks.passed = 2.1
     sources.identity(str(study))
     assert bytes_read(lambda: sources.identity(str(study))) == 0
 
@@ -674,7 +691,7 @@ print([tuple(Sources("content", sys.argv[1]).identity(p)) for p in sys.argv[2:]]
     assert in_another_process(code, str(cache), str(volume), str(study)) == str([tuple(f) for f in found if f])
 
 
-def test_processes_learn_from_one_another_while_they_run(no_ticks: None, tmp_path: Path) -> None:
+def test_processes_learn_from_one_another_while_they_run(no_ticks: None, tmp_path: Path, clocks: Clocks) -> None:
     paths = [tmp_path / f"{i}.npy" for i in range(2)]
     for path in paths:
         path.write_bytes(os.urandom(MIB))
@@ -685,7 +702,7 @@ from monai_gds.keys import source_memo
 source_memo._TICK = -10**9
 Sources("content", sys.argv[1]).identity(sys.argv[2])"""
     in_another_process(code, str(tmp_path), str(paths[1]))
-    time.sleep(1.1)
+    clocks.passed = 1.1
     assert bytes_read(lambda: sources.identity(str(paths[1]))) < MIB
 
 

@@ -34,10 +34,11 @@ from monai_gds.loader import ahead as read_ahead
 from monai_gds.loader import data_loader, hand_over, resume
 from monai_gds.loader.ahead import CacheWorkers
 from monai_gds.loader.hand_over import HandOver
+from monai_gds.pipeline.loops import Loop
 from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
-from tests.fresh import Interpreter
+from tests.fresh import Interpreter, printed_by
 from tests.interrupts import interrupted
-from tests.machines import in_child, python
+from tests.machines import in_child
 from tests.polls import until
 from tests.same import assert_same
 
@@ -238,7 +239,8 @@ class ParentPid(mt.RandomizableTransform):  # type: ignore[misc]
 def with_workers(dataset: GDSDataset, context: str = "fork", **settings: Any) -> Any:
     """The loop that workers and a CUDA target give, on the CPU."""
     loader = GDSDataLoader(dataset, **settings)
-    return data_loader.Epoch(loader, torch.device("cpu"), CacheWorkers([dataset], 2, context))
+    workers, loops = CacheWorkers([dataset], 2, context), {dataset: Loop(dataset.session.runtime.loops)}
+    return data_loader.Epoch(loader, torch.device("cpu"), workers, None, None, loops)
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
@@ -648,7 +650,7 @@ def test_the_next_loop_waits_for_the_thread_of_one_that_another_thread_left(make
 
 def test_the_interpreter_may_end_while_a_loop_that_another_thread_began_is_in_torch(tmp_path: Path) -> None:
     """A daemon thread that comes back from a C++ call then would end the process with SIGABRT."""
-    said = python(
+    said = printed_by(
         """
 import sys, threading, time, torch
 from monai.transforms import Compose, EnsureTyped, RandomizableTransform
@@ -660,7 +662,7 @@ class Slow(RandomizableTransform):
     def __call__(self, data):
         entered.set()
         values = torch.rand(1000, 1000)
-        for _ in range(60):
+        for _ in range(20):
             values = (values @ values).clamp(-1, 1)
         return data
 
@@ -681,6 +683,7 @@ loops.clear()
 print([thread.name for thread in threading.enumerate() if thread.name == "monai-gds-loader"])
         """,
         str(tmp_path / "cache"),
+        whole=True,
     )
     assert said == "['monai-gds-loader']", "its thread still runs when the interpreter ends"
 
@@ -772,7 +775,7 @@ def test_items_that_come_twice_are_computed_once(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_was_never_finished_does_not_keep_the_interpreter(tmp_path: Path) -> None:
-    printed = python(
+    printed = printed_by(
         """
 import sys, numpy as np
 from monai.transforms import Compose, EnsureTyped
@@ -782,6 +785,7 @@ loop = iter(GDSDataLoader(dataset))
 print(tuple(next(loop)["x"].shape))
 """,
         str(tmp_path / "cache"),
+        whole=True,
     )
     assert printed == "(1, 9)"
     assert not list((tmp_path / "cache" / ".tmp").iterdir()), "what was computed is saved"
@@ -1060,7 +1064,7 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
 
     How much of the last batches is kept when a size is taken varies, by up to 40 MB: the least of four is compared.
     """
-    sizes = [int(line) for line in python(EPOCHS, str(tmp_path / "cache")).split()]
+    sizes = [int(line) for line in printed_by(EPOCHS, str(tmp_path / "cache")).split()]
     assert len(sizes) == 12
     assert min(sizes[-4:]) - min(sizes[2:6]) < 16 << 20, sizes  # a batch kept per epoch is 24 MB over six epochs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,6 +150,30 @@ def test_at_last_there_is_one_in_flight(dataset: GDSDataset, monkeypatch: pytest
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)
         assert len(batches(dataset)) == COUNT // 2
+
+
+def test_an_error_keeps_no_memory_of_what_was_begun(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that a frame of its own traceback holds is a circle, which only the collector would free."""
+    begin, left = Session.begin, []
+
+    def begin_one_at_most(self: Session, indices: Any) -> Any:
+        begun = begin(self, indices)
+        if len(indices) < 2:
+            return begun
+        memory = np.zeros(1)  # beside what was begun
+        left.append(weakref.ref(memory))
+        errors = {0: torch.OutOfMemoryError("CUDA out of memory")}
+        raise errors[0] from errors[0]
+
+    monkeypatch.setattr(Session, "begin", begin_one_at_most)
+    gc.collect()
+    gc.disable()
+    try:
+        list(batches(dataset))
+        assert left, "the loader begins several items together"
+        assert not [ref for ref in left if ref() is not None]
+    finally:
+        gc.enable()
 
 
 def test_an_item_that_does_not_fit_at_all_is_an_error(dataset: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:

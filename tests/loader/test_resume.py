@@ -463,10 +463,11 @@ def test_a_loop_that_is_left_leaves_what_one_without_reading_ahead_does(
         assert_same(got, expected)
 
 
-def the_thread() -> threading.Thread:
-    """Of the only loop under way."""
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "monai-gds-loader")
-    return thread
+def wait_for_the_thread() -> None:
+    """Until the loop under way has made all that it makes ahead, and its thread has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "monai-gds-loader":
+            thread.join(20)
 
 
 def test_leaving_behind_an_error_that_nobody_saw(folder: Path) -> None:
@@ -483,7 +484,7 @@ def test_leaving_behind_an_error_that_nobody_saw(folder: Path) -> None:
         of.transform.set_random_state(8)
         loop = iter(mine)
         seen = [next(loop)[0]["normal"] for _ in range(2)]
-        the_thread().join(20)  # it has failed
+        wait_for_the_thread()  # it has failed
         del loop
         seen.append(next(iter(mine))[0]["normal"])
     of.transform.set_random_state(8)
@@ -496,7 +497,7 @@ def test_what_somebody_else_has_drawn_meanwhile_is_not_undone(folder: Path) -> N
     mine = loader(of, lambda d: {"batch_size": 1, "sampler": [0, 1]}, 3)
     loop = iter(mine)
     next(loop)
-    the_thread().join(20)  # it has drawn for the second batch
+    wait_for_the_thread()  # it has drawn for the second batch
     of.transform.set_random_state(8)
     expected = [of[0]["normal"] for _ in range(3)]
     of.transform.set_random_state(8)

@@ -19,6 +19,7 @@ from monai_gds.loader.ahead import CacheWorkers
 from monai_gds.loader.collate import collate
 from monai_gds.loader.data_loader import Epoch
 from monai_gds.loader.stats import Stats
+from monai_gds.pipeline.loops import Loop
 from tests.same import assert_same
 
 ITEMS = 6
@@ -169,8 +170,8 @@ def test_workers_are_not_advised_twice(make: Make) -> None:
 def test_items_that_workers_of_a_cuda_target_compute_are_no_hits(make: Make) -> None:
     with make(SlowLoading()) as dataset:
         watch = stages.Watch()
-        workers = CacheWorkers([dataset], 2, "fork")
-        list(Epoch(GDSDataLoader(dataset), torch.device("cpu"), workers, watch=watch))
+        workers, loops = CacheWorkers([dataset], 2, "fork"), {dataset: Loop(dataset.session.runtime.loops)}
+        list(Epoch(GDSDataLoader(dataset), torch.device("cpu"), workers, None, watch, loops))
     assert watch.counts["computed"] == ITEMS and not watch.counts["hits"]
     assert watch.seconds["waiting for workers", ""] > SECONDS and ("transforms", "SlowLoading") not in watch.seconds
 

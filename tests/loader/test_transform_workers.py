@@ -9,6 +9,8 @@ import mmap
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -31,7 +33,8 @@ from monai_gds.loader import shared_memory, transform_workers
 from monai_gds.loader.collate import collate
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
 from monai_gds.programs.ghosts import drawn_ahead
-from tests.machines import in_child, python
+from tests.fresh import printed_by
+from tests.machines import in_child
 from tests.same import assert_same
 
 Make = Callable[..., GDSDataset]
@@ -565,7 +568,7 @@ def test_an_interrupt_may_be_followed_by_more_of_the_loop(make: Make) -> None:
 
 
 def test_a_loop_that_was_never_finished_does_not_keep_the_interpreter(tmp_path: Path) -> None:
-    said = python(
+    said = printed_by(
         """
 import sys
 import tests.loader.test_transform_workers as t
@@ -575,7 +578,7 @@ loop = iter(t.load(dataset, 2))
 print(int(next(loop)["n"]), *t.children())
 """,
         str(tmp_path / "cache"),
-        timeout=60,
+        whole=True,
     )
     first, *pids = said.split()
     assert first == "0" and len(pids) == 2
@@ -644,28 +647,24 @@ def test_spawned_workers_give_the_same(make: Make) -> None:
     assert_same(values("spawn"), values("fork"))
 
 
-@pytest.mark.long
-def test_spawned_workers_warn_once_that_the_budget_is_used_up(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    dataset = make(data=range(12), max_bytes=200_000)
-    for _ in range(2):
-        next(iter(load(dataset, batch_size=12, multiprocessing_context="spawn")))  # a worker of its own
-    assert capfd.readouterr().err.count("CacheWarning: nothing more is cached") == 1
-
-
-@pytest.mark.parametrize("transforms_on", ["workers", None])
-def test_a_run_warns_once_that_its_budget_is_used_up(tmp_path: Path, transforms_on: str | None) -> None:
-    told = python(f"""
-import os, warnings
+@pytest.mark.parametrize(("transforms_on", "cuda"), [("workers", False), ("workers", True), (None, False)])
+def test_a_run_warns_once_that_its_budget_is_used_up(tmp_path: Path, transforms_on: str | None, cuda: bool) -> None:
+    """Workers are forked, or come from a fork server once CUDA is initialised."""
+    (tmp_path / "training.py").write_text(f"""
 import monai.transforms as mt, torch
 from monai_gds import GDSDataLoader, GDSDataset
-warnings.simplefilter("always")
-warnings.showwarning = lambda message, *_: os.write(1, f"{{message}}\\n".encode())  # in forked workers too
-items = [{{"image": torch.full((1, 40, 40, 40), float(n))}} for n in range(8)]
-dataset = GDSDataset(items, mt.Compose([mt.EnsureTyped("image")]), {str(tmp_path)!r}, "cpu", max_bytes=600_000)
-for _ in range(3):
-    next(iter(GDSDataLoader(dataset, 2, batch_size=8, transforms_on={transforms_on!r})))  # workers of its own
+
+if __name__ == "__main__":
+    items = [{{"image": torch.full((1, 40, 40, 40), float(n))}} for n in range(8)]
+    dataset = GDSDataset(items, mt.Compose([mt.EnsureTyped("image")]), {str(tmp_path)!r}, "cpu", max_bytes=600_000)
+    if {cuda}:
+        torch.cuda.is_initialized = lambda: True
+    for _ in range(3):
+        next(iter(GDSDataLoader(dataset, 2, batch_size=8, transforms_on={transforms_on!r})))  # workers of its own
 """)
-    assert told.count("nothing more is cached") == 1
+    told = subprocess.run([sys.executable, "-W", "always", "training.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert told.stderr.count("CacheWarning: nothing more is cached") == 1, told.stderr
 
 
 def test_memory_that_workers_cannot_open_is_logged_once(

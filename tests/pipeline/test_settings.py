@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +13,7 @@ from PIL import ImageFile
 
 from monai_gds.pipeline import settings
 from monai_gds.pipeline.settings import State, applied, capture, capture_all
-from tests.fresh import Interpreter
+from tests.fresh import Interpreter, printed_by
 
 
 @pytest.fixture(autouse=True)
@@ -157,11 +155,16 @@ def test_gradients_count_where_transforms_hold_parameters() -> None:
 
 
 @pytest.mark.parametrize("variable", ["USE_META_DICT"])
-def test_settings_of_monais_environment_count(variable: str) -> None:
-    code = "from monai_gds.pipeline.settings import capture; print(capture())"
-    env = {"PATH": "", "PYTHONPATH": ":".join(sys.path), variable: "1"}
-    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "(('monai_meta_dict', 'True'),)"
+def test_settings_of_monais_environment_count(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import importlib, monai
+for module in (monai.config.deviceconfig, monai.config):  # which read the variable when they are imported
+    importlib.reload(module)
+from monai_gds.pipeline.settings import capture
+print(capture())
+"""
+    monkeypatch.setenv(variable, "1")
+    assert printed_by(code) == "(('monai_meta_dict', 'True'),)"
 
 
 def test_what_cannot_be_applied_shows_in_what_is_captured() -> None:

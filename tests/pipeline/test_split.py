@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from monai.data import MetaTensor, PersistentDataset
 
+from monai_gds.errors import CacheWarning
 from monai_gds.pipeline.split import Split
 from tests.same import assert_same
 
@@ -213,3 +215,65 @@ def test_unpack_items() -> None:
 def test_numpy_stays_numpy_in_between() -> None:
     split = Split(mt.Compose([mt.Lambda(lambda d: {"x": d["x"] + 1})]))
     assert isinstance(split.before({"x": np.ones(2)})["x"], np.ndarray)
+
+
+class Holder(mt.RandomizableTransform):  # type: ignore[misc]
+    """Holds what a copy has for itself, and what it shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn, self.own = [0], torch.Generator().manual_seed(1)
+        self.lock, self.network = threading.Lock(), torch.nn.Linear(2, 2)
+
+    def __call__(self, data: Any) -> Any:
+        return data
+
+
+def test_a_copy_has_the_random_half_for_itself() -> None:
+    flips, holder, scaling = [flip(), flip()], Holder(), scale()
+    compose = mt.Compose([scaling, mt.Compose([flips[0], mt.OneOf([flips[1], holder])])])
+    flips[1].R = flips[0].R = np.random.RandomState(4)
+    del holder.R  # unseeded, it draws from its class's
+    split = Split(compose)
+    copied = split.copied()
+    inner = copied.compose.transforms[1]
+    one, two, other = inner.transforms[0], *inner.transforms[1].transforms
+    assert copied.deterministic[0] is copied.compose.transforms[0] is scaling
+    assert copied.steps()[0] is one is not flips[0]
+    assert one.R is two.R is not flips[0].R
+    assert one.R.randint(1000) == flips[0].R.randint(1000)
+    assert other.R is not holder.R
+    assert other.R.randint(1000) == holder.R.randint(1000)
+    assert other.own is not holder.own
+    assert torch.equal(other.own.get_state(), holder.own.get_state())
+    assert other.drawn is not holder.drawn
+    assert other.lock is holder.lock
+    assert other.network is holder.network
+
+
+def test_a_copy_while_another_thread_sets_attributes() -> None:
+    holder = Holder()
+
+    class Sets:
+        tried = 0
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            Sets.tried += 1
+            if Sets.tried == 1:
+                raise RuntimeError("dictionary changed size during iteration")
+            return self
+
+    holder.sets = Sets()
+    copied = Split(mt.Compose([scale(), holder])).copied()
+    assert copied.steps()[0] is not holder
+
+
+def test_a_transform_that_cannot_be_copied_is_shared_with_a_warning() -> None:
+    class Whole(Holder):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("a handle cannot be copied")
+
+    whole = Whole()
+    with pytest.warns(CacheWarning, match="Whole cannot be copied, .* share it: a handle"):
+        copied = Split(mt.Compose([scale(), whole])).copied()
+    assert copied.steps()[0] is whole

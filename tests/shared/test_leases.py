@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from monai_gds.folder.directory import tidy
 from monai_gds.shared import leases as leases_module
+from monai_gds.shared import temporary
 from monai_gds.shared.leases import Lease, Leases, Pace, take_turn
 from monai_gds.shared.owner import this_process
 from tests import interrupts
@@ -28,7 +30,10 @@ from tests.polls import until
 A, B = f"{10:032x}", f"{11:032x}"
 
 #: In force in this process and in those that tests start, in place of seconds.
-BEAT, STALE = 0.15, 1.5
+BEAT, STALE = 0.1, 1.0
+
+#: After which a lease that nobody beats for is stale.
+LONGER = 1.4 * STALE
 
 LONG = 30.0
 
@@ -128,6 +133,7 @@ def test_another_process_gets_it_when_it_is_released_and_not_before(tmp_path: Pa
     assert lease is not None
     assert process(f"leases.take('{A}') is None") == "True"
     lease.release()
+    until(lambda: not file_of(tmp_path, B).exists())  # it was dropped
     assert list((tmp_path / ".tmp").iterdir()) == []
 
 
@@ -215,7 +221,7 @@ def test_a_lease_is_kept_as_long_as_its_holder_lives(tmp_path: Path, other: Any)
     process = other()
     process(f"held = leases.take('{A}')")
     leases = Leases(tmp_path)
-    assert not leases.wait(A, 2 * STALE)
+    assert not leases.wait(A, LONGER)
     assert leases.take(A) is None
 
 
@@ -319,8 +325,9 @@ def test_this_hosts_clock_does_not_matter(tmp_path: Path, other: Any, wrong: int
     right, process = other(), other(before=off)
     right(f"held = leases.take('{A}')")
     process(f"held = leases.take('{B}')")
-    assert process(f"leases.wait('{A}', {2 * STALE})") == "False"
-    assert right(f"leases.wait('{B}', {2 * STALE})") == "False"
+    with ThreadPoolExecutor(2) as both:
+        waits = both.map(lambda one, of: one(f"leases.wait('{of}', {LONGER})"), (process, right), (A, B))
+        assert list(waits) == ["False", "False"]
     process.signal(signal.SIGSTOP)
     assert right(f"leases.wait('{B}', {LONG})") == "True"
     process.signal(signal.SIGCONT)
@@ -339,7 +346,7 @@ for name in ("stat", "fstat"):
 """
     first, second = other(before=dated), other(before=dated)
     first(f"held = leases.take('{A}')")
-    assert second(f"leases.wait('{A}', {2 * STALE})") == "False"
+    assert second(f"leases.wait('{A}', {LONGER})") == "False"
     first.signal(signal.SIGSTOP)
     assert second(f"leases.wait('{A}', {LONG})") == "True"
     assert second(f"leases.take('{A}') is None") == "False"
@@ -358,17 +365,21 @@ def foreign(folder: Path, mark: str = "0000beef-1.77.88.0") -> None:
     file_of(folder).write_text(mark)
 
 
-@pytest.mark.parametrize("mark", ["0000beef-1.77.88.0", "unknown.77.None.0", "", "\x00\xff.nonsense", "x" * 5000])
-def test_another_hosts_lease_is_judged_by_its_heartbeat(tmp_path: Path, mark: str) -> None:
-    foreign(tmp_path, mark)
+def test_another_hosts_lease_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
+    marks = ["0000beef-1.77.88.0", "unknown.77.None.0", "", "\x00\xff.nonsense", "x" * 5000]
+    digests = [f"{n:032x}" for n in range(len(marks))]
     leases = Leases(tmp_path)
-    assert leases.take(A) is None
+    (tmp_path / ".tmp").mkdir()
+    for digest, mark in zip(digests, marks, strict=True):
+        file_of(tmp_path, digest).write_text(mark)
+    assert [leases.take(digest) for digest in digests] == [None] * len(marks)
     leases.sweep()
-    assert file_of(tmp_path).exists()
-    assert 0.5 * STALE < seconds(lambda: leases.wait(A, LONG)) < LONG
-    lease = leases.take(A)
-    assert lease is not None
-    assert file_of(tmp_path).read_text().startswith(this_process())
+    assert all(file_of(tmp_path, digest).exists() for digest in digests)
+    assert 0.5 * STALE < seconds(lambda: [leases.wait(digest, LONG) for digest in digests]) < LONG
+    for digest in digests:
+        lease = leases.take(digest)
+        assert lease is not None
+        assert file_of(tmp_path, digest).read_text().startswith(this_process())
 
 
 @pytest.mark.parametrize("age", [-3600, 3600])
@@ -382,6 +393,28 @@ def test_a_lease_touched_an_hour_ago_or_ahead_is_abandoned(tmp_path: Path, age: 
     os.utime(file_of(tmp_path), (time.time() - age,) * 2)
     Leases(tmp_path).sweep()
     assert not file_of(tmp_path).exists()
+
+
+@pytest.mark.parametrize("how", ["taken over", "touched"])
+def test_a_lease_that_somebody_has_again_when_it_is_to_be_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    is_abandoned = leases_module._is_abandoned
+
+    def then_another_is_faster(*found: Any) -> bool:
+        abandoned = is_abandoned(*found)
+        if how == "taken over":
+            file_of(tmp_path).unlink()
+            foreign(tmp_path, "0000cafe-1.99.88.0")
+        os.utime(file_of(tmp_path))
+        return abandoned
+
+    foreign(tmp_path)
+    os.utime(file_of(tmp_path), (0, 0))
+    with monkeypatch.context() as during:
+        during.setattr(leases_module, "_is_abandoned", then_another_is_faster)
+        assert Leases(tmp_path).take(A) is None
+    assert file_of(tmp_path).read_text().startswith("0000cafe" if how == "taken over" else "0000beef")
 
 
 def test_a_process_id_that_was_given_again_is_not_the_holder(tmp_path: Path) -> None:
@@ -458,6 +491,23 @@ def test_a_dropped_lease_is_released(tmp_path: Path) -> None:
 def interrupted(work: Callable[[], Any], at: int) -> bool:
     """Whether Ctrl-C struck at the n-th instruction in single_flight.py."""
     return interrupts.interrupted(at, work, [leases_module.__file__])
+
+
+def test_dropping_a_lease_runs_nothing_that_an_interrupt_could_strike(tmp_path: Path) -> None:
+    held = [Leases(tmp_path).take(A)]
+    assert not interrupted(held.clear, 1)
+    assert freed(tmp_path)
+
+
+def test_a_process_killed_at_any_step_of_taking_a_lease_keeps_nobody_waiting(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    files = [leases_module.__file__, temporary.__file__]
+    kept: list[Lease | None] = []
+    copies = interrupts.as_killed(folder, lambda: kept.append(Leases(folder).take(A)), files, tmp_path / "copies")
+    assert any(file_of(copy).exists() for copy in copies)
+    for n, copy in enumerate(copies, 1):
+        assert not Leases(copy).held_elsewhere(A), f"killed at step {n}"
 
 
 # Both in a process of their own: an exception between any two instructions may leave the interpreter itself with one

@@ -383,9 +383,9 @@ def use_packed(folder: Path) -> None:
     """Opens a packed folder and reads all of it."""
     packed = open_images(folder)
     assert isinstance(packed, PackedImages)
-    for index in range(min(len(packed.images), 20)):
-        packed.place(index)
-        packed.images.path(index)
+    for index in range(min(len(packed), 20)):
+        packed.places[index]
+        packed.path(index)
     source = ImageSource(folder, 2)
     try:
         for _, _ in zip(source, range(10), strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from tools.bench import memory
 from tools.bench.workloads import Workload
 
 
-def test_memory_by_epoch_beside_the_bound(tmp_path: Path) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process whose memory is measured has imported everything."""
+    monkeypatch.setattr(memory, "get_context", lambda _: multiprocessing.get_context("fork"))
+
+
+def test_memory_by_epoch_beside_the_bound(tmp_path: Path, forked: None) -> None:
     work = Workload(tmp_path, torch.device("cpu"), items=3, side=32)
     (report,) = memory.memory(work, epochs=3)
     assert [row.name for row in report.rows] == ["epoch 1", "epoch 2", "epoch 3"]
@@ -53,17 +60,20 @@ def fails(*_: object) -> None:
 
 @pytest.mark.parametrize(
     ("measure", "error", "message"),
-    [
-        (dies, MonaiGdsError, "whose memory was measured died"),
-        pytest.param(fails, RuntimeError, "there were 2 batches", marks=pytest.mark.long),
-    ],
+    [(dies, MonaiGdsError, "whose memory was measured died"), (fails, RuntimeError, "there were 2 batches")],
 )
 def test_a_failing_process_is_not_taken_for_a_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Any, error: type[Exception], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None, measure: Any, error: type[Exception], message: str
 ) -> None:
     monkeypatch.setattr(memory, "_measure", measure)
     with pytest.raises(error, match=message):
         memory.memory(Workload(tmp_path, torch.device("cpu"), items=1, side=8), epochs=1)
+
+
+@pytest.mark.long
+def test_a_process_that_is_started_for_it(tmp_path: Path) -> None:
+    (report,) = memory.memory(Workload(tmp_path, torch.device("cpu"), items=2, side=16), epochs=2)
+    assert [row.name for row in report.rows] == ["epoch 1", "epoch 2"]
 
 
 @pytest.mark.gpu
