@@ -51,6 +51,7 @@ class Process:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._late = 0  # answers that nobody waits for any more
 
     def start(self, work: Callable[..., Any] | None, *args: Any) -> None:
         """Begins ``work(*args)`` there, which :meth:`result` waits for."""
@@ -64,8 +65,13 @@ class Process:
             Died: the process died.
             TimeoutError: it took longer than ``timeout`` seconds.
         """
-        if not self._connection.poll(timeout):
-            raise TimeoutError(f"it took longer than {timeout} s")
+        for late in range(self._late + 1):
+            if not self._connection.poll(timeout):
+                self._late += 1 - late
+                raise TimeoutError(f"it took longer than {timeout} s")
+            if late < self._late:
+                self._connection.recv_bytes()
+        self._late = 0
         ok, value = pickle.loads(self._connection.recv_bytes())
         if ok is None:
             raise Died(value)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -21,7 +19,8 @@ from monai.utils import set_determinism
 from monai_gds import GDSDataLoader, GDSDataset, available_backends
 from monai_gds.folder.writer import process_writer
 from monai_gds.tiles import device
-from tests.machines import ROOT, in_child
+from tests.fresh import warm
+from tests.machines import in_child
 from tests.same import assert_same
 
 pytestmark = pytest.mark.gpu
@@ -273,7 +272,7 @@ dataset.flush()
 for batch in GDSDataLoader(dataset):
     raise SystemExit(f"step {{int(batch['x'][0, 0])}}")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = warm().run("-c", code, whole=True)
     assert (done.returncode, done.stderr.strip().splitlines()[-1:]) == (1, ["step 0"]), done.stderr
 
 
